@@ -1,0 +1,1 @@
+"""hvdlite: data-parallel training with Horovod's API, installed by pip alone."""

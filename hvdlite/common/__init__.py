@@ -1,0 +1,1 @@
+"""What no framework needs to know: engine, collectives, transports and plain data."""

@@ -1,0 +1,1 @@
+"""The table of collectives, and the backends that run them."""

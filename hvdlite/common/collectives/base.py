@@ -1,0 +1,115 @@
+"""What a backend is: the floor between a negotiated segment and the transport.
+
+Arrays are flat, contiguous and of one dtype; a segment is a list of them, one for each tensor.
+Input and output of a tensor may be the same memory. All members of a group call the same method
+with the same arguments in the same order. A backend raises `PeerLostError` when a member is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.topology import Topology
+from hvdlite.common.transport.base import Transport
+
+Array = NDArray[Any]
+Activity = Callable[[str], AbstractContextManager[object]]  # a phase in the timeline
+
+
+@dataclass(frozen=True)
+class Group:
+    """The members of a process set, as one of them sees it."""
+
+    members: tuple[int, ...]  # global ranks, ascending
+    index: int  # this rank's position in members
+    topology: Topology  # of the members, numbered by position
+
+    @cached_property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a segment is reduced. AVERAGE never gets here: it is SUM with a postscale."""
+
+    reduce_op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+class Backend(Protocol):
+    """One way to move bytes."""
+
+    name: str  # in capitals, as the timeline shows it: SHM, RING, HIERARCHICAL, MPI
+
+    def supports(
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group
+    ) -> bool:
+        """Whether this backend can run it; every member of the group gets the same answer."""
+
+    def allreduce(
+        self,
+        group: Group,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        reduction: Reduction,
+        activity: Activity,
+    ) -> None:
+        """Every output becomes the reduction of that tensor over all members."""
+
+    def reducescatter(
+        self,
+        group: Group,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+        reduction: Reduction,
+        activity: Activity,
+    ) -> None:
+        """Tensor t is cut into ``counts[t][i]`` elements for member i, who gets that part."""
+
+    def allgather(
+        self,
+        group: Group,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+        activity: Activity,
+    ) -> None:
+        """Member i gives ``counts[t][i]`` elements of tensor t; outputs hold them in order."""
+
+    def broadcast(
+        self,
+        group: Group,
+        array: Array,
+        root: int,
+        activity: Activity,
+    ) -> None:
+        """`array` of member `root` (a position) is copied into `array` of all others."""
+
+    def alltoall(
+        self,
+        group: Group,
+        array: Array,
+        send_counts: Sequence[int],
+        allocate: Callable[[list[int]], Array],
+        activity: Activity,
+    ) -> None:
+        """Send the next ``send_counts[j]`` elements to member j.
+
+        `allocate` is called once with the counts that come from each member (in elements) and
+        gives the array to fill, ordered by member.
+        """
+
+
+BackendFactory = Callable[[Transport], Backend]

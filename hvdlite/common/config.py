@@ -1,0 +1,238 @@
+"""Every setting of hvdlite, declared once.
+
+A field of `Config` gives the environment variable, its ``HOROVOD_`` alias, the launcher's flag,
+the key in the YAML file, the help text and the row of the table in the docs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hvdlite.common.errors import ConfigError
+
+PREFIX = "HVDLITE_"
+ALIAS_PREFIX = "HOROVOD_"
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a `Config` field is read from, and what it accepts."""
+
+    name: str  # the field of Config
+    default: Any
+    env: str  # without the prefix
+    parse: Callable[[str], Any]  # text -> value; ValueError says what is accepted
+    help: str
+    flag: str | None = None  # of hvdlite-run; None: environment only
+    no_flag: str | None = None  # the flag that turns a boolean off
+    yaml: str | None = None  # dotted key in the config file
+    flag_scale: int = 1  # a flag's (and a YAML key's) unit, in units of the variable
+    alias: bool = True  # HOROVOD_<env> is honoured
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return PREFIX + self.env
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The variables that set it, the one that wins first."""
+        return (self.variable, ALIAS_PREFIX + self.env) if self.alias else (self.variable,)
+
+    def read(self, text: str, source: str) -> Any:
+        """Parse `text`, which came from `source`; raises `ConfigError` naming the source."""
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{source}={text!r}: {error}") from None
+
+
+def boolean(text: str) -> bool:
+    """0/1 (any integer, as Horovod), true/false, yes/no, on/off."""
+    lowered = text.strip().lower()
+    if lowered in ("true", "yes", "on"):
+        return True
+    if lowered in ("false", "no", "off", ""):
+        return False
+    try:
+        return int(lowered) > 0
+    except ValueError:
+        raise ValueError("must be 0 or 1 (or true, false, yes, no, on, off)") from None
+
+
+def number(kind: type, minimum: float, unit: str) -> Callable[[str], Any]:
+    """A parser of an int or float of at least `minimum`, in `unit`."""
+    what = "a whole number" if kind is int else "a number"
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise ValueError(f"must be {what} ({unit})") from None
+        if not minimum <= value < float("inf"):
+            raise ValueError(f"must be {what} of at least {minimum:g} ({unit})")
+        return value
+
+    return parse
+
+
+def choice(*values: str) -> Callable[[str], str]:
+    """A parser of one of `values`, in any case."""
+
+    def parse(text: str) -> str:
+        lowered = text.strip().lower()
+        if lowered not in values:
+            raise ValueError("must be one of " + ", ".join(values))
+        return lowered
+
+    return parse
+
+
+def core_list(text: str) -> tuple[int, ...]:
+    """Comma-separated core numbers, one for each local rank."""
+    try:
+        cores = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        cores = (-1,)
+    if any(core < 0 for core in cores):
+        raise ValueError("must be a comma-separated list of core numbers, such as 0,1,2,3")
+    return cores
+
+
+def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **where: Any) -> Any:
+    """A dataclass field that carries its `Setting`."""
+    return field(default=default, metadata={"setting": (env, parse, help, where)})
+
+
+DATA_PLANES = ("auto", "shm", "ring", "mpi")
+ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "mpi")
+LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The settings of one rank. Units end the names."""
+
+    fusion_threshold_bytes: int = setting(
+        128 * MIB, "FUSION_THRESHOLD", number(int, 0, "bytes"),
+        "Most bytes that are fused into one segment; 0 turns fusion off.",
+        flag="--fusion-threshold-mb", yaml="params.fusion_threshold_mb", flag_scale=MIB,
+    )  # fmt: skip
+    cycle_time_ms: float = setting(
+        0.0, "CYCLE_TIME", number(float, 0, "milliseconds"),
+        "Pause after a wake-up in which more tensors may gather; 0 answers at once.",
+        flag="--cycle-time-ms", yaml="params.cycle_time_ms",
+    )  # fmt: skip
+    cache_capacity: int = setting(
+        1024, "CACHE_CAPACITY", number(int, 0, "tensors"),
+        "Negotiated tensors that are remembered, per process set; 0 turns the response cache off.",
+        flag="--cache-capacity", yaml="params.cache_capacity",
+    )  # fmt: skip
+    allreduce: str = setting(
+        "auto", "ALLREDUCE", choice(*ALLREDUCES),
+        "How allreduce moves bytes: auto, shm, ring, hierarchical or mpi.",
+        flag="--allreduce", yaml="params.allreduce", alias=False,
+    )  # fmt: skip
+    data_plane: str = setting(
+        "auto", "DATA_PLANE", choice(*DATA_PLANES),
+        "How the other collectives move bytes: auto, shm, ring or mpi.",
+        flag="--data-plane", yaml="params.data_plane", alias=False,
+    )  # fmt: skip
+    hierarchical_allreduce: bool = setting(
+        False, "HIERARCHICAL_ALLREDUCE", boolean,
+        "Horovod's spelling of HVDLITE_ALLREDUCE=hierarchical.",
+        flag="--hierarchical-allreduce", no_flag="--no-hierarchical-allreduce",
+        yaml="params.hierarchical_allreduce",
+    )  # fmt: skip
+    disable_group_fusion: bool = setting(
+        False, "DISABLE_GROUP_FUSION", boolean,
+        "Fuse the members of a grouped collective with nothing else.",
+    )  # fmt: skip
+    timeline: str = setting(
+        "", "TIMELINE", str,
+        "Write a Chrome-trace timeline to this file (DYNAMIC: wait for start_timeline).",
+        flag="--timeline-filename", yaml="timeline.filename",
+    )  # fmt: skip
+    timeline_mark_cycles: bool = setting(
+        False, "TIMELINE_MARK_CYCLES", boolean,
+        "Mark every wake-up of the engine in the timeline.",
+        flag="--timeline-mark-cycles", no_flag="--no-timeline-mark-cycles",
+        yaml="timeline.mark_cycles",
+    )  # fmt: skip
+    timeline_all_ranks: bool = setting(
+        False, "TIMELINE_ALL_RANKS", boolean,
+        "Every rank writes a timeline; '.rank<N>' is put before the file's suffix.",
+        flag="--timeline-all-ranks", no_flag="--no-timeline-all-ranks",
+        yaml="timeline.all_ranks", alias=False,
+    )  # fmt: skip
+    stall_check_disable: bool = setting(
+        False, "STALL_CHECK_DISABLE", boolean,
+        "Do not look for tensors that some ranks never submit.",
+        flag="--no-stall-check", no_flag="--stall-check", yaml="stall_check.disabled",
+    )  # fmt: skip
+    stall_warning_seconds: float = setting(
+        60.0, "STALL_CHECK_TIME_SECONDS", number(float, 0, "seconds"),
+        "Warn when a tensor has waited this long for some ranks.",
+        flag="--stall-check-warning-time-seconds", yaml="stall_check.warning_time_seconds",
+    )  # fmt: skip
+    stall_shutdown_seconds: float = setting(
+        0.0, "STALL_SHUTDOWN_TIME_SECONDS", number(float, 0, "seconds"),
+        "End the job when a tensor has waited this long for some ranks; 0 is never.",
+        flag="--stall-check-shutdown-time-seconds", yaml="stall_check.shutdown_time_seconds",
+    )  # fmt: skip
+    start_timeout_seconds: float = setting(
+        30.0, "START_TIMEOUT", number(float, 1, "seconds"),
+        "How long all ranks may take until every one has started.",
+        flag="--start-timeout",
+    )  # fmt: skip
+    mpi_threads_disable: bool = setting(
+        False, "MPI_THREADS_DISABLE", boolean,
+        "Ask MPI for THREAD_SERIALIZED instead of THREAD_MULTIPLE.",
+        flag="--mpi-threads-disable", no_flag="--no-mpi-threads-disable",
+        yaml="library_options.mpi_threads_disable",
+    )  # fmt: skip
+    thread_affinity: tuple[int, ...] = setting(
+        (), "THREAD_AFFINITY", core_list,
+        "Core of the engine thread, one number for each local rank.",
+        flag="--thread-affinity", yaml="library_options.thread_affinity",
+    )  # fmt: skip
+    log_level: str = setting(
+        "warning", "LOG_LEVEL", choice(*LOG_LEVELS),
+        "trace, debug, info, warning, error or fatal.",
+        flag="--log-level", yaml="logging.level",
+    )  # fmt: skip
+    log_hide_time: bool = setting(
+        False, "LOG_HIDE_TIME", boolean,
+        "Leave the time out of log lines.",
+        flag="--log-without-timestamp", no_flag="--log-with-timestamp",
+        yaml="logging.without_timestamp",
+    )  # fmt: skip
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """Read the settings from `environ` (``os.environ``); an empty variable counts as unset.
+
+        Raises `ConfigError` that names the variable at fault.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for entry in settings():
+            for variable in entry.variables:
+                text = environ.get(variable, "")
+                if text:
+                    values[entry.name] = entry.read(text, variable)
+                    break
+        if values.get("hierarchical_allreduce") and "allreduce" not in values:
+            values["allreduce"] = "hierarchical"
+        return cls(**values)
+
+
+def settings() -> Iterator[Setting]:
+    """All settings, in the order of their declaration."""
+    for each in fields(Config):
+        env, parse, help, where = each.metadata["setting"]
+        yield Setting(each.name, each.default, env, parse, help, **where)

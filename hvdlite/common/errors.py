@@ -1,0 +1,39 @@
+"""The exceptions that a user of hvdlite can see."""
+
+from __future__ import annotations
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed after it was accepted: a mismatch between ranks, a dead rank, a shutdown.
+
+    ``rank`` is the global rank at fault where one is known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerLostError(HorovodInternalError):
+    """The connection to another rank ended: the rank died, or left without saying so."""
+
+
+class ProtocolError(HorovodInternalError):
+    """A peer sent what this version of hvdlite cannot have sent."""
+
+
+class HorovodVersionMismatchError(ImportError):
+    """Two versions of hvdlite take part in one job."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(
+            f"{name} {installed_version} is installed here, but another rank runs {version}: "
+            f"install one version of {name} for all ranks"
+        )
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version
+
+
+class ConfigError(ValueError):
+    """A setting has a value that it cannot have; the text names where it came from."""

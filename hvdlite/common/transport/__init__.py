@@ -1,0 +1,1 @@
+"""Bytes move here and only here: control messages, shared memory, and arrays between ranks."""

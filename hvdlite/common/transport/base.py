@@ -1,0 +1,85 @@
+"""What the engine and the collectives ask of a transport.
+
+One `Transport` belongs to one rank of one job and is used by that rank's engine thread alone;
+only `wake` may be called from another thread. Ranks are global ranks of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.common.topology import Topology
+
+Array = NDArray[Any]
+
+
+class Incoming(NamedTuple):
+    """One control message; `body` None means that the connection to `rank` has ended."""
+
+    rank: int
+    body: bytes | None
+
+
+class Pending(Protocol):
+    """A send or a receive under way."""
+
+    def done(self) -> bool:
+        """Whether it has ended; makes progress, never waits."""
+
+
+class Transport(Protocol):
+    """The connections of one rank."""
+
+    rank: int
+    topology: Topology
+    # Called now and then by every wait below, so that a failure that only the control plane can
+    # see ends the wait (it raises). The engine sets it; by default it does nothing.
+    check: Callable[[], None]
+
+    # -- control plane: small messages that keep their borders and their order, per pair
+    def send(self, rank: int, body: bytes) -> None:
+        """Queue `body` for `rank` and return at once. A lost peer is reported by `receive`."""
+
+    def receive(self, timeout: float | None) -> list[Incoming]:
+        """Sleep until a message comes, `wake` is called or `timeout` seconds have passed.
+
+        Returns every message that is there (maybe none). Timeout 0 only looks; None has no end.
+        """
+
+    def wake(self) -> None:
+        """End the current or the next `receive`. From any thread."""
+
+    # -- data plane between any two ranks: arrays, in order, per pair
+    def isend(self, rank: int, array: Array) -> Pending:
+        """Start to send a contiguous array; it must not change until that is done."""
+
+    def irecv(self, rank: int, array: Array) -> Pending:
+        """Start to receive into a contiguous array of exactly the size that is sent."""
+
+    def wait(self, pendings: Sequence[Pending]) -> None:
+        """Sleep until all are done. Raises `PeerLostError` naming the rank that is gone."""
+
+    # -- data plane inside a host: memory that all local ranks see
+    def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
+        """The first `nbytes` of the memory that the local rank `rank` owns, as bytes.
+
+        Every rank of the host may read and write it. It grows on demand, only by its owner, who
+        must have called this with at least `nbytes` before a peer does (see `signal`/`await_signal`
+        for how a peer knows). Contents survive growing; older views stay valid but detached.
+        """
+
+    def signal(self, ranks: Sequence[int]) -> None:
+        """Send one token to each of these local ranks; never waits."""
+
+    def await_signal(self, rank: int) -> None:
+        """Sleep until the next token from the local rank `rank`, and take it.
+
+        All memory that `rank` wrote before `signal` is visible after this. Raises `PeerLostError`.
+        """
+
+    def close(self) -> None:
+        """End all connections of this rank; peers see that as the end of the connection."""
