@@ -1,0 +1,127 @@
+"""A leader's count: it passes on what all ranks below it have, so that rank 0 hears it once.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hvdlite.common.collectives.table import ROWS, Effect
+from hvdlite.common.messages import Eviction, Order, Report, Request, Response, Segment
+from hvdlite.common.process_sets import GLOBAL_ID, ProcessSetTable
+from hvdlite.common.readiness import Readiness, mask_of, ranks_of
+
+
+class _Set:
+    """What a leader knows of one process set."""
+
+    def __init__(self, members: int) -> None:
+        self.readiness: Readiness[int | str] = Readiness(members)
+        self.requests: dict[str, list[tuple[int, Request]]] = {}
+        self.late: set[int | str] = set()  # passed on incomplete: the rest goes at once
+
+
+class Aggregator:
+    """Reports of the ranks below in, fewer reports out; orders pass by and are noted."""
+
+    def __init__(self, size: int, below: Iterable[int]) -> None:
+        self._below = mask_of(below)
+        self._table = ProcessSetTable(size)
+        self._sets = {GLOBAL_ID: _Set(self._below)}
+        self._outgoing: list[Report] = []
+
+    def receive(self, report: Report, now: float) -> None:
+        """Count a report of a rank below, at `now` seconds."""
+        state = self._sets.get(report.process_set_id)
+        if state is None:
+            return
+        ranks = mask_of(report.ranks)
+        bits: dict[int, list[int]] = {}
+        for bit in report.bits:
+            arrived = ranks if bit in state.late else state.readiness.add(bit, ranks, now)
+            if arrived:
+                bits.setdefault(arrived, []).append(bit)
+        for arrived, numbers in bits.items():
+            self._pass_bits(report.process_set_id, arrived, numbers)
+        for request in report.requests:
+            self._receive_request(state, report.process_set_id, ranks, request, now)
+
+    def note(self, order: Order) -> None:
+        """An order passes by on its way to the ranks below."""
+        if isinstance(order, Eviction):
+            state = self._sets.get(order.process_set_id)
+            if state is not None:
+                state.readiness.discard(order.bit)
+                state.late.discard(order.bit)
+        elif isinstance(order, Segment):
+            for item in order.items:
+                self._note_item(order.process_set_id, item)
+
+    def flush(self, before: float) -> None:
+        """Pass on what has waited since before `before`: rank 0 shall know who is late."""
+        for number, state in self._sets.items():
+            for key, arrived in state.readiness.take_partial(before):
+                state.late.add(key)
+                self._pass(state, number, key, arrived)
+
+    @property
+    def oldest(self) -> float | None:
+        """Since when the oldest incomplete tensor waits."""
+        times = [since for s in self._sets.values() for _, _, since in s.readiness.waiting()]
+        return min(times, default=None)
+
+    def take_reports(self) -> tuple[Report, ...]:
+        """What to send up now; each report is given once."""
+        outgoing, self._outgoing = self._outgoing, []
+        return tuple(outgoing)
+
+    def _receive_request(
+        self, state: _Set, number: int, ranks: int, request: Request, now: float
+    ) -> None:
+        if ROWS[request.collective].effect is Effect.JOIN:
+            for key, arrived in state.readiness.excuse(ranks):
+                self._pass(state, number, key, arrived)
+            self._outgoing.append(Report(number, ranks_of(ranks), (), (request,)))
+            return
+        name = request.name
+        state.requests.setdefault(name, []).append((ranks, request))
+        arrived = ranks if name in state.late else state.readiness.add(name, ranks, now)
+        if arrived:
+            self._pass(state, number, name, arrived)
+
+    def _pass(self, state: _Set, number: int, key: int | str, arrived: int) -> None:
+        if isinstance(key, int):
+            self._pass_bits(number, arrived, [key])
+            return
+        alike: dict[Request, int] = {}
+        for ranks, request in state.requests.pop(key, []):
+            alike[request] = alike.get(request, 0) | ranks
+        for request, ranks in alike.items():
+            self._outgoing.append(Report(number, ranks_of(ranks), (), (request,)))
+
+    def _pass_bits(self, number: int, arrived: int, bits: list[int]) -> None:
+        self._outgoing.append(Report(number, ranks_of(arrived), tuple(bits)))
+
+    def _note_item(self, number: int, item: Response | int) -> None:
+        state = self._sets.get(number)
+        if state is None:
+            return
+        if isinstance(item, int):
+            state.late.discard(item)
+            return
+        request = item.request
+        state.late.discard(request.name)
+        effect = ROWS[request.collective].effect
+        if effect is Effect.NONE:
+            return
+        if item.error:
+            return
+        if effect is Effect.JOIN:
+            state.readiness.expect_all()
+        elif effect is Effect.ADD_SET:
+            added = self._table.add(request.shape)
+            self._sets[added] = _Set(mask_of(request.shape) & self._below)
+        elif effect is Effect.REMOVE_SET:
+            self._table.remove(request.root_rank)
+            del self._sets[request.root_rank]

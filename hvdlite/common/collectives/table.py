@@ -1,0 +1,266 @@
+"""One row per collective: what ranks must agree on, what may be fused, and how it is run.
+
+Negotiation, fusion, the cache and the timeline read the row; nothing above this floor compares a
+collective's name with a string.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.common.collectives.base import Activity, Backend, Group, Reduction
+from hvdlite.common.messages import Request, Response
+from hvdlite.common.reduce_op import ReduceOp
+
+Array = NDArray[Any]
+
+
+class Operand(Protocol):
+    """One tensor of a segment at one rank. A joined rank's has neutral input, and no reader."""
+
+    response: Response
+    input: Array  # flat
+    splits: tuple[int, ...]  # alltoall: rows for each member
+    received_splits: tuple[int, ...]  # alltoall: set by the run
+
+    def output(self, shape: tuple[int, ...]) -> Array:
+        """The output of this shape, flat; may be the input's memory."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that one segment needs to run at one rank."""
+
+    backend: Backend
+    group: Group
+    operands: Sequence[Operand]
+    activity: Activity
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the segment is reduced; Average is a sum that is scaled by 1 / size."""
+        request = self.operands[0].response.request
+        reduce_op, postscale = ReduceOp(request.reduce_op), request.postscale_factor
+        if reduce_op is ReduceOp.AVERAGE:
+            reduce_op, postscale = ReduceOp.SUM, postscale / self.group.size
+        return Reduction(reduce_op, request.prescale_factor, postscale)
+
+
+class Effect(Enum):
+    """What an answer changes besides tensors."""
+
+    NONE = auto()
+    JOIN = auto()  # ranks that had joined take part again
+    ADD_SET = auto()
+    REMOVE_SET = auto()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A collective."""
+
+    name: str
+    agree: tuple[str, ...] = ()  # what all ranks must have alike, in the order of checking
+    run: Callable[[Run], None] | None = None  # None: the negotiation itself is the collective
+    reduces: bool = False
+    fusable: bool = False
+    cacheable: bool = True
+    varying_rows: bool = False  # the first dimension may differ between ranks
+    scalars: bool = True  # a tensor without dimensions is possible
+    rooted: bool = False  # root_rank gives the data
+    effect: Effect = Effect.NONE
+    setting: str = "data_plane"  # the setting of Config that chooses its backend
+
+    def bytes(self, response: Response, itemsize: int) -> int:
+        """Size of the tensor, summed over the members where each gives its own rows."""
+        shape = response.request.shape
+        if self.varying_rows:
+            return sum(response.first_dims) * math.prod(shape[1:]) * itemsize
+        return math.prod(shape) * itemsize
+
+
+def _allreduce(run: Run) -> None:
+    run.backend.allreduce(
+        run.group,
+        [operand.input for operand in run.operands],
+        [operand.output(operand.response.request.shape) for operand in run.operands],
+        run.reduction,
+        run.activity,
+    )
+
+
+def split_rows(rows: int, parts: int) -> list[int]:
+    """`rows` in `parts` parts as even as can be; the first ``rows % parts`` get one more."""
+    base, extra = divmod(rows, parts)
+    return [base + (part < extra) for part in range(parts)]
+
+
+def _reducescatter(run: Run) -> None:
+    counts, outputs = [], []
+    for operand in run.operands:
+        rows, *rest = operand.response.request.shape
+        parts = split_rows(rows, run.group.size)
+        counts.append([part * math.prod(rest) for part in parts])
+        outputs.append(operand.output((parts[run.group.index], *rest)))
+    inputs = [operand.input for operand in run.operands]
+    run.backend.reducescatter(run.group, inputs, outputs, counts, run.reduction, run.activity)
+
+
+def _allgather(run: Run) -> None:
+    counts, outputs = [], []
+    for operand in run.operands:
+        _, *rest = operand.response.request.shape
+        first_dims = operand.response.first_dims
+        counts.append([dim * math.prod(rest) for dim in first_dims])
+        outputs.append(operand.output((sum(first_dims), *rest)))
+    inputs = [operand.input for operand in run.operands]
+    run.backend.allgather(run.group, inputs, outputs, counts, run.activity)
+
+
+def _broadcast(run: Run) -> None:
+    (operand,) = run.operands
+    request = operand.response.request
+    root = run.group.members.index(request.root_rank)
+    output = operand.output(request.shape)
+    if root == run.group.index and not np.shares_memory(output, operand.input):
+        np.copyto(output, operand.input)
+    run.backend.broadcast(run.group, output, root, run.activity)
+
+
+def _alltoall(run: Run) -> None:
+    (operand,) = run.operands
+    _, *rest = operand.response.request.shape
+    row = math.prod(rest)
+
+    def allocate(counts: list[int]) -> Array:
+        operand.received_splits = tuple(counts)
+        return operand.output((sum(counts), *rest))
+
+    if row == 0:  # rows without elements: only their number travels
+        _alltoall_of_counts(run, operand, allocate)
+        return
+    run.backend.alltoall(
+        run.group,
+        operand.input,
+        [split * row for split in operand.splits],
+        lambda counts: allocate([count // row for count in counts]),
+        run.activity,
+    )
+
+
+def _alltoall_of_counts(run: Run, operand: Operand, allocate: Callable[[list[int]], Array]) -> None:
+    received = np.empty(run.group.size, np.int64)
+    run.backend.alltoall(
+        run.group,
+        np.array(operand.splits, np.int64),
+        [1] * run.group.size,
+        lambda counts: received,
+        run.activity,
+    )
+    allocate(received.tolist())
+
+
+_SAME_TENSOR = ("dtype", "shape", "device")
+_SAME_GROUP = ("group", "group_size")
+_SAME_SCALES = ("prescale_factor", "postscale_factor")
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row(
+            "allreduce",
+            agree=(*_SAME_TENSOR, "reduce_op", *_SAME_SCALES, *_SAME_GROUP),
+            run=_allreduce,
+            reduces=True,
+            fusable=True,
+            setting="allreduce",
+        ),
+        Row(
+            "reducescatter",
+            agree=(*_SAME_TENSOR, "reduce_op", *_SAME_SCALES, *_SAME_GROUP),
+            run=_reducescatter,
+            reduces=True,
+            fusable=True,
+            scalars=False,
+        ),
+        Row(
+            "allgather",
+            agree=("dtype", "trailing_shape", "device", *_SAME_GROUP),
+            run=_allgather,
+            fusable=True,
+            varying_rows=True,
+            scalars=False,
+        ),
+        Row("broadcast", agree=(*_SAME_TENSOR, "root_rank"), run=_broadcast, rooted=True),
+        Row(
+            "alltoall",
+            agree=("dtype", "trailing_shape", "device"),
+            run=_alltoall,
+            varying_rows=True,
+            scalars=False,
+        ),
+        Row("barrier", cacheable=False),
+        Row("join", cacheable=False, effect=Effect.JOIN),
+        Row("init", agree=("settings",), cacheable=False),
+        Row("add_process_set", agree=("ranks",), cacheable=False, effect=Effect.ADD_SET),
+        Row(
+            "remove_process_set",
+            agree=("process_set",),
+            cacheable=False,
+            effect=Effect.REMOVE_SET,
+        ),
+    )
+}
+
+_MEANING = {  # what `agree` names that is not a field of Request by itself
+    "trailing_shape": lambda request: request.shape[1:],
+    "ranks": lambda request: list(request.shape),
+    "process_set": lambda request: request.root_rank,
+    "reduce_op": lambda request: ReduceOp(request.reduce_op).name.capitalize(),
+    "group": lambda request: request.group or "none",
+    "settings": lambda request: request.settings or "none",
+}
+
+_LABEL = {
+    "dtype": "data type",
+    "trailing_shape": "shape after the first dimension",
+    "reduce_op": "reduction operation",
+    "root_rank": "root rank",
+    "prescale_factor": "prescale factor",
+    "postscale_factor": "postscale factor",
+    "group_size": "number of tensors in the group",
+}
+
+
+def disagreement(first: tuple[int, Request], other: tuple[int, Request]) -> str:
+    """Why the requests of two ranks for one name cannot be answered together; '' if they can.
+
+    Names the tensor, both ranks and both values.
+    """
+    (rank, request), (other_rank, other_request) = first, other
+    if request.collective != other_request.collective:
+        return (
+            f"'{request.name}': ranks disagree on the operation: rank {rank} has "
+            f"{request.collective}, rank {other_rank} has {other_request.collective}"
+        )
+    for what in ROWS[request.collective].agree:
+        value, other_value = _value(request, what), _value(other_request, what)
+        if value != other_value:
+            return (
+                f"{request.collective} '{request.name}': ranks disagree on "
+                f"{_LABEL.get(what, what)}: rank {rank} has {value}, "
+                f"rank {other_rank} has {other_value}"
+            )
+    return ""
+
+
+def _value(request: Request, what: str) -> Any:
+    meaning = _MEANING.get(what)
+    return meaning(request) if meaning else getattr(request, what)

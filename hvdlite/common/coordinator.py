@@ -1,0 +1,279 @@
+"""The coordinator: counts who has which tensor, checks that they agree, and orders what to run.
+
+One total order over all process sets, decided here and followed by every rank, is what keeps
+overlapping process sets from waiting for each other. This module never sends, sleeps or reads a
+clock: it is a function of the reports it is given and the times that come with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hvdlite.common.collectives.table import ROWS, Effect, disagreement
+from hvdlite.common.fusion import next_segments
+from hvdlite.common.messages import (
+    NO_BIT,
+    NO_RANK,
+    Departed,
+    Eviction,
+    Order,
+    Report,
+    Request,
+    Response,
+    Segment,
+)
+from hvdlite.common.process_sets import GLOBAL_ID, ProcessSetTable
+from hvdlite.common.readiness import Readiness, mask_of, ranks_of
+from hvdlite.common.response_cache import CoordinatorCache
+from hvdlite.common.stall import Waiting
+
+
+@dataclass
+class _OpenGroup:
+    """A group of which some tensors are still missing, or one has failed."""
+
+    held: list[Response] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    error: str = ""
+
+
+class _Set:
+    """What the coordinator knows of one process set."""
+
+    def __init__(self, number: int, members: tuple[int, ...], cache_capacity: int) -> None:
+        self.number = number
+        self.members = members
+        self.mask = mask_of(members)
+        self.readiness: Readiness[int | str] = Readiness(self.mask)  # by bit, or by name
+        self.requests: dict[str, dict[int, Request]] = {}
+        self.cache = CoordinatorCache(cache_capacity)
+        self.groups: dict[str, _OpenGroup] = {}
+        self.last_joined = NO_RANK
+
+    def name(self, key: int | str) -> str:
+        """The name of the tensor that `readiness` counts under `key`."""
+        return self.cache.peek(key)[0].request.name if isinstance(key, int) else key
+
+
+class Coordinator:
+    """Reports in, orders out."""
+
+    def __init__(
+        self, size: int, *, cache_capacity: int, threshold_bytes: int, keep_groups: bool = False
+    ) -> None:
+        self._capacity = cache_capacity
+        self._threshold_bytes = threshold_bytes
+        self._keep_groups = keep_groups
+        self._table = ProcessSetTable(size)
+        self._sets = {GLOBAL_ID: self._new_set(GLOBAL_ID)}
+        self._ready: list[Response] = []
+        self._announced: set[tuple[int, int]] = set()  # (process set, bit) that members know
+        self._evictions: list[Eviction] = []
+        self._departures: list[Departed] = []
+        self._departed = 0  # ranks, as bits
+
+    def receive(self, report: Report, now: float) -> None:
+        """Take in what some ranks have ready, at `now` seconds."""
+        state = self._sets.get(report.process_set_id)
+        if state is None:  # removed meanwhile: its members know, and have failed the tensor
+            return
+        ranks = mask_of(report.ranks)
+        for bit in report.bits:
+            if bit in state.cache:  # else evicted meanwhile: the ranks send it again, in full
+                self._arrive(state, bit, ranks, now)
+        for request in report.requests:
+            for rank in report.ranks:
+                self._receive_request(state, rank, request, now)
+
+    def depart(self, rank: int) -> None:
+        """`rank` shuts down: what waits for it fails, now and later."""
+        self._departed |= 1 << rank
+        for state in self._sets.values():
+            if state.mask & self._departed:
+                for key, _, _ in list(state.readiness.waiting()):
+                    self._fail_waiting(state, key)
+        self._departures.append(Departed(rank))
+
+    def take_orders(self) -> tuple[Order, ...]:
+        """What all ranks shall do next, in this order; each order is given once."""
+        if not (self._ready or self._evictions or self._departures):
+            return ()
+        segments = next_segments(self._ready, self._threshold_bytes, self._keep_groups)
+        orders: list[Order] = [self._segment(responses) for responses in segments]
+        orders += self._evictions
+        orders += self._departures
+        self._ready, self._evictions, self._departures = [], [], []
+        return tuple(orders)
+
+    def waiting(self) -> Iterator[Waiting]:
+        """Every tensor that some ranks have and others have not."""
+        for state in self._sets.values():
+            for key, missing, since in state.readiness.waiting():
+                yield Waiting(state.name(key), ranks_of(missing), since)
+
+    def _new_set(self, number: int) -> _Set:
+        return _Set(number, self._table.members(number), self._capacity)
+
+    # -- arrivals
+
+    def _receive_request(self, state: _Set, rank: int, request: Request, now: float) -> None:
+        if ROWS[request.collective].effect is Effect.JOIN:
+            self._join(state, rank, request)
+            return
+        bit = state.cache.find(request.name)
+        if bit is not None:
+            if state.cache.peek(bit)[1].get(rank) == request:
+                self._arrive(state, bit, 1 << rank, now)
+                return
+            self._evict(state, bit)
+        state.requests.setdefault(request.name, {})[rank] = request
+        self._arrive(state, request.name, 1 << rank, now)
+
+    def _arrive(self, state: _Set, key: int | str, ranks: int, now: float) -> None:
+        if state.readiness.add(key, ranks, now):
+            self._complete(state, key)
+        elif state.mask & self._departed:
+            self._fail_waiting(state, key)
+
+    def _join(self, state: _Set, rank: int, request: Request) -> None:
+        state.last_joined = rank
+        for key, _ in state.readiness.excuse(1 << rank):
+            self._complete(state, key)
+        if state.readiness.all_absent:
+            state.readiness.expect_all()
+            self._ready.append(Response(request, last_joined=rank))
+        elif state.mask & self._departed:
+            self._ready.append(Response(request, error=self._departure_error(state, request)))
+
+    # -- answers
+
+    def _complete(self, state: _Set, key: int | str) -> None:
+        """All ranks of `state` have the tensor, or have joined."""
+        if isinstance(key, int):
+            self._emit(state, self._remembered(state, key))
+            return
+        requests = dict(sorted(state.requests.pop(key).items()))
+        response = self._answer(state, requests)
+        if response.error:
+            for group in {request.group for request in requests.values() if request.group}:
+                self._poison(state, group, response)
+        elif ROWS[response.request.collective].cacheable:
+            response = state.cache.remember(response, requests)
+            for bit in state.cache.overflow():
+                self._evict(state, bit)
+        response = self._apply(response)
+        self._emit(state, response)
+
+    def _remembered(self, state: _Set, bit: int) -> Response:
+        response = state.cache.use(bit)
+        absent = state.readiness.absent
+        if not absent:
+            return response
+        requests = state.cache.peek(bit)[1]
+        present = {rank: each for rank, each in requests.items() if not absent >> rank & 1}
+        now = self._answer(state, present)
+        return response if now == response._replace(bit=NO_BIT) else now
+
+    def _answer(self, state: _Set, requests: dict[int, Request]) -> Response:
+        (rank, request), *others = requests.items()
+        for other in others:
+            why = disagreement((rank, request), other)
+            if why:
+                return Response(request, error=why)
+        row = ROWS[request.collective]
+        if not row.scalars and not request.shape:
+            return Response(
+                request, error=f"{row.name} '{request.name}': a tensor without dimensions has "
+                "no rows; reshape it to (1,)",
+            )  # fmt: skip
+        if row.rooted and request.root_rank not in requests:
+            return Response(
+                request, error=f"{row.name} '{request.name}': root rank {request.root_rank} "
+                "has joined and has no data to give",
+            )  # fmt: skip
+        if not row.varying_rows:
+            return Response(request)
+        dims = [requests[m].shape[0] if m in requests else 0 for m in state.members]
+        return Response(request, first_dims=tuple(dims))
+
+    def _apply(self, response: Response) -> Response:
+        """Let the answer change the process sets; it fails where the table refuses."""
+        request = response.request
+        effect = ROWS[request.collective].effect
+        if response.error or effect is Effect.NONE:
+            return response
+        if effect is Effect.ADD_SET:
+            try:
+                number = self._table.add(request.shape)
+            except ValueError as error:
+                return response._replace(error=str(error))
+            self._sets[number] = self._new_set(number)
+        elif effect is Effect.REMOVE_SET:
+            self._table.remove(request.root_rank)
+            del self._sets[request.root_rank]
+            self._announced = {e for e in self._announced if e[0] != request.root_rank}
+        return response
+
+    def _emit(self, state: _Set, response: Response) -> None:
+        """Order the answer, or hold it until its whole group can be answered."""
+        request = response.request
+        if not request.group:
+            self._ready.append(response)
+            return
+        group = state.groups.setdefault(request.group, _OpenGroup())
+        group.held.append(response)
+        group.seen.add(request.name)
+        if group.error or len(group.seen) >= request.group_size:
+            self._release(state, request, group)
+
+    def _release(self, state: _Set, request: Request, group: _OpenGroup) -> None:
+        for response in group.held:
+            failed = group.error and not response.error
+            self._ready.append(
+                response._replace(error=group.error, bit=NO_BIT) if failed else response
+            )
+        group.held = []
+        if len(group.seen) >= request.group_size:
+            del state.groups[request.group]
+
+    def _poison(self, state: _Set, name: str, response: Response) -> None:
+        """One tensor of a group has failed: nothing of the group may run."""
+        group = state.groups.setdefault(name, _OpenGroup())
+        group.error = group.error or response.error
+        group.seen.add(response.request.name)
+
+    def _fail_waiting(self, state: _Set, key: int | str) -> None:
+        """Nobody can complete this any more: a member has shut down."""
+        if isinstance(key, int):
+            request = state.cache.peek(key)[0].request
+        else:
+            request = next(iter(state.requests.pop(key).values()))
+        state.readiness.discard(key)
+        self._ready.append(Response(request, error=self._departure_error(state, request)))
+
+    def _departure_error(self, state: _Set, request: Request) -> str:
+        ranks = ranks_of(state.mask & self._departed)
+        who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
+        return (
+            f"{request.collective} '{request.name}': {who} been shut down "
+            "and cannot take part any more"
+        )
+
+    def _evict(self, state: _Set, bit: int) -> None:
+        state.readiness.discard(bit)
+        state.cache.forget(bit)
+        self._announced.discard((state.number, bit))
+        self._evictions.append(Eviction(state.number, bit))
+
+    def _segment(self, responses: list[Response]) -> Segment:
+        number = responses[0].request.process_set_id
+        return Segment(number, tuple(self._item(number, response) for response in responses))
+
+    def _item(self, number: int, response: Response) -> Response | int:
+        if response.bit == NO_BIT:
+            return response
+        if (number, response.bit) in self._announced:
+            return response.bit
+        self._announced.add((number, response.bit))
+        return response

@@ -1,0 +1,82 @@
+"""A promise of one collective's result, and the table of those that users hold as numbers."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from hvdlite.common.errors import HorovodInternalError
+
+
+class Handle:
+    """Completed or failed once, by the engine; waited for by any thread, asleep."""
+
+    __slots__ = ("_error", "_gate", "_value")
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()  # locked until the result is there
+        self._gate.acquire()
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def complete(self, value: Any = None) -> None:
+        """The collective has ended well."""
+        self._value = value
+        self._gate.release()
+
+    def fail(self, error: Exception) -> None:
+        """The collective has failed."""
+        self._error = error
+        self._gate.release()
+
+    def poll(self) -> bool:
+        """Whether it has ended; never waits."""
+        return not self._gate.locked()
+
+    def wait(self) -> Any:
+        """Sleep until it has ended; the value, or its error raised."""
+        with self._gate:
+            pass
+        if self._error is not None:
+            raise _fresh(self._error)
+        return self._value
+
+
+def _fresh(error: Exception) -> Exception:
+    """A copy to raise: one error may fail many handles, and each raise adds to a traceback."""
+    if isinstance(error, HorovodInternalError):
+        return type(error)(str(error), rank=error.rank)
+    return type(error)(*error.args)
+
+
+class HandleTable:
+    """The numbers that stand for pending operations in the public API."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards both
+        self._next = 0
+        self._pending: dict[int, Any] = {}
+
+    def reserve(self) -> int:
+        """A number that was never given before; unnamed collectives are named after it."""
+        with self._lock:
+            self._next += 1
+            return self._next - 1
+
+    def put(self, number: int, operation: Any) -> None:
+        """Keep `operation` under a reserved number."""
+        with self._lock:
+            self._pending[number] = operation
+
+    def get(self, number: int) -> Any:
+        """The operation. Raises `ValueError` when it was taken already, or never given."""
+        with self._lock:
+            try:
+                return self._pending[number]
+            except KeyError:
+                raise ValueError(f"handle {number} was not created or has been cleared") from None
+
+    def take(self, number: int) -> Any:
+        """Remove and return the operation; None where there is none."""
+        with self._lock:
+            return self._pending.pop(number, None)

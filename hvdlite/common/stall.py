@@ -1,0 +1,89 @@
+"""Tensors that some ranks have and others never send. Decides, and says it in words.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+MOST_NAMES = 6  # in one line of a report
+
+
+class Waiting(NamedTuple):
+    """A tensor that is not complete."""
+
+    name: str
+    missing: tuple[int, ...]  # global ranks
+    since: float  # seconds, on the caller's clock
+
+
+class StallReport(NamedTuple):
+    """What to tell the user, whom to ask for a stack, and whether to end the job."""
+
+    text: str
+    missing: tuple[int, ...]
+    shutdown: bool
+
+
+class StallInspector:
+    """Warns once per warning time; 0 as shutdown time means never."""
+
+    def __init__(self, warning_seconds: float, shutdown_seconds: float) -> None:
+        self.warning_seconds = warning_seconds
+        self.shutdown_seconds = shutdown_seconds
+        self._last_report: float | None = None
+
+    def next_check(self, oldest: float) -> float:
+        """When to look next, if `oldest` is the time since which some tensor waits."""
+        due = oldest + self.warning_seconds
+        if self._last_report is not None:
+            due = max(due, self._last_report + self.warning_seconds)
+        if self.shutdown_seconds:
+            due = min(due, oldest + self.shutdown_seconds)
+        return due
+
+    def inspect(self, waiting: Iterable[Waiting], now: float) -> StallReport | None:
+        """The report that is due at `now`, or None."""
+        late = [each for each in waiting if now - each.since >= self._patience]
+        if not late:
+            return None
+        dead = [e for e in late if self.shutdown_seconds and now - e.since >= self.shutdown_seconds]
+        recent = self._last_report is not None and now - self._last_report < self.warning_seconds
+        if recent and not dead:
+            return None
+        self._last_report = now
+        missing = tuple(sorted({rank for each in late for rank in each.missing}))
+        return StallReport(self._text(late, missing, now, bool(dead)), missing, bool(dead))
+
+    @property
+    def _patience(self) -> float:
+        if self.shutdown_seconds:
+            return min(self.warning_seconds, self.shutdown_seconds)
+        return self.warning_seconds
+
+    def _text(
+        self, late: list[Waiting], missing: tuple[int, ...], now: float, shutdown: bool
+    ) -> str:
+        longest = now - min(each.since for each in late)
+        lines = [
+            f"stalled: {_count(len(late), 'tensor')} submitted by some ranks and not by others "
+            f"for up to {longest:.0f} s. A rank may have taken another branch, or failed.",
+        ]
+        for rank in missing:
+            names = [each.name for each in late if rank in each.missing]
+            lines.append(f"  rank {rank} has not submitted: {_shown(names)}")
+        if shutdown:
+            lines.append(f"  the limit of {self.shutdown_seconds:g} s is over: the job ends")
+        return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s were" if number != 1 else " was")
+
+
+def _shown(names: list[str]) -> str:
+    more = len(names) - MOST_NAMES
+    shown = ", ".join(names[:MOST_NAMES])
+    return f"{shown} and {more} more" if more > 0 else shown
