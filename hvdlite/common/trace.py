@@ -1,0 +1,277 @@
+"""The file behind the timeline: events in Chrome's trace format, as Horovod writes them.
+
+This module knows neither threads nor queues: `Trace` is told what happened when, in order.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+ENGINE_TRACK = "[engine]"  # what the engine thread does
+SEGMENT_TRACK = "[segments]"  # tensors that travel together, and their bytes
+HEAD_PID = 0  # carries what is about the whole file
+NEGOTIATE_PREFIX = "NEGOTIATE_"
+TRACKS = 1 << 15  # tensor names that are remembered; the one that is longest unused goes first
+
+
+class TraceFile:
+    """A JSON array on disk that grows by whole batches and is complete after each."""
+
+    TAIL = b"\n]\n"
+
+    def __init__(self, path: str, first: str) -> None:
+        self.path = os.path.abspath(path)
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _unwritable(error.errno, path) from None
+        try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise _unwritable(errno.EINVAL, path, "not a regular file")
+            os.ftruncate(self._fd, 0)
+            self._write_at(0, b"[\n" + first.encode() + self.TAIL)
+        except OSError as error:
+            self.close()
+            raise error if error.filename else _unwritable(error.errno, path) from None
+
+    def append(self, events: Iterable[str]) -> None:
+        """Write `events` over the final bracket, with a new one, in one call."""
+        # The file's own size says where the end is: an interrupted call cannot leave us wrong.
+        end = os.fstat(self._fd).st_size - len(self.TAIL)
+        self._write_at(end, (",\n" + ",\n".join(events)).encode() + self.TAIL)
+
+    def _write_at(self, offset: int, data: bytes) -> None:
+        if os.pwrite(self._fd, data, offset) == len(data):
+            return
+        os.ftruncate(self._fd, offset)
+        os.pwrite(self._fd, self.TAIL, offset)
+        raise _unwritable(errno.ENOSPC, self.path)
+
+    def close(self) -> None:
+        """Close the file; nothing happens the second time."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _unwritable(number: int | None, path: str, reason: str = "") -> OSError:
+    reason = reason or os.strerror(number or 0)
+    return OSError(number, f"cannot write the timeline: {reason}", path)
+
+
+class _Track:
+    """One "process" of the trace: a tensor, the engine or the segments."""
+
+    __slots__ = ("negotiating", "open", "pid")
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.open = 0  # spans that have begun and not ended
+        self.negotiating = False  # the one open span is a negotiation
+
+
+class Trace:
+    """Turns records into events, and keeps every track well formed: each B gets its E.
+
+    Recording can begin, and events can be lost, at any point of a tensor's life. What does not
+    fit the state of its track is left out, and what it left open is closed.
+    """
+
+    def __init__(self, path: str, rank: int, clock_offset_seconds: float | None) -> None:
+        self._rank = rank
+        self._start_ns = time.monotonic_ns()
+        self._start_epoch_us = time.time_ns() // 1000
+        self._tracks: OrderedDict[str, _Track] = OrderedDict()
+        self._pids = HEAD_PID
+        self._quoted: dict[str, str] = {}
+        self._events: list[str] = []
+        self.file = TraceFile(path, self._head(clock_offset_seconds))
+        self._events.append(
+            f'{{"name": "process_sort_index", "ph": "M", "pid": {HEAD_PID}, '
+            '"args": {"sort_index": 0}}'
+        )
+        self.write()
+
+    def write(self) -> None:
+        """Append the events made since the last call to the file."""
+        events, self._events = self._events, []
+        if events:
+            self.file.append(events)
+
+    def finish(self, now: int) -> None:
+        """Close every span that is open, and write."""
+        self._end_all(now)
+        self.write()
+
+    def drop(self, now: int, count: int) -> None:
+        """Say that `count` events are missing here."""
+        self._end_all(now)
+        self._events.append(
+            f'{{"ph": "i", "name": "EVENTS_DROPPED", "ts": {self._ts(now)}, "pid": {HEAD_PID}, '
+            f'"s": "g", "args": {{"count": {count}}}}}'
+        )
+
+    def clock_offset(self, now: int, seconds: float) -> None:
+        self._events.append(self._head(seconds))
+
+    # ---- tensors (what Timeline records by the same names)
+
+    def negotiate_start(self, now: int, tensor: str, collective: str) -> None:
+        track = self._track(tensor)
+        if not track.negotiating:
+            self._end_open(now, track)
+            self._begin(now, track, NEGOTIATE_PREFIX + collective.upper())
+            track.negotiating = True
+
+    def rank_ready(self, now: int, tensor: str, rank: int) -> None:
+        track = self._track(tensor)
+        if track.negotiating:
+            self._events.append(
+                f'{{"ph": "X", "name": "{rank}", "ts": {self._ts(now)}, "pid": {track.pid}, '
+                '"dur": 0}'
+            )
+
+    def negotiate_end(self, now: int, tensor: str) -> None:
+        track = self._track(tensor)
+        if track.negotiating:
+            self._end_open(now, track)
+
+    def start(self, now: int, tensor: str, collective: str) -> None:
+        track = self._track(tensor)
+        self._end_open(now, track)
+        self._begin(now, track, collective.upper())
+
+    def activity_start(self, now: int, tensors: Sequence[str], activity: str) -> None:
+        for tensor in tensors:
+            track = self._track(tensor)
+            if track.open and not track.negotiating:
+                self._begin(now, track, activity)
+
+    def activity_end(self, now: int, tensors: Sequence[str]) -> None:
+        for tensor in tensors:
+            track = self._track(tensor)
+            if track.open > 1:
+                self._end(now, track)
+
+    def end(self, now: int, tensor: str, dtype: str | None, shape: Sequence[int] | None) -> None:
+        track = self._track(tensor)
+        if track.negotiating:
+            self._end_open(now, track)
+        while track.open > 1:
+            self._end(now, track)
+        if track.open:
+            self._end(now, track, _output(dtype, shape))
+
+    # ---- the engine
+
+    def engine(self, now: int, state: str | None) -> None:
+        track = self._track(ENGINE_TRACK)
+        self._end_open(now, track)
+        if state is not None:
+            self._begin(now, track, state)
+
+    def mark_cycle(self, now: int) -> None:
+        self._events.append(
+            f'{{"ph": "i", "name": "CYCLE_START", "ts": {self._ts(now)}, "s": "g"}}'
+        )
+
+    def segment_start(
+        self, now: int, names: Sequence[str], count: int, nbytes: int, collective: str
+    ) -> None:
+        track = self._track(SEGMENT_TRACK)
+        self._end_open(now, track)
+        args = {"tensors": count, "bytes": nbytes, "names": list(names)}
+        self._begin(now, track, collective.upper(), f', "args": {json.dumps(args)}')
+        self._count_bytes(now, track, nbytes)
+
+    def segment_end(self, now: int) -> None:
+        track = self._track(SEGMENT_TRACK)
+        if track.open:
+            self._end_open(now, track)
+            self._count_bytes(now, track, 0)
+
+    # ---- events
+
+    def _ts(self, now: int) -> int:
+        return max(0, now - self._start_ns) // 1000
+
+    def _begin(self, now: int, track: _Track, name: str, args: str = "") -> None:
+        track.open += 1
+        self._events.append(
+            f'{{"ph": "B", "name": {self._quote(name)}, "ts": {self._ts(now)}, '
+            f'"pid": {track.pid}{args}}}'
+        )
+
+    def _end(self, now: int, track: _Track, args: str = "") -> None:
+        track.open -= 1
+        self._events.append(f'{{"ph": "E", "ts": {self._ts(now)}, "pid": {track.pid}{args}}}')
+
+    def _end_open(self, now: int, track: _Track) -> None:
+        while track.open:
+            self._end(now, track)
+        track.negotiating = False
+
+    def _end_all(self, now: int) -> None:
+        for track in self._tracks.values():
+            self._end_open(now, track)
+
+    def _count_bytes(self, now: int, track: _Track, nbytes: int) -> None:
+        self._events.append(
+            f'{{"ph": "C", "name": "bytes", "ts": {self._ts(now)}, "pid": {track.pid}, '
+            f'"args": {{"bytes": {nbytes}}}}}'
+        )
+
+    def _quote(self, name: str) -> str:
+        """`name` in JSON; only names of phases come here, and those are few."""
+        if name not in self._quoted:
+            self._quoted[name] = json.dumps(name)
+        return self._quoted[name]
+
+    def _track(self, name: str) -> _Track:
+        track = self._tracks.get(name)
+        if track is None:
+            track = self._new_track(name)
+        else:
+            self._tracks.move_to_end(name)
+        return track
+
+    def _new_track(self, name: str) -> _Track:
+        if len(self._tracks) >= TRACKS:
+            _, oldest = self._tracks.popitem(last=False)
+            self._end_open(time.monotonic_ns(), oldest)
+        self._pids += 1
+        sort_index = {ENGINE_TRACK: -2, SEGMENT_TRACK: -1}.get(name, self._pids)
+        for what, value in (("name", json.dumps(name)), ("sort_index", str(sort_index))):
+            self._events.append(
+                f'{{"name": "process_{what}", "ph": "M", "pid": {self._pids}, '
+                f'"args": {{"{what}": {value}}}}}'
+            )
+        track = self._tracks[name] = _Track(self._pids)
+        return track
+
+    def _head(self, clock_offset_seconds: float | None) -> str:
+        args: dict[str, Any] = {
+            "start_time_since_epoch_in_micros": self._start_epoch_us,
+            "rank": self._rank,
+            "start_monotonic_in_micros": self._start_ns // 1000,
+        }
+        if clock_offset_seconds is not None:
+            args["clock_offset_in_micros"] = round(clock_offset_seconds * 1e6)
+        event = {"name": "process_name", "ph": "M", "pid": HEAD_PID, "args": args}
+        return json.dumps(event)
+
+
+def _output(dtype: str | None, shape: Sequence[int] | None) -> str:
+    args = {}
+    if dtype is not None:
+        args["dtype"] = dtype
+    if shape is not None:
+        args["shape"] = f"[{', '.join(map(str, shape))}]"
+    return f', "args": {json.dumps(args)}' if args else ""
