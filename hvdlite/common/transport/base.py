@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdlite.common.errors import PeerLostError
 from hvdlite.common.topology import Topology
 
 Array = NDArray[Any]
+CHECK_SECONDS = 0.05  # how often a wait that gets nothing calls `Transport.check`
 
 
 class Incoming(NamedTuple):
@@ -25,7 +27,11 @@ class Incoming(NamedTuple):
 
 
 class Pending(Protocol):
-    """A send or a receive under way."""
+    """A send to `rank`, or a receive from it, under way."""
+
+    @property
+    def rank(self) -> int:
+        """The other side."""
 
     def done(self) -> bool:
         """Whether it has ended; makes progress, never waits."""
@@ -47,7 +53,8 @@ class Transport(Protocol):
     def receive(self, timeout: float | None) -> list[Incoming]:
         """Sleep until a message comes, `wake` is called or `timeout` seconds have passed.
 
-        Returns every message that is there (maybe none). Timeout 0 only looks; None has no end.
+        Returns every message that is there (maybe none). Timeout 0 only looks, and leaves a
+        `wake` for the next receive that sleeps; None has no end.
         """
 
     def wake(self) -> None:
@@ -83,3 +90,19 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """End all connections of this rank; peers see that as the end of the connection."""
+
+    def after_fork_in_child(self) -> None:
+        """Close this process's copies of the connections, unseen by the parent and the peers.
+
+        A child that kept them would hide the death of its parent. The transport is of no use to
+        the child afterwards.
+        """
+
+
+def do_nothing() -> None:
+    """The `check` of a transport that nobody has given one."""
+
+
+def connection_lost(rank: int) -> PeerLostError:
+    """The error of a wait for `rank` that cannot end."""
+    return PeerLostError(f"the connection to rank {rank} was lost: the process has ended", rank)

@@ -1,0 +1,174 @@
+"""Arithmetic of the backends: scaling, combining and rounding, the same on every rank.
+
+Values of 16-bit types are widened to float32, combined and scaled there, and rounded once. Integers
+are scaled in float64 and truncated toward zero. A bool stays true when it is scaled by anything but
+zero; its sum is "or", its product "and". All other types are scaled and combined in their own type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.collectives.base import Array, Reduction
+from hvdlite.common.reduce_op import ReduceOp
+
+Cast = Callable[[Array, Array], None]  # (destination, source), both flat and of one length
+BLOCK_BYTES = 128 << 10  # what a loop of kernels works on at a time, so that it stays in the cache
+
+
+def _cast(destination: Array, source: Array) -> None:
+    np.copyto(destination, source, casting="unsafe")
+
+
+@dataclass(frozen=True)
+class Casts:
+    """How a 16-bit type becomes float32 and how float32 is rounded to it (to nearest, even)."""
+
+    widen: Cast = _cast
+    narrow: Cast = _cast
+
+
+_casts = {"float16": Casts(), "bfloat16": Casts()}
+
+
+def register_casts(dtype_name: str, casts: Casts) -> None:
+    """Use `casts` for "float16" or "bfloat16" from now on: an adapter knows faster ones.
+
+    They must give the same bits as numpy's, since another rank may not have them.
+    """
+    if dtype_name not in _casts:
+        raise ValueError(f"{dtype_name!r} is not one of {', '.join(_casts)}")
+    _casts[dtype_name] = casts
+
+
+def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type in which values of `dtype` are combined."""
+    return np.dtype(np.float32) if dtype.name in _casts else dtype
+
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+_BOOL_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.logical_or,
+    ReduceOp.MIN: np.logical_and,
+    ReduceOp.MAX: np.logical_or,
+    ReduceOp.PRODUCT: np.logical_and,
+}
+
+
+class Arithmetic:
+    """One reduction of one dtype: load what ranks give, merge in order, store the result.
+
+    `dtype` is that of inputs and outputs; between `load` and `store` values have the type
+    `accumulator`. A half of it is obtained with `inner` and `outer`: see there.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], reduction: Reduction) -> None:
+        self.reduction = reduction
+        self.accumulator = accumulator_dtype(dtype)
+        self.input_dtype = self.output_dtype = dtype
+        ufuncs = _BOOL_UFUNCS if dtype == np.bool_ else _UFUNCS
+        self._ufunc = ufuncs[reduction.reduce_op]
+
+    def inner(self) -> Arithmetic:
+        """The first stage of two: prescaled and merged, neither postscaled nor rounded."""
+        stage = Arithmetic(
+            self.input_dtype, Reduction(self.reduction.reduce_op, self.reduction.prescale)
+        )
+        stage.output_dtype = self.accumulator
+        return stage
+
+    def outer(self) -> Arithmetic:
+        """The second stage: merges what `inner` gave, postscales and rounds."""
+        op, postscale = self.reduction.reduce_op, self.reduction.postscale
+        stage = Arithmetic(self.output_dtype, Reduction(op, postscale=postscale))
+        stage.input_dtype = self.accumulator
+        return stage
+
+    @property
+    def plain_input(self) -> bool:
+        """`load` would only copy."""
+        return self.input_dtype == self.accumulator and self.reduction.prescale == 1
+
+    @property
+    def plain_output(self) -> bool:
+        """`store` would only copy."""
+        return self.output_dtype == self.accumulator and self.reduction.postscale == 1
+
+    def load(self, accumulator: Array, values: Array) -> None:
+        """accumulator = prescale * values."""
+        convert(accumulator, values)
+        scale(accumulator, self.reduction.prescale)
+
+    def merge(self, accumulator: Array, later: Array) -> None:
+        """accumulator = accumulator op later; both are accumulators."""
+        self._ufunc(accumulator, later, out=accumulator)
+
+    def store(self, output: Array, accumulator: Array) -> None:
+        """output = postscale * accumulator, rounded; `accumulator` is overwritten."""
+        scale(accumulator, self.reduction.postscale)
+        convert(output, accumulator)
+
+    def reduce(self, parts: Sequence[Array], output: Array) -> None:
+        """output = postscale * (prescale * parts[0] op prescale * parts[1] op ...), in this order.
+
+        `output` may be the memory of one of the parts, element for element.
+        """
+        step = max(1, BLOCK_BYTES // self.accumulator.itemsize)
+        scratch = np.empty((2, min(step, output.size)), self.accumulator)
+        for start in range(0, output.size, step):
+            block = slice(start, min(start + step, output.size))
+            size = block.stop - start
+            self._reduce_block([part[block] for part in parts], output[block], scratch[:, :size])
+
+    def _reduce_block(self, parts: Sequence[Array], output: Array, scratch: Array) -> None:
+        total, loaded = scratch
+        direct = self.plain_input and self.plain_output
+        if direct and len(parts) == 2:
+            self._ufunc(parts[0], parts[1], out=output)
+            return
+        self.load(total, parts[0])
+        for part in parts[1:]:
+            self.merge(total, self._loaded(part, loaded))
+        self.store(output, total)
+
+    def _loaded(self, part: Array, scratch: Array) -> Array:
+        if self.plain_input:
+            return part
+        self.load(scratch, part)
+        return scratch
+
+
+def convert(destination: Array, source: Array) -> None:
+    """Copy with a change of type where the two differ."""
+    if destination.dtype == source.dtype:
+        np.copyto(destination, source)
+    elif source.dtype.name in _casts:
+        _casts[source.dtype.name].widen(destination, source)
+    elif destination.dtype.name in _casts:
+        _casts[destination.dtype.name].narrow(destination, source)
+    else:
+        raise TypeError(f"no collective converts {source.dtype} to {destination.dtype}")
+
+
+def scale(values: Array, factor: float) -> None:
+    """values *= factor, in place, by the rules at the top; `values` is an accumulator."""
+    if factor == 1:
+        return
+    kind = values.dtype.kind
+    if kind == "b":
+        values &= factor != 0
+    elif kind in "iu":
+        with np.errstate(invalid="ignore"):
+            np.copyto(values, values.astype(np.float64) * factor, casting="unsafe")
+    else:
+        real = np.float32 if values.dtype in (np.float32, np.complex64) else np.float64
+        values *= real(factor)

@@ -1,0 +1,106 @@
+"""Which backend runs a collective: the first of a list that says yes, unless the user chose one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.collectives.base import Backend, BackendFactory, Group
+from hvdlite.common.collectives.shm import ShmBackend
+from hvdlite.common.collectives.single import SingleBackend
+from hvdlite.common.config import Config
+from hvdlite.common.errors import ConfigError, HorovodInternalError
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.transport.base import Transport
+
+ENTRY_POINTS = "hvdlite.backends"  # each is called with the transport and gives a Backend
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What a setting says: ask `backend` first; `strict`: no other runs on several hosts."""
+
+    variable: str
+    value: str
+    backend: Backend
+    strict: bool
+
+
+class Backends(list[Backend]):
+    """All backends in the order in which they are asked.
+
+    The `first` of them are asked even before what the user's settings wish for.
+    """
+
+    def __init__(self, first: Iterable[Backend], rest: Iterable[Backend]) -> None:
+        self.first = list(first)
+        super().__init__([*self.first, *rest])
+        self.wishes: dict[bool, _Wish] = {}  # key: it is an allreduce
+
+
+def build_backends(transport: Transport, config: Config) -> Backends:
+    """All backends that can exist on `transport`, those of third parties first.
+
+    Raises `ConfigError` when a setting wishes for one that cannot exist.
+    """
+    foreign = [load_factory(point)(transport) for point in entry_points(group=ENTRY_POINTS)]
+    rest: list[Backend] = [ShmBackend(transport)]
+    backends = Backends([*foreign, SingleBackend()], rest)
+    named = {each.name.lower(): each for each in rest}
+    for is_allreduce, value in ((True, config.allreduce), (False, config.data_plane)):
+        if value == "auto":
+            continue
+        variable = "HVDLITE_ALLREDUCE" if is_allreduce else "HVDLITE_DATA_PLANE"
+        chosen = named.get(value)
+        if chosen is not None:
+            backends.wishes[is_allreduce] = _Wish(variable, value, chosen, value == "shm")
+        elif transport.topology.size > 1:
+            raise ConfigError(f"{variable}={value}: this job does not run over MPI")
+    return backends
+
+
+def load_factory(point: Any) -> BackendFactory:
+    """The factory behind an entry point; raises `HorovodInternalError` naming it."""
+    try:
+        factory: BackendFactory = point.load()
+    except Exception as error:
+        raise HorovodInternalError(
+            f"the backend {point.name!r} ({point.value}) cannot be loaded: {error}"
+        ) from error
+    return factory
+
+
+def choose(
+    backends: Backends,
+    collective: str,
+    dtype: np.dtype[Any],
+    reduce_op: ReduceOp,
+    group: Group,
+) -> Backend:
+    """The backend that runs `collective` ("allreduce", ...) of `dtype` in `group`.
+
+    Every member of the group gets the same answer. A wish that has no meaning here (hierarchical on
+    one host, a dtype that MPI lacks) is passed over. Raises `HorovodInternalError` naming the
+    variable when the wish was shared memory and the group spans several hosts.
+    """
+    wish = backends.wishes.get(collective == "allreduce")
+    asked = list(backends)
+    if wish is not None:
+        asked.insert(len(backends.first), wish.backend)
+        if wish.strict and len(group.topology.hosts) > 1 and reduce_op != ReduceOp.ADASUM:
+            raise HorovodInternalError(
+                f"{wish.variable}={wish.value} cannot run {collective}: its {group.size} members "
+                f"are on {len(group.topology.hosts)} hosts; unset {wish.variable}, or set it to "
+                f"auto or ring"
+            )
+    for backend in asked:
+        if backend.supports(collective, dtype, reduce_op, group):
+            return backend
+    raise HorovodInternalError(
+        f"no backend runs {collective} of {dtype} with {reduce_op.name} "
+        f"among {group.size} members; asked: {', '.join(each.name for each in asked)}"
+    )

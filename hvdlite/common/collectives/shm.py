@@ -1,0 +1,278 @@
+"""Collectives through memory that all members see: one host.
+
+Every rank owns SLOTS slots of shared memory, and data goes through them piece by piece, so the
+memory is fixed and stays in the cache whatever the tensors measure. An allreduce in three stages,
+with m members (a step is what happens between two signals):
+
+    step      t                 t+1                          t+2
+    stage 0   pack piece t      pack piece t+1               pack piece t+2
+    stage 1                     my m-th of piece t, added    ... of piece t+1
+                                from all slots in the order
+                                of the members, into mine
+    stage 2                                                  unpack piece t, each m-th
+                                                             from its owner's slot
+
+A rank waits for the signal of step t from all peers between the stages 0 and 1 of step t+1. So
+when it packs piece t+4 into the slot of piece t, its peers have ended step t+2, which unpacked
+piece t: four slots are enough. The signals of the last step are left unread until the next
+collective begins, which must not touch the slots earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
+from hvdlite.common.collectives.chain import Chain, even_part, member_chain
+from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.transport.base import Transport
+
+SLOTS = 4
+PIECE_BYTES = 256 << 10
+
+Stage = Callable[[int], None]  # does its part of a piece
+
+
+class ShmBackend:
+    """All collectives among ranks of one host."""
+
+    name = "SHM"
+
+    def __init__(self, transport: Transport, piece_bytes: int = PIECE_BYTES) -> None:
+        self._transport = transport
+        self._piece_bytes = piece_bytes
+        self._memory: dict[int, Array] = {}
+        self._unread: tuple[int, ...] = ()  # peers whose last signal is still to be taken
+
+    def supports(
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group
+    ) -> bool:
+        """Everything but Adasum, when all members are on one host."""
+        return len(group.topology.hosts) == 1 and reduce_op != ReduceOp.ADASUM
+
+    def allreduce(
+        self,
+        group: Group,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        reduction: Reduction,
+        activity: Activity,
+    ) -> None:
+        """See `Backend.allreduce`. Summed in the order of the members."""
+        source, target = Chain(inputs), Chain(outputs)
+        if not source.size:
+            return
+        dtype = inputs[0].dtype
+        arithmetic = Arithmetic(dtype, reduction)
+        length = self._piece_bytes // dtype.itemsize
+
+        def slots(piece: int) -> list[Array]:
+            size = min(length, source.size - piece * length)
+            return [self._slot(rank, piece, dtype)[:size] for rank in group.members]
+
+        def pack(piece: int) -> None:
+            size = min(length, source.size - piece * length)
+            own = self._slot(self._transport.rank, piece, dtype)
+            source.pack(piece * length, own[:size])
+
+        def reduce(piece: int) -> None:
+            every = slots(piece)
+            mine = even_part(every[0].size, group.size, group.index)
+            arithmetic.reduce([slot[mine] for slot in every], every[group.index][mine])
+
+        def unpack(piece: int) -> None:
+            for owner, slot in enumerate(slots(piece)):
+                part = even_part(slot.size, group.size, owner)
+                target.unpack(piece * length + part.start, slot[part])
+
+        with activity("SHM_ALLREDUCE"):
+            self._run(self._peers(group), -(-source.size // length), pack, reduce, unpack)
+
+    def reducescatter(
+        self,
+        group: Group,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+        reduction: Reduction,
+        activity: Activity,
+    ) -> None:
+        """See `Backend.reducescatter`. Summed in the order of the members."""
+        if inputs:
+            arithmetic = Arithmetic(inputs[0].dtype, reduction)
+            with activity("SHM_REDUCESCATTER"):
+                self.reduce_parts(group, inputs, outputs, counts, arithmetic)
+
+    def reduce_parts(
+        self,
+        group: Group,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+        arithmetic: Arithmetic,
+    ) -> None:
+        """A reducescatter with any arithmetic. A slot holds one part for each member."""
+        dtype = arithmetic.input_dtype
+        sources = [member_chain(inputs, counts, member) for member in range(group.size)]
+        target = Chain(outputs)
+        length = self._piece_bytes // dtype.itemsize // group.size
+
+        def part(rank: int, piece: int, member: int) -> Array:
+            size = max(0, min(length, sources[member].size - piece * length))
+            return self._slot(rank, piece, dtype)[member * length :][:size]
+
+        def pack(piece: int) -> None:
+            for member, source in enumerate(sources):
+                source.pack(piece * length, part(self._transport.rank, piece, member))
+
+        def reduce(piece: int) -> None:
+            start = piece * length
+            parts = [part(rank, piece, group.index) for rank in group.members]
+            for view in target.views(start, start + parts[0].size):
+                arithmetic.reduce([each[: view.size] for each in parts], view)
+                parts = [each[view.size :] for each in parts]
+
+        pieces = max(-(-source.size // length) for source in sources)
+        self._run(self._peers(group), pieces, pack, reduce)
+
+    def allgather(
+        self,
+        group: Group,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+        activity: Activity,
+    ) -> None:
+        """See `Backend.allgather`."""
+        if not inputs:
+            return
+        dtype = inputs[0].dtype
+        source = Chain(inputs)
+        targets = [member_chain(outputs, counts, member) for member in range(group.size)]
+        length = self._piece_bytes // dtype.itemsize
+
+        def slot(member: int, piece: int) -> Array:
+            size = max(0, min(length, targets[member].size - piece * length))
+            return self._slot(group.members[member], piece, dtype)[:size]
+
+        def pack(piece: int) -> None:
+            source.pack(piece * length, slot(group.index, piece))
+
+        def unpack(piece: int) -> None:
+            for member, target in enumerate(targets):
+                target.unpack(piece * length, slot(member, piece))
+
+        pieces = max(-(-target.size // length) for target in targets)
+        with activity("SHM_ALLGATHER"):
+            self._run(self._peers(group), pieces, pack, unpack)
+
+    def broadcast(self, group: Group, array: Array, root: int, activity: Activity) -> None:
+        """See `Backend.broadcast`. The others signal to the root alone."""
+        chain = Chain([array])
+        length = self._piece_bytes // array.itemsize
+        owner = group.members[root]
+
+        def slot(piece: int) -> Array:
+            return self._slot(owner, piece, array.dtype)[: chain.size - piece * length]
+
+        def pack(piece: int) -> None:
+            if group.index == root:
+                chain.pack(piece * length, slot(piece))
+
+        def unpack(piece: int) -> None:
+            if group.index != root:
+                chain.unpack(piece * length, slot(piece))
+
+        peers = self._peers(group) if group.index == root else (owner,)
+        with activity("SHM_BROADCAST"):
+            self._run(peers, -(-chain.size // length), pack, unpack)
+
+    def alltoall(
+        self,
+        group: Group,
+        array: Array,
+        send_counts: Sequence[int],
+        allocate: Callable[[list[int]], Array],
+        activity: Activity,
+    ) -> None:
+        """See `Backend.alltoall`. A slot holds one part for each member."""
+        with activity("SHM_ALLTOALL"):
+            matrix = self._exchange_counts(group, send_counts)
+            received = [int(count) for count in matrix[:, group.index]]
+            output = allocate(received)
+            sources = [member_chain([array], [send_counts], each) for each in range(group.size)]
+            targets = [member_chain([output], [received], each) for each in range(group.size)]
+            length = self._piece_bytes // array.itemsize // group.size
+
+            def part(sender: int, receiver: int, piece: int) -> Array:
+                size = max(0, min(length, int(matrix[sender, receiver]) - piece * length))
+                slot = self._slot(group.members[sender], piece, array.dtype)
+                return slot[receiver * length :][:size]
+
+            def pack(piece: int) -> None:
+                for receiver, source in enumerate(sources):
+                    source.pack(piece * length, part(group.index, receiver, piece))
+
+            def unpack(piece: int) -> None:
+                for sender, target in enumerate(targets):
+                    target.unpack(piece * length, part(sender, group.index, piece))
+
+            pieces = -(-int(matrix.max()) // length)
+            self._run(self._peers(group), pieces, pack, unpack)
+
+    def _exchange_counts(self, group: Group, send_counts: Sequence[int]) -> Array:
+        """Who sends how many elements to whom: row by sender, column by receiver."""
+        dtype = np.dtype(np.int64)
+        matrix = np.empty((group.size, group.size), dtype)
+
+        def pack(piece: int) -> None:
+            self._slot(self._transport.rank, piece, dtype)[: group.size] = send_counts
+
+        def unpack(piece: int) -> None:
+            for row, rank in zip(matrix, group.members, strict=True):
+                np.copyto(row, self._slot(rank, piece, dtype)[: group.size])
+
+        self._run(self._peers(group), 1, pack, unpack)
+        return matrix
+
+    # -- the pipeline
+
+    def _peers(self, group: Group) -> tuple[int, ...]:
+        return tuple(rank for rank in group.members if rank != self._transport.rank)
+
+    def _run(self, peers: tuple[int, ...], pieces: int, *stages: Stage) -> None:
+        """Stage s does piece j in step j + s; the picture at the top is the case of three."""
+        if not pieces:
+            return
+        self._begin()
+        for step in range(pieces + len(stages) - 1):
+            for depth, stage in enumerate(stages):
+                if depth == 1 and step > 0:
+                    self._await(peers)
+                if 0 <= step - depth < pieces:
+                    stage(step - depth)
+            self._transport.signal(peers)
+        self._unread = peers
+
+    def _begin(self) -> None:
+        """Wait until nobody reads my slots any more, and have them."""
+        self._await(self._unread)
+        self._unread = ()
+        self._slot(self._transport.rank, 0, np.dtype(np.uint8))
+
+    def _await(self, peers: Sequence[int]) -> None:
+        for rank in peers:
+            self._transport.await_signal(rank)
+
+    def _slot(self, rank: int, piece: int, dtype: np.dtype[Any]) -> Array:
+        """The slot of `rank` that `piece` goes through."""
+        memory = self._memory.get(rank)
+        if memory is None:
+            memory = self._transport.shared(rank, SLOTS * self._piece_bytes)
+            self._memory[rank] = memory
+        start = piece % SLOTS * self._piece_bytes
+        return memory[start : start + self._piece_bytes].view(dtype)
