@@ -7,6 +7,7 @@ promises: for the CPU both are empty.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -68,6 +69,12 @@ class Adapter(Protocol[T]):
     def output(self, tensor: T) -> HostBuffer:
         """A buffer that `commit` carries into `tensor` (contiguous or not). Any thread."""
 
+    def read_splits(self, splits: Any) -> list[int]:
+        """alltoall's splits as ints. Raises `ValueError` where they are not one row of ints."""
+
+    def make_splits(self, splits: Sequence[int], like: Any) -> Any:
+        """Received splits in the form of the splits that were given (None: none were)."""
+
     def finish(self, tensor: T) -> None:
         """The user takes `tensor` after `synchronize`: order it behind `commit`. Calling thread."""
 
@@ -77,5 +84,5 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
     return np.dtype(name)

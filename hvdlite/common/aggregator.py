@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.messages import Eviction, Order, Report, Request, Response, Segment
-from hvdlite.common.process_sets import GLOBAL_ID, ProcessSetTable
+from hvdlite.common.process_set_table import GLOBAL_ID, ProcessSetTable, unflatten
 from hvdlite.common.readiness import Readiness, mask_of, ranks_of
 
 
@@ -120,8 +120,8 @@ class Aggregator:
         if effect is Effect.JOIN:
             state.readiness.expect_all()
         elif effect is Effect.ADD_SET:
-            added = self._table.add(request.shape)
-            self._sets[added] = _Set(mask_of(request.shape) & self._below)
+            for ranks in unflatten(item.first_dims):
+                self._sets[self._table.add(ranks)] = _Set(mask_of(ranks) & self._below)
         elif effect is Effect.REMOVE_SET:
             self._table.remove(request.root_rank)
             del self._sets[request.root_rank]

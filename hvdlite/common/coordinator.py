@@ -23,7 +23,7 @@ from hvdlite.common.messages import (
     Response,
     Segment,
 )
-from hvdlite.common.process_sets import GLOBAL_ID, ProcessSetTable
+from hvdlite.common.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
 from hvdlite.common.readiness import Readiness, mask_of, ranks_of
 from hvdlite.common.response_cache import CoordinatorCache
 from hvdlite.common.stall import Waiting
@@ -162,8 +162,7 @@ class Coordinator:
             response = state.cache.remember(response, requests)
             for bit in state.cache.overflow():
                 self._evict(state, bit)
-        response = self._apply(response)
-        self._emit(state, response)
+        self._emit(state, self._apply(response, requests))
 
     def _remembered(self, state: _Set, bit: int) -> Response:
         response = state.cache.use(bit)
@@ -197,23 +196,30 @@ class Coordinator:
         dims = [requests[m].shape[0] if m in requests else 0 for m in state.members]
         return Response(request, first_dims=tuple(dims))
 
-    def _apply(self, response: Response) -> Response:
+    def _apply(self, response: Response, requests: dict[int, Request]) -> Response:
         """Let the answer change the process sets; it fails where the table refuses."""
-        request = response.request
-        effect = ROWS[request.collective].effect
+        number = response.request.root_rank
+        effect = ROWS[response.request.collective].effect
         if response.error or effect is Effect.NONE:
             return response
         if effect is Effect.ADD_SET:
-            try:
-                number = self._table.add(request.shape)
-            except ValueError as error:
-                return response._replace(error=str(error))
-            self._sets[number] = self._new_set(number)
-        elif effect is Effect.REMOVE_SET:
-            self._table.remove(request.root_rank)
-            del self._sets[request.root_rank]
-            self._announced = {e for e in self._announced if e[0] != request.root_rank}
+            return self._add_sets(response, requests)
+        self._table.remove(number)
+        del self._sets[number]
+        self._announced = {each for each in self._announced if each[0] != number}
         return response
+
+    def _add_sets(self, response: Response, requests: dict[int, Request]) -> Response:
+        sets = list(dict.fromkeys(request.shape for request in requests.values()))
+        try:
+            for ranks in sets:
+                self._table.check(ranks)
+        except ValueError as error:
+            return response._replace(error=str(error))
+        for ranks in sets:
+            number = self._table.add(ranks)
+            self._sets[number] = self._new_set(number)
+        return response._replace(first_dims=flatten(sets))
 
     def _emit(self, state: _Set, response: Response) -> None:
         """Order the answer, or hold it until its whole group can be answered."""

@@ -1,66 +1,100 @@
-"""The process sets of a job: which ranks belong to which number."""
+"""Process sets as users hold them: some of the ranks, that communicate among themselves."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-GLOBAL_ID = 0
+from hvdlite.common.process_set_table import GLOBAL_ID
+
+RanksOrComm = Any  # an iterable of ints, or an mpi4py communicator
 
 
-class ProcessSetTable:
-    """number -> ranks. Every rank changes its table at the same point of the total order."""
+class ProcessSet:
+    """Some of the ranks of the job.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._members: dict[int, tuple[int, ...]] = {GLOBAL_ID: tuple(range(size))}
-        self._next = GLOBAL_ID + 1
-        self._freed: deque[int] = deque()
+    `ranks_or_comm` is an iterable of global ranks (any order) or an ``mpi4py.MPI.Comm`` whose
+    members form the set. The set can be used once it was given to ``init(process_sets=...)`` or
+    `add_process_set`. Raises `ValueError` for anything else.
+    """
 
-    def check(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """`ranks` in ascending order. Raises `ValueError` where they cannot be a new set."""
-        members = tuple(sorted(ranks))
-        if len(set(members)) != len(members):
-            raise ValueError(f"process set {list(members)} names a rank twice")
-        if not members:
-            raise ValueError("a process set needs at least one rank")
-        foreign = [rank for rank in members if not 0 <= rank < self.size]
-        if foreign:
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: RanksOrComm) -> None:
+        if is_communicator(ranks_or_comm):
+            self.mpi_comm = ranks_or_comm
+            return
+        if isinstance(ranks_or_comm, str) or not isinstance(ranks_or_comm, Iterable):
             raise ValueError(
-                f"process set {list(members)}: rank {foreign[0]} does not exist; "
-                f"the job has ranks 0 to {self.size - 1}"
+                f"a process set is made of a list of ranks or an mpi4py communicator, "
+                f"not of {type(ranks_or_comm).__name__} {ranks_or_comm!r}"
             )
-        for number, known in self._members.items():
-            if known == members:
-                raise ValueError(
-                    f"duplicate process set: {list(members)} is process set {number} already"
-                )
-        return members
+        ranks = list(ranks_or_comm)
+        wrong = [rank for rank in ranks if not isinstance(rank, int) or isinstance(rank, bool)]
+        if wrong:
+            raise ValueError(f"a process set is made of ranks (ints), not of {wrong[0]!r}")
+        self.ranks = sorted(ranks)
 
-    def add(self, ranks: Iterable[int]) -> int:
-        """Register a set; its number. Raises `ValueError` as `check` does."""
-        members = self.check(ranks)
-        if self._freed:
-            number = self._freed.popleft()
-        else:
-            number = self._next
-            self._next += 1
-        self._members[number] = members
-        return number
+    def size(self) -> int:
+        """Number of members. Raises `ValueError` while the set is not registered."""
+        return len(self._registered())
 
-    def remove(self, number: int) -> None:
-        """Forget a set; its number is used again, the longest free first."""
-        del self._members[number]
-        self._freed.append(number)
+    def rank(self) -> int | None:
+        """Position of this rank in the set; None while it is not registered.
 
-    def members(self, number: int) -> tuple[int, ...]:
-        """The global ranks of a set, ascending. Raises `KeyError`."""
-        return self._members[number]
+        Raises `ValueError` when this rank is not a member.
+        """
+        if self.process_set_id is None:
+            return None
+        members = self._registered()
+        rank = _current_rank()
+        if rank not in members:
+            raise ValueError(f"rank {rank} is not part of provided process set {self}")
+        return members.index(rank)
 
-    def find(self, number: int) -> tuple[int, ...] | None:
-        """The global ranks of a set, or None where it does not exist."""
-        return self._members.get(number)
+    def included(self) -> bool | None:
+        """Whether this rank is a member; None while the ranks are not known."""
+        return None if self.ranks is None else _current_rank() in self.ranks
 
-    def all(self) -> dict[int, list[int]]:
-        """All sets, by number."""
-        return {number: list(ranks) for number, ranks in sorted(self._members.items())}
+    def _registered(self) -> list[int]:
+        if self.process_set_id is None or self.ranks is None:
+            raise ValueError(f"{self} does not exist or has not been registered")
+        return self.ranks
+
+    def _bind(self, number: int, ranks: Iterable[int]) -> None:
+        self.process_set_id = number
+        self.ranks = list(ranks)
+
+    def _invalidate(self) -> None:
+        self.process_set_id = None
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+            f"mpi_comm={self.mpi_comm})"
+        )
+
+    __repr__ = __str__
+
+
+def is_communicator(value: object) -> bool:
+    """Whether `value` is an mpi4py communicator; does not import mpi4py."""
+    return any(
+        cls.__module__.startswith("mpi4py") and cls.__name__ == "Comm"
+        for cls in type(value).__mro__
+    )
+
+
+global_process_set = ProcessSet([])
+global_process_set.ranks = None
+global_process_set.process_set_id = GLOBAL_ID
+
+_current_rank: Callable[[], int]
+
+
+def _ask_for_rank(current_rank: Callable[[], int]) -> None:
+    """The floor above says how the rank of the caller is found."""
+    global _current_rank  # noqa: PLW0603
+    _current_rank = current_rank

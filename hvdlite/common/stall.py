@@ -46,7 +46,7 @@ class StallInspector:
 
     def inspect(self, waiting: Iterable[Waiting], now: float) -> StallReport | None:
         """The report that is due at `now`, or None."""
-        late = [each for each in waiting if now - each.since >= self._patience]
+        late = [each for each in waiting if now - each.since >= self.patience]
         if not late:
             return None
         dead = [e for e in late if self.shutdown_seconds and now - e.since >= self.shutdown_seconds]
@@ -58,7 +58,8 @@ class StallInspector:
         return StallReport(self._text(late, missing, now, bool(dead)), missing, bool(dead))
 
     @property
-    def _patience(self) -> float:
+    def patience(self) -> float:
+        """How long a tensor may wait, in seconds, before anything is said or done."""
         if self.shutdown_seconds:
             return min(self.warning_seconds, self.shutdown_seconds)
         return self.warning_seconds

@@ -88,6 +88,7 @@ class Trace:
         self._rank = rank
         self._start_ns = time.monotonic_ns()
         self._start_epoch_us = time.time_ns() // 1000
+        self._last_ts = 0
         self._tracks: OrderedDict[str, _Track] = OrderedDict()
         self._pids = HEAD_PID
         self._quoted: dict[str, str] = {}
@@ -200,7 +201,9 @@ class Trace:
     # ---- events
 
     def _ts(self, now: int) -> int:
-        return max(0, now - self._start_ns) // 1000
+        # Two threads may append in another order than they read the clock, by a hair.
+        self._last_ts = max(self._last_ts, (now - self._start_ns) // 1000)
+        return self._last_ts
 
     def _begin(self, now: int, track: _Track, name: str, args: str = "") -> None:
         track.open += 1

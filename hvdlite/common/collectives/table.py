@@ -26,9 +26,12 @@ class Operand(Protocol):
     """One tensor of a segment at one rank. A joined rank's has neutral input, and no reader."""
 
     response: Response
-    input: Array  # flat
     splits: tuple[int, ...]  # alltoall: rows for each member
     received_splits: tuple[int, ...]  # alltoall: set by the run
+
+    @property
+    def input(self) -> Array:
+        """The input, flat."""
 
     def output(self, shape: tuple[int, ...]) -> Array:
         """The output of this shape, flat; may be the input's memory."""
@@ -58,7 +61,7 @@ class Effect(Enum):
 
     NONE = auto()
     JOIN = auto()  # ranks that had joined take part again
-    ADD_SET = auto()
+    ADD_SET = auto()  # all the sets that ranks have named in `shape`: one, or each rank its own
     REMOVE_SET = auto()
 
 
@@ -74,6 +77,7 @@ class Row:
     cacheable: bool = True
     varying_rows: bool = False  # the first dimension may differ between ranks
     scalars: bool = True  # a tensor without dimensions is possible
+    splits: bool = False  # each rank says how many rows go to whom
     rooted: bool = False  # root_rank gives the data
     effect: Effect = Effect.NONE
     setting: str = "data_plane"  # the setting of Config that chooses its backend
@@ -204,11 +208,13 @@ ROWS = {
             agree=("dtype", "trailing_shape", "device"),
             run=_alltoall,
             varying_rows=True,
+            splits=True,
             scalars=False,
         ),
         Row("barrier", cacheable=False),
         Row("join", cacheable=False, effect=Effect.JOIN),
         Row("init", agree=("settings",), cacheable=False),
+        Row("split_process_set", cacheable=False, effect=Effect.ADD_SET),
         Row("add_process_set", agree=("ranks",), cacheable=False, effect=Effect.ADD_SET),
         Row(
             "remove_process_set",
@@ -219,7 +225,9 @@ ROWS = {
     )
 }
 
-_MEANING = {  # what `agree` names that is not a field of Request by itself
+_MEANING: dict[
+    str, Callable[[Request], Any]
+] = {  # what `agree` names that is not a field of Request by itself
     "trailing_shape": lambda request: request.shape[1:],
     "ranks": lambda request: list(request.shape),
     "process_set": lambda request: request.root_rank,

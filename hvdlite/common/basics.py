@@ -1,0 +1,112 @@
+"""Who am I, how many are we, and what is this built on: the small questions of the public API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from hvdlite.common.runtime import current, find
+
+log = logging.getLogger("hvdlite")
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and `shutdown` was not."""
+    return find() is not None
+
+
+def rank() -> int:
+    """Number of this rank, from 0. Raises `ValueError` before `init`, as all of these do."""
+    return current().rank
+
+
+def size() -> int:
+    """Number of ranks of the job."""
+    return current().topology.size
+
+
+def local_rank() -> int:
+    """Number of this rank on its host, from 0."""
+    runtime = current()
+    return runtime.topology.local_rank(runtime.rank)
+
+
+def local_size() -> int:
+    """Number of ranks on this host."""
+    runtime = current()
+    return len(runtime.topology.peers(runtime.rank))
+
+
+def cross_rank() -> int:
+    """Number of this host among those that have this local rank, from 0."""
+    runtime = current()
+    return runtime.topology.cross_peers(runtime.rank).index(runtime.rank)
+
+
+def cross_size() -> int:
+    """Number of hosts that have this local rank."""
+    runtime = current()
+    return len(runtime.topology.cross_peers(runtime.rank))
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of ranks."""
+    return current().topology.homogeneous
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record a timeline to `file_path` from now on (rank 0, or all ranks as the settings say).
+
+    Raises `ValueError` before `init`, `OSError` when the file cannot be written.
+    """
+    runtime = current()
+    runtime.record_timeline(runtime.timeline, file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the recording and close the file. Raises `ValueError` before `init`."""
+    runtime = current()
+    if not runtime.timeline.enabled:
+        log.debug("the timeline was stopped already")
+    runtime.timeline.close()
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI runs with THREAD_MULTIPLE. Raises `ValueError` when MPI is not in use."""
+    if not mpi_enabled():
+        raise ValueError("MPI is not enabled: this job was not started by an MPI launcher")
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def mpi_enabled() -> bool:
+    """Whether this job runs over MPI. Raises `ValueError` before `init`."""
+    return current().mpi_group is not None
+
+
+def mpi_built() -> bool:
+    """Whether mpi4py is installed."""
+    return find_spec("mpi4py") is not None
+
+
+def _absent(what: str) -> Callable[[], bool]:
+    def answer() -> bool:
+        return False
+
+    answer.__doc__ = f"False: hvdlite does not use {what}."
+    return answer
+
+
+gloo_enabled = _absent("Gloo")
+gloo_built = _absent("Gloo")
+ddl_built = _absent("DDL")
+ccl_built = _absent("oneCCL")
+cuda_built = _absent("compiled CUDA code")
+rocm_built = _absent("compiled ROCm code")
+
+
+def nccl_built() -> int:
+    """0: hvdlite does not use NCCL."""
+    return 0

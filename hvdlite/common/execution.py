@@ -1,0 +1,195 @@
+"""Runs one negotiated segment at this rank: entries in, backend, handles completed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.common.adapter import numpy_dtype
+from hvdlite.common.collectives.base import Group
+from hvdlite.common.collectives.select import Backends, choose
+from hvdlite.common.collectives.table import ROWS, Run
+from hvdlite.common.errors import ConfigError, HorovodInternalError, PeerLostError
+from hvdlite.common.fusion import size_bytes
+from hvdlite.common.handles import Handle
+from hvdlite.common.messages import NO_BIT, Request, Response
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.timeline import Timeline
+from hvdlite.common.topology import Topology
+
+Array = NDArray[Any]
+
+
+class Entry:
+    """Something that was enqueued on this rank; those with a tensor override the data methods."""
+
+    splits: tuple[int, ...] = ()
+    received_splits: tuple[int, ...] = ()
+    response: Response  # set before it is run
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.handle = Handle()
+        self.sent_bit = NO_BIT  # reported under this bit; NO_BIT: in full, or not yet
+
+    def wait(self) -> None:
+        """Sleep until the input may be read."""
+
+    @property
+    def input(self) -> Array:
+        """The input, flat."""
+        raise TypeError(f"{self.request.collective} has no tensor")
+
+    def output(self, shape: tuple[int, ...]) -> Array:
+        """The output of this shape, flat."""
+        raise TypeError(f"{self.request.collective} has no tensor")
+
+    def complete(self, value: Any = None) -> None:
+        """It has run."""
+        self.handle.complete(value)
+
+
+class JoinedOperand:
+    """What a joined rank puts in for a tensor that it does not have: nothing that counts."""
+
+    splits: tuple[int, ...] = ()
+    received_splits: tuple[int, ...] = ()
+
+    def __init__(self, response: Response, members: int) -> None:
+        self.response = response
+        self.splits = (0,) * members
+
+    @property
+    def input(self) -> Array:
+        """The neutral element of the reduction, or no rows."""
+        request = self.response.request
+        shape = request.shape
+        if ROWS[request.collective].varying_rows:
+            shape = (0, *shape[1:])
+        return np.full(shape, neutral(request), numpy_dtype(request.dtype)).reshape(-1)
+
+    def output(self, shape: tuple[int, ...]) -> Array:
+        """Memory that nobody reads."""
+        return np.empty(shape, numpy_dtype(self.response.request.dtype)).reshape(-1)
+
+
+def neutral(request: Request) -> Any:
+    """What does not change a reduction: 0, or the identity of Min, Max and Product."""
+    dtype, reduce_op = numpy_dtype(request.dtype), ReduceOp(request.reduce_op)
+    if reduce_op is ReduceOp.PRODUCT:
+        exact = dtype.kind in "iub"
+        return 1 if exact else 1 / request.prescale_factor
+    if reduce_op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 0
+    highest = reduce_op is ReduceOp.MIN
+    if dtype.kind == "b":
+        return highest
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return limits.max if highest else limits.min
+    return np.inf if highest else -np.inf
+
+
+class Executor:
+    """The backends of one rank, and the timeline that shows what they do."""
+
+    def __init__(
+        self, rank: int, topology: Topology, backends: Backends, timeline: Timeline
+    ) -> None:
+        self._rank = rank
+        self._topology = topology
+        self._backends = backends
+        self._timeline = timeline
+        self._groups: dict[tuple[int, ...], Group] = {}
+
+    def group(self, members: tuple[int, ...]) -> Group:
+        """The process set with these members, as this rank sees it."""
+        group = self._groups.get(members)
+        if group is None:
+            topology = self._topology.restrict(members)
+            group = self._groups[members] = Group(members, members.index(self._rank), topology)
+        return group
+
+    def run(
+        self,
+        members: tuple[int, ...],
+        responses: Sequence[Response],
+        entries: Sequence[Entry | None],
+    ) -> None:
+        """Run a segment; None stands for a tensor that this rank, having joined, does not have.
+
+        Raises `HorovodInternalError` when the job cannot go on.
+        """
+        group = self.group(members)
+        request = responses[0].request
+        row = ROWS[request.collective]
+        present = [entry for entry in entries if entry is not None]
+        try:
+            backend = choose(
+                self._backends,
+                request.collective,
+                numpy_dtype(request.dtype),
+                ReduceOp(request.reduce_op),
+                group,
+            )
+        except (ConfigError, HorovodInternalError) as error:  # the same on every rank
+            for entry in present:
+                entry.handle.fail(HorovodInternalError(str(error)))
+            return
+        names = [response.request.name for response in responses]
+        with self._recorded(names, responses):
+            for entry in present:
+                entry.wait()
+            operands = [
+                JoinedOperand(response, group.size) if entry is None else entry
+                for response, entry in zip(responses, entries, strict=True)
+            ]
+            assert row.run is not None  # rows without are answered by the negotiation itself
+            try:
+                row.run(Run(backend, group, operands, self._activity(names)))
+            except PeerLostError:
+                raise
+            except Exception as error:
+                raise HorovodInternalError(
+                    f"rank {self._rank} could not run {request.collective} "
+                    f"'{request.name}': {type(error).__name__}: {error}",
+                    rank=self._rank,
+                ) from error
+        for entry in present:
+            entry.complete()
+
+    def _recorded(
+        self, names: list[str], responses: Sequence[Response]
+    ) -> AbstractContextManager[None]:
+        return _Recorded(self._timeline, names, responses)
+
+    def _activity(self, names: list[str]) -> Any:
+        return lambda activity: self._timeline.activity(names, activity)
+
+
+class _Recorded:
+    """The segment in the timeline, from its start to its end."""
+
+    def __init__(self, timeline: Timeline, names: list[str], responses: Sequence[Response]) -> None:
+        self._timeline = timeline
+        self._names = names
+        self._responses = responses
+
+    def __enter__(self) -> None:
+        if self._timeline.enabled:
+            collective = self._responses[0].request.collective
+            nbytes = sum(map(size_bytes, self._responses))
+            self._timeline.segment_start(self._names, nbytes, collective)
+            for name in self._names:
+                self._timeline.start(name, collective)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._timeline.enabled:
+            for response in self._responses:
+                request = response.request
+                self._timeline.end(request.name, request.dtype, request.shape)
+            self._timeline.segment_end()

@@ -1,0 +1,601 @@
+"""The public forms of every collective, written once for the tensors of any framework.
+
+Each verb has the forms that Horovod has: ``x`` (blocking), ``x_async`` (a handle), ``x_`` and
+``x_async_`` (in place), ``grouped_x``. A framework's module makes one `Forms` of its adapter and
+publishes the methods under their names; all of them take tensors of that framework.
+
+Common to all: `name` identifies the tensor across ranks (unnamed calls are numbered, so they must
+come in the same order on all ranks); `process_set` limits the call to some ranks, all of which
+must make it. Raises `ValueError` for what is wrong on this rank, at the call, and
+`HorovodInternalError` for what ranks disagree on or when one is lost, when the result is taken.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from hvdlite.common.adapter import Adapter
+from hvdlite.common.adjoints import own_rows, reducescatter_scale
+from hvdlite.common.compression import Compressor, NoneCompressor
+from hvdlite.common.execution import Entry
+from hvdlite.common.messages import Request
+from hvdlite.common.operations import Operation, Options, members_of, submit
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.runtime import for_collective
+
+T = TypeVar("T")
+Tensors = Sequence[T]
+Function = Callable[[list[T]], list[T]]
+
+
+def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
+    """The reduction from the deprecated `average` and from `op`; Average where neither is given.
+
+    Raises `ValueError` when both are given, or `op` is no reduction.
+    """
+    if op is not None:
+        if average is not None:
+            raise ValueError("The op parameter supersedes average; give only op")
+        try:
+            return ReduceOp(op)
+        except ValueError:
+            raise ValueError(
+                f"op={op!r} is none of Average, Sum, Adasum, Min, Max, Product"
+            ) from None
+    if average is None:
+        return ReduceOp.AVERAGE
+    warnings.warn(
+        "average= is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=4
+    )
+    return ReduceOp.AVERAGE if average else ReduceOp.SUM
+
+
+def _only(operation: Operation[Any], results: list[Any]) -> Any:
+    return results[0]
+
+
+def _list(operation: Operation[Any], results: list[Any]) -> Any:
+    return results
+
+
+def _tuple(operation: Operation[Any], results: list[Any]) -> Any:
+    return tuple(results)
+
+
+class Forms(Generic[T]):
+    """The public functions for one framework's tensors."""
+
+    def __init__(self, adapter: Adapter[T]) -> None:
+        self._adapter = adapter
+
+    # -- what frameworks with automatic differentiation override
+
+    def differentiable(
+        self, tensors: Tensors[T], forward: Function[T], adjoint: Function[T]
+    ) -> list[T]:
+        """``forward(tensors)``, recorded so that gradients flow back through `adjoint`."""
+        return forward(list(tensors))
+
+    def zeros_like(self, tensor: T) -> T:
+        """A tensor of zeros of the same shape, dtype and device."""
+        zero: Any = tensor
+        return zero * 0  # type: ignore[no-any-return]
+
+    # -- how everything below is enqueued
+
+    def _start(
+        self,
+        collective: str,
+        tensors: Tensors[T],
+        name: str | None,
+        options: Options,
+        shape_result: Callable[[Operation[T], list[T]], Any],
+        in_place: bool = False,
+    ) -> int:
+        runtime = for_collective()
+        number = runtime.handles.reserve()
+        label = f"grouped_{collective}" if options.grouped else collective
+        full_name = f"{label}.noname.{number}" if name is None else f"{label}.{name}"
+        targets = tensors if in_place else None
+        entries = submit(runtime, self._adapter, collective, full_name, tensors, options, targets)
+        runtime.handles.put(number, Operation(entries, shape_result))
+        return number
+
+    def _run(
+        self, collective: str, tensors: Tensors[T], name: str | None, options: Options
+    ) -> Operation[T]:
+        """Start and wait; the operation, whose tensors have been taken."""
+        number = self._start(collective, tensors, name, options, _list)
+        operation: Operation[T] = for_collective().handles.take(number)
+        operation.take()
+        return operation
+
+    def _results(
+        self, collective: str, tensors: Tensors[T], name: str | None, options: Options
+    ) -> list[T]:
+        return self._run(collective, tensors, name, options).take()
+
+    def poll(self, handle: int) -> bool:
+        """Whether the operation has ended, so that `synchronize` will not wait.
+
+        Raises `ValueError` for a handle that was not created, or was synchronized already.
+        """
+        return bool(for_collective().handles.get(handle).poll())
+
+    def synchronize(self, handle: int) -> Any:
+        """Wait for an operation; its result. None for a handle that is not known (any more).
+
+        The result is a tensor; a list or tuple for grouped forms; ``(output, received_splits)``
+        for alltoall. Raises `HorovodInternalError` when the operation failed.
+        """
+        operation = for_collective().handles.take(handle)
+        return None if operation is None else operation.wait()
+
+    # -- allreduce
+
+    def allreduce_async(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """Start to reduce a tensor over all ranks into a new one; a handle for `synchronize`.
+
+        Every rank gives a tensor of the same shape and dtype. `op` is Average (default), Sum, Min,
+        Max, Product or Adasum. Integers are averaged as their sum times 1/size, truncated toward
+        zero; 16-bit floats are summed in float32. `prescale_factor` multiplies before and
+        `postscale_factor` after the reduction. A joined rank does not count.
+        """
+        options = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+        return self._start("allreduce", [tensor], name, options, _only)
+
+    def allreduce_async_(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As `allreduce_async`; the result is written into `tensor`."""
+        options = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+        return self._start("allreduce", [tensor], name, options, _only, in_place=True)
+
+    def allreduce(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        compression: type[Compressor] = NoneCompressor,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
+        """As `allreduce_async`, and wait: the reduced tensor.
+
+        Differentiable: the gradient is reduced in the same way. `compression` makes the tensor
+        smaller while it travels.
+        """
+        options = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+        return self._compressed("allreduce", [tensor], name, compression, options)[0]
+
+    def allreduce_(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
+        """As `allreduce_async_`, and wait: `tensor`, reduced."""
+        options = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+        number = self._start("allreduce", [tensor], name, options, _only, in_place=True)
+        result: T = self.synchronize(number)
+        return result
+
+    def grouped_allreduce_async(
+        self,
+        tensors: Tensors[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As `allreduce_async` for several tensors, of which all or none are reduced."""
+        options = _reduction(average, op, prescale_factor, postscale_factor, process_set, True)
+        return self._start("allreduce", tensors, name, options, _list)
+
+    def grouped_allreduce_async_(
+        self,
+        tensors: Tensors[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As `grouped_allreduce_async`; the results are written into `tensors`."""
+        options = _reduction(average, op, prescale_factor, postscale_factor, process_set, True)
+        return self._start("allreduce", tensors, name, options, _tuple, in_place=True)
+
+    def grouped_allreduce(
+        self,
+        tensors: Tensors[T],
+        average: bool | None = None,
+        name: str | None = None,
+        compression: type[Compressor] = NoneCompressor,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[T]:
+        """As `allreduce` for several tensors, of which all or none are reduced: a list."""
+        options = _reduction(average, op, prescale_factor, postscale_factor, process_set, True)
+        return self._compressed("allreduce", tensors, name, compression, options)
+
+    def grouped_allreduce_(
+        self,
+        tensors: Tensors[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> tuple[T, ...]:
+        """As `grouped_allreduce_async_`, and wait: `tensors` as a tuple."""
+        options = _reduction(average, op, prescale_factor, postscale_factor, process_set, True)
+        number = self._start("allreduce", tensors, name, options, _tuple, in_place=True)
+        results: tuple[T, ...] = self.synchronize(number)
+        return results
+
+    def _compressed(
+        self,
+        collective: str,
+        tensors: Tensors[T],
+        name: str | None,
+        compression: type[Compressor],
+        options: Options,
+    ) -> list[T]:
+        """A differentiable reduction of compressed tensors."""
+        packed = [compression.compress(tensor) for tensor in tensors]
+        reduce = {"allreduce": self._reduce_alike, "reducescatter": self._reduce_and_scatter}
+        results = reduce[collective]([small for small, _ in packed], name, options)
+        return [
+            compression.decompress(result, ctx)
+            for result, (_, ctx) in zip(results, packed, strict=True)
+        ]
+
+    def _reduce_alike(self, tensors: list[T], name: str | None, options: Options) -> list[T]:
+        return self.differentiable(
+            tensors,
+            lambda inputs: self._results("allreduce", inputs, name, options),
+            lambda gradients: self._results("allreduce", gradients, None, options),
+        )
+
+    # -- allgather
+
+    def allgather_async(
+        self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> int:
+        """Start to concatenate the tensors of all ranks along the first dimension; a handle.
+
+        Only the first dimension may differ between ranks. A joined rank gives no rows.
+        """
+        return self._start("allgather", [tensor], name, Options(process_set), _only)
+
+    def allgather(
+        self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> T:
+        """As `allgather_async`, and wait: the rows of all ranks, in rank order.
+
+        Differentiable: the gradient is averaged over the ranks, and each keeps its own rows.
+        """
+        return self._gather([tensor], name, Options(process_set))[0]
+
+    def grouped_allgather_async(
+        self,
+        tensors: Tensors[T],
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As `allgather_async` for several tensors, of which all or none are gathered."""
+        options = Options(process_set, grouped=True)
+        return self._start("allgather", tensors, name, options, _tuple)
+
+    def grouped_allgather(
+        self,
+        tensors: Tensors[T],
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> tuple[T, ...]:
+        """As `allgather` for several tensors: a tuple."""
+        return tuple(self._gather(tensors, name, Options(process_set, grouped=True)))
+
+    def _gather(self, tensors: Tensors[T], name: str | None, options: Options) -> list[T]:
+        rows: list[tuple[int, ...]] = []
+
+        def forward(inputs: list[T]) -> list[T]:
+            operation = self._run("allgather", inputs, name, options)
+            rows.extend(entry.response.first_dims for entry in operation.entries)
+            return operation.take()
+
+        def adjoint(gradients: list[T]) -> list[T]:
+            averaged = self._results("allreduce", gradients, None, options)
+            position = _position(options.process_set)
+            return [
+                own_rows(gradient, first_dims, position)
+                for gradient, first_dims in zip(averaged, rows, strict=True)
+            ]
+
+        return self.differentiable(tensors, forward, adjoint)
+
+    # -- broadcast
+
+    def broadcast_async(
+        self,
+        tensor: T,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """Start to copy the tensor of the global rank `root_rank` to all; a handle.
+
+        Every rank gives a tensor of the same shape and dtype; a new one is made on each.
+        """
+        options = Options(process_set, root_rank=root_rank)
+        return self._start("broadcast", [tensor], name, options, _only)
+
+    def broadcast_async_(
+        self,
+        tensor: T,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As `broadcast_async`; the result is written into `tensor`."""
+        options = Options(process_set, root_rank=root_rank)
+        return self._start("broadcast", [tensor], name, options, _only, in_place=True)
+
+    def broadcast(
+        self,
+        tensor: T,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
+        """As `broadcast_async`, and wait: a copy of the root's tensor.
+
+        Differentiable: the gradient is averaged on the root, and zero elsewhere.
+        """
+        options = Options(process_set, root_rank=root_rank)
+
+        def adjoint(gradients: list[T]) -> list[T]:
+            averaged = self._results("allreduce", gradients, None, Options(process_set))
+            if for_collective().rank == root_rank:
+                return averaged
+            return [self.zeros_like(gradient) for gradient in averaged]
+
+        return self.differentiable(
+            [tensor], lambda inputs: self._results("broadcast", inputs, name, options), adjoint
+        )[0]
+
+    def broadcast_(
+        self,
+        tensor: T,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
+        """As `broadcast_async_`, and wait: `tensor`, with the root's values."""
+        result: T = self.synchronize(self.broadcast_async_(tensor, root_rank, name, process_set))
+        return result
+
+    # -- alltoall
+
+    def alltoall_async(
+        self,
+        tensor: T,
+        splits: Any = None,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """Start to send the next ``splits[i]`` rows to rank i, for all i; a handle.
+
+        Without `splits` (a list, or a row of integers) every rank gets the same number of rows.
+        `synchronize` gives ``(output, received_splits)``; rows come in the order of ranks.
+        """
+        return self._start(
+            "alltoall",
+            [tensor],
+            name,
+            Options(process_set, splits=splits),
+            self._with_splits(splits),
+        )
+
+    def alltoall(
+        self,
+        tensor: T,
+        splits: Any = None,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        """As `alltoall_async`, and wait: the output; with `splits`, also the received splits.
+
+        Differentiable: the gradient goes back the way that the rows came.
+        """
+        options = Options(process_set, splits=splits)
+        received: list[int] = []
+
+        def forward(inputs: list[T]) -> list[T]:
+            operation = self._run("alltoall", inputs, name, options)
+            received.extend(operation.entries[0].received_splits)
+            return operation.take()
+
+        def adjoint(gradients: list[T]) -> list[T]:
+            back = Options(process_set, splits=received)
+            return self._results("alltoall", gradients, None, back)
+
+        (output,) = self.differentiable([tensor], forward, adjoint)
+        if splits is None:
+            return output
+        return output, self._adapter.make_splits(received, splits)
+
+    def _with_splits(self, splits: Any) -> Callable[[Operation[T], list[T]], Any]:
+        def shape_result(operation: Operation[T], results: list[T]) -> Any:
+            received = operation.entries[0].received_splits
+            return results[0], self._adapter.make_splits(received, splits)
+
+        return shape_result
+
+    # -- reducescatter
+
+    def reducescatter_async(
+        self,
+        tensor: T,
+        name: str | None = None,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """Start to reduce a tensor and give each rank its part of the rows; a handle.
+
+        Every rank gives a tensor of the same shape and dtype. Parts are as even as can be: the
+        first ``rows % size`` ranks get one row more. `op` as in `allreduce_async`, without Adasum.
+        """
+        options = _scatter(op, prescale_factor, postscale_factor, process_set)
+        return self._start("reducescatter", [tensor], name, options, _only)
+
+    def reducescatter(
+        self,
+        tensor: T,
+        name: str | None = None,
+        compression: type[Compressor] = NoneCompressor,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> T:
+        """As `reducescatter_async`, and wait: this rank's rows.
+
+        Differentiable: the gradient is gathered, times both factors, and times size for Sum.
+        """
+        options = _scatter(op, prescale_factor, postscale_factor, process_set)
+        return self._compressed("reducescatter", [tensor], name, compression, options)[0]
+
+    def grouped_reducescatter_async(
+        self,
+        tensors: Tensors[T],
+        name: str | None = None,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """As `reducescatter_async` for several tensors, of which all or none are reduced."""
+        options = _scatter(op, prescale_factor, postscale_factor, process_set, True)
+        return self._start("reducescatter", tensors, name, options, _list)
+
+    def grouped_reducescatter(
+        self,
+        tensors: Tensors[T],
+        name: str | None = None,
+        compression: type[Compressor] = NoneCompressor,
+        op: int = ReduceOp.AVERAGE,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[T]:
+        """As `reducescatter` for several tensors: a list."""
+        options = _scatter(op, prescale_factor, postscale_factor, process_set, True)
+        return self._compressed("reducescatter", tensors, name, compression, options)
+
+    def _reduce_and_scatter(self, tensors: list[T], name: str | None, options: Options) -> list[T]:
+        scale: list[float] = []
+
+        def forward(inputs: list[T]) -> list[T]:
+            operation = self._run("reducescatter", inputs, name, options)
+            size = operation.entries and options.process_set.size()
+            scale.append(reducescatter_scale(operation, size) if size else 1.0)
+            return operation.take()
+
+        def adjoint(gradients: list[T]) -> list[T]:
+            back = Options(options.process_set, grouped=options.grouped)
+            gathered: list[Any] = list(self._results("allgather", gradients, None, back))
+            return [gradient * scale[0] for gradient in gathered]
+
+        return self.differentiable(tensors, forward, adjoint)
+
+    # -- without a tensor
+
+    def join(self, device: int = -1, process_set: ProcessSet = global_process_set) -> int:
+        """This rank has no more data: wait until all ranks of the set say so.
+
+        Until then the others' collectives go on without this rank: it counts for nothing in a
+        reduction (an Average still divides by the size of the set) and gives no rows. Returns the
+        global rank that joined last, the same on all ranks. `device` has no effect.
+        """
+        return int(_call("join", process_set))
+
+    def barrier(self, process_set: ProcessSet = global_process_set) -> None:
+        """Wait until all ranks of the set have called this."""
+        _call("barrier", process_set)
+
+
+def _call(collective: str, process_set: ProcessSet) -> Any:
+    runtime = for_collective()
+    members_of(runtime, collective, process_set)
+    entry = Entry(Request(process_set.process_set_id or 0, f"{collective}.noname", collective))
+    runtime.engine.enqueue([entry])
+    return entry.handle.wait()
+
+
+def _position(process_set: ProcessSet) -> int:
+    runtime = for_collective()
+    return members_of(runtime, "gradient", process_set).index(runtime.rank)
+
+
+def _reduction(
+    average: bool | None,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    grouped: bool = False,
+) -> Options:
+    return Options(
+        process_set,
+        resolve_op(average, op),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        grouped=grouped,
+    )
+
+
+def _scatter(
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    grouped: bool = False,
+) -> Options:
+    options = _reduction(None, op, prescale_factor, postscale_factor, process_set, grouped)
+    if options.reduce_op is ReduceOp.ADASUM:
+        raise ValueError("reducescatter has no Adasum: use Average, Sum, Min, Max or Product")
+    return options

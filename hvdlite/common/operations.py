@@ -1,0 +1,272 @@
+"""A collective from the call to its result, for the tensors of any framework.
+
+`submit` checks what one rank can check alone, and enqueues; nothing is sent for a call that fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.common.adapter import Adapter, HostBuffer, TensorSpec
+from hvdlite.common.collectives.table import ROWS
+from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.execution import Entry
+from hvdlite.common.messages import NO_RANK, Request
+from hvdlite.common.process_sets import ProcessSet
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.runtime import Runtime
+
+T = TypeVar("T")
+
+_FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
+_COMPLEX = frozenset(("complex64", "complex128"))
+_EXACT = frozenset(
+    ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+)
+DTYPES = _EXACT | _FLOATS | _COMPLEX
+
+
+class TensorEntry(Entry, Generic[T]):
+    """A tensor on its way through the engine."""
+
+    def __init__(
+        self,
+        request: Request,
+        adapter: Adapter[T],
+        tensor: T,
+        target: T | None,
+        splits: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(request)
+        self.splits = splits
+        self.result = target  # None: made when the shape of the output is known
+        self._adapter = adapter
+        self._tensor = tensor
+        self._input = adapter.input(tensor)
+        self._output: HostBuffer | None = None
+
+    def wait(self) -> None:
+        """Sleep until the input may be read."""
+        self._input.wait()
+
+    @property
+    def input(self) -> NDArray[Any]:
+        """The input, flat."""
+        return self._input.array
+
+    def output(self, shape: tuple[int, ...]) -> NDArray[Any]:
+        """The output of this shape, flat."""
+        if self.result is None:
+            self.result = self._adapter.empty_like(self._tensor, shape)
+        self._output = self._adapter.output(self.result)
+        return self._output.array
+
+    def complete(self, value: Any = None) -> None:
+        """It has run: the output goes to its device."""
+        if self._output is not None:
+            self._output.commit()
+        self.handle.complete(value)
+
+    def take(self) -> T:
+        """Sleep until it has run; the result."""
+        self.handle.wait()
+        assert self.result is not None  # every row with a run makes an output
+        self._adapter.finish(self.result)
+        return self.result
+
+
+@dataclass
+class Operation(Generic[T]):
+    """What a user's handle stands for: one tensor, or a group."""
+
+    entries: Sequence[TensorEntry[T]]
+    shape_result: Callable[[Operation[T], list[T]], Any]
+
+    def poll(self) -> bool:
+        """Whether all have ended."""
+        return all(entry.handle.poll() for entry in self.entries)
+
+    def wait(self) -> Any:
+        """Sleep until all have ended; the result, or the first error raised."""
+        return self.shape_result(self, self.take())
+
+    def take(self) -> list[T]:
+        """Sleep until all have ended; the tensors."""
+        results: list[T] = []
+        error: HorovodInternalError | None = None
+        for entry in self.entries:
+            try:
+                results.append(entry.take())
+            except HorovodInternalError as failure:
+                error = error or failure
+        if error is not None:
+            raise error
+        return results
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call says besides the tensors."""
+
+    process_set: ProcessSet
+    reduce_op: ReduceOp = ReduceOp.AVERAGE
+    root_rank: int = NO_RANK
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    splits: Any = None
+    grouped: bool = False  # tensors are answered together, also when there is only one
+
+
+def submit(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    name: str,
+    tensors: Sequence[T],
+    options: Options,
+    targets: Sequence[T] | None = None,
+) -> list[TensorEntry[T]]:
+    """Enqueue one collective on one tensor or on a group; never waits.
+
+    `targets` are the tensors to write to (in place: the inputs). Raises `ValueError` for what
+    this rank can see to be wrong, `HorovodInternalError` when the engine has ended.
+    """
+    members = members_of(runtime, collective, options.process_set)
+    specs = [adapter.spec(tensor) for tensor in tensors]
+    for spec in specs:
+        _check(collective, name, spec, options, members)
+    if len({spec.device for spec in specs}) > 1:
+        raise HorovodInternalError(
+            f"{collective} '{name}': the tensors of a group must be on same device, "
+            f"these are on {sorted({spec.device for spec in specs})}"
+        )
+    names = _names(name, len(tensors), options.grouped)
+    group = name if len(tensors) > 1 else ""
+    divide = ROWS[collective].splits and len(tensors) > 0
+    splits = _splits(adapter, name, specs[0], options, len(members)) if divide else ()
+    entries = [
+        TensorEntry(
+            _request(collective, each, spec, options, group, len(tensors)),
+            adapter,
+            tensor,
+            None if targets is None else targets[index],
+            splits,
+        )
+        for index, (each, spec, tensor) in enumerate(zip(names, specs, tensors, strict=True))
+    ]
+    runtime.engine.enqueue(entries)
+    return entries
+
+
+def members_of(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[int, ...]:
+    """The global ranks of a set that this rank belongs to. Raises `ValueError` otherwise."""
+    number = process_set.process_set_id
+    members = None if number is None else runtime.engine.process_sets.find(number)
+    if members is None:
+        raise ValueError(
+            f"{what}: Process set provided does not exist or is not registered: {process_set}"
+        )
+    if runtime.rank not in members:
+        raise ValueError(
+            f"{what}: Rank {runtime.rank} is not a member of the provided process set {process_set}"
+        )
+    return members
+
+
+def _request(
+    collective: str, name: str, spec: TensorSpec, options: Options, group: str, size: int
+) -> Request:
+    row = ROWS[collective]
+    return Request(
+        process_set_id=options.process_set.process_set_id or 0,
+        name=name,
+        collective=collective,
+        dtype=spec.dtype,
+        shape=spec.shape,
+        device=spec.device,
+        reduce_op=int(options.reduce_op) if row.reduces else 0,
+        root_rank=options.root_rank if row.rooted else NO_RANK,
+        prescale_factor=float(options.prescale_factor),
+        postscale_factor=float(options.postscale_factor),
+        group=group,
+        group_size=size if group else 0,
+    )
+
+
+def _names(name: str, count: int, grouped: bool) -> list[str]:
+    if not grouped:
+        return [name]
+    return [f"{name}_{index}of{count}" for index in range(1, count + 1)]
+
+
+def _check(
+    collective: str, name: str, spec: TensorSpec, options: Options, members: tuple[int, ...]
+) -> None:
+    """Raise `ValueError` for what no other rank could make right."""
+    row = ROWS[collective]
+    if spec.dtype not in DTYPES:
+        raise ValueError(f"{collective} '{name}': Tensor type {spec.dtype} is not supported")
+    if row.reduces:
+        _check_reduction(f"{collective} '{name}'", spec.dtype, options.reduce_op)
+        if not row.scalars and not spec.shape:
+            raise ValueError(f"{collective} '{name}' does not support scalar inputs")
+    if row.rooted and options.root_rank not in members:
+        raise ValueError(
+            f"{collective} '{name}': invalid root rank {options.root_rank}: "
+            f"the process set has the global ranks {list(members)}"
+        )
+
+
+def _check_reduction(what: str, dtype: str, reduce_op: ReduceOp) -> None:
+    if reduce_op in (ReduceOp.MIN, ReduceOp.MAX) and dtype in _COMPLEX:
+        raise ValueError(
+            f"{what}: {reduce_op.name.capitalize()} of {dtype} has no meaning: complex numbers "
+            "have no order. Reduce the real and imaginary parts, or the absolute values"
+        )
+    if reduce_op is ReduceOp.AVERAGE and dtype == "bool":
+        raise ValueError(
+            f"{what}: the Average of bool has no meaning. Use op=Sum or Max for 'on any rank', "
+            "Product or Min for 'on all ranks', or convert to a number type"
+        )
+    if reduce_op is ReduceOp.ADASUM and dtype not in _FLOATS:
+        raise ValueError(f"{what}: Adasum needs a floating-point tensor, this is {dtype}")
+
+
+def _splits(
+    adapter: Adapter[T], name: str, spec: TensorSpec, options: Options, members: int
+) -> tuple[int, ...]:
+    """Rows of an alltoall for each member. Raises `ValueError`."""
+    what = f"alltoall '{name}'"
+    rows = spec.shape[0] if spec.shape else 0
+    if options.splits is None:
+        if spec.shape and rows % members:
+            raise ValueError(
+                f"{what}: without splits the first dimension must be divisible by the number of "
+                f"ranks; {rows} rows for {members} ranks"
+            )
+        return (rows // members,) * members
+    try:
+        splits = adapter.read_splits(options.splits)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    if len(splits) != members:
+        raise ValueError(f"{what}: {len(splits)} splits for {members} ranks")
+    if any(split < 0 for split in splits):
+        raise ValueError(f"{what}: splits must not be negative: {splits}")
+    if sum(splits) > rows:
+        raise ValueError(f"{what}: the splits {splits} sum to {sum(splits)}, beyond {rows} rows")
+    return tuple(splits)
+
+
+def read_splits(splits: NDArray[Any]) -> list[int]:
+    """Splits from an array. Raises `ValueError` where it is not one row of integers."""
+    if splits.ndim != 1:
+        raise ValueError(f"splits must be 1-dimensional, not of shape {splits.shape}")
+    if splits.size and not np.issubdtype(splits.dtype, np.integer):
+        raise ValueError(f"splits must be integers (int32), not {splits.dtype}")
+    return [int(split) for split in splits]

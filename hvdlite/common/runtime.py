@@ -1,0 +1,364 @@
+"""init, shutdown, rank, size: the one place with state of the whole process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hvdlite.common.config import Config
+from hvdlite.common.engine import Engine
+from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.execution import Entry
+from hvdlite.common.handles import HandleTable
+from hvdlite.common.messages import Request
+from hvdlite.common.process_set_table import GLOBAL_ID
+from hvdlite.common.process_sets import (
+    ProcessSet,
+    _ask_for_rank,
+    global_process_set,
+    is_communicator,
+)
+from hvdlite.common.timeline import Timeline, path_of_rank
+from hvdlite.common.topology import Topology
+from hvdlite.common.transport.base import Transport
+from hvdlite.common.transport.inprocess import solo
+
+log = logging.getLogger("hvdlite")
+
+DYNAMIC = "dynamic"
+_NOT_INITIALIZED = "hvdlite has not been initialized; use hvd.init()"
+_LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
+
+
+class Runtime:
+    """One rank's membership in one job, from init to shutdown."""
+
+    def __init__(self, transport: Transport, config: Config, mpi_group: Any = None) -> None:
+        self.config = config
+        self.mpi_group = mpi_group  # the ranks of the job as MPI knows them; None without MPI
+        self.transport = transport
+        self.rank = transport.rank
+        self.topology: Topology = transport.topology
+        self.handles = HandleTable()
+        try:
+            self.timeline = self._open_timeline()
+        except OSError:
+            transport.close()
+            raise
+        self.engine = Engine(transport, config, self.timeline)
+        self.known_sets: dict[int, ProcessSet] = {}
+        self.engine.start()
+
+    def _open_timeline(self) -> Timeline:
+        timeline = Timeline(self.rank)
+        path = self.config.timeline
+        if path and path.upper() != DYNAMIC.upper():
+            self.record_timeline(timeline, path, self.config.timeline_mark_cycles)
+        return timeline
+
+    def record_timeline(self, timeline: Timeline, path: str, mark_cycles: bool) -> None:
+        """Start to record, on rank 0 or on every rank as the settings say."""
+        if self.config.timeline_all_ranks:
+            path = path_of_rank(path, self.rank)
+        elif self.rank != 0:
+            return
+        timeline.record_to(path, mark_cycles)
+
+    def call(self, request: Request) -> Any:
+        """Enqueue something without a tensor, and wait for its answer."""
+        entry = Entry(request)
+        self.engine.enqueue([entry])
+        return entry.handle.wait()
+
+    def agree(self, sets: Sequence[ProcessSet]) -> None:
+        """Check that all ranks run with settings that work together; ends when all are here."""
+        config = self.config
+        settings = {
+            "HVDLITE_ALLREDUCE": config.allreduce,
+            "HVDLITE_DATA_PLANE": config.data_plane,
+            "process_sets": [each.ranks for each in sets],
+        }
+        text = ", ".join(f"{name}={value}" for name, value in settings.items())
+        self.call(Request(GLOBAL_ID, "init", "init", settings=text))
+
+    def find_ranks(self, process_set: ProcessSet) -> None:
+        """Translate the communicator of a set, where it is made from one, to global ranks."""
+        if process_set.mpi_comm is None:
+            return
+        if self.mpi_group is None:
+            raise ValueError(f"{process_set} is made from an MPI communicator; this job has no MPI")
+        theirs = process_set.mpi_comm.Get_group()
+        process_set.ranks = sorted(
+            theirs.Translate_ranks(list(range(theirs.Get_size())), self.mpi_group)
+        )
+        theirs.Free()
+
+    def add_process_set(self, process_set: ProcessSet) -> None:
+        """Register a set on all ranks; blocks until every rank has called it."""
+        members = self.engine.process_sets.check(process_set.ranks or ())
+        collective = "add_process_set" if process_set.mpi_comm is None else "split_process_set"
+        number = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
+        process_set._bind(number, members)
+        self.known_sets[number] = process_set
+
+    def remove_process_set(self, number: int) -> None:
+        """Unregister a set on all ranks; blocks until every rank has called it."""
+        self.call(Request(GLOBAL_ID, "remove_process_set", "remove_process_set", root_rank=number))
+        self._forget_set(number)
+
+    def _forget_set(self, number: int) -> None:
+        process_set = self.known_sets.pop(number, None)
+        if process_set is not None:
+            process_set._invalidate()
+
+    def shutdown(self) -> None:
+        """Leave the job; the engine thread may go on for ranks that need it."""
+        self.engine.shutdown()
+        self.timeline.close()
+        for number in list(self.known_sets):
+            self._forget_set(number)
+
+
+class _State:
+    """The runtime of this process, or of the calling thread where ranks are threads."""
+
+    def __init__(self) -> None:
+        self.process: Runtime | None = None
+        self.thread = threading.local()
+        self.ending: list[Engine] = []  # shut down, and still needed by other ranks
+        self.forked_from: int | None = None
+
+
+_state = _State()
+
+
+def find() -> Runtime | None:
+    """The runtime of the caller, or None before `init`."""
+    return getattr(_state.thread, "runtime", None) or _state.process
+
+
+def current() -> Runtime:
+    """The runtime of the caller. Raises `ValueError` before `init`."""
+    runtime = find()
+    if runtime is None:
+        raise ValueError(_not_initialized())
+    return runtime
+
+
+_ask_for_rank(lambda: current().rank)
+
+
+def for_collective() -> Runtime:
+    """The runtime of the caller. Raises `HorovodInternalError` before `init`."""
+    try:
+        return current()
+    except ValueError as error:
+        raise HorovodInternalError(str(error)) from None
+
+
+def _not_initialized() -> str:
+    if _state.forked_from is None:
+        return _NOT_INITIALIZED
+    return (
+        f"this process was forked from rank {_state.forked_from} after init() and is no rank "
+        "itself: call collectives in the parent, or start the child with spawn"
+    )
+
+
+@contextmanager
+def use(runtime: Runtime) -> Iterator[Runtime]:
+    """Within this, `runtime` is the calling thread's: ranks can be threads of one process."""
+    _state.thread.runtime = runtime
+    try:
+        yield runtime
+    finally:
+        _state.thread.runtime = None
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Start hvdlite on this rank; blocks until all ranks have called it.
+
+    `comm` is None (all ranks of the job), a list of world ranks, or an ``mpi4py.MPI.Comm``. Every
+    rank that is in it must call. `process_sets` is a list of `ProcessSet` to register, alike on all
+    ranks, or ``"dynamic"``, which has no effect: sets can always be added later. A second call
+    does not restart anything and registers process sets that are new.
+
+    Raises `ValueError` for wrong arguments, `ConfigError` (a `ValueError`) for settings with
+    wrong values, `HorovodVersionMismatchError`, `OSError` for a timeline that cannot be written,
+    and `HorovodInternalError` when a rank is lost or has other settings.
+    """
+    sets = _checked_sets(process_sets, comm)
+    if _state.process is None:
+        config = Config.from_environ()
+        _set_up_log(config)
+        _state.process = _connect(comm, config)
+        _state.forked_from = None
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+        global_process_set._bind(GLOBAL_ID, range(_state.process.topology.size))
+        global_process_set.mpi_comm = comm if is_communicator(comm) else None
+        _state.process.agree([each for each in sets if each.mpi_comm is None])
+    _register(_state.process, sets)
+
+
+def _checked_sets(process_sets: Sequence[ProcessSet] | str | None, comm: Any) -> list[ProcessSet]:
+    if process_sets is None:
+        return []
+    if isinstance(process_sets, str):
+        if process_sets.lower() != DYNAMIC:
+            raise ValueError(f"process_sets={process_sets!r}: a list of ProcessSet, or 'dynamic'")
+        return []
+    for each in process_sets:
+        if not isinstance(each, ProcessSet):
+            raise ValueError(f"process_sets: {each!r} is not a ProcessSet")
+    return list(process_sets)
+
+
+def _connect(comm: Any, config: Config) -> Runtime:
+    if is_communicator(comm):
+        return _connect_mpi(comm, config)
+    if comm is not None and not isinstance(comm, (list, tuple, range)):
+        raise ValueError(
+            f"Invalid type of argument comm: {type(comm).__name__} {comm!r}; "
+            "give None, a list of world ranks, or an mpi4py communicator"
+        )
+    if comm:
+        return _connect_ranks(list(comm), config)
+    if _under_mpi():
+        return _connect_mpi(_world(config), config)
+    return Runtime(solo(), config)
+
+
+def _connect_ranks(ranks: list[int], config: Config) -> Runtime:
+    if not _under_mpi():
+        if ranks != [0]:
+            raise ValueError(f"comm={ranks}: this job has rank 0 only; start it with hvdlite-run")
+        return _connect(None, config)
+    world = _world(config)
+    foreign = [rank for rank in ranks if not isinstance(rank, int) or not 0 <= rank < world.size]
+    if foreign:
+        raise ValueError(f"comm={ranks}: there is no rank {foreign[0]} in a job of {world.size}")
+    if world.rank not in ranks:
+        raise ValueError(f"comm={ranks} leaves out rank {world.rank}, which must not call init")
+    sub = world.Create_group(world.group.Incl(ranks))
+    try:
+        return _connect_mpi(sub, config)
+    finally:
+        sub.Free()
+
+
+def _connect_mpi(comm: Any, config: Config) -> Runtime:
+    from hvdlite.common.transport.mpi import connect
+
+    return Runtime(connect(comm, config), config, comm.Get_group())
+
+
+def _under_mpi() -> bool:
+    """Whether a launcher has started this process as a rank, or the user's code uses MPI."""
+    return "mpi4py.MPI" in sys.modules or any(name in os.environ for name in _LAUNCHED)
+
+
+def _world(config: Config) -> Any:
+    import mpi4py
+
+    if config.mpi_threads_disable and "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.thread_level = "serialized"
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def _register(runtime: Runtime, sets: Sequence[ProcessSet]) -> None:
+    """Register what init was given, in the same order on all ranks."""
+    for number, each in enumerate(sets):
+        runtime.find_ranks(each)
+        known = runtime.engine.process_sets.all()
+        if each.ranks in known.values() and (
+            each.process_set_id is None or known.get(each.process_set_id) != each.ranks
+        ):
+            raise ValueError(f"process_sets entry number {number} is a duplicate: {each}")
+        if each.process_set_id is None:
+            runtime.add_process_set(each)
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a process set while training runs; every rank of the job must call it alike.
+
+    A set made from a communicator is that of the caller's own part: ``comm.Split()`` gives each
+    rank another one, and all of them are registered at once.
+
+    Returns the set (a new `ProcessSet` when ranks were given). Raises `ValueError` for a duplicate
+    of a registered set, for ranks that do not exist, and before `init`.
+    """
+    runtime = current()
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    runtime.find_ranks(process_set)
+    runtime.add_process_set(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Unregister a process set; every rank of the job must call it alike.
+
+    False for the global set, and for one that is not registered. What is pending in the set fails.
+    """
+    runtime = current()
+    number = process_set.process_set_id
+    if number is None or number == GLOBAL_ID:
+        return False
+    if runtime.engine.process_sets.find(number) is None:
+        return False
+    runtime.remove_process_set(number)
+    process_set._invalidate()
+    return True
+
+
+def shutdown() -> None:
+    """Leave the job. Pending collectives fail; `init` may be called again afterwards.
+
+    Other ranks may go on among themselves: what needs this rank fails there, with its number.
+    """
+    runtime, _state.process = _state.process, None
+    if runtime is None:
+        return
+    runtime.shutdown()
+    global_process_set.ranks = None
+    _state.ending.append(runtime.engine)
+
+
+def _at_exit() -> None:
+    shutdown()
+    for engine in _state.ending:
+        engine.join()
+
+
+def _after_fork_in_child() -> None:
+    """The child is no rank: it must not keep the parent's connections open."""
+    runtime, _state.process = _state.process, None
+    if runtime is None:
+        return
+    _state.forked_from = runtime.rank
+    runtime.transport.after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _set_up_log(config: Config) -> None:
+    level = {"trace": logging.DEBUG, "fatal": logging.CRITICAL}.get(
+        config.log_level, logging.getLevelName(config.log_level.upper())
+    )
+    log.setLevel(level)
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler())
+        log.propagate = False
+    time_ = "" if config.log_hide_time else "%(asctime)s "
+    for handler in log.handlers:
+        handler.setFormatter(logging.Formatter(f"{time_}hvdlite %(levelname)s: %(message)s"))

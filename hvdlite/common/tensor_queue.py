@@ -1,0 +1,158 @@
+"""The tensors of one rank between enqueue and answer, and what it remembers of earlier answers.
+
+Any thread adds; the engine thread takes, resolves and fails.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from hvdlite.common.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.execution import Entry
+from hvdlite.common.messages import NO_BIT, Eviction, Report, Request, Response, Segment
+from hvdlite.common.response_cache import ResponseCache
+
+Key = tuple[int, str]  # process set, name
+
+
+class TensorQueue:
+    """Pending entries by process set and name."""
+
+    def __init__(self, rank: int, wake: Callable[[], None]) -> None:
+        self._rank = rank
+        self._wake = wake
+        self._lock = threading.Lock()  # guards the next four
+        self._pending: dict[Key, Entry] = {}
+        self._inbox: list[Entry] = []
+        self._closed: HorovodInternalError | None = None
+        self._asleep = False  # the engine waits, and must be woken for an entry
+        self._caches: dict[int, ResponseCache] = {}  # of the engine thread
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Enqueue; all or none. Raises `ValueError` for a name that is pending already, and
+        `HorovodInternalError` when the engine has ended."""
+        with self._lock:
+            if self._closed is not None:
+                raise HorovodInternalError(str(self._closed), rank=self._closed.rank)
+            added: dict[Key, Entry] = {}
+            for entry in entries:
+                key = _key(entry.request)
+                if key in self._pending or key in added:
+                    raise ValueError(_duplicate(entry.request.name, self._rank))
+                added[key] = entry
+            self._pending.update(added)
+            self._inbox.extend(entries)
+            wake, self._asleep = self._asleep, False
+        if wake:
+            self._wake()
+
+    def may_sleep(self) -> bool:
+        """Whether nothing is waiting to be taken; from now on an entry wakes the engine."""
+        with self._lock:
+            self._asleep = not self._inbox
+            return self._asleep
+
+    def take(self) -> list[Entry]:
+        """What was enqueued since the last call."""
+        with self._lock:
+            self._asleep = False
+            taken, self._inbox = self._inbox, []
+            return taken
+
+    def close(self, error: HorovodInternalError) -> None:
+        """Refuse everything from now on, and fail what is pending."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = error
+            failed, self._pending, self._inbox = list(self._pending.values()), {}, []
+        for entry in failed:
+            entry.handle.fail(error)
+
+    # -- of the engine thread
+
+    def reports(self, entries: Iterable[Entry]) -> tuple[Report, ...]:
+        """How the coordinator is told of `entries`: by bit where they were answered before."""
+        bits: dict[int, list[int]] = {}
+        requests: dict[int, list[Request]] = {}
+        for entry in entries:
+            request = entry.request
+            number = request.process_set_id
+            bit = self._cache(number).find(request)
+            if bit is None:
+                requests.setdefault(number, []).append(request)
+            else:
+                entry.sent_bit = bit
+                bits.setdefault(number, []).append(bit)
+        numbers = dict.fromkeys([*bits, *requests])
+        return tuple(
+            Report(n, (self._rank,), tuple(bits.get(n, ())), tuple(requests.get(n, ())))
+            for n in numbers
+        )
+
+    def resolve(self, segment: Segment) -> tuple[list[Response], list[Entry | None]]:
+        """The answers of a segment, and this rank's entry for each: None if it has joined."""
+        cache = self._cache(segment.process_set_id)
+        responses, entries = [], []
+        for item in segment.items:
+            response = self._recall(cache, item) if isinstance(item, int) else item
+            with self._lock:
+                entry = self._pending.pop(_key(response.request), None)
+            if response.bit != NO_BIT:
+                request = None if entry is None else entry.request
+                if not isinstance(item, int) or request is not None:
+                    cache.remember(response, request)
+            if entry is not None:
+                entry.response = response
+            responses.append(response)
+            entries.append(entry)
+        return responses, entries
+
+    def evict(self, eviction: Eviction) -> Entry | None:
+        """Forget a bit; the entry that was reported under it and must be reported again."""
+        name = self._cache(eviction.process_set_id).forget(eviction.bit)
+        with self._lock:
+            entry = self._pending.get((eviction.process_set_id, name))
+        if entry is None or entry.sent_bit != eviction.bit:
+            return None
+        entry.sent_bit = NO_BIT
+        return entry
+
+    def drop_set(self, number: int) -> None:
+        """A process set is no more: what is pending in it fails."""
+        self._caches.pop(number, None)
+        with self._lock:
+            keys = [key for key in self._pending if key[0] == number]
+            dropped = [self._pending.pop(key) for key in keys]
+            self._inbox = [entry for entry in self._inbox if entry not in dropped]
+        for entry in dropped:
+            entry.handle.fail(
+                HorovodInternalError(f"'{entry.request.name}': Process set has been removed")
+            )
+
+    def name_of(self, number: int, bit: int) -> str:
+        """The tensor that is remembered under a bit, or '' where it is unknown here."""
+        try:
+            return self._cache(number).recall(bit).response.request.name
+        except KeyError:
+            return ""
+
+    def _cache(self, number: int) -> ResponseCache:
+        return self._caches.setdefault(number, ResponseCache())
+
+    def _recall(self, cache: ResponseCache, bit: int) -> Response:
+        try:
+            return cache.recall(bit).response
+        except KeyError:
+            raise ProtocolError(f"the coordinator names bit {bit}, which nobody gave") from None
+
+
+def _key(request: Request) -> Key:
+    return request.process_set_id, request.name
+
+
+def _duplicate(name: str, rank: int) -> str:
+    return (
+        f"'{name}' on rank {rank} has the same name as another tensor that is being processed: "
+        "wait for it (synchronize), or give this one another name"
+    )

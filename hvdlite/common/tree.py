@@ -1,0 +1,57 @@
+"""Who reports to whom: ranks to their host's leader, leaders to rank 0, or to other leaders.
+
+    hosts:   A = (0, 1)     B = (2, 3)     C = (4, 5)
+             0 <- 1
+             0 <- 2 <- 3
+             0 <- 4 <- 5
+
+Beyond `FAN_OUT` hosts, leaders report to leaders: host i to host (i - 1) // FAN_OUT.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from hvdlite.common.topology import Topology
+
+FAN_OUT = 32
+ROOT = 0
+
+
+class Tree:
+    """The control tree as one rank sees it."""
+
+    def __init__(self, topology: Topology, rank: int, fan_out: int = FAN_OUT) -> None:
+        self._topology = topology
+        self._fan_out = fan_out
+        self.rank = rank
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank coordinates."""
+        return self.rank == ROOT
+
+    @cached_property
+    def parent(self) -> int:
+        """Whom this rank reports to. The root has none: ask `is_root` first."""
+        return self._parent(self.rank)
+
+    def _parent(self, rank: int) -> int:
+        leader = self._topology.leader(rank)
+        if rank != leader:
+            return leader
+        return self._topology.hosts[(self._topology.host_of[rank] - 1) // self._fan_out][0]
+
+    @cached_property
+    def children(self) -> tuple[int, ...]:
+        """Who reports to this rank."""
+        ranks = range(self._topology.size)
+        return tuple(r for r in ranks if r != ROOT and self._parent(r) == self.rank)
+
+    @cached_property
+    def subtree(self) -> frozenset[int]:
+        """This rank and all below it."""
+        below = {self.rank}
+        for child in self.children:
+            below |= Tree(self._topology, child, self._fan_out).subtree
+        return frozenset(below)

@@ -1,0 +1,101 @@
+"""The house rule: a room imports only from strictly lower floors, and common knows no framework."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import hvdlite
+
+PACKAGE = Path(hvdlite.__file__).parent
+ROOT = PACKAGE.parent
+
+FLOORS = [
+    ["common.errors"],
+    ["common.reduce_op", "common.topology", "common.config", "common.adapter", "common.handles",
+     "common.messages", "common.process_set_table", "common.trace", "common.compression",
+     "common.readiness"],
+    ["common.timeline", "common.tree"],
+    ["common.transport"],
+    ["common.collectives"],
+    ["common.response_cache", "common.fusion", "common.stall"],
+    ["common.coordinator", "common.aggregator"],
+    ["common.execution"],
+    ["common.tensor_queue"],
+    ["common.engine"],
+    ["common.process_sets"],
+    ["common.runtime"],
+    ["common.basics", "common.operations"],
+    ["common.adjoints"],
+    ["common.forms"],
+    ["common.objects", "common.gradients"],
+    ["numpy", "torch"],
+]  # fmt: skip
+PURE = ["coordinator", "aggregator", "response_cache", "fusion", "stall", "readiness"]
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
+IMPURE = {"os", "time", "socket", "threading", "select", "asyncio", "subprocess", "logging"}
+
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def room_of(module: str) -> str | None:
+    """`hvdlite.common.transport.mpi` -> `common.transport`."""
+    parts = module.split(".")[1:]
+    for end in range(len(parts), 0, -1):
+        room = ".".join(parts[:end])
+        if room in FLOOR_OF:
+            return room
+    return None
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_a_room_imports_only_from_lower_floors() -> None:
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = room_of(module_of(path))
+        if room is None:
+            continue
+        for module in imports(path):
+            other = room_of(module) if module.startswith("hvdlite.") else None
+            if other is not None and other != room and FLOOR_OF[other] >= FLOOR_OF[room]:
+                wrong.append(f"{room} imports {other}")
+    assert not wrong
+
+
+def test_every_room_of_common_has_a_floor() -> None:
+    rooms = {path.stem for path in (PACKAGE / "common").iterdir() if not path.name.startswith("_")}
+    assert {f"common.{room}" for room in rooms} == {r for r in FLOOR_OF if r.startswith("common.")}
+
+
+def test_common_knows_no_framework() -> None:
+    for path in (PACKAGE / "common").rglob("*.py"):
+        assert not {module.split(".")[0] for module in imports(path)} & FRAMEWORKS, path
+
+
+def test_the_launcher_imports_only_the_lowest_floors() -> None:
+    for path in (ROOT / "launcher").rglob("*.py"):
+        for module in imports(path):
+            if module.startswith("hvdlite.common"):
+                room = room_of(module)
+                assert room is not None and FLOOR_OF[room] <= 1, f"{path} imports {module}"
+
+
+def test_decisions_do_no_io() -> None:
+    for room in PURE:
+        modules = {module.split(".")[0] for module in imports(PACKAGE / "common" / f"{room}.py")}
+        assert not modules & IMPURE, room
