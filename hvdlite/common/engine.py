@@ -430,7 +430,7 @@ class Engine:
                 *self._tree.children,
                 *([] if self._tree.is_root else [self._tree.parent]),
             }:
-                if peer not in self._gone and peer != rank:
+                if peer not in self._gone:
                     self._send(peer, abort)
             self._transport.receive(0)
         except HorovodInternalError:

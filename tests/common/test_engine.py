@@ -1,0 +1,366 @@
+"""What a user sees of the engine: mismatches, joins, groups, process sets, departures, stalls."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+import hvdlite.numpy as hvd
+from hvdlite.common.adapter import HOST_DEVICE
+from hvdlite.common.config import Config
+from hvdlite.common.execution import Entry
+from hvdlite.common.messages import Request
+from hvdlite.common.runtime import current
+from tests.ranks import run_ranks
+
+ONE_HOST: list[list[int]] | None = None
+TREE = [[0, 1], [2, 3]]
+
+
+# Each: what the ranks call for one name, and the words that the error must have.
+MISMATCHES = {
+    "dtype": (
+        lambda r: hvd.allreduce(np.zeros(3, "float32" if r else "float64"), name="t"),
+        ["data type", "rank 0 has float64", "rank 1 has float32"],
+    ),
+    "shape": (
+        lambda r: hvd.allreduce(np.zeros((2, 3 + r)), name="t"),
+        ["shape", "rank 0 has (2, 3)", "rank 1 has (2, 4)"],
+    ),
+    "rows": (
+        lambda r: hvd.allgather(np.zeros((2, 3 + r)), name="t"),
+        ["shape after the first dimension", "rank 0 has (3,)", "rank 1 has (4,)"],
+    ),
+    "reduce op": (
+        lambda r: hvd.allreduce(np.zeros(3), name="t", op=hvd.Sum if r else hvd.Min),
+        ["reduction operation", "rank 0 has Min", "rank 1 has Sum"],
+    ),
+    "root": (
+        lambda r: hvd.broadcast(np.zeros(3), r, name="t"),
+        ["root rank", "rank 0 has 0", "rank 1 has 1"],
+    ),
+    "prescale": (
+        lambda r: hvd.allreduce(np.zeros(3), name="t", prescale_factor=1.0 + r),
+        ["prescale factor", "rank 0 has 1.0", "rank 1 has 2.0"],
+    ),
+    "postscale": (
+        lambda r: hvd.reducescatter(np.zeros(3), name="t", postscale_factor=1.0 + r),
+        ["postscale factor", "rank 0 has 1.0", "rank 1 has 2.0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, [[0], [1]]])
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_a_mismatch_names_both_ranks_and_values_and_fails_that_tensor_only(
+    case: str, hosts: list[list[int]] | None
+) -> None:
+    call, words = MISMATCHES[case]
+
+    def main(rank: int) -> str:
+        good = hvd.allreduce_async(np.ones(4), name="good", op=hvd.Sum)
+        with pytest.raises(hvd.HorovodInternalError) as failure:
+            call(rank)
+        np.testing.assert_array_equal(hvd.synchronize(good), np.full(4, 2.0))
+        np.testing.assert_array_equal(
+            hvd.allreduce(np.ones(4), name="t", op=hvd.Sum), np.full(4, 2.0)
+        )
+        return str(failure.value)
+
+    texts = run_ranks(2, main, hosts=hosts)
+    assert texts[0] == texts[1]
+    for word in ["'", ".t'", *words]:
+        assert word in texts[0]
+
+
+def test_two_operations_under_one_name_are_a_mismatch() -> None:
+    def main(rank: int) -> str:
+        collective = ["allreduce", "broadcast"][rank]
+        entry = Entry(Request(0, "t", collective, "float32", (3,), HOST_DEVICE))
+        current().engine.enqueue([entry])
+        with pytest.raises(hvd.HorovodInternalError) as failure:
+            entry.handle.wait()
+        return str(failure.value)
+
+    for text in run_ranks(2, main):
+        assert text == (
+            "'t': ranks disagree on the operation: rank 0 has allreduce, rank 1 has broadcast"
+        )
+
+
+def test_a_changed_shape_is_negotiated_anew_and_a_mismatch_of_it_is_found() -> None:
+    def main(rank: int) -> None:
+        for length in (3, 3, 3, 5, 5, 3):
+            result = hvd.allreduce(np.ones(length), name="t", op=hvd.Sum)
+            np.testing.assert_array_equal(result, np.full(length, 3.0))
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 0 has \(3,\), rank 2 has \(4,\)"):
+            hvd.allreduce(np.ones(4 if rank == 2 else 3), name="t")
+        assert hvd.allreduce(np.ones(3), name="t", op=hvd.Sum).tolist() == [3.0] * 3
+
+    run_ranks(3, main)
+
+
+def test_a_name_that_is_pending_is_refused_at_the_call() -> None:
+    def main(rank: int) -> None:
+        if rank == 0:
+            handle = hvd.allreduce_async(np.ones(2), name="t", op=hvd.Sum)
+            with pytest.raises(ValueError, match=r"'allreduce.t' on rank 0 has the same name"):
+                hvd.allreduce_async(np.ones(2), name="t", op=hvd.Sum)
+            hvd.barrier()
+        else:
+            hvd.barrier()
+            handle = hvd.allreduce_async(np.ones(2), name="t", op=hvd.Sum)
+        assert hvd.synchronize(handle).tolist() == [2.0, 2.0]
+
+    run_ranks(2, main)
+
+
+def test_poll_and_unknown_handles() -> None:
+    def main(rank: int) -> None:
+        if rank == 1:
+            hvd.barrier()
+        handle = hvd.allreduce_async(np.ones(2), name="t")
+        if rank == 0:
+            assert not hvd.poll(handle)
+            hvd.barrier()
+        hvd.synchronize(handle)
+        assert hvd.synchronize(handle) is None
+        with pytest.raises(ValueError, match="not created or has been cleared"):
+            hvd.poll(handle)
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TREE])
+def test_joined_ranks_give_nothing_to_any_collective(hosts: list[list[int]] | None) -> None:
+    """Rank 1 joins at once, then rank 3, and the others go on with every collective."""
+    size = 4
+
+    def main(rank: int) -> int:
+        for warm in range(2):  # the second time from the cache
+            hvd.allreduce(np.ones(3) * warm, name="sum", op=hvd.Sum)
+            hvd.allgather(np.full((rank + 1, 2), rank), name="rows")
+        if rank == 1:
+            return hvd.join()
+        for _ in range(2):
+            assert hvd.allreduce(np.full(3, rank), name="sum", op=hvd.Sum).tolist() == [5] * 3
+            assert hvd.allreduce(np.full(2, 8.0), name="avg").tolist() == [6.0] * 2
+            assert hvd.allreduce(np.full(2, rank), name="min", op=hvd.Min).tolist() == [0, 0]
+            assert hvd.allreduce(np.full(2, -1), name="max", op=hvd.Max).tolist() == [-1, -1]
+            product = hvd.allreduce(np.full(2, rank + 1.0), name="prod", op=hvd.Product)
+            assert product.tolist() == [12.0] * 2
+            gathered = hvd.allgather(np.full((rank + 1, 2), rank), name="rows")
+            assert gathered[:, 0].tolist() == [0, 2, 2, 2, 3, 3, 3, 3]
+            assert hvd.broadcast(np.full(2, rank), 2, name="root").tolist() == [2, 2]
+            sent, splits = hvd.alltoall(np.full(4, rank), [1, 1, 1, 1], name="all")
+            assert sent.tolist() == [0, 2, 3] and splits.tolist() == [1, 0, 1, 1]
+            scattered = hvd.reducescatter(np.full(4, rank), name="scatter", op=hvd.Sum)
+            assert scattered.tolist() == [5]
+            with pytest.raises(hvd.HorovodInternalError, match="root rank 1 has joined"):
+                hvd.broadcast(np.full(2, rank), 1, name="gone")
+            hvd.barrier()
+        if rank != 3:
+            hvd.barrier()
+        if rank == 3:
+            return hvd.join()
+        assert hvd.allreduce(np.full(3, rank), name="sum", op=hvd.Sum).tolist() == [2] * 3
+        return hvd.join()
+
+    def again(rank: int) -> int:
+        last = main(rank)
+        assert hvd.allreduce(np.full(3, rank), name="sum", op=hvd.Sum).tolist() == [6] * 3
+        return last
+
+    last = run_ranks(size, again, hosts=hosts)
+    assert len(set(last)) == 1 and last[0] in (0, 2)
+
+
+def test_join_in_a_process_set_leaves_the_global_set_alone() -> None:
+    def main(rank: int) -> None:
+        some = hvd.add_process_set([0, 2])
+        if rank == 0:
+            assert hvd.join(process_set=some) == 2
+        elif rank == 2:
+            assert hvd.allreduce(np.ones(2), op=hvd.Sum, process_set=some).tolist() == [1, 1]
+            assert hvd.join(process_set=some) == 2
+        assert hvd.allreduce(np.ones(2), name="all", op=hvd.Sum).tolist() == [3, 3]
+
+    run_ranks(3, main)
+
+
+@pytest.mark.parametrize("keep_groups", [False, True])
+def test_a_group_is_answered_as_one(keep_groups: bool) -> None:
+    def main(rank: int) -> None:
+        for _ in range(3):
+            tensors = [np.full(n, rank + 1.0) for n in (1, 5, 0, 3)]
+            results = hvd.grouped_allreduce(tensors, name="g", op=hvd.Sum)
+            assert [r.tolist() for r in results] == [[3.0], [3.0] * 5, [], [3.0] * 3]
+            hvd.grouped_allreduce_(tensors, name="in", op=hvd.Sum)
+            assert tensors[3].tolist() == [3.0] * 3
+            rows = hvd.grouped_allgather([np.full((rank, 2), rank), np.ones((1, 1))], name="r")
+            assert [r.shape for r in rows] == [(1, 2), (2, 1)]
+            parts = hvd.grouped_reducescatter([np.arange(3), np.arange(2)], name="s", op=hvd.Sum)
+            assert [p.tolist() for p in parts] == ([[0, 2], [0]] if rank == 0 else [[4], [2]])
+        assert hvd.grouped_allreduce([], name="none") == []
+
+    run_ranks(2, main, config=Config(disable_group_fusion=keep_groups))
+
+
+def test_a_mismatch_in_a_group_fails_the_group_and_nothing_else() -> None:
+    def main(rank: int) -> None:
+        for _ in range(2):
+            tensors = [np.ones(2), np.ones(3 + rank), np.ones(4)]
+            handle = hvd.grouped_allreduce_async(tensors, name="g")
+            other = hvd.allreduce_async(np.ones(2), name="other", op=hvd.Sum)
+            with pytest.raises(hvd.HorovodInternalError, match=r"'grouped_allreduce.g_2of3'"):
+                hvd.synchronize(handle)
+            assert hvd.synchronize(other).tolist() == [2, 2]
+        good = hvd.grouped_allreduce([np.ones(2), np.ones(3), np.ones(4)], name="g", op=hvd.Sum)
+        assert good[1].tolist() == [2, 2, 2]
+
+    run_ranks(2, main)
+
+
+def test_a_group_of_another_size_is_a_mismatch_of_the_group() -> None:
+    def main(rank: int) -> str:
+        request = Request(0, "t", "allreduce", "float32", (3,), HOST_DEVICE)
+        entry = Entry(request._replace(group="g", group_size=1) if rank else request)
+        current().engine.enqueue([entry])
+        with pytest.raises(hvd.HorovodInternalError) as failure:
+            entry.handle.wait()
+        return str(failure.value)
+
+    for text in run_ranks(2, main):
+        assert "group: rank 0 has none, rank 1 has g" in text
+
+
+def test_process_sets_are_added_used_and_removed() -> None:
+    def main(rank: int) -> None:
+        for _ in range(3):
+            first, second = hvd.add_process_set([0, 1]), hvd.add_process_set(range(1, 3))
+            assert (first.process_set_id, second.process_set_id) == (1, 2)
+            assert first.size() == 2 and first.included() == (rank < 2)
+            for ranks in ([1, 0], [0, 1, 2]):
+                with pytest.raises(ValueError, match="duplicate process set"):
+                    hvd.add_process_set(ranks)
+            with pytest.raises(ValueError, match="rank 7 does not exist"):
+                hvd.add_process_set([0, 7])
+            for process_set in (first, second):
+                if process_set.included():
+                    total = hvd.allreduce(
+                        np.full(2, rank), name="t", op=hvd.Sum, process_set=process_set
+                    )
+                    assert total.tolist() == [sum(process_set.ranks or [])] * 2
+            if rank == 0:
+                with pytest.raises(ValueError, match="Rank 0 is not a member"):
+                    hvd.allreduce(np.ones(1), name="t", process_set=second)
+                with pytest.raises(ValueError, match="not part of provided process set"):
+                    second.rank()
+            assert hvd.remove_process_set(first) and hvd.remove_process_set(second)
+            assert not hvd.remove_process_set(first)
+            assert not hvd.remove_process_set(hvd.global_process_set)
+            with pytest.raises(ValueError, match="does not exist"):
+                hvd.allreduce(np.ones(1), process_set=first)
+
+    run_ranks(3, main)
+
+
+def test_a_rank_that_shuts_down_fails_what_needs_it_and_nothing_else() -> None:
+    barrier = threading.Barrier(3)
+
+    def main(rank: int) -> None:
+        pair = hvd.add_process_set([0, 2])
+        hvd.barrier()
+        if rank == 1:
+            current().shutdown()
+            barrier.wait(10)
+            with pytest.raises(hvd.HorovodInternalError, match="has been shut down"):
+                hvd.allreduce(np.ones(2), name="t")
+            barrier.wait(10)
+            return
+        barrier.wait(10)
+        with pytest.raises(hvd.HorovodInternalError, match="rank 1 has been shut down"):
+            hvd.allreduce(np.ones(2), name="t")
+        assert hvd.allreduce(np.ones(2), op=hvd.Sum, process_set=pair).tolist() == [2, 2]
+        barrier.wait(10)
+
+    run_ranks(3, main)
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TREE])
+def test_a_lost_rank_fails_everybody_with_its_number(hosts: list[list[int]] | None) -> None:
+    def main(rank: int) -> None:
+        hvd.barrier()
+        if rank == 3:
+            current().transport.close()  # as the kernel does when a process dies
+            return
+        for attempt in range(2):
+            with pytest.raises(hvd.HorovodInternalError, match="rank 3 is gone") as failure:
+                hvd.allreduce(np.ones(2), name=f"t{attempt}")
+            assert failure.value.rank == 3
+
+    run_ranks(4, main, hosts=hosts)
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TREE])
+def test_a_stall_is_reported_with_names_ranks_and_stacks(
+    hosts: list[list[int]] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = threading.Event()
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "main thread of rank 3" in record.getMessage():
+                seen.set()
+
+    log = logging.getLogger("hvdlite")
+    log.addHandler(watch := Watch())
+    log.propagate, before = True, log.propagate
+
+    def main(rank: int) -> None:
+        if rank == 3:
+            assert seen.wait(30)
+        handles = [hvd.allreduce_async(np.ones(1), name=f"t{i}") for i in range(8)]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    try:
+        run_ranks(4, main, config=Config(stall_warning_seconds=0.2), hosts=hosts)
+    finally:
+        log.removeHandler(watch)
+        log.propagate = before
+    text = caplog.text
+    assert "rank 3 has not submitted: allreduce.t0, allreduce.t1" in text
+    assert "and 2 more" in text
+    assert "rank 2 has not submitted" not in text
+    assert "seen.wait(30)" in text or "run_ranks" in text  # where the main thread stands
+
+
+def test_a_stall_beyond_the_limit_ends_the_job() -> None:
+    def main(rank: int) -> None:
+        if rank == 0:
+            with pytest.raises(hvd.HorovodInternalError, match="the job ends") as failure:
+                hvd.allreduce(np.ones(1), name="t")
+            assert failure.value.rank == 1
+        else:
+            current().engine.departed.wait(30)
+            with pytest.raises(hvd.HorovodInternalError, match="rank 1 has not submitted"):
+                hvd.allreduce(np.ones(1), name="t")
+
+    config = Config(stall_warning_seconds=0.1, stall_shutdown_seconds=0.3)
+    run_ranks(2, main, config=config)
+
+
+def test_settings_that_do_not_work_together_are_an_error_at_init() -> None:
+    def main(rank: int) -> None:
+        runtime = current()
+        object.__setattr__(runtime, "config", Config(data_plane=["ring", "shm"][rank]))
+        with pytest.raises(
+            hvd.HorovodInternalError, match=r"rank 0 has .*=ring.*rank 1 has .*=shm"
+        ):
+            runtime.agree([])
+
+    run_ranks(2, main)
