@@ -1,0 +1,179 @@
+"""``hvdlite-timeline``: join, check and draw timelines.
+
+hvdlite-timeline merge a.rank0.json a.rank1.json -o a.json
+hvdlite-timeline check a.json
+hvdlite-timeline draw a.json -o a.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from hvdlite.common.trace import HEAD_PID
+from hvdlite.timeline_events import (
+    Event,
+    Head,
+    TimelineFormatError,
+    check,
+    read_events,
+    read_head,
+)
+
+PROBLEMS_SHOWN = 20
+SORTED_BEFORE = 2  # a file's own tracks have sort indices from -SORTED_BEFORE on
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`; returns the exit code: 0, 1 (a problem) or 2 (usage)."""
+    options = _parser().parse_args(argv)
+    try:
+        return int(options.run(options))
+    except (OSError, TimelineFormatError, ImportError) as error:
+        print(f"hvdlite-timeline: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hvdlite-timeline", description="Work with timelines.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    merge = commands.add_parser("merge", help="join the files of several ranks on one clock")
+    merge.add_argument("files", nargs="+", metavar="FILE")
+    merge.add_argument("-o", "--output", required=True, metavar="OUT")
+    merge.set_defaults(run=_run_merge)
+
+    checker = commands.add_parser("check", help="say what is in a file, and what is wrong with it")
+    checker.add_argument("file", metavar="FILE")
+    checker.set_defaults(run=_run_check)
+
+    draw = commands.add_parser("draw", help="draw a picture (needs matplotlib)")
+    draw.add_argument("file", metavar="FILE")
+    draw.add_argument("-o", "--output", required=True, metavar="PNG")
+    draw.add_argument("--start-ms", type=float, metavar="T", help="leave out what ended before")
+    draw.add_argument("--end-ms", type=float, metavar="T", help="leave out what began after")
+    draw.add_argument("--tensors", type=int, default=24, metavar="N", help="most rows of tensors")
+    draw.add_argument("--title", default="", metavar="TEXT")
+    draw.set_defaults(run=_run_draw)
+    return parser
+
+
+def _run_check(options: argparse.Namespace) -> int:
+    report = check(read_events(options.file))
+    print(f"{options.file}: {report.events} events on {report.tracks} tracks, ", end="")
+    print(f"{report.collectives} collectives completed")
+    if report.dropped:
+        print(f"{report.dropped} events were dropped: the writer could not keep up")
+    if report.open_spans:
+        print(f"{report.open_spans} spans have no end: the process was killed")
+    for problem in report.problems[:PROBLEMS_SHOWN]:
+        print(problem, file=sys.stderr)
+    if len(report.problems) > PROBLEMS_SHOWN:
+        print(f"and {len(report.problems) - PROBLEMS_SHOWN} more problems", file=sys.stderr)
+    return 1 if report.problems else 0
+
+
+def _run_draw(options: argparse.Namespace) -> int:
+    from hvdlite.timeline_plot import draw
+
+    window = (options.start_ms, options.end_ms)
+    draw(read_events(options.file), options.output, window, options.tensors, options.title)
+    return 0
+
+
+def _run_merge(options: argparse.Namespace) -> int:
+    merge_files(options.files, options.output)
+    return 0
+
+
+def merge_files(paths: Sequence[str], output: str) -> None:
+    """Join timelines on rank 0's clock; tracks are named ``rank N: tensor``.
+
+    Each file is read twice, event by event: memory does not grow with the files. Without clock
+    offsets in all of them the ranks' wall clocks are trusted, with a warning. Raises `OSError`
+    and `TimelineFormatError`; `output` appears complete or not at all.
+    """
+    heads = [read_head(path) for path in paths]
+    for path, head in zip(paths, heads, strict=True):
+        if head.start_epoch is None:
+            raise TimelineFormatError(f"{path}: no event says when the file began")
+    ranks = [index if head.rank is None else head.rank for index, head in enumerate(heads)]
+    starts = _common_starts(heads)
+    first_pids = _first_pids(heads)
+    streams = [
+        _shifted(path, rank, start - min(starts), first_pid)
+        for path, rank, start, first_pid in zip(paths, ranks, starts, first_pids, strict=True)
+    ]
+    merged = heapq.merge(*streams, key=lambda event: event.get("ts", -1))
+    epoch = min(head.start_epoch or 0 for head in heads)
+    args = {"start_time_since_epoch_in_micros": epoch, "ranks": ranks}
+    first = {"name": "process_name", "ph": "M", "pid": HEAD_PID, "args": args}
+    _write(output, first, merged)
+
+
+def _common_starts(heads: Sequence[Head]) -> list[int]:
+    common = [head.start_common for head in heads if head.start_common is not None]
+    if len(common) == len(heads):
+        return common
+    print(
+        "hvdlite-timeline: not all files know how far their rank's clock is from rank 0's; "
+        "the wall clocks of the hosts are taken instead",
+        file=sys.stderr,
+    )
+    return [head.start_epoch or 0 for head in heads]
+
+
+def _first_pids(heads: Sequence[Head]) -> list[int]:
+    """What is added to each file's pids, so that no two files share one."""
+    first_pids, next_pid = [], HEAD_PID
+    for head in heads:
+        first_pids.append(next_pid)
+        next_pid += max(head.names, default=HEAD_PID) + SORTED_BEFORE + 1
+    return first_pids
+
+
+def _shifted(path: str, rank: int, shift: int, first_pid: int) -> Iterator[Event]:
+    """The events of one file on the common clock, with pids and names of their own."""
+    for event in read_events(path):
+        args = event.get("args", {})
+        if event.get("pid", HEAD_PID) != HEAD_PID:
+            event["pid"] += first_pid
+        elif event.get("ph") == "M":
+            continue
+        if event.get("ph") == "M":
+            if "name" in args:
+                args["name"] = f"rank {rank}: {args['name']}"
+            if "sort_index" in args:
+                args["sort_index"] += first_pid
+        elif "ts" in event:
+            event["ts"] += shift
+        if event.get("ph") == "i":
+            event["args"] = {**args, "rank": rank}
+        yield event
+
+
+def _write(output: str, first: Event, events: Iterator[Event]) -> None:
+    # A device such as /dev/stdout is written to, not replaced.
+    part = output if os.path.exists(output) and not os.path.isfile(output) else f"{output}.part"
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write("[\n" + json.dumps(first))
+            for event in events:
+                file.write(",\n" + json.dumps(event))
+            file.write("\n]\n")
+        if part != output:
+            os.replace(part, output)
+    except BaseException:
+        if part != output:
+            with suppress(OSError):
+                os.unlink(part)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())
