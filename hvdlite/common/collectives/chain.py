@@ -35,6 +35,10 @@ class Chain:
             np.copyto(buffer[offset : offset + view.size], view)
             offset += view.size
 
+    def copy(self, start: int, stop: int) -> Array:
+        """The elements [start, stop), of which there must be some, in a new array."""
+        return np.concatenate(list(self.views(start, stop)))
+
     def unpack(self, start: int, buffer: Array) -> None:
         """Copy `buffer` into the elements from `start` on."""
         offset = 0
@@ -42,10 +46,12 @@ class Chain:
             np.copyto(view, buffer[offset : offset + view.size])
             offset += view.size
 
-    def direct(self, start: int, stop: int) -> Array | None:
-        """The elements [start, stop) as one view, None when they lie in several arrays."""
-        views = list(self.views(start, stop))
-        return views[0] if len(views) == 1 else None
+    def copy_to(self, target: Chain) -> None:
+        """Copy all elements into those of `target`."""
+        start = 0
+        for view in self.views(0, self.size):
+            target.unpack(start, view)
+            start += view.size
 
 
 def even_part(size: int, parts: int, part: int) -> slice:

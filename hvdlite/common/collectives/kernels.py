@@ -112,6 +112,18 @@ class Arithmetic:
         """accumulator = accumulator op later; both are accumulators."""
         self._ufunc(accumulator, later, out=accumulator)
 
+    def absorb(self, accumulator: Array, values: Array) -> None:
+        """accumulator = accumulator op prescale * values."""
+        if self.plain_input:
+            self.merge(accumulator, values)
+            return
+        step = max(1, BLOCK_BYTES // self.accumulator.itemsize)
+        scratch = np.empty(min(step, values.size), self.accumulator)
+        for start in range(0, values.size, step):
+            block = values[start : start + step]
+            self.load(scratch[: block.size], block)
+            self.merge(accumulator[start : start + step], scratch[: block.size])
+
     def store(self, output: Array, accumulator: Array) -> None:
         """output = postscale * accumulator, rounded; `accumulator` is overwritten."""
         scale(accumulator, self.reduction.postscale)

@@ -9,13 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.common.collectives.adasum import AdasumBackend
 from hvdlite.common.collectives.base import Backend, BackendFactory, Group
+from hvdlite.common.collectives.hierarchical import HierarchicalBackend
+from hvdlite.common.collectives.mpi import MpiBackend
+from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.single import SingleBackend
 from hvdlite.common.config import Config
 from hvdlite.common.errors import ConfigError, HorovodInternalError
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.transport.base import Transport
+from hvdlite.common.transport.mpi import MpiTransport
 
 ENTRY_POINTS = "hvdlite.backends"  # each is called with the transport and gives a Backend
 
@@ -48,14 +53,17 @@ def build_backends(transport: Transport, config: Config) -> Backends:
     Raises `ConfigError` when a setting wishes for one that cannot exist.
     """
     foreign = [load_factory(point)(transport) for point in entry_points(group=ENTRY_POINTS)]
-    rest: list[Backend] = [ShmBackend(transport)]
-    backends = Backends([*foreign, SingleBackend()], rest)
-    named = {each.name.lower(): each for each in rest}
+    shm, ring = ShmBackend(transport), RingBackend(transport)
+    mpi = MpiBackend(transport) if isinstance(transport, MpiTransport) else None
+    local_and_ring: list[Backend] = [shm, HierarchicalBackend(transport, shm), ring]
+    backends = Backends([*foreign, SingleBackend(), AdasumBackend(transport, shm)], local_and_ring)
+    named: dict[str, Backend | None] = {each.name.lower(): each for each in local_and_ring}
+    named["mpi"] = mpi
     for is_allreduce, value in ((True, config.allreduce), (False, config.data_plane)):
         if value == "auto":
             continue
         variable = "HVDLITE_ALLREDUCE" if is_allreduce else "HVDLITE_DATA_PLANE"
-        chosen = named.get(value)
+        chosen = named[value]
         if chosen is not None:
             backends.wishes[is_allreduce] = _Wish(variable, value, chosen, value == "shm")
         elif transport.topology.size > 1:

@@ -1,0 +1,64 @@
+"""Control messages cut into frames that a socket takes whole, and put together again.
+
+A frame is a header and a part of one message; the parts of a message follow each other. This module
+never sends.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from hvdlite.common.errors import ProtocolError
+
+MAGIC = 0x68564C31  # "hVL1"
+HEADER = struct.Struct("<IIQ")  # MAGIC, bytes in this frame, bytes of the message that are to come
+FRAME_BYTES = 64 << 10  # a frame with its header; half of what the smallest socket buffer takes
+MESSAGE_BYTES = 1 << 30  # no control message is longer
+
+
+def frames(body: bytes) -> Iterator[bytes]:
+    """The frames of one message; an empty message is one frame."""
+    if len(body) > MESSAGE_BYTES:
+        raise ProtocolError(f"a control message of {len(body)} bytes is too long to send")
+    room = FRAME_BYTES - HEADER.size
+    for start in range(0, len(body) or 1, room):
+        part = body[start : start + room]
+        yield HEADER.pack(MAGIC, len(part), len(body) - start) + part
+
+
+class Assembler:
+    """Puts the frames that come from `rank` together."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._body = bytearray()
+        self._missing = 0  # bytes of the current message that are to come
+
+    def add(self, frame: bytes) -> bytes | None:
+        """The message that `frame` completes, if it does.
+
+        Raises `ProtocolError` for what `frames` cannot have made.
+        """
+        if len(frame) < HEADER.size:
+            raise self._broken(f"a frame of {len(frame)} bytes")
+        magic, length, missing = HEADER.unpack_from(frame)
+        if magic != MAGIC:
+            raise self._broken(f"a frame that begins with {magic:#x}")
+        if length != len(frame) - HEADER.size or not length <= missing <= MESSAGE_BYTES:
+            raise self._broken(f"a frame of {len(frame)} bytes that announces {length}/{missing}")
+        if self._missing not in (0, missing):
+            raise self._broken(
+                f"a frame out of order: {missing} bytes to come, not {self._missing}"
+            )
+        if length == 0 and missing:
+            raise self._broken("an empty frame of a longer message")
+        self._body += frame[HEADER.size :]
+        self._missing = missing - length
+        if self._missing:
+            return None
+        body, self._body = bytes(self._body), bytearray()
+        return body
+
+    def _broken(self, what: str) -> ProtocolError:
+        return ProtocolError(f"rank {self._rank} sent {what}: is that another program?", self._rank)

@@ -1,0 +1,258 @@
+"""The connections between the ranks of one host: Unix sockets, and memory that they share.
+
+Nothing here spins: a rank that waits sleeps in poll(). Control messages and the signals of the data
+plane have sockets of their own and never mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.common.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.transport.base import CHECK_SECONDS, Incoming, connection_lost
+from hvdlite.common.transport.framing import FRAME_BYTES, Assembler, frames
+from hvdlite.common.transport.rendezvous import Peer
+
+TOKEN = b"t"
+
+
+class LocalMesh:
+    """The connections of `rank` to the other ranks of its host.
+
+    `woken` stays true from `wake` until its owner resets it.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, Peer], memory: int) -> None:
+        self._rank = rank
+        self._links = {peer: _Link(peer, connections) for peer, connections in peers.items()}
+        self._memory = {rank: _Memory(rank, memory)}
+        self._memory |= {peer: _Memory(peer, each.memory) for peer, each in peers.items()}
+        self._by_descriptor = {link.control.fileno(): link for link in self._links.values()}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.POLLIN)
+        self.woken = False
+
+    # -- control messages
+
+    def send(self, rank: int, body: bytes) -> None:
+        """Queue `body` for `rank`; what the socket does not take now goes out in later waits."""
+        link = self._links[rank]
+        if not link.control_lost:
+            link.outbox.extend(frames(body))
+            self._flush(link)
+
+    def wake(self) -> None:
+        """End the current or the next `receive`. From any thread; too late is no error."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    def receive(self, timeout: float | None) -> list[Incoming]:
+        """Sleep in poll() at most once, `timeout` seconds or (None) without end; read all."""
+        milliseconds = None if timeout is None else timeout * 1000
+        messages: list[Incoming] = []
+        for descriptor, events in self._poll.poll(milliseconds):
+            if descriptor == self._wake:
+                self.woken = True
+                os.eventfd_read(self._wake)
+                continue
+            link = self._by_descriptor[descriptor]
+            if events & select.POLLOUT:
+                self._flush(link)
+            if events & ~select.POLLOUT:
+                messages += self._read(link)
+        return messages
+
+    def _read(self, link: _Link) -> list[Incoming]:
+        messages: list[Incoming] = []
+        while True:
+            try:
+                frame = link.control.recv(FRAME_BYTES + 1)
+            except BlockingIOError:
+                return messages
+            except OSError:
+                frame = b""
+            if not frame:  # the peer has closed its end, or its process has ended
+                link.control_lost = True
+                link.outbox.clear()
+                self._poll.unregister(link.control)
+                return [*messages, Incoming(link.rank, None)]
+            body = link.assembler.add(frame)
+            if body is not None:
+                messages.append(Incoming(link.rank, body))
+
+    def _flush(self, link: _Link) -> None:
+        link.flush()
+        if not link.control_lost and link.waits_for_room != bool(link.outbox):
+            link.waits_for_room = bool(link.outbox)
+            room = select.POLLOUT if link.waits_for_room else 0
+            self._poll.modify(link.control, select.POLLIN | room)
+
+    # -- data plane
+
+    def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
+        """See `Transport.shared`."""
+        return self._memory[rank].view(nbytes, grow=rank == self._rank)
+
+    def signal(self, ranks: Sequence[int]) -> None:
+        """See `Transport.signal`."""
+        for rank in ranks:
+            link = self._links[rank]
+            link.owed_tokens += 1
+            link.pay_tokens()
+
+    def await_signal(self, rank: int, check: Callable[[], None]) -> None:
+        """See `Transport.await_signal`."""
+        link = self._links[rank]
+        while not link.take_token():
+            poll = select.poll()
+            poll.register(link.signal, select.POLLIN)
+            for other in self._links.values():
+                if other.outbox and not other.control_lost:
+                    poll.register(other.control, select.POLLOUT)
+                if other.owed_tokens:
+                    events = select.POLLOUT | (select.POLLIN if other is link else 0)
+                    poll.register(other.signal, events)
+            if not poll.poll(CHECK_SECONDS * 1000):
+                check()
+            for other in self._links.values():
+                other.pay_tokens()
+                self._flush(other)
+
+    def gone(self, rank: int) -> bool:
+        """Whether `rank`, if it is on this host, has closed its connections."""
+        return rank in self._links and self._links[rank].ended()
+
+    # -- the end
+
+    def drain(self, timeout: float) -> None:
+        """Send what is still queued, for at most `timeout` seconds per sleep without progress."""
+        while any(link.outbox for link in self._links.values()):
+            poll = select.poll()
+            for link in self._links.values():
+                if link.outbox:
+                    poll.register(link.control, select.POLLOUT)
+            if not poll.poll(timeout * 1000):
+                return
+            for link in self._links.values():
+                self._flush(link)
+
+    def close(self) -> None:
+        """Close this process's ends; peers see the end of the connection."""
+        for link in self._links.values():
+            link.control.close()
+            link.signal.close()
+        for memory in self._memory.values():
+            memory.close()
+        wake, self._wake = self._wake, -1  # a late `wake` must not meet another file's number
+        os.close(wake)
+
+
+class _Link:
+    """Both connections to one peer."""
+
+    def __init__(self, rank: int, peer: Peer) -> None:
+        self.rank = rank
+        self.control, self.signal = peer.control, peer.signal
+        self.assembler = Assembler(rank)
+        self.outbox: deque[bytes] = deque()  # frames that the socket has not taken yet
+        self.owed_tokens = 0  # tokens that the socket has not taken yet
+        self.control_lost = False
+        self.waits_for_room = False
+
+    def flush(self) -> None:
+        """Send frames until the socket takes no more. That the peer is gone shows in reading."""
+        try:
+            while self.outbox:
+                self.control.send(self.outbox[0], socket.MSG_NOSIGNAL)
+                self.outbox.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.outbox.clear()
+
+    def pay_tokens(self) -> None:
+        """Send tokens until the socket takes no more."""
+        try:
+            while self.owed_tokens:
+                self.signal.send(TOKEN, socket.MSG_NOSIGNAL)
+                self.owed_tokens -= 1
+        except BlockingIOError:
+            return
+        except OSError:
+            self.owed_tokens = 0
+
+    def take_token(self) -> bool:
+        """Take one token if there is one. Raises `PeerLostError`, `ProtocolError`."""
+        try:
+            data = self.signal.recv(len(TOKEN) + 1)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise connection_lost(self.rank) from error
+        if not data:
+            raise connection_lost(self.rank)
+        if data != TOKEN:
+            raise ProtocolError(f"rank {self.rank} sent a foreign signal: {data!r}", self.rank)
+        return True
+
+    def ended(self) -> bool:
+        """Whether the peer has closed its end and nothing is left to read."""
+        try:
+            return not self.signal.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+class _Memory:
+    """A memfd and how this process sees it. Views keep the mapping alive that they are made of."""
+
+    def __init__(self, rank: int, descriptor: int) -> None:
+        self._rank = rank
+        self._descriptor = descriptor
+        self._mapped: NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+    def view(self, nbytes: int, *, grow: bool) -> NDArray[np.uint8]:
+        """The first `nbytes` bytes; only the owner may `grow` it."""
+        if self._mapped.size < nbytes:
+            size = os.fstat(self._descriptor).st_size
+            if size < nbytes:
+                if not grow:
+                    raise ProtocolError(
+                        f"rank {self._rank} shares {size} bytes of memory, not {nbytes}", self._rank
+                    )
+                size = self._grow(nbytes)
+            self._mapped = np.frombuffer(mmap.mmap(self._descriptor, size), np.uint8)
+        return self._mapped[:nbytes]
+
+    def _grow(self, nbytes: int) -> int:
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            os.posix_fallocate(self._descriptor, 0, size)  # fails here instead of by a SIGBUS later
+        except OSError as error:
+            raise HorovodInternalError(
+                f"rank {self._rank} cannot have {size} bytes of shared memory: {error}"
+            ) from error
+        return size
+
+    def close(self) -> None:
+        """Close the descriptor; views stay valid."""
+        os.close(self._descriptor)
+
+
+def create_memory() -> int:
+    """An empty memfd. Raises `OSError`."""
+    return os.memfd_create("hvdlite", os.MFD_CLOEXEC)

@@ -1,0 +1,364 @@
+"""The transport of a job over MPI: sockets and shared memory inside a host, MPI between hosts.
+
+After `connect` only the engine thread calls this, and so MPI. MPI has no way to sleep until a
+message comes without spinning, so its waits look, and sleep ever longer while nothing comes. Ranks
+whose peers are all local never look at MPI when they are idle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.common.config import Config
+from hvdlite.common.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.topology import Topology
+from hvdlite.common.transport.base import (
+    CHECK_SECONDS,
+    Array,
+    Incoming,
+    Pending,
+    connection_lost,
+    do_nothing,
+)
+from hvdlite.common.transport.bootstrap import duplicate, exchange_versions, find_hosts
+from hvdlite.common.transport.inprocess import solo
+from hvdlite.common.transport.local import LocalMesh
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+BODY, GOODBYE = 1, 2  # tags of control messages; a goodbye ends the connection
+DATA = 3
+PIECE_BYTES = 1 << 30  # MPI counts to 2^31
+SHORTEST_NAP, LONGEST_NAP = 20e-6, 4e-3  # seconds
+NAP_SHARE = 0.125  # a nap is this share of the time that nothing has come: the delay it can add
+GOODBYE_SECONDS = 2.0
+POLL_RESOLUTION = 1e-3  # seconds; poll() counts milliseconds
+
+
+def connect(comm: MPI.Intracomm, config: Config) -> MpiTransport:
+    """The transport of a job whose ranks are those of `comm`; collective over `comm`.
+
+    Raises `HorovodInternalError` when some ranks do not come within `config.start_timeout_seconds`,
+    and `HorovodVersionMismatchError`.
+    """
+    deadline = time.monotonic() + config.start_timeout_seconds
+    control = duplicate(comm, deadline)
+    exchange_versions(control)
+    data = duplicate(control, deadline)
+    topology, mesh = find_hosts(control, deadline)
+    return MpiTransport(control, data, topology, mesh)
+
+
+class Nap:
+    """Sleeps that grow while nothing comes."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._next_check = self._start + CHECK_SECONDS
+
+    def seconds(self) -> float:
+        """How long to sleep now."""
+        waited = time.monotonic() - self._start
+        return min(max(waited * NAP_SHARE, SHORTEST_NAP), LONGEST_NAP)
+
+    def check_is_due(self) -> bool:
+        """True every CHECK_SECONDS."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return False
+        self._next_check = now + CHECK_SECONDS
+        return True
+
+
+class _Message:
+    """An array under way to `rank`, or from it, as one MPI request or several."""
+
+    def __init__(self, transport: MpiTransport, rank: int, requests: list[MPI.Request]) -> None:
+        self.rank = rank
+        self._transport = transport
+        self._requests = requests
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        while self._requests and self._transport.test(self._requests[0], self.rank):
+            self._requests.pop(0)
+        return not self._requests
+
+
+class MpiTransport:
+    """One rank of a job over MPI; made by `connect`."""
+
+    def __init__(
+        self, control: MPI.Intracomm, data: MPI.Intracomm, topology: Topology, mesh: LocalMesh
+    ) -> None:
+        from mpi4py import MPI
+
+        self.mpi = MPI
+        self.rank: int = control.rank
+        self.topology = topology
+        self.check: Callable[[], None] = do_nothing
+        self._control, self._data = control, data
+        self._mesh = mesh
+        local = set(topology.peers(self.rank))
+        self._remote = {rank for rank in range(topology.size) if rank not in local}
+        self._own: deque[Incoming] = deque()  # to this rank itself
+        self._sends: deque[tuple[MPI.Request, bytes]] = deque()  # control messages under way
+        self._lost: set[int] = set()  # remote ranks that have gone or said goodbye
+        self._subcommunicators: dict[tuple[int, ...], MPI.Intracomm] = {}
+        self._detects_failures = self._can_detect_failures()
+        self._failed = False
+
+    # -- control plane
+
+    def send(self, rank: int, body: bytes) -> None:
+        """See `Transport.send`."""
+        if rank == self.rank:
+            self._own.append(Incoming(rank, bytes(body)))
+        elif rank in self._remote:
+            self._send_remote(rank, body, BODY)
+        else:
+            self._mesh.send(rank, body)
+
+    def _send_remote(self, rank: int, body: bytes, tag: int) -> None:
+        if rank in self._lost:
+            return
+        try:
+            request = self._control.Isend([body, self.mpi.BYTE], rank, tag)
+        except self.mpi.Exception as error:
+            self._must_be_failure(error, rank)
+        else:
+            self._sends.append((request, body))
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        self._mesh.wake()
+
+    def receive(self, timeout: float | None) -> list[Incoming]:
+        """See `Transport.receive`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        messages = self._look(0.0)
+        if timeout == 0:
+            return messages
+        nap = Nap()
+        while not messages and not self._mesh.woken:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            messages = self._look(self._pause(nap, left))
+        self._mesh.woken = False
+        return messages
+
+    def _pause(self, nap: Nap, left: float | None) -> float | None:
+        """How long to sleep for local events; what poll() cannot measure is slept here."""
+        if not self._remote and not self._sends:
+            return left
+        seconds = nap.seconds() if left is None else min(nap.seconds(), left)
+        if seconds >= POLL_RESOLUTION:
+            return seconds
+        time.sleep(seconds)
+        return 0.0
+
+    def _look(self, timeout: float | None) -> list[Incoming]:
+        """All messages that are there; sleeps for local ones if there are none."""
+        messages = list(self._own)
+        self._own.clear()
+        if self._remote:
+            messages += self._look_at_mpi()
+        self._progress()
+        return messages + self._mesh.receive(0.0 if messages else timeout)
+
+    def _look_at_mpi(self) -> list[Incoming]:
+        messages = []
+        mpi, status = self.mpi, self.mpi.Status()
+        try:
+            while message := self._control.Improbe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
+                body = bytearray(status.Get_count(mpi.BYTE))
+                message.Recv([body, mpi.BYTE])
+                messages.append(self._incoming(status.source, status.tag, bytes(body)))
+        except mpi.Exception as error:
+            self._must_be_failure(error, None)
+        return messages + self._failures()
+
+    def _incoming(self, rank: int, tag: int, body: bytes) -> Incoming:
+        if tag == BODY:
+            return Incoming(rank, body)
+        if tag != GOODBYE or body:
+            raise ProtocolError(f"rank {rank} sent a foreign message, tag {tag}", rank)
+        self._lost.add(rank)
+        return Incoming(rank, None)
+
+    def _progress(self) -> None:
+        """Forget the control messages that have left."""
+        while self._sends:
+            try:
+                if not self._sends[0][0].Test():
+                    return
+            except self.mpi.Exception as error:
+                self._must_be_failure(error, None)
+            self._sends.popleft()
+
+    # -- failures of remote ranks
+
+    def _can_detect_failures(self) -> bool:
+        """Whether this MPI tells which ranks have died (ULFM)."""
+        try:
+            self._control.Get_failed().Free()
+        except (self.mpi.Exception, NotImplementedError):
+            return False
+        return True
+
+    def _dead(self) -> set[int]:
+        """The ranks that MPI knows to be dead."""
+        if not self._detects_failures:
+            return set()
+        failed, everyone = self._control.Get_failed(), self._control.Get_group()
+        try:
+            return set(failed.Translate_ranks(list(range(failed.size)), everyone))
+        finally:
+            failed.Free()
+            everyone.Free()
+
+    def _failures(self) -> list[Incoming]:
+        """The remote ranks that have died since this was asked last."""
+        new = sorted((self._dead() & self._remote) - self._lost)
+        if new:
+            self._failed = True
+            self._lost.update(new)
+            self._control.Ack_failed()  # so that a probe of any source works again
+        return [Incoming(rank, None) for rank in new]
+
+    def _must_be_failure(self, error: MPI.Exception, rank: int | None) -> None:
+        """Pass over the death of a rank, which `receive` reports; raise anything else."""
+        self._failed = True
+        deaths = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
+        if error.Get_error_class() not in {getattr(self.mpi, name, -1) for name in deaths}:
+            place = "" if rank is None else f" to rank {rank}"
+            raise HorovodInternalError(f"MPI failed{place}: {error}", rank) from error
+
+    # -- arrays
+
+    def isend(self, rank: int, array: Array) -> Pending:
+        """See `Transport.isend`."""
+        return self._start(self._data.Isend, rank, array)
+
+    def irecv(self, rank: int, array: Array) -> Pending:
+        """See `Transport.irecv`."""
+        return self._start(self._data.Irecv, rank, array)
+
+    def _start(self, call: Callable[..., MPI.Request], rank: int, array: Array) -> Pending:
+        raw = array.view(np.uint8)
+        pieces = [raw[start : start + PIECE_BYTES] for start in range(0, raw.size, PIECE_BYTES)]
+        try:
+            requests = [call([piece, self.mpi.BYTE], rank, DATA) for piece in pieces]
+        except self.mpi.Exception as error:
+            raise self._lost_or_broken(error, rank) from error
+        return _Message(self, rank, requests)
+
+    def test(self, request: MPI.Request, rank: int | None) -> bool:
+        """Whether `request` has ended. Raises `PeerLostError` naming `rank`, or who is dead."""
+        try:
+            return bool(request.Test())
+        except self.mpi.Exception as error:
+            raise self._lost_or_broken(error, rank) from error
+
+    def _lost_or_broken(self, error: MPI.Exception, rank: int | None) -> HorovodInternalError:
+        if error.Get_error_class() == self.mpi.ERR_TRUNCATE:
+            return ProtocolError(f"rank {rank} sent more than was expected", rank)
+        self._must_be_failure(error, rank)
+        dead = self._dead()
+        if rank is None or (dead and rank not in dead):
+            rank = min(dead, default=self.rank)
+        return connection_lost(rank)
+
+    def wait(self, pendings: Sequence[Pending]) -> None:
+        """See `Transport.wait`."""
+        for pending in pendings:
+            self._sleep_until(pending.done, (pending.rank,))
+
+    def _sleep_until(self, done: Callable[[], bool], ranks: Sequence[int]) -> None:
+        """Sleep until `done`, which needs all of `ranks` alive."""
+        nap = Nap()
+        while not done():
+            time.sleep(nap.seconds())
+            if nap.check_is_due():
+                dead = self._dead()
+                for rank in ranks:
+                    if (rank in dead or self._mesh.gone(rank)) and not done():
+                        self._failed = True
+                        raise connection_lost(rank)
+                self.check()
+
+    # -- collectives of MPI itself
+
+    def subcommunicator(self, members: tuple[int, ...]) -> MPI.Intracomm:
+        """A communicator of `members`, who all call this in the same order."""
+        comm = self._subcommunicators.get(members)
+        if comm is None:
+            everyone = self._data.Get_group()
+            group = everyone.Incl(members)
+            comm = self._data.Create_group(group)
+            comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+            self._subcommunicators[members] = comm
+            group.Free()
+            everyone.Free()
+        return comm
+
+    def finish(self, request: MPI.Request, members: Sequence[int]) -> None:
+        """Sleep until a collective among `members` has ended. Raises `PeerLostError`."""
+        self._sleep_until(lambda: self.test(request, None), members)
+
+    # -- shared memory
+
+    def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
+        """See `Transport.shared`."""
+        return self._mesh.shared(rank, nbytes)
+
+    def signal(self, ranks: Sequence[int]) -> None:
+        """See `Transport.signal`."""
+        self._mesh.signal(ranks)
+
+    def await_signal(self, rank: int) -> None:
+        """See `Transport.await_signal`."""
+        self._mesh.await_signal(rank, self.check)
+
+    # -- the end
+
+    def close(self) -> None:
+        """See `Transport.close`. Waits a little for remote ranks to close as well."""
+        self._mesh.drain(GOODBYE_SECONDS)
+        self._mesh.close()
+        said_goodbye = self._say_goodbye()
+        # A communicator's number is used again once it is freed. What a rank sends late would then
+        # reach the next job in this process: so it is freed only when everybody has said goodbye.
+        if said_goodbye and not self._failed:
+            for comm in (*self._subcommunicators.values(), self._data, self._control):
+                comm.Free()
+        self._subcommunicators.clear()
+
+    def _say_goodbye(self) -> bool:
+        """Whether all remote ranks have said goodbye too."""
+        for rank in self._remote:
+            self._send_remote(rank, b"", GOODBYE)
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        nap = Nap()
+        while self._sends or self._remote - self._lost:
+            if time.monotonic() > deadline:
+                return False
+            self._look_at_mpi()
+            self._progress()
+            time.sleep(nap.seconds())
+        return True
+
+    def after_fork_in_child(self) -> None:
+        """See `Transport.after_fork_in_child`. The child leaves MPI alone."""
+        self._mesh.close()
+
+
+__all__ = ["MpiTransport", "connect", "solo"]

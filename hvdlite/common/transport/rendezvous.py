@@ -1,0 +1,178 @@
+"""How the ranks of one host find each other: Unix sockets in a directory that is soon gone.
+
+Every rank listens in a private directory; each pair opens two connections (control messages, and
+signals of the data plane), and each rank hands a memfd of its own to every peer. Afterwards the
+directory is removed: nothing is left on disk, whatever kills the job.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from hvdlite.common.errors import HorovodInternalError, ProtocolError
+
+HELLO = struct.Struct("<8s16sIIB")  # magic, token of the job, from rank, to rank, channel
+MAGIC = b"hvdlite1"
+CONTROL, SIGNAL = 0, 1
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+TOKEN_BYTES = 16
+
+
+class Peer(NamedTuple):
+    """The connections to one local rank."""
+
+    control: socket.socket
+    signal: socket.socket
+    memory: int  # file descriptor of the memfd that the peer owns
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of one host meet; the leader makes it and tells the others."""
+
+    directory: str
+    token: bytes
+
+    @classmethod
+    def new(cls) -> Meeting:
+        """A new directory that only this user may enter. Raises `OSError`."""
+        return cls(tempfile.mkdtemp(prefix="hvdlite-"), os.urandom(TOKEN_BYTES))
+
+    def path(self, rank: int) -> str:
+        """Where `rank` listens."""
+        return os.path.join(self.directory, str(rank))
+
+    def end(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def listen(meeting: Meeting, rank: int) -> socket.socket:
+    """Listen at the meeting. Raises `OSError` where the directory is not to be seen."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(meeting.path(rank))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def meet(
+    meeting: Meeting,
+    listener: socket.socket,
+    rank: int,
+    peers: tuple[int, ...],
+    memory: int,
+    deadline: float,
+) -> dict[int, Peer]:
+    """Connect `rank` to `peers` (itself left out), all of which listen; `listener` is closed.
+
+    `memory` is the memfd that is handed to everyone; `deadline` is in `time.monotonic` seconds.
+    Raises `HorovodInternalError` when a peer does not come, `ProtocolError` for a stranger.
+    """
+    sockets: dict[tuple[int, int], socket.socket] = {}
+    try:
+        with listener:
+            for peer in (each for each in peers if each < rank):
+                for channel in (CONTROL, SIGNAL):
+                    sockets[peer, channel] = _connect(meeting, rank, peer, channel, deadline)
+            expected = {(p, channel) for p in peers if p > rank for channel in (CONTROL, SIGNAL)}
+            while expected:
+                key, connection = _accept(meeting, listener, rank, expected, deadline)
+                expected.remove(key)
+                sockets[key] = connection
+        return dict(_exchange_memory(sockets, peers, memory, deadline))
+    except BaseException:
+        for connection in sockets.values():
+            connection.close()
+        raise
+
+
+def _connect(
+    meeting: Meeting, rank: int, peer: int, channel: int, deadline: float
+) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with _until(connection, deadline, f"rank {peer} does not answer on its socket"):
+            connection.connect(meeting.path(peer))
+            _check_credentials(connection)
+            connection.send(HELLO.pack(MAGIC, meeting.token, rank, peer, channel))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _accept(
+    meeting: Meeting,
+    listener: socket.socket,
+    rank: int,
+    expected: set[tuple[int, int]],
+    deadline: float,
+) -> tuple[tuple[int, int], socket.socket]:
+    missing = ", ".join(str(peer) for peer in sorted({peer for peer, _ in expected}))
+    with _until(listener, deadline, f"these ranks of this host did not connect: {missing}"):
+        connection, _ = listener.accept()
+    try:
+        _check_credentials(connection)
+        with _until(connection, deadline, "a local rank connected and said nothing"):
+            hello = connection.recv(HELLO.size + 1)
+        if len(hello) != HELLO.size:
+            raise ProtocolError(f"a stranger connected to rank {rank}: {len(hello)} bytes of hello")
+        magic, token, sender, receiver, channel = HELLO.unpack(hello)
+        known = magic == MAGIC and token == meeting.token and receiver == rank
+        if not known or (sender, channel) not in expected:
+            raise ProtocolError(f"a stranger connected to rank {rank}: it says {hello[:8]!r}")
+    except BaseException:
+        connection.close()
+        raise
+    return (sender, channel), connection
+
+
+def _exchange_memory(
+    sockets: dict[tuple[int, int], socket.socket],
+    peers: tuple[int, ...],
+    memory: int,
+    deadline: float,
+) -> Iterator[tuple[int, Peer]]:
+    for peer in peers:
+        socket.send_fds(sockets[peer, SIGNAL], [b"m"], [memory])
+    for peer in peers:
+        control, signal = sockets[peer, CONTROL], sockets[peer, SIGNAL]
+        with _until(signal, deadline, f"rank {peer} did not hand over its shared memory"):
+            data, descriptors, *_ = socket.recv_fds(signal, 1, 1)
+        if data != b"m" or len(descriptors) != 1:
+            raise ProtocolError(f"rank {peer} did not hand over its shared memory", peer)
+        os.set_inheritable(descriptors[0], False)
+        control.setblocking(False)
+        signal.setblocking(False)
+        yield peer, Peer(control, signal, descriptors[0])
+
+
+def _check_credentials(connection: socket.socket) -> None:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, _ = CREDENTIALS.unpack(raw)
+    if uid != os.geteuid():
+        raise ProtocolError(
+            f"process {pid} of user {uid} tried to join this job, which belongs to user "
+            f"{os.geteuid()}"
+        )
+
+
+@contextmanager
+def _until(connection: socket.socket, deadline: float, failure: str) -> Iterator[None]:
+    """Let a blocking call on `connection` fail with `failure` at `deadline`."""
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    try:
+        yield
+    except (TimeoutError, ConnectionError, FileNotFoundError) as error:
+        raise HorovodInternalError(f"{failure} ({error})") from error

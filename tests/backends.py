@@ -1,0 +1,224 @@
+"""What the tests of the backends share: programs of a rank, and the numpy oracle beside them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.adapter import numpy_dtype
+from hvdlite.common.collectives.base import Array, Group, Reduction
+from hvdlite.common.collectives.kernels import accumulator_dtype
+from hvdlite.common.collectives.select import Backends, build_backends, choose
+from hvdlite.common.config import Config
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.topology import Topology
+from hvdlite.common.transport.base import Transport
+from hvdlite.common.transport.inprocess import InProcessWorld
+
+DTYPES = (
+    "uint8", "int8", "int16", "uint16", "int32", "int64", "float16", "bfloat16", "float32",
+    "float64", "bool", "complex64", "complex128",
+)  # fmt: skip
+TIME_LIMIT_SECONDS = 60.0
+
+
+def quiet(phase: str) -> AbstractContextManager[object]:
+    """An activity that nobody records."""
+    return nullcontext()
+
+
+def run_ranks(topology: Topology, program: Callable[[Transport], Any]) -> list[Any]:
+    """Run `program` on every rank of an in-process world; results in rank order."""
+    world = InProcessWorld(topology)
+    results: list[Any] = [None] * topology.size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        transport = world.transport(rank)
+        try:
+            results[rank] = program(transport)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            transport.close()
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(topology.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIME_LIMIT_SECONDS)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
+
+
+def whole_group(transport: Transport) -> Group:
+    """All ranks."""
+    topology = transport.topology
+    return Group(tuple(range(topology.size)), transport.rank, topology)
+
+
+def values(seed: int, size: int, dtype: str) -> Array:
+    """Small values whose sums and products of 8 are exact in every dtype but for rounding."""
+    numbers = np.random.default_rng([seed, size]).integers(0, 3, size=(2, size))
+    if dtype == "bool":
+        return numbers[0] > 0
+    if dtype.startswith("complex"):
+        return (numbers[0] + 1j * numbers[1]).astype(dtype)
+    return numbers[0].astype(numpy_dtype(dtype))
+
+
+def oracle(parts: Sequence[Array], reduction: Reduction) -> Array:
+    """The reduction of `parts` in plain numpy."""
+    dtype, op = parts[0].dtype, reduction.reduce_op
+    wide = [scaled(part.astype(accumulator_dtype(dtype)), reduction.prescale) for part in parts]
+    stacked = np.stack(wide)
+    if dtype == np.bool_:
+        any_, all_ = stacked.any(axis=0), stacked.all(axis=0)
+        result = any_ if op in (ReduceOp.SUM, ReduceOp.MAX) else all_
+    else:
+        ufunc = {ReduceOp.SUM: np.add, ReduceOp.PRODUCT: np.multiply,
+                 ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}[op]  # fmt: skip
+        result = ufunc.reduce(stacked, axis=0, dtype=stacked.dtype)
+    return scaled(result, reduction.postscale).astype(dtype)
+
+
+def scaled(array: Array, factor: float) -> Array:
+    """`array` * `factor` by the rules of the project."""
+    if factor == 1 or array.dtype == np.bool_:
+        return array
+    if array.dtype.kind in "iu":
+        return np.trunc(array.astype(np.float64) * factor).astype(array.dtype)
+    return (array * np.asarray(factor, array.real.dtype)).astype(array.dtype)
+
+
+REDUCTIONS = (
+    Reduction(ReduceOp.SUM),
+    Reduction(ReduceOp.SUM, 0.5, 0.5),
+    Reduction(ReduceOp.PRODUCT),
+    Reduction(ReduceOp.MIN),
+    Reduction(ReduceOp.MAX),
+)
+
+
+class Program:
+    """Every collective on one rank, each checked against the oracle."""
+
+    def __init__(self, transport: Transport, group: Group, backends: Backends) -> None:
+        self.group = group
+        self.transport = transport
+        self.backends = backends
+
+    @classmethod
+    def of(cls, transport: Transport, group: Group | None = None, **settings: Any) -> Program:
+        """The program of all ranks, or of those of `group`."""
+        backends = build_backends(transport, Config(**settings))
+        return cls(transport, group or whole_group(transport), backends)
+
+    def backend(self, collective: str, dtype: str, op: ReduceOp = ReduceOp.SUM) -> Any:
+        """What runs it."""
+        return choose(self.backends, collective, numpy_dtype(dtype), op, self.group)
+
+    def everything(self, dtype: str, sizes: Sequence[int]) -> None:
+        """All collectives on a segment of tensors of `sizes`."""
+        for reduction in REDUCTIONS:
+            op = reduction.reduce_op
+            if dtype.startswith("complex") and op in (ReduceOp.MIN, ReduceOp.MAX):
+                continue
+            self.allreduce(dtype, sizes, reduction)
+            self.reducescatter(dtype, sizes, reduction)
+        self.allgather(dtype, sizes)
+        for size in sizes:
+            self.broadcast(dtype, size)
+            self.alltoall(dtype, size)
+
+    def parts(self, dtype: str, size: int, salt: int) -> list[Array]:
+        """What every member gives."""
+        return [values(100 * salt + member, size, dtype) for member in range(self.group.size)]
+
+    def allreduce(self, dtype: str, sizes: Sequence[int], reduction: Reduction) -> None:
+        """In place for every other tensor."""
+        parts = [self.parts(dtype, size, salt) for salt, size in enumerate(sizes)]
+        inputs = [each[self.group.index] for each in parts]
+        outputs = [x if i % 2 else np.zeros_like(x) for i, x in enumerate(inputs)]
+        wanted = [oracle(each, reduction) for each in parts]
+        backend = self.backend("allreduce", dtype, reduction.reduce_op)
+        backend.allreduce(self.group, inputs, outputs, reduction, quiet)
+        compare(outputs, wanted)
+
+    def reducescatter(self, dtype: str, sizes: Sequence[int], reduction: Reduction) -> None:
+        """Uneven counts: member i gets the more, the greater i."""
+        parts = [self.parts(dtype, size, salt) for salt, size in enumerate(sizes)]
+        counts = [uneven(size, self.group.size) for size in sizes]
+        me = self.group.index
+        outputs = [np.zeros(c[me], numpy_dtype(dtype)) for c in counts]
+        wanted = [
+            oracle(each, reduction)[sum(c[:me]) : sum(c[: me + 1])]
+            for each, c in zip(parts, counts, strict=True)
+        ]
+        backend = self.backend("reducescatter", dtype, reduction.reduce_op)
+        inputs = [each[me] for each in parts]
+        backend.reducescatter(self.group, inputs, outputs, counts, reduction, quiet)
+        compare(outputs, wanted)
+
+    def allgather(self, dtype: str, sizes: Sequence[int]) -> None:
+        """Uneven counts."""
+        counts = [uneven(size, self.group.size) for size in sizes]
+        parts = [
+            [values(10 * salt + i, count, dtype) for i, count in enumerate(c)]
+            for salt, c in enumerate(counts)
+        ]
+        inputs = [each[self.group.index] for each in parts]
+        outputs = [np.zeros(size, numpy_dtype(dtype)) for size in sizes]
+        backend = self.backend("allgather", dtype)
+        backend.allgather(self.group, inputs, outputs, counts, quiet)
+        compare(outputs, [np.concatenate(each) for each in parts])
+
+    def broadcast(self, dtype: str, size: int) -> None:
+        """From the last member."""
+        root = self.group.size - 1
+        array = values(self.group.index, size, dtype)
+        self.backend("broadcast", dtype).broadcast(self.group, array, root, quiet)
+        compare([array], [values(root, size, dtype)])
+
+    def alltoall(self, dtype: str, size: int) -> None:
+        """Every member sends different counts to every other."""
+        me, group_size = self.group.index, self.group.size
+        rows = [uneven(size, group_size)[i:] + uneven(size, group_size)[:i]
+                for i in range(group_size)]  # fmt: skip
+        sent = [values(i, size, dtype) for i in range(group_size)]
+        wanted = [s[sum(row[:me]) : sum(row[: me + 1])] for s, row in zip(sent, rows, strict=True)]
+        outputs: list[Array] = []
+
+        def allocate(counts: list[int]) -> Array:
+            assert counts == [row[me] for row in rows]
+            outputs.append(np.zeros(sum(counts), numpy_dtype(dtype)))
+            return outputs[-1]
+
+        backend = self.backend("alltoall", dtype)
+        backend.alltoall(self.group, sent[me], rows[me], allocate, quiet)
+        compare(outputs, [np.concatenate(wanted)])
+
+
+def uneven(size: int, parts: int) -> list[int]:
+    """`size` in parts that grow; the first may be empty."""
+    total = parts * (parts + 1) // 2
+    counts = [size * (i + 1) // total for i in range(parts)]
+    counts[-1] += size - sum(counts)
+    return counts
+
+
+def compare(outputs: Sequence[Array], wanted: Sequence[Array]) -> None:
+    """Equal bit by bit, but for rounding of sums in another order."""
+    for output, expected in zip(outputs, wanted, strict=True):
+        assert output.dtype == expected.dtype
+        if output.dtype.kind in "fcV" or output.dtype.name == "bfloat16":
+            wide = np.complex128 if output.dtype.kind == "c" else np.float64
+            np.testing.assert_allclose(output.astype(wide), expected.astype(wide), rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(output, expected)

@@ -1,0 +1,61 @@
+"""Every backend x collective x dtype x topology x size against numpy; ranks are threads."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlite.common.topology import Topology
+from hvdlite.common.transport.base import Transport
+from tests.backends import DTYPES, Program, run_ranks
+
+HOSTS = {
+    "1": ((0,),),
+    "2": ((0, 1),),
+    "3": ((0, 1, 2),),
+    "4": ((0, 1, 2, 3),),
+    "8": (tuple(range(8)),),
+    "2+2": ((0, 1), (2, 3)),
+    "interleaved": ((0, 2), (1, 3, 4)),
+    "3+1": ((0, 1, 2), (3,)),
+    "1+2+3": ((0,), (1, 2), (3, 4, 5)),
+    "1+1+1+1+1": ((0,), (1,), (2,), (3,), (4,)),
+}
+CASES = [
+    ("1", "auto"),
+    ("2", "auto"),
+    ("3", "auto"),
+    ("8", "auto"),
+    ("2", "ring"),
+    ("3", "ring"),
+    ("4", "ring"),
+    ("2+2", "auto"),
+    ("interleaved", "auto"),
+    ("3+1", "auto"),
+    ("1+2+3", "auto"),
+    ("1+1+1+1+1", "auto"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hosts", "way"), CASES)
+def test_every_collective_equals_numpy(hosts: str, way: str, dtype: str) -> None:
+    topology = Topology(HOSTS[hosts])
+    n = topology.size
+
+    def program(transport: Transport) -> None:
+        Program.of(transport, allreduce=way, data_plane=way).everything(
+            dtype, [0, 1, n - 1, n, n + 1, 101]
+        )
+
+    run_ranks(topology, program)
+
+
+@pytest.mark.parametrize("size", [5, 6, 7])
+def test_every_number_of_ranks(size: int) -> None:
+    for way in ("auto", "ring"):
+        run_ranks(
+            Topology.single_host(size),
+            lambda t, way=way: Program.of(t, allreduce=way, data_plane=way).everything(
+                "float32", [0, 1, size, 1009]
+            ),
+        )
