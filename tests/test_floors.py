@@ -23,6 +23,7 @@ FLOORS = [
     ["common.coordinator", "common.aggregator"],
     ["common.execution"],
     ["common.tensor_queue"],
+    ["common.negotiation"],
     ["common.engine"],
     ["common.process_sets"],
     ["common.runtime"],

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     "command",
     [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]],
-    ids=lambda command: " ".join(command),
+    ids=" ".join,
 )
 def test_nothing_is_found_by(command: list[str]) -> None:
     done = subprocess.run(

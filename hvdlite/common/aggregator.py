@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.messages import Eviction, Order, Report, Request, Response, Segment
 from hvdlite.common.process_set_table import GLOBAL_ID, ProcessSetTable, unflatten
-from hvdlite.common.readiness import Readiness, mask_of, ranks_of
+from hvdlite.common.readiness import Readiness, mask_of, oldest, ranks_of
 
 
 class _Set:
@@ -68,8 +68,7 @@ class Aggregator:
     @property
     def oldest(self) -> float | None:
         """Since when the oldest incomplete tensor waits."""
-        times = [since for s in self._sets.values() for _, _, since in s.readiness.waiting()]
-        return min(times, default=None)
+        return oldest(state.readiness for state in self._sets.values())
 
     def take_reports(self) -> tuple[Report, ...]:
         """What to send up now; each report is given once."""

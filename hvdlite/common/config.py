@@ -30,6 +30,7 @@ class Setting:
     flag: str | None = None  # of hvdlite-run; None: environment only
     no_flag: str | None = None  # the flag that turns a boolean off
     yaml: str | None = None  # dotted key in the config file
+    yaml_inverted: bool = False  # the key says true where the variable says 0
     flag_scale: int = 1  # a flag's (and a YAML key's) unit, in units of the variable
     alias: bool = True  # HOROVOD_<env> is honoured
 
@@ -49,6 +50,18 @@ class Setting:
             return self.parse(text)
         except ValueError as error:
             raise ConfigError(f"{source}={text!r}: {error}") from None
+
+    def variable_text(self, text: str, source: str) -> str:
+        """What the variable has to hold for the flag or YAML key `source` with the value `text`.
+
+        Raises `ConfigError` naming the source.
+        """
+        try:
+            scaled = text if self.flag_scale == 1 else str(round(float(text) * self.flag_scale))
+            self.parse(scaled)
+        except (OverflowError, ValueError) as error:
+            raise ConfigError(f"{source}={text!r}: {error}") from None
+        return scaled
 
 
 def boolean(text: str) -> bool:
@@ -98,7 +111,7 @@ def core_list(text: str) -> tuple[int, ...]:
         cores = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         cores = (-1,)
-    if any(core < 0 for core in cores):
+    if not cores or any(core < 0 for core in cores):
         raise ValueError("must be a comma-separated list of core numbers, such as 0,1,2,3")
     return cores
 
@@ -172,7 +185,8 @@ class Config:
     stall_check_disable: bool = setting(
         False, "STALL_CHECK_DISABLE", boolean,
         "Do not look for tensors that some ranks never submit.",
-        flag="--no-stall-check", no_flag="--stall-check", yaml="stall_check.disabled",
+        flag="--no-stall-check", no_flag="--stall-check",
+        yaml="stall_check.enabled", yaml_inverted=True,
     )  # fmt: skip
     stall_warning_seconds: float = setting(
         60.0, "STALL_CHECK_TIME_SECONDS", number(float, 0, "seconds"),
@@ -209,7 +223,7 @@ class Config:
         False, "LOG_HIDE_TIME", boolean,
         "Leave the time out of log lines.",
         flag="--log-without-timestamp", no_flag="--log-with-timestamp",
-        yaml="logging.without_timestamp",
+        yaml="logging.with_timestamp", yaml_inverted=True,
     )  # fmt: skip
 
     @classmethod

@@ -24,7 +24,7 @@ from hvdlite.common.messages import (
     Segment,
 )
 from hvdlite.common.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
-from hvdlite.common.readiness import Readiness, mask_of, ranks_of
+from hvdlite.common.readiness import Readiness, mask_of, oldest, ranks_of
 from hvdlite.common.response_cache import CoordinatorCache
 from hvdlite.common.stall import Waiting
 
@@ -105,6 +105,11 @@ class Coordinator:
         orders += self._departures
         self._ready, self._evictions, self._departures = [], [], []
         return tuple(orders)
+
+    @property
+    def oldest(self) -> float | None:
+        """Since when the oldest incomplete tensor waits."""
+        return oldest(state.readiness for state in self._sets.values())
 
     def waiting(self) -> Iterator[Waiting]:
         """Every tensor that some ranks have and others have not."""

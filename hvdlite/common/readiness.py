@@ -6,7 +6,7 @@ This module never sends, sleeps or reads a clock. Ranks are bits of an int: rank
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
@@ -88,7 +88,17 @@ class Readiness(Generic[K]):
             self.discard(key)
         return late
 
+    @property
+    def oldest(self) -> float | None:
+        """Since when the longest waiting key waits; None where nothing does."""
+        return next(iter(self._since.values()), None)  # dicts keep the order of arrival
+
     def waiting(self) -> Iterator[tuple[K, int, float]]:
         """Each key with the ranks that are missing, as bits, and since when it waits."""
         for key, arrived in self._arrived.items():
             yield key, self._needed & ~(arrived | self._absent), self._since[key]
+
+
+def oldest(counts: Iterable[Readiness[Any]]) -> float | None:
+    """Since when the longest waiting key of several counts waits."""
+    return min((c.oldest for c in counts if c.oldest is not None), default=None)

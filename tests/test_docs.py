@@ -1,0 +1,24 @@
+"""What the docs say of the code is what the code says."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "make_settings.py"))["page"]()
+    assert (ROOT / "docs" / "settings.md").read_text() == page, "run docs/make_settings.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
