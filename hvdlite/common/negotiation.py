@@ -1,0 +1,289 @@
+"""A rank's part in the control tree: reports go up, orders come down, and both are passed on.
+
+What is decided is decided by the coordinator and the aggregators; this room moves their messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from hvdlite.common.aggregator import Aggregator
+from hvdlite.common.config import Config
+from hvdlite.common.coordinator import Coordinator
+from hvdlite.common.errors import HorovodInternalError, PeerLostError
+from hvdlite.common.messages import (
+    Abort,
+    ClockQuery,
+    ClockReply,
+    Depart,
+    Departed,
+    Message,
+    Order,
+    Orders,
+    Report,
+    Reports,
+    StackQuery,
+    StackReply,
+    decode,
+    encode,
+)
+from hvdlite.common.stall import StallInspector
+from hvdlite.common.tensor_queue import TensorQueue
+from hvdlite.common.timeline import Timeline
+from hvdlite.common.transport.base import Transport
+from hvdlite.common.tree import ROOT, Tree
+
+log = logging.getLogger("hvdlite")
+
+BLAME_SECONDS = 1.0  # how long a rank that lost a peer waits to hear why
+
+
+class Negotiation:
+    """Belongs to the engine thread, as the transport does."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        config: Config,
+        timeline: Timeline,
+        queue: TensorQueue,
+        clock: Callable[[], float],
+    ) -> None:
+        self.orders: deque[Order] = deque()  # to be obeyed by this rank, in this sequence
+        self._rank = transport.rank
+        self._transport = transport
+        self._timeline = timeline
+        self._queue = queue
+        self._clock = clock
+        self._tree = Tree(transport.topology, transport.rank)
+        self._gone: set[int] = set()  # ranks that have shut down
+        self._lost: set[int] = set()  # ranks whose connection ended before they said why
+        self._stalls = StallInspector(config.stall_warning_seconds, config.stall_shutdown_seconds)
+        self._watches_stalls = not config.stall_check_disable
+        size = transport.topology.size
+        leads = bool(self._tree.children) and not self._tree.is_root
+        self._aggregator = Aggregator(size, self._tree.subtree) if leads else None
+        self._coordinator: Coordinator | None = None
+        if self._tree.is_root:
+            self._coordinator = Coordinator(
+                size,
+                cache_capacity=config.cache_capacity,
+                threshold_bytes=config.fusion_threshold_bytes,
+                keep_groups=config.disable_group_fusion,
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do here: this rank and all below it have shut down."""
+        return not self.orders and self._tree.subtree <= self._gone
+
+    def receive(self, timeout: float | None) -> None:
+        """Sleep until a message comes, at most `timeout` seconds, and take in what has come."""
+        for rank, body in self._transport.receive(timeout):
+            self._handle(rank, body)
+
+    def report(self, reports: Sequence[Report]) -> None:
+        """Tell what this rank has ready, or what a rank below has."""
+        counter = self._coordinator or self._aggregator
+        if counter is None:
+            self._send_up(Reports(tuple(reports)))
+            return
+        now = self._clock()
+        for report in reports:
+            counter.receive(report, now)
+            if self._timeline.enabled:
+                self._tick(report)
+
+    def depart(self, rank: int) -> None:
+        """`rank` wants to shut down."""
+        if self._coordinator is not None:
+            self._coordinator.depart(rank)
+        else:
+            self._send_up(Depart(rank))
+
+    def pass_on(self) -> None:
+        """Send what the coordinator or the aggregator of this rank has decided."""
+        if self._coordinator is not None:
+            orders = self._coordinator.take_orders()
+            if orders:
+                self._on_orders(Orders(orders))
+        elif self._aggregator is not None:
+            reports = self._aggregator.take_reports()
+            if reports:
+                self._send_up(Reports(reports))
+
+    def ask_clock(self) -> None:
+        """Ask how far the clock of rank 0 is ahead; the timeline is told when the answer comes."""
+        host_of = self._transport.topology.host_of
+        if host_of[self._rank] == host_of[ROOT]:
+            self._timeline.set_clock_offset(0.0)  # one host, one monotonic clock
+        else:
+            self._send_up(ClockQuery(self._rank, time.monotonic_ns()))
+
+    def _tick(self, report: Report) -> None:
+        names = [self._queue.name_of(report.process_set_id, bit) for bit in report.bits]
+        names += [request.name for request in report.requests]
+        for name in names:
+            for rank in report.ranks:
+                self._timeline.rank_ready(name, rank)
+
+    # -- messages
+
+    def _handle(self, rank: int, body: bytes | None) -> None:
+        if body is None:
+            if rank not in self._gone:
+                self._lost.add(rank)
+                raise PeerLostError(_gone_text(rank), rank=rank)
+            return
+        message = decode(body, rank)
+        self._handlers[type(message)](self, message)
+
+    def _on_reports(self, message: Reports) -> None:
+        self.report(message.reports)
+
+    def _on_orders(self, message: Orders) -> None:
+        for order in message.orders:
+            if self._aggregator is not None:
+                self._aggregator.note(order)
+            if isinstance(order, Departed):
+                self._gone.add(order.rank)
+        self.orders.extend(message.orders)
+        self._send_down(message)
+
+    def _on_abort(self, message: Abort) -> None:
+        raise HorovodInternalError(message.reason, rank=message.rank)
+
+    def _on_depart(self, message: Depart) -> None:
+        self.depart(message.rank)
+
+    def _on_stack_query(self, message: StackQuery) -> None:
+        self._send_down(message)
+        if self._rank in message.ranks:
+            self._on_stack_reply(StackReply(self._rank, main_thread_stack()))
+
+    def _on_stack_reply(self, message: StackReply) -> None:
+        if self._tree.is_root:
+            log.warning("main thread of rank %d:\n%s", message.rank, message.stack)
+        else:
+            self._send_up(message)
+
+    def _on_clock_query(self, message: ClockQuery) -> None:
+        if self._tree.is_root:
+            self._send_down(ClockReply(message.rank, message.time_ns, time.monotonic_ns()))
+        else:
+            self._send_up(message)
+
+    def _on_clock_reply(self, message: ClockReply) -> None:
+        if message.rank != self._rank:
+            self._send_down(message)
+            return
+        middle_ns = (message.asked_ns + time.monotonic_ns()) // 2
+        self._timeline.set_clock_offset((message.answered_ns - middle_ns) / 1e9)
+
+    _handlers: ClassVar[dict[type, Callable[..., None]]] = {
+        Reports: _on_reports,
+        Orders: _on_orders,
+        Abort: _on_abort,
+        Depart: _on_depart,
+        StackQuery: _on_stack_query,
+        StackReply: _on_stack_reply,
+        ClockQuery: _on_clock_query,
+        ClockReply: _on_clock_reply,
+    }
+
+    def _send_up(self, message: Message) -> None:
+        self._transport.send(self._tree.parent, encode(message))
+
+    def _send_down(self, message: Message) -> None:
+        children = [child for child in self._tree.children if child not in self._gone]
+        if isinstance(message, Orders):  # the order that lets a rank go must still reach it
+            children = list(self._tree.children)
+        body = encode(message) if children else b""
+        for child in children:
+            self._transport.send(child, body)
+
+    # -- stalls
+
+    def next_inspection(self) -> float | None:
+        """When to call `inspect` next; None while nothing waits."""
+        counter = self._coordinator or self._aggregator
+        oldest = None if counter is None else counter.oldest
+        if oldest is None or not self._watches_stalls:
+            return None
+        if self._coordinator is not None:
+            return self._stalls.next_check(oldest)
+        return oldest + self._patience
+
+    @property
+    def _patience(self) -> float:
+        """How long a leader holds what is incomplete: rank 0 must know before it warns."""
+        return self._stalls.patience / 2
+
+    def inspect(self) -> None:
+        """Look for tensors that some ranks do not submit, if it is time for that.
+
+        Raises `HorovodInternalError` when the job shall end for it.
+        """
+        due, now = self.next_inspection(), self._clock()
+        if due is None or now < due:
+            return
+        if self._aggregator is not None:
+            self._aggregator.flush(now - self._patience)
+            self.pass_on()
+        if self._coordinator is None:
+            return
+        report = self._stalls.inspect(self._coordinator.waiting(), now)
+        if report is None:
+            return
+        log.warning(report.text)
+        if report.shutdown:
+            raise HorovodInternalError(report.text, rank=report.missing[0])
+        self._on_stack_query(StackQuery(report.missing))
+
+    # -- failures
+
+    def blame(self, lost: PeerLostError) -> HorovodInternalError:
+        """Who is at fault when a connection ended: its rank, or the one it fled from."""
+        deadline = self._clock() + BLAME_SECONDS
+        try:
+            while lost.rank not in self._lost and (left := deadline - self._clock()) > 0:
+                for rank, body in self._transport.receive(left):
+                    message = None if body is None else decode(body, rank)
+                    if isinstance(message, Abort):
+                        return HorovodInternalError(message.reason, rank=message.rank)
+                    if message is None and rank == lost.rank:
+                        return lost
+        except HorovodInternalError:
+            pass  # a second failure does not tell more
+        return lost
+
+    def abort(self, error: HorovodInternalError) -> None:
+        """Tell the ranks above and below that the job cannot go on."""
+        message = Abort(-1 if error.rank is None else error.rank, str(error))
+        try:
+            self._send_down(message)
+            if not self._tree.is_root:
+                self._send_up(message)
+            self._transport.receive(0)
+        except HorovodInternalError:
+            pass  # whoever cannot be told sees this rank's connection end
+
+
+def _gone_text(rank: int) -> str:
+    return (
+        f"rank {rank} is gone: its process died, or left without shutting down. "
+        "See the output of that rank for the reason"
+    )
+
+
+def main_thread_stack() -> str:
+    """Where the main thread of this process stands."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame else "(no main thread)\n"
