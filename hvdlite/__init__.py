@@ -1,1 +1,27 @@
 """hvdlite: data-parallel training with Horovod's API, installed by pip alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdlite.launcher.function import run
+
+__all__ = ["__version__", "run"]
+__version__: str
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for: importing hvdlite alone must stay cheap."""
+    if name == "run":
+        from hvdlite.launcher.function import run
+
+        return run
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("hvdlite")
+        except PackageNotFoundError:  # a checkout that is not installed
+            return "0+unknown"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

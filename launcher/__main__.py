@@ -1,0 +1,7 @@
+"""`python -m hvdlite.launcher` is `hvdlite-run`."""
+
+import sys
+
+from hvdlite.launcher.cli import main
+
+sys.exit(main())

@@ -1,0 +1,149 @@
+"""What comes from the ranks and from mpirun: events and output, through pipes.
+
+Ranks on this host have named pipes of their own in the job's private directory. What ranks on other
+hosts say comes through mpirun, which marks each line with the rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+from collections.abc import Callable
+from typing import IO
+
+from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM
+from hvdlite.launcher.output import STREAMS, Output
+from hvdlite.launcher.verdict import Verdict
+
+READ_BYTES = 1 << 16
+MARK = {
+    OPENMPI: re.compile(rb"\[\d+,(\d+)\]<std\w+>: ?"),
+    HYDRA: re.compile(rb"\[(\d+)\] ?"),
+    SLURM: re.compile(rb" *(\d+): "),
+}
+
+Reader = Callable[[int], None]  # called with the file descriptor that can be read
+
+
+class Channels:
+    """All pipes of one job. Events go to `verdict`, output to `output`."""
+
+    def __init__(
+        self, directory: str, token: str, mpi_kind: str, verdict: Verdict, output: Output
+    ) -> None:
+        self.directory = directory
+        self.token = token
+        self.mark = MARK[mpi_kind]
+        self.verdict = verdict
+        self.output = output
+        self.hush = False  # mpirun's own complaints are not worth reading while we end the job
+        self.mpirun_streams = 0  # that are still open
+        self._selector = selectors.DefaultSelector()
+        self._unended: dict[int, bytes] = {}  # file descriptor -> the start of a line
+        self._own: list[int] = []  # file descriptors to close
+
+    def make_pipes(self, ranks: int) -> None:
+        """Make the named pipes of `ranks` ranks, and listen to their events."""
+        for rank in range(ranks):
+            for stream in STREAMS:
+                os.mkfifo(self._path(f"{rank}.{stream}"), 0o600)
+        os.mkfifo(self._path("events"), 0o600)
+        # Open for writing, too: then it does not end when a writer leaves.
+        self._open("events", os.O_RDWR, self._read_events)
+
+    def listen_to_mpirun(self, stream: str, pipe: IO[bytes]) -> None:
+        """Read what mpirun writes to `stream`."""
+        os.set_blocking(pipe.fileno(), False)
+        self.mpirun_streams += 1
+        self.listen(pipe.fileno(), lambda fd: self._read_mpirun(fd, stream))
+
+    def listen(self, fd: int, reader: Reader) -> None:
+        """Call `reader` whenever `fd` can be read."""
+        self._selector.register(fd, selectors.EVENT_READ, reader)
+
+    def read(self, timeout_seconds: float) -> bool:
+        """Read what there is, after waiting for it; False when nothing came.
+
+        Raises BrokenPipeError when nobody reads our own output any more.
+        """
+        ready = self._selector.select(timeout_seconds)
+        for key, _ in ready:
+            key.data(key.fd)
+        return bool(ready)
+
+    def close(self) -> None:
+        """Close all."""
+        self._selector.close()
+        for fd in self._own:
+            os.close(fd)
+        self._own.clear()
+
+    def _path(self, name: str) -> str:
+        return f"{self.directory}/{name}"
+
+    def _open(self, name: str, mode: int, reader: Reader) -> None:
+        fd = os.open(self._path(name), mode | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._own.append(fd)
+        self.listen(fd, reader)
+
+    def _take(self, fd: int) -> bytes | None:
+        """What can be read; b"" at the end, after which `fd` is not listened to; None: nothing."""
+        try:
+            data = os.read(fd, READ_BYTES)
+        except BlockingIOError:
+            return None
+        if not data:
+            self._selector.unregister(fd)
+        return data
+
+    def _lines(self, fd: int, data: bytes) -> list[bytes]:
+        """The lines that `data` completes; at the end, also the one without an end."""
+        *lines, rest = (self._unended.pop(fd, b"") + data).split(b"\n")
+        if data:
+            self._unended[fd] = rest
+        elif rest:
+            lines.append(rest)
+        return lines
+
+    def _read_events(self, fd: int) -> None:
+        if data := self._take(fd):
+            for line in self._lines(fd, data):
+                self._event(line)
+
+    def _event(self, line: bytes) -> None:
+        """``<token> <event> <rank> <words>``; what is not of this form is not from a rank's shell."""
+        token, *words = line.decode(errors="replace").split()
+        if token != self.token or len(words) < 3 or not words[1].isdecimal():
+            return
+        rank = int(words[1])
+        self.verdict.receive(words[0], rank, words[2:])
+        if words[0] == "start" and rank in self.verdict.here:
+            for stream in STREAMS:
+                self._open(f"{rank}.{stream}", os.O_RDONLY, self._reader_of(rank, stream))
+
+    def _reader_of(self, rank: int, stream: str) -> Reader:
+        def reader(fd: int) -> None:
+            if data := self._take(fd):
+                self.output.feed(rank, stream, data)
+
+        return reader
+
+    def _read_mpirun(self, fd: int, stream: str) -> None:
+        data = self._take(fd)
+        if data is not None:
+            for line in self._lines(fd, data):
+                self._mpirun_line(line, stream)
+            self.mpirun_streams -= not data
+
+    def _mpirun_line(self, line: bytes, stream: str) -> None:
+        """A line of mpirun's own, or one of a rank on another host, which may be an event."""
+        mark = self.mark.match(line)
+        text = line[mark.end() :] if mark else line
+        text, token, rest = text.partition(self.token.encode())
+        if token:
+            self._event(token + rest)
+        if mark and (text or not token):
+            self.output.feed(int(mark[1]), stream, text + b"\n")
+        elif not mark and not token and not self.hush:
+            self.output.write("stderr", line + b"\n")

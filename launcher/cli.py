@@ -1,0 +1,44 @@
+"""The command line hvdlite-run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from hvdlite.common.errors import ConfigError
+from hvdlite.launcher.flags import parse_args
+from hvdlite.launcher.options import resolve
+from hvdlite.launcher.start import run_job
+
+USAGE_CODE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job that the flags describe, and return its exit code.
+
+    That is the exit code of the first rank that failed, 128 + N after signal N, 2 for wrong usage.
+    """
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"hvdlite-run: {error}", file=sys.stderr)
+        return USAGE_CODE
+
+
+def _main(argv: Sequence[str]) -> int:
+    args = parse_args(argv)
+    if args.version:
+        from hvdlite import __version__
+
+        print(__version__)
+        return 0
+    if args.check_build:
+        from hvdlite.launcher.check_build import report
+
+        print(report(os.environ))
+        return 0
+    outcome = run_job(resolve(args, os.environ), os.environ)
+    if outcome.sentence:
+        print(f"hvdlite-run: {outcome.sentence}", file=sys.stderr, flush=True)
+    return outcome.code

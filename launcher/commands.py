@@ -1,0 +1,128 @@
+"""The command line of each MPI, by pure functions: nothing here starts, reads or asks anything."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hvdlite.common.errors import ConfigError
+from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi
+from hvdlite.launcher.options import Options
+
+MANY_HOSTS = 64  # from here on Open MPI's daemons are all started from the first host
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a command line depends on besides the user's options."""
+
+    root: bool  # we are the superuser
+    names: tuple[str, ...]  # environment variables to pass to other hosts
+
+
+def build_command(mpi: Mpi, options: Options, place: Place, rank_command: Sequence[str]
+                  ) -> list[str]:  # fmt: skip
+    """The command that starts `rank_command` once for each rank."""
+    return [mpi.program, *BUILDERS[mpi.kind](mpi, options, place), *rank_command]
+
+
+def build_environment(mpi: Mpi, options: Options) -> dict[str, str]:
+    """Variables that the MPI itself reads; one that the user has set wins."""
+    variables = {}
+    if mpi.kind != HYDRA:
+        variables["OMPI_MCA_osc"] = "^ucx"  # it prints about its priority, and is not used
+    if options.tcp:
+        variables |= {
+            "OMPI_MCA_pml": "ob1",
+            "OMPI_MCA_btl": "^uct,ofi,usnic,openib",
+            "UCX_TLS": "self,sm,tcp",
+            "FI_PROVIDER": "tcp",
+        }
+    if mpi.kind == HYDRA and _ssh_args(options):
+        variables["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(_ssh_args(options))
+    if mpi.kind == SLURM and options.network_interfaces:
+        variables["OMPI_MCA_btl_tcp_if_include"] = ",".join(options.network_interfaces)
+    return variables
+
+
+def openmpi_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
+    """Open MPI 4 and 5."""
+    new = mpi.major >= 5
+    arguments = ["-np", str(options.num_proc), "--oversubscribe"]
+    if place.root:
+        arguments.append("--allow-run-as-root")
+    # The ranks that are left may say what happened; the launcher ends the job.
+    if new:
+        arguments += ["--with-ft", "ulfm", "--output", "tag"]
+    else:
+        arguments += ["--mca", "orte_abort_on_non_zero_status", "0", "--tag-output"]
+    arguments += options.binding_args or ("--bind-to", "none")
+    if options.hosts:
+        arguments += ["--host", ",".join(map(str, options.hosts)), "--map-by", "slot"]
+    daemon = "--prtemca" if new else "--mca"
+    arguments += _openmpi_network(options, daemon, new)
+    if options.remote:
+        for name in place.names:
+            arguments += ["-x", name]
+    return arguments + list(options.mpi_args)
+
+
+def _openmpi_network(options: Options, daemon: str, new: bool) -> list[str]:
+    arguments = []
+    if options.network_interfaces:
+        names = ",".join(options.network_interfaces)
+        own = "prte_if_include" if new else "oob_tcp_if_include"
+        arguments += ["--mca", "btl_tcp_if_include", names, daemon, own, names]
+    if ssh := _ssh_args(options):
+        arguments += [daemon, "plm_ssh_args" if new else "plm_rsh_args", shlex.join(ssh)]
+    if len(options.hosts) >= MANY_HOSTS:
+        prefix = "plm_ssh" if new else "plm_rsh"
+        arguments += [daemon, f"{prefix}_no_tree_spawn", "1"]
+        arguments += [daemon, f"{prefix}_num_concurrent", str(len(options.hosts))]
+    return arguments
+
+
+def hydra_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
+    """MPICH and Intel MPI; every variable of the environment is passed on."""
+    # Without automatic clean-up the ranks that are left may say what happened.
+    arguments = ["-np", str(options.num_proc), "-prepend-rank", "-disable-auto-cleanup"]
+    arguments += options.binding_args
+    if options.hosts:
+        arguments += ["-hosts", ",".join(map(str, options.hosts))]
+    if len(options.network_interfaces) > 1:
+        raise ConfigError(f"--network-interfaces: {mpi.name} takes one interface")
+    if options.network_interfaces:
+        arguments += ["-iface", options.network_interfaces[0]]
+    return arguments + list(options.mpi_args)
+
+
+def srun_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
+    """Slurm's srun, inside an allocation."""
+    if _ssh_args(options):
+        raise ConfigError("--ssh-port and --ssh-identity-file: srun does not use ssh")
+    arguments = ["--ntasks", str(options.num_proc), "--label", "--unbuffered", "--export=ALL"]
+    # The ranks that are left may say what happened; the launcher ends the job.
+    arguments += ["--kill-on-bad-exit=0"]
+    if not any(word.startswith("--mpi") for word in options.mpi_args):
+        arguments.append("--mpi=pmi2" if mpi.library == HYDRA else "--mpi=pmix")
+    arguments += options.binding_args or ("--cpu-bind=none",)
+    return arguments + list(options.mpi_args)
+
+
+def _ssh_args(options: Options) -> list[str]:
+    arguments = []
+    if options.ssh_port is not None:
+        arguments += ["-p", str(options.ssh_port)]
+    if options.ssh_identity_file is not None:
+        arguments += ["-i", options.ssh_identity_file]
+    return arguments
+
+
+BUILDERS: dict[str, Callable[[Mpi, Options, Place], list[str]]] = {
+    OPENMPI: openmpi_arguments,
+    HYDRA: hydra_arguments,
+    SLURM: srun_arguments,
+}
+# Which variable tells a rank its number.
+RANK_VARIABLE = {OPENMPI: "OMPI_COMM_WORLD_RANK", HYDRA: "PMI_RANK", SLURM: "SLURM_PROCID"}

@@ -1,0 +1,74 @@
+"""The YAML file of --config-file: settings by the keys that horovodrun uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hvdlite.common.config import Setting, settings
+from hvdlite.common.errors import ConfigError
+
+# Keys of horovodrun that have no meaning here, and what to use instead.
+REPLACED_KEYS = {
+    "params.hierarchical_allgather": "use params.data_plane",
+    "params.torus_allreduce": "use params.allreduce",
+    "library_options.num_nccl_streams": "there is one stream per rank",
+    "library_options.gloo_timeout_seconds": "use stall_check.shutdown_time_seconds",
+}
+
+
+def read_config_file(path: str) -> dict[str, str]:
+    """Setting name -> text of its variable.
+
+    Raises `ConfigError` naming the file and the key for an unknown key or a bad value.
+    """
+    by_key = {entry.yaml: entry for entry in settings() if entry.yaml}
+    values: dict[str, str] = {}
+    for key, value in _flatten(_load(path), ""):
+        source = f"{path}: {key}"
+        if key in by_key:
+            entry = by_key[key]
+            values[entry.name] = _variable_text(entry, value, source)
+        elif key == "controller":
+            if value != "mpi":
+                raise ConfigError(f"{source}={value!r}: hvdlite always runs over MPI; say mpi")
+        elif key in REPLACED_KEYS:
+            raise ConfigError(f"{source} has no meaning in hvdlite: {REPLACED_KEYS[key]}")
+        else:
+            known = ", ".join(sorted(by_key))
+            raise ConfigError(f"{path}: unknown key {key}; the keys are {known}")
+    return values
+
+
+def _load(path: str) -> Any:
+    import yaml  # only this flag needs it
+
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config-file: cannot read {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config-file: {path} is not YAML: {error}") from None
+
+
+def _flatten(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; an empty section says nothing."""
+    if not isinstance(node, dict):
+        yield prefix or "(the whole file)", node
+        return
+    for key, value in node.items():
+        if value is not None:
+            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _variable_text(entry: Setting, value: Any, source: str) -> str:
+    if isinstance(value, bool):
+        text = str(int(value != entry.yaml_inverted))
+    elif isinstance(value, list):
+        text = ",".join(map(str, value))
+    else:
+        text = str(value)
+    if entry.yaml_inverted and not isinstance(value, bool):
+        raise ConfigError(f"{source}={value!r}: must be true or false")
+    return entry.variable_text(text, source)

@@ -1,0 +1,57 @@
+"""The environment of the ranks: the user's own, less what belongs to another job."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from hvdlite.launcher.commands import build_environment
+from hvdlite.launcher.mpi import Mpi
+from hvdlite.launcher.options import Options, cores
+
+# Shell functions, secrets of a launcher, and what an outer MPI job told this process about itself.
+NOT_PASSED = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|_HOROVOD_SECRET_KEY|HVDLITE_LAUNCHER_.*"
+    r"|PMIX_(?!MCA_).*|PMI_.*|PMIX?[RUI]?_FD|HYDI_CONTROL_FD|MPI_LOCAL.*"
+    r"|OMPI_COMM_WORLD_.*|OMPI_(WORLD|UNIVERSE|FILE|APP_CTX|FIRST)_.*|PRTE_LAUNCHED"
+    r"|OMPI_MCA_(num_procs|initial_wdir|cpu_type|orte_.*|ess_.*)"
+)
+# What describes this host, session or terminal is not for other hosts.
+NOT_TO_OTHER_HOSTS = re.compile(
+    r"HOSTNAME|HOST|PWD|SHLVL|_|TERM.*|DISPLAY|WAYLAND_.*|XDG_.*|SSH_.*|DBUS_.*|TMPDIR|TEMP|TMP"
+    r"|LS_COLORS|WINDOWID|.*CUDA_VISIBLE_DEVICES|SLURM_.*|PRTE_MCA_.*"
+)
+
+
+def rank_environment(environ: Mapping[str, str], mpi: Mpi, options: Options) -> dict[str, str]:
+    """What the ranks get: `environ`, the settings of flags and config file, and sane defaults."""
+    passed = {name: value for name, value in environ.items() if not NOT_PASSED.fullmatch(name)}
+    passed |= options.variables
+    if options.as_horovod:
+        from hvdlite.as_horovod import environment
+
+        passed |= environment(passed)
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores() // _local_ranks(environ, mpi, options))),
+        "PYTHONUNBUFFERED": "1",  # output before a crash must not be lost in a pipe's buffer
+        **build_environment(mpi, options),
+    }
+    return passed | {name: value for name, value in defaults.items() if not passed.get(name)}
+
+
+def names_for_other_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables that ranks on other hosts get."""
+    return tuple(sorted(name for name in environ if not NOT_TO_OTHER_HOSTS.fullmatch(name)))
+
+
+def _local_ranks(environ: Mapping[str, str], mpi: Mpi, options: Options) -> int:
+    nodes = environ.get("SLURM_NNODES", "")
+    if mpi.kind == "slurm" and nodes.isdecimal() and int(nodes):
+        return -(-options.num_proc // int(nodes))
+    return max(options.counts)
+
+
+def is_root() -> bool:
+    """We run as the superuser."""
+    return os.geteuid() == 0

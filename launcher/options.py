@@ -1,0 +1,158 @@
+"""From the command line to what is to be run: every contradiction is found here, before a start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite.common.config import Config, settings
+from hvdlite.common.errors import ConfigError
+from hvdlite.launcher.config_file import read_config_file
+from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
+
+# Of two settings, the second says nothing (or the opposite) once the first is given.
+CONTRADICTIONS = (
+    ("hierarchical_allreduce", "allreduce"),
+    ("stall_check_disable", "stall_warning_seconds"),
+    ("stall_check_disable", "stall_shutdown_seconds"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One job. `variables` are the environment variables that flags and the config file set."""
+
+    command: tuple[str, ...]
+    num_proc: int
+    hosts: tuple[Host, ...] = ()  # empty: this host, or the Slurm allocation
+    variables: Mapping[str, str]
+    start_timeout_seconds: float
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    network_interfaces: tuple[str, ...] = ()
+    mpi_args: tuple[str, ...] = ()
+    binding_args: tuple[str, ...] = ()
+    tcp: bool = False
+    as_horovod: bool = False
+    output_filename: str | None = None
+    prefix_timestamp: bool = False
+    verbose: bool = False
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of ranks of each host."""
+        return ranks_per_host(self.hosts, self.num_proc) if self.hosts else (self.num_proc,)
+
+    @property
+    def remote(self) -> bool:
+        """A rank runs on another host."""
+        return any(host.remote for host in self.hosts)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> Options:
+    """Check the flags against each other, the config file and the environment.
+
+    Raises `ConfigError` with one sentence that names the flag, key or variable at fault.
+    """
+    if not args.command:
+        raise ConfigError("no command given, such as: hvdlite-run -np 4 python train.py")
+    hosts = _hosts(args)
+    num_proc = args.num_proc or _default_num_proc(hosts, environ)
+    variables = _variables(args)
+    merged = {**environ, **variables}
+    config = Config.from_environ(merged)
+    if args.timeline_mark_cycles == "1" and not config.timeline:
+        raise ConfigError("--timeline-mark-cycles needs --timeline-filename")
+    options = Options(
+        command=tuple(args.command),
+        num_proc=num_proc,
+        hosts=hosts,
+        variables=variables,
+        start_timeout_seconds=config.start_timeout_seconds,
+        ssh_port=args.ssh_port,
+        ssh_identity_file=args.ssh_identity_file,
+        network_interfaces=_interfaces(args),
+        mpi_args=_words(args.mpi_args, "--mpi-args"),
+        binding_args=_words(args.binding_args, "--binding-args"),
+        tcp=args.tcp,
+        as_horovod=args.as_horovod,
+        output_filename=args.output_filename,
+        prefix_timestamp=args.prefix_timestamp,
+        verbose=args.verbose,
+    )
+    _check(options, config)
+    return options
+
+
+def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+    if args.hosts is not None:
+        return parse_hosts(args.hosts)
+    return read_hostfile(args.hostfile) if args.hostfile is not None else ()
+
+
+def _default_num_proc(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> int:
+    if hosts:
+        return sum(host.slots for host in hosts)
+    tasks = environ.get("SLURM_NTASKS", "")
+    return int(tasks) if tasks.isdecimal() and int(tasks) else cores()
+
+
+def _variables(args: argparse.Namespace) -> dict[str, str]:
+    """The environment variables that the config file and, winning, the flags set."""
+    given = {}
+    for entry in settings():
+        text = getattr(args, entry.name, None)
+        if text is not None and entry.flag:
+            given[entry.name] = entry.variable_text(text, entry.flag)
+    _refuse_contradictions(given)
+    values = read_config_file(args.config_file) if args.config_file is not None else {}
+    values.update(given)
+    return {entry.variable: values[entry.name] for entry in settings() if entry.name in values}
+
+
+def _refuse_contradictions(given: Mapping[str, str]) -> None:
+    flags = {entry.name: entry.flag for entry in settings()}
+    for first, second in CONTRADICTIONS:
+        if given.get(first) == "1" and second in given:
+            raise ConfigError(f"{flags[first]} contradicts {flags[second]}: give one of them")
+
+
+def _interfaces(args: argparse.Namespace) -> tuple[str, ...]:
+    if args.network_interface and args.network_interfaces:
+        raise ConfigError("--network-interface contradicts --network-interfaces: give one of them")
+    given = args.network_interface or [args.network_interfaces or ""]
+    names = tuple(name.strip() for text in given for name in text.split(",") if name.strip())
+    if not names and (args.network_interface or args.network_interfaces is not None):
+        raise ConfigError("--network-interfaces: names no interface")
+    return names
+
+
+def _words(text: str | None, flag: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text or ""))
+    except ValueError as error:
+        raise ConfigError(f"{flag}={text!r}: {error}") from None
+
+
+def _check(options: Options, config: Config) -> None:
+    local_ranks = max(options.counts)  # raises when there are too few slots
+    affinity = config.thread_affinity
+    if affinity and len(affinity) < local_ranks:
+        raise ConfigError(
+            f"--thread-affinity names {len(affinity)} cores, and a host has {local_ranks} ranks: "
+            "name one core for each local rank"
+        )
+    identity = options.ssh_identity_file
+    if identity is not None and not Path(identity).is_file():
+        raise ConfigError(f"--ssh-identity-file: there is no file {identity}")

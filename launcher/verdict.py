@@ -1,0 +1,93 @@
+"""Which rank failed first, and how: pure bookkeeping of what the ranks' shells report."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank that failed first, and the exit code that the job gets from it."""
+
+    rank: int
+    code: int
+    lost: bool = False  # it was killed together with its shell, so nobody knows the code
+
+    def __str__(self) -> str:
+        if self.lost:
+            return f"rank {self.rank} was killed together with its shell"
+        if self.code == NOT_FOUND:
+            return f"rank {self.rank} failed: its command was not found (exit code 127)"
+        if self.code == NOT_EXECUTABLE:
+            return f"rank {self.rank} failed: its command cannot be executed (exit code 126)"
+        try:
+            name = signal.Signals(self.code - 128).name
+        except ValueError:
+            return f"rank {self.rank} failed with exit code {self.code}"
+        return f"rank {self.rank} was killed by {name} (exit code {self.code})"
+
+
+@dataclass
+class Verdict:
+    """What has been heard of the ranks, in the order of arrival."""
+
+    shells: dict[int, int] = field(default_factory=dict)  # rank -> process id of its shell
+    here: set[int] = field(default_factory=set)  # ranks on the launcher's host
+    codes: dict[int, int] = field(default_factory=dict)  # rank -> exit code
+    raised: dict[int, bool] = field(default_factory=dict)  # rank -> it is another rank's victim
+    lost: list[int] = field(default_factory=list)
+    closed: bool = False  # we are ending the ranks: who ends from now on is no suspect
+    _suspects: list[int] = field(default_factory=list)
+
+    def receive(self, event: str, rank: int, words: list[str]) -> None:
+        """Take in one event: ``start PID here|there``, ``raised own|internal``, ``exit CODE``."""
+        if event == "start":
+            self.shells[rank] = int(words[0])
+            if words[1] == "here":
+                self.here.add(rank)
+        elif event == "raised":
+            self.raised[rank] = words[0] == "internal"
+            if not self.raised[rank]:
+                self._suspect(rank)
+        elif event == "exit":
+            self.codes[rank] = int(words[0])
+            if self.codes[rank] and rank not in self.raised:
+                self._suspect(rank)
+
+    def lose(self, rank: int) -> None:
+        """The shell of a rank has gone without a word."""
+        self.lost.append(rank)
+        self._suspect(rank)
+
+    def _suspect(self, rank: int) -> None:
+        if not self.closed:
+            self._suspects.append(rank)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have started and not ended."""
+        return [rank for rank in self.shells if rank not in self.codes and rank not in self.lost]
+
+    @property
+    def trouble(self) -> bool:
+        """A rank has failed, or is about to end by an exception."""
+        return bool(self._suspects or self.raised or any(self.codes.values()))
+
+    def failure(self) -> Failure | None:
+        """The first cause; ranks that only suffered from another's end come last.
+
+        A rank that raised and then hung until we ended it failed with exit code 1.
+        """
+        failed = [rank for rank, code in self.codes.items() if code]
+        for rank in [*self._suspects, *failed]:
+            if rank in self.lost:
+                return Failure(rank, 128 + signal.SIGKILL, lost=True)
+            code = self.codes.get(rank)
+            if rank in self.raised and (code is None or (self.closed and code > 128)):
+                code = 1
+            if code:
+                return Failure(rank, code)
+        return None
