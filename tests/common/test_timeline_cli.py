@@ -1,0 +1,267 @@
+"""hvdlite-timeline: files of several ranks on one clock, and files that are wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdlite import timeline_events
+from hvdlite.common.timeline import Timeline
+from hvdlite.timeline_cli import main
+from hvdlite.timeline_events import TimelineFormatError, check, read_events
+from hvdlite.timeline_plot import collect
+
+Event = dict[str, Any]
+HEAD = (
+    '{"name": "process_name", "ph": "M", "pid": 0, '
+    '"args": {"start_time_since_epoch_in_micros": 1000000}}'
+)
+TRACK = '{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "a"}}'
+
+
+def write(
+    path: Path, rank: int, *, epoch: int = 0, monotonic: int = 0, offset: int | None = None
+) -> str:
+    """A file in which a tensor is negotiated at 10 us and reduced from 20 to 30 us."""
+    args: Event = {"start_time_since_epoch_in_micros": epoch, "rank": rank}
+    args["start_monotonic_in_micros"] = monotonic
+    if offset is not None:
+        args["clock_offset_in_micros"] = offset
+    events: list[Event] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": args},
+        {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "[engine]"}},
+        {"name": "process_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": -2}},
+        {"name": "process_name", "ph": "M", "pid": 2, "args": {"name": "a"}},
+        {"name": "process_sort_index", "ph": "M", "pid": 2, "args": {"sort_index": 2}},
+        {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": 10, "pid": 2},
+        {"ph": "X", "name": "0", "ts": 10, "pid": 2, "dur": 0},
+        {"ph": "E", "ts": 11, "pid": 2},
+        {"ph": "i", "name": "CYCLE_START", "ts": 12, "s": "g"},
+        {"ph": "B", "name": "ALLREDUCE", "ts": 20, "pid": 2},
+        {"ph": "E", "ts": 30, "pid": 2, "args": {"dtype": "int8", "shape": "[]"}},
+    ]
+    path.write_text(json.dumps(events))
+    return str(path)
+
+
+def merge(tmp_path: Path, *files: str) -> list[Event]:
+    output = tmp_path / "merged.json"
+    assert main(["merge", *files, "-o", str(output)]) == 0
+    events: list[Event] = json.loads(output.read_text())
+    assert check(events).problems == []
+    return events
+
+
+def starts(events: list[Event], name: str = "ALLREDUCE") -> dict[str, int]:
+    """When `name` begins on each track, by the track's name."""
+    tracks = {e["pid"]: e["args"]["name"] for e in events if "name" in e.get("args", {})}
+    return {tracks[e["pid"]]: e["ts"] for e in events if e.get("name") == name}
+
+
+def test_merge_uses_the_offsets_of_the_clocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Rank 1's clock is 4 s behind rank 0's; its file begins 5 us after rank 0's.
+    one = write(tmp_path / "0.json", 0, epoch=77, monotonic=9_000_000, offset=0)
+    two = write(tmp_path / "1.json", 1, epoch=1, monotonic=5_000_005, offset=4_000_000)
+    assert starts(merge(tmp_path, one, two)) == {"rank 0: a": 20, "rank 1: a": 25}
+    assert capsys.readouterr().err == ""
+
+
+def test_merge_starts_at_the_earliest_file(tmp_path: Path) -> None:
+    one = write(tmp_path / "0.json", 0, monotonic=100, offset=0)
+    two = write(tmp_path / "1.json", 1, monotonic=0, offset=0)
+    assert starts(merge(tmp_path, one, two)) == {"rank 0: a": 120, "rank 1: a": 20}
+
+
+def test_merge_without_offsets_takes_the_wall_clocks_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = write(tmp_path / "0.json", 0, epoch=1_000_000, monotonic=5, offset=0)
+    two = write(tmp_path / "1.json", 1, epoch=1_000_300, monotonic=5)
+    events = merge(tmp_path, one, two)
+    assert starts(events) == {"rank 0: a": 20, "rank 1: a": 320}
+    assert events[0]["args"]["start_time_since_epoch_in_micros"] == 1_000_000
+    assert "wall clocks" in capsys.readouterr().err
+
+
+def test_merge_keeps_tracks_apart_and_each_ranks_together(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{rank}.json", rank, offset=0) for rank in range(3)]
+    events = merge(tmp_path, *files)
+    order = {}
+    for event in events:
+        if event["ph"] == "M" and "sort_index" in event["args"]:
+            order[event["args"]["sort_index"]] = event["pid"]
+    names = {e["pid"]: e["args"]["name"] for e in events if "name" in e.get("args", {})}
+    assert [names[order[index]] for index in sorted(order)] == [
+        f"rank {rank}: {name}" for rank in range(3) for name in ("[engine]", "a")
+    ]
+    times = [event["ts"] for event in events if "ts" in event]
+    assert times == sorted(times)
+    marks = [event["args"] for event in events if event.get("name") == "CYCLE_START"]
+    assert marks == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+def test_merge_of_files_that_a_timeline_wrote(tmp_path: Path) -> None:
+    files = []
+    for rank in range(2):
+        timeline = Timeline(rank)
+        timeline.set_clock_offset(0.0)
+        files.append(str(tmp_path / f"{rank}.json"))
+        timeline.record_to(files[-1])
+        for tensor in ("a", "b"):
+            timeline.start(tensor, "allreduce")
+            timeline.end(tensor, "float32", (1,))
+        timeline.close()
+    began = starts(merge(tmp_path, *files))
+    assert sorted(began, key=lambda name: began[name]) == [
+        "rank 0: a", "rank 0: b", "rank 1: a", "rank 1: b"
+    ]  # fmt: skip
+
+
+def test_a_merge_that_fails_leaves_no_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = write(tmp_path / "good.json", 0, offset=0)
+    (tmp_path / "bad.json").write_text("[" + HEAD + ",")
+    before = sorted(tmp_path.iterdir())
+    assert main(["merge", good, str(tmp_path / "bad.json"), "-o", str(tmp_path / "out")]) == 1
+    assert main(["merge", good, str(tmp_path / "none.json"), "-o", str(tmp_path / "out")]) == 1
+    assert main(["merge", good, "-o", str(tmp_path / "no" / "out")]) == 1
+    assert sorted(tmp_path.iterdir()) == before
+    error = capsys.readouterr().err
+    assert "bad.json" in error and "none.json" in error and str(tmp_path / "no" / "out") in error
+
+
+def test_merge_writes_to_a_device_without_replacing_it(tmp_path: Path) -> None:
+    good = write(tmp_path / "good.json", 0, offset=0)
+    assert main(["merge", good, "-o", "/dev/null"]) == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_check_says_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", write(tmp_path / "a.json", 0)]) == 0
+    assert "12 events on 2 tracks, 1 collectives completed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("event", "problem"),
+    [
+        ('{"ph": "E", "ts": 1, "pid": 1}', "the end of what has not begun"),
+        ('{"ph": "X", "name": "0", "ts": 1, "pid": 1, "dur": 0}', "a rank is ready outside a negotiation"),
+        ('{"ph": "B", "name": "ALLREDUCE", "ts": 1, "pid": 2}', "pid 2 has no name"),
+        ('{"ph": "B", "name": "ALLREDUCE", "ts": -1, "pid": 1}', "ts is no whole number"),
+        ('{"ph": "B", "name": "ALLREDUCE", "pid": 1}', "ts is no whole number"),
+        ('{"ph": "B", "ts": 1, "pid": 1}', "no name"),
+        ('{"ph": "?", "ts": 1, "pid": 1}', "unknown phase '?'"),
+        ('{"ph": "M", "pid": 1}', "metadata without args"),
+    ],
+)
+def test_check_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], event: str, problem: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(f"[{HEAD}, {TRACK}, {event}]")
+    assert main(["check", str(path)]) == 1
+    assert f"event 2: {problem}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "'[' expected at character 0, the file ends"),
+        ('{"traceEvents": []}', "'[' expected at character 0, '{'"),
+        (f"[{HEAD}", "',' or ']' expected"),
+        (f"[{HEAD},", "in the event at character"),
+        (f"[{HEAD}, {HEAD[:20]}", "in the event at character"),
+        (f"[{HEAD}]]", "text after the final ']'"),
+        ("[1]", "1 before character 2 is not an event"),
+        ('[{"pid": "x"}]', "is not an event"),
+        (b"[\xff]", "not text in UTF-8"),
+    ],
+)
+def test_a_broken_file_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | bytes, problem: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["check", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert str(path) in error and problem in error
+
+
+def test_check_counts_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.json"
+    drop = '{"ph": "i", "name": "EVENTS_DROPPED", "ts": 1, "s": "g", "args": {"count": 5}}'
+    begin = '{"ph": "B", "name": "ALLREDUCE", "ts": 2, "pid": 1}'
+    path.write_text(f"[{HEAD}, {TRACK}, {drop}, {begin}]")
+    assert main(["check", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert "5 events were dropped" in output and "1 spans have no end" in output
+
+
+def test_events_are_read_across_the_borders_of_the_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.json", 0)
+    expected = list(read_events(path))
+    monkeypatch.setattr(timeline_events, "READ_CHARACTERS", 3)
+    assert list(read_events(path)) == expected == json.loads(Path(path).read_text())
+
+
+def test_a_broken_event_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("[" + "{" * 100_000)
+    monkeypatch.setattr(timeline_events, "READ_CHARACTERS", 100)
+    monkeypatch.setattr(timeline_events, "EVENT_CHARACTERS", 1000)
+    with pytest.raises(TimelineFormatError, match="in the event at character 1"):
+        list(read_events(str(path)))
+
+
+def test_a_picture_has_the_engine_above_the_tensors(tmp_path: Path) -> None:
+    timeline = Timeline.open(str(tmp_path / "a.json"), 0)
+    timeline.negotiate_start("a", "allreduce")
+    timeline.rank_ready("a", 0)
+    timeline.segment_start(["a"], 12, "allreduce")
+    timeline.engine("EXECUTE")
+    timeline.start("a", "allreduce")
+    timeline.activity_start(["a"], "SHM_ALLREDUCE")
+    timeline.close()
+    rows = collect(read_events(str(tmp_path / "a.json")))
+    assert [row.name for row in rows] == ["[engine]", "[segments]", "a"]
+    spans = sorted(rows[2].spans, key=lambda span: (span.start, span.depth))
+    assert [(span.name, span.depth) for span in spans] == [
+        ("NEGOTIATE_ALLREDUCE", 0), ("ALLREDUCE", 0), ("SHM_ALLREDUCE", 1)
+    ]  # fmt: skip
+    assert len(rows[2].ticks) == 1 and rows[1].spans[0].bytes == 12
+
+
+def test_a_picture_shows_only_the_window(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", 0)
+    (row,) = collect(read_events(path), (0.012, None))
+    assert [span.name for span in row.spans] == ["ALLREDUCE"] and row.ticks == []
+    (row,) = collect(read_events(path), (None, 0.015))
+    assert [span.name for span in row.spans] == ["NEGOTIATE_ALLREDUCE"]
+
+
+def test_draw_without_matplotlib_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    path = write(tmp_path / "a.json", 0)
+    assert main(["draw", path, "-o", str(tmp_path / "a.png")]) == 1
+    assert "pip install 'hvdlite[plot]'" in capsys.readouterr().err
+
+
+def test_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    path = write(tmp_path / "a.json", 0)
+    assert main(["draw", path, "-o", str(tmp_path / "a.png"), "--title", "one step"]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["draw", path, "-o", str(tmp_path / "b.png"), "--start-ms", "1000"]) == 1
+    assert "nothing happened" in capsys.readouterr().err
