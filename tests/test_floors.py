@@ -15,7 +15,7 @@ FLOORS = [
     ["common.errors"],
     ["common.reduce_op", "common.topology", "common.config", "common.adapter", "common.handles",
      "common.messages", "common.process_set_table", "common.trace", "common.compression",
-     "common.readiness"],
+     "common.readiness", "common.uncaught"],
     ["common.timeline", "common.tree"],
     ["common.transport"],
     ["common.collectives"],

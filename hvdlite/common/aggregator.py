@@ -122,5 +122,6 @@ class Aggregator:
             for ranks in unflatten(item.first_dims):
                 self._sets[self._table.add(ranks)] = _Set(mask_of(ranks) & self._below)
         elif effect is Effect.REMOVE_SET:
-            self._table.remove(request.root_rank)
-            del self._sets[request.root_rank]
+            for removed in item.first_dims:
+                self._table.remove(removed)
+                del self._sets[removed]

@@ -57,11 +57,18 @@ class Setting:
         Raises `ConfigError` naming the source.
         """
         try:
-            scaled = text if self.flag_scale == 1 else str(round(float(text) * self.flag_scale))
+            scaled = text if self.flag_scale == 1 else _scale(text, self.flag_scale)
             self.parse(scaled)
-        except (OverflowError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(f"{source}={text!r}: {error}") from None
         return scaled
+
+
+def _scale(text: str, scale: int) -> str:
+    try:
+        return str(round(float(text) * scale))
+    except (OverflowError, ValueError):
+        raise ValueError("must be a number") from None
 
 
 def boolean(text: str) -> bool:

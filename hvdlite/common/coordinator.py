@@ -203,16 +203,17 @@ class Coordinator:
 
     def _apply(self, response: Response, requests: dict[int, Request]) -> Response:
         """Let the answer change the process sets; it fails where the table refuses."""
-        number = response.request.root_rank
         effect = ROWS[response.request.collective].effect
         if response.error or effect is Effect.NONE:
             return response
         if effect is Effect.ADD_SET:
             return self._add_sets(response, requests)
-        self._table.remove(number)
-        del self._sets[number]
-        self._announced = {each for each in self._announced if each[0] != number}
-        return response
+        numbers = tuple(dict.fromkeys(request.root_rank for request in requests.values()))
+        for number in numbers:
+            self._table.remove(number)
+            del self._sets[number]
+        self._announced = {each for each in self._announced if each[0] not in numbers}
+        return response._replace(first_dims=numbers)
 
     def _add_sets(self, response: Response, requests: dict[int, Request]) -> Response:
         sets = list(dict.fromkeys(request.shape for request in requests.values()))

@@ -46,6 +46,7 @@ class Engine:
         self.process_sets = ProcessSetTable(self.topology.size)
         self.queue = TensorQueue(self.rank, transport.wake)
         self.departed = threading.Event()  # this rank takes part in nothing any more
+        self.failed = False  # the job ended because something went wrong
         self._transport = transport
         self._config = config
         self._timeline = timeline
@@ -192,14 +193,16 @@ class Engine:
             added = {r: self.process_sets.add(r) for r in unflatten(response.first_dims)}
             value = None if entry is None else added[entry.request.shape]
         elif effect is Effect.REMOVE_SET:
-            self.process_sets.remove(request.root_rank)
-            self.queue.drop_set(request.root_rank)
+            for removed in response.first_dims:
+                self.process_sets.remove(removed)
+                self.queue.drop_set(removed)
         if entry is not None:
             entry.complete(value)
 
     # -- the end
 
     def _fail(self, error: HorovodInternalError) -> None:
+        self.failed = True
         self._negotiation.abort(error)
         self._close(error)
 

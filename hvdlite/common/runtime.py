@@ -28,6 +28,7 @@ from hvdlite.common.timeline import Timeline, path_of_rank
 from hvdlite.common.topology import Topology
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import solo
+from hvdlite.common.uncaught import report_uncaught
 
 log = logging.getLogger("hvdlite")
 
@@ -107,9 +108,13 @@ class Runtime:
         process_set._bind(number, members)
         self.known_sets[number] = process_set
 
-    def remove_process_set(self, number: int) -> None:
+    def remove_process_set(self, process_set: ProcessSet) -> None:
         """Unregister a set on all ranks; blocks until every rank has called it."""
-        self.call(Request(GLOBAL_ID, "remove_process_set", "remove_process_set", root_rank=number))
+        number = process_set.process_set_id
+        assert number is not None  # the caller has looked
+        split = process_set.mpi_comm is not None
+        collective = "unsplit_process_set" if split else "remove_process_set"
+        self.call(Request(GLOBAL_ID, collective, collective, root_rank=number))
         self._forget_set(number)
 
     def _forget_set(self, number: int) -> None:
@@ -199,6 +204,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _set_up_log(config)
         _state.process = _connect(comm, config)
         _state.forked_from = None
+        report_uncaught()
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
         global_process_set._bind(GLOBAL_ID, range(_state.process.topology.size))
@@ -267,11 +273,22 @@ def _under_mpi() -> bool:
 def _world(config: Config) -> Any:
     import mpi4py
 
-    if config.mpi_threads_disable and "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.thread_level = "serialized"
+    if "mpi4py.MPI" not in sys.modules:
+        if config.mpi_threads_disable:
+            mpi4py.rc.thread_level = "serialized"
+        mpi4py.rc.finalize = False
+        atexit.register(_finalize_mpi)
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+def _finalize_mpi() -> None:
+    """What mpi4py would do, but not after a failure: MPI_Finalize waits for ranks that are dead."""
+    from mpi4py import MPI
+
+    if not any(engine.failed for engine in _state.ending):
+        MPI.Finalize()
 
 
 def _register(runtime: Runtime, sets: Sequence[ProcessSet]) -> None:
@@ -315,7 +332,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     if runtime.engine.process_sets.find(number) is None:
         return False
-    runtime.remove_process_set(number)
+    runtime.remove_process_set(process_set)
     process_set._invalidate()
     return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from hvdlite.common.collectives.base import Array, Reduction
 from hvdlite.common.reduce_op import ReduceOp
 
 Cast = Callable[[Array, Array], None]  # (destination, source), both flat and of one length
+# An overflow is the user's to find in the result: numpy must not warn from the engine's thread.
+QUIET = partial(np.errstate, all="ignore")
 BLOCK_BYTES = 128 << 10  # what a loop of kernels works on at a time, so that it stays in the cache
 
 
@@ -110,7 +113,8 @@ class Arithmetic:
 
     def merge(self, accumulator: Array, later: Array) -> None:
         """accumulator = accumulator op later; both are accumulators."""
-        self._ufunc(accumulator, later, out=accumulator)
+        with QUIET():
+            self._ufunc(accumulator, later, out=accumulator)
 
     def absorb(self, accumulator: Array, values: Array) -> None:
         """accumulator = accumulator op prescale * values."""
@@ -145,7 +149,8 @@ class Arithmetic:
         total, loaded = scratch
         direct = self.plain_input and self.plain_output
         if direct and len(parts) == 2:
-            self._ufunc(parts[0], parts[1], out=output)
+            with QUIET():
+                self._ufunc(parts[0], parts[1], out=output)
             return
         self.load(total, parts[0])
         for part in parts[1:]:
@@ -166,7 +171,8 @@ def convert(destination: Array, source: Array) -> None:
     elif source.dtype.name in _casts:
         _casts[source.dtype.name].widen(destination, source)
     elif destination.dtype.name in _casts:
-        _casts[destination.dtype.name].narrow(destination, source)
+        with QUIET():
+            _casts[destination.dtype.name].narrow(destination, source)
     else:
         raise TypeError(f"no collective converts {source.dtype} to {destination.dtype}")
 
@@ -176,11 +182,11 @@ def scale(values: Array, factor: float) -> None:
     if factor == 1:
         return
     kind = values.dtype.kind
-    if kind == "b":
-        values &= factor != 0
-    elif kind in "iu":
-        with np.errstate(invalid="ignore"):
+    with QUIET():
+        if kind == "b":
+            values &= factor != 0
+        elif kind in "iu":
             np.copyto(values, values.astype(np.float64) * factor, casting="unsafe")
-    else:
-        real = np.float32 if values.dtype in (np.float32, np.complex64) else np.float64
-        values *= real(factor)
+        else:
+            real = np.float32 if values.dtype in (np.float32, np.complex64) else np.float64
+            values *= real(factor)

@@ -38,7 +38,10 @@ Stage = Callable[[int], None]  # does its part of a piece
 
 
 class ShmBackend:
-    """All collectives among ranks of one host."""
+    """All collectives among ranks of one host.
+
+    A transport has only one: it owns the transport's shared memory and signals.
+    """
 
     name = "SHM"
 

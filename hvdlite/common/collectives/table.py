@@ -62,7 +62,7 @@ class Effect(Enum):
     NONE = auto()
     JOIN = auto()  # ranks that had joined take part again
     ADD_SET = auto()  # all the sets that ranks have named in `shape`: one, or each rank its own
-    REMOVE_SET = auto()
+    REMOVE_SET = auto()  # likewise, by `root_rank`
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,7 @@ ROWS = {
         Row("join", cacheable=False, effect=Effect.JOIN),
         Row("init", agree=("settings",), cacheable=False),
         Row("split_process_set", cacheable=False, effect=Effect.ADD_SET),
+        Row("unsplit_process_set", cacheable=False, effect=Effect.REMOVE_SET),
         Row("add_process_set", agree=("ranks",), cacheable=False, effect=Effect.ADD_SET),
         Row(
             "remove_process_set",

@@ -11,6 +11,7 @@ import mmap
 import os
 import select
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -37,6 +38,7 @@ class LocalMesh:
         self._memory = {rank: _Memory(rank, memory)}
         self._memory |= {peer: _Memory(peer, each.memory) for peer, each in peers.items()}
         self._by_descriptor = {link.control.fileno(): link for link in self._links.values()}
+        self._wake_lock = threading.Lock()  # guards _wake: its number may be another file's soon
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
@@ -55,7 +57,7 @@ class LocalMesh:
 
     def wake(self) -> None:
         """End the current or the next `receive`. From any thread; too late is no error."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError), self._wake_lock:
             os.eventfd_write(self._wake, 1)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
@@ -155,8 +157,9 @@ class LocalMesh:
             link.signal.close()
         for memory in self._memory.values():
             memory.close()
-        wake, self._wake = self._wake, -1  # a late `wake` must not meet another file's number
-        os.close(wake)
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
 
 
 class _Link:

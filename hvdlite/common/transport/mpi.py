@@ -110,6 +110,7 @@ class MpiTransport:
         self._remote = {rank for rank in range(topology.size) if rank not in local}
         self._own: deque[Incoming] = deque()  # to this rank itself
         self._sends: deque[tuple[MPI.Request, bytes]] = deque()  # control messages under way
+        self._receiving: deque[tuple[MPI.Request, int, int, bytearray]] = deque()
         self._lost: set[int] = set()  # remote ranks that have gone or said goodbye
         self._subcommunicators: dict[tuple[int, ...], MPI.Intracomm] = {}
         self._detects_failures = self._can_detect_failures()
@@ -157,7 +158,7 @@ class MpiTransport:
 
     def _pause(self, nap: Nap, left: float | None) -> float | None:
         """How long to sleep for local events; what poll() cannot measure is slept here."""
-        if not self._remote and not self._sends:
+        if not self._remote:
             return left
         seconds = nap.seconds() if left is None else min(nap.seconds(), left)
         if seconds >= POLL_RESOLUTION:
@@ -175,16 +176,26 @@ class MpiTransport:
         return messages + self._mesh.receive(0.0 if messages else timeout)
 
     def _look_at_mpi(self) -> list[Incoming]:
-        messages = []
+        """The messages of remote ranks that have come as a whole."""
         mpi, status = self.mpi, self.mpi.Status()
+        messages = []
         try:
             while message := self._control.Improbe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
                 body = bytearray(status.Get_count(mpi.BYTE))
-                message.Recv([body, mpi.BYTE])
-                messages.append(self._incoming(status.source, status.tag, bytes(body)))
+                request = message.Irecv([body, mpi.BYTE])
+                self._receiving.append((request, status.source, status.tag, body))
+            while self._receiving and self._receiving[0][0].Test():
+                _, rank, tag, body = self._receiving.popleft()
+                messages.append(self._incoming(rank, tag, bytes(body)))
         except mpi.Exception as error:
             self._must_be_failure(error, None)
+            self._drop_broken()
         return messages + self._failures()
+
+    def _drop_broken(self) -> None:
+        """Forget the messages that dead ranks will not end."""
+        dead = self._dead()
+        self._receiving = deque(each for each in self._receiving if each[1] not in dead)
 
     def _incoming(self, rank: int, tag: int, body: bytes) -> Incoming:
         if tag == BODY:

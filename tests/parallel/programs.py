@@ -1,0 +1,203 @@
+"""What the ranks of the tests' jobs do: python -m tests.parallel.programs NAME
+
+Every program checks for itself and prints a line per rank when all is well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import hvdlite.numpy as hvd
+
+
+def total(name: str, expected: float, **options: object) -> None:
+    """Check a sum over ranks."""
+    result = hvd.allreduce(np.full(3, hvd.rank() + 1.0), name=name, op=hvd.Sum, **options)  # type: ignore[arg-type]
+    assert result.tolist() == [expected] * 3, (name, result)
+
+
+def collectives() -> None:
+    """One of each."""
+    hvd.init()
+    size, rank = hvd.size(), hvd.rank()
+    for _ in range(3):
+        total("sum", size * (size + 1) / 2)
+        rows = hvd.allgather(np.full((rank, 2), rank), name="rows")
+        assert rows[:, 0].tolist() == [r for r in range(size) for _ in range(r)]
+        assert hvd.broadcast(np.full(4, rank), size - 1, name="root").tolist() == [size - 1] * 4
+        sent = hvd.alltoall(np.arange(size) + 100 * rank, name="all")
+        assert sent.tolist() == [100 * r + rank for r in range(size)]
+        part = hvd.reducescatter(np.arange(size + 1), op=hvd.Sum, name="part")
+        start = rank + min(rank, 1)
+        assert part.tolist() == [size * i for i in range(start, start + 1 + (rank == 0))]
+        hvd.barrier()
+    big = np.arange(3_000_000, dtype=np.float32) * rank
+    expected = np.arange(3_000_000, dtype=np.float32) * sum(range(size))
+    np.testing.assert_allclose(hvd.allreduce(big, name="big", op=hvd.Sum), expected, rtol=1e-6)
+    assert (hvd.local_rank(), hvd.local_size()) == (rank, size)
+    assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
+    assert hvd.mpi_enabled() and hvd.mpi_built()
+    assert hvd.join() in range(size)
+
+
+def again() -> None:
+    """init, shutdown and init in one process, with mpi4py used beside it."""
+    from mpi4py import MPI
+
+    for round_ in range(3):
+        hvd.init()
+        total(f"sum{round_}", sum(range(1, hvd.size() + 1)))
+        assert MPI.COMM_WORLD.allreduce(1) == hvd.size()
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+
+
+def communicators() -> None:
+    """init on parts of the world: a rank list, and an mpi4py communicator."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    half = [0, 1] if world.rank < 2 else list(range(2, world.size))
+    hvd.init(comm=half)
+    assert (hvd.size(), hvd.rank()) == (len(half), half.index(world.rank))
+    total("list", sum(range(1, len(half) + 1)))
+    hvd.shutdown()
+    part = world.Split(world.rank % 2, -world.rank)  # in reverse order
+    hvd.init(comm=part)
+    assert (hvd.size(), hvd.rank()) == (part.size, part.rank)
+    assert hvd.global_process_set.mpi_comm is part
+    total("comm", sum(range(1, part.size + 1)))
+    hvd.shutdown()
+    try:
+        hvd.init(comm=[world.size - 1 - world.rank] if world.rank == 0 else [world.rank])
+    except ValueError as error:
+        assert world.rank == 0 and "leaves out rank 0" in str(error), error
+    else:
+        assert world.rank > 0 and hvd.size() == 1
+
+
+def process_sets() -> None:
+    """Static sets from lists and from communicators, and dynamic ones."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    split = hvd.ProcessSet(world.Split(world.rank % 2))
+    first = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[first] if world.size > 4 else [split])
+    if world.size > 4:
+        return
+    mine = [rank for rank in range(world.size) if rank % 2 == world.rank % 2]
+    assert split.ranks == mine and split.process_set_id == 1 + world.rank % 2
+    total("split", sum(rank + 1 for rank in mine), process_set=split)
+    try:
+        hvd.init(process_sets=[hvd.ProcessSet(mine)])
+    except ValueError as error:
+        assert "entry number 0 is a duplicate" in str(error)
+    else:
+        raise AssertionError("a duplicate was accepted")
+    pair = hvd.add_process_set(hvd.ProcessSet(world.Split(world.rank // 3)))
+    assert pair.ranks == ([0, 1, 2] if world.rank < 3 else [3])
+    assert hvd.remove_process_set(split)
+
+
+def killed() -> None:
+    """Rank 1 is killed in the middle of training."""
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        while True:
+            hvd.allreduce(np.ones(100_000), name="gradient")
+    except hvd.HorovodInternalError as error:
+        seconds = time.monotonic() - start
+        assert "rank 1 is gone" in str(error) and error.rank == 1 and seconds < 5, (error, seconds)
+
+
+def raises() -> None:
+    """Rank 1 raises in the middle of training; the others hear of it."""
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == 1:
+        raise RuntimeError("the data is broken")
+    try:
+        while True:
+            hvd.allreduce(np.ones(100_000), name="gradient")
+    except hvd.HorovodInternalError as error:
+        assert "rank 1 has been shut down" in str(error), error
+
+
+def forgets_shutdown() -> None:
+    """The script just ends."""
+    hvd.init()
+    total("sum", sum(range(1, hvd.size() + 1)))
+
+
+def leaves_early() -> None:
+    """Rank 0 ends long before the others, which go on among themselves."""
+    hvd.init(process_sets=[others := hvd.ProcessSet(range(1, 3))])
+    if hvd.rank() == 0:
+        return
+    for step in range(20):
+        time.sleep(0.01)  # work
+        total(f"sum{step}", 5, process_set=others)
+
+
+def forks() -> None:
+    """A forked child is no rank, says so, and does not hide its parent's death."""
+    hvd.init()
+    total("before", sum(range(1, hvd.size() + 1)))
+    child = os.fork()
+    if child == 0:
+        try:
+            hvd.allreduce(np.ones(1))
+        except hvd.HorovodInternalError as error:
+            ok = "forked from rank" in str(error)
+        try:
+            hvd.rank()
+        except ValueError:
+            os._exit(0 if ok else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    total("after", sum(range(1, hvd.size() + 1)))
+    sleeper = os.fork()
+    if sleeper == 0:
+        os.closerange(0, 3)  # or it would keep the job's output open
+        time.sleep(30)
+        os._exit(0)
+    if hvd.rank() == 0:
+        os.kill(sleeper, signal.SIGKILL)
+        os.waitpid(sleeper, 0)
+    hvd.barrier()
+    if hvd.rank() == 1:
+        os.write(1, f"sleeper {sleeper}\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        hvd.allreduce(np.ones(1), name="orphan")
+    except hvd.HorovodInternalError as error:
+        assert error.rank == 1 and time.monotonic() - start < 5
+    else:
+        raise AssertionError("the death of rank 1 was not seen")
+
+
+def wrong_timeline() -> None:
+    """A timeline that cannot be written is an error at init, on every rank."""
+    try:
+        hvd.init()
+    except (OSError, hvd.HorovodInternalError) as error:
+        expected = "/nonexistent" if isinstance(error, OSError) else "rank 0 is gone"
+        assert expected in str(error), error
+    else:
+        raise AssertionError("init went well")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print(f"rank done: {sys.argv[1]}", flush=True)

@@ -1,0 +1,86 @@
+"""Real jobs under mpirun: start, parts of the world, and every way to end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment, run_program
+
+pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+
+
+def check(size: int, program: str, ranks: int | None = None, **variables: str) -> str:
+    """Run a program; `ranks` of its ranks must end well (all of them, unless one is to die)."""
+    done = run_program(size, program, **variables)
+    assert done.stdout.count("rank done") == (size if ranks is None else ranks), done.stdout
+    if ranks is None:
+        assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_every_collective(size: int) -> None:
+    check(size, "collectives")
+
+
+@pytest.mark.parametrize("plane", ["shm", "ring", "mpi", "hierarchical"])
+def test_every_data_plane(plane: str) -> None:
+    other = "ring" if plane == "hierarchical" else plane
+    check(3, "collectives", HVDLITE_ALLREDUCE=plane, HVDLITE_DATA_PLANE=other)
+
+
+def test_init_after_shutdown() -> None:
+    check(3, "again")
+
+
+def test_parts_of_the_world() -> None:
+    check(4, "communicators")
+
+
+def test_process_sets_from_communicators() -> None:
+    check(4, "process_sets")
+
+
+def test_a_killed_rank_is_named_by_the_others_within_seconds() -> None:
+    check(3, "killed", ranks=2)
+
+
+def test_a_rank_that_raises_ends_the_others() -> None:
+    output = check(3, "raises", ranks=2)
+    assert "the data is broken" in output
+
+
+def test_a_script_that_forgets_shutdown_ends_well() -> None:
+    check(3, "forgets_shutdown")
+
+
+def test_a_rank_may_end_before_the_others() -> None:
+    check(3, "leaves_early")
+
+
+def test_a_forked_child_is_no_rank_and_does_not_hide_a_death() -> None:
+    output = check(2, "forks", ranks=1)
+    sleeper = re.search(r"sleeper (\d+)", output)
+    assert sleeper is not None
+    os.kill(int(sleeper.group(1)), signal.SIGKILL)
+
+
+def test_a_timeline_that_cannot_be_written_is_an_error_at_init() -> None:
+    check(2, "wrong_timeline", HVDLITE_TIMELINE="/nonexistent/timeline.json")
+
+
+def test_without_mpirun_a_script_is_a_job_of_one_rank() -> None:
+    script = (
+        "import sys, numpy as np, hvdlite.numpy as hvd\n"
+        "hvd.init()\n"
+        "assert (hvd.size(), hvd.rank(), hvd.local_size()) == (1, 0, 1)\n"
+        "assert hvd.allreduce(np.full(2, 3), op=hvd.Sum).tolist() == [3, 3]\n"
+        "assert 'mpi4py' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], env=environment(), check=True, timeout=60)
