@@ -26,6 +26,7 @@ FLOORS = [
     ["common.negotiation"],
     ["common.engine"],
     ["common.process_sets"],
+    ["common.job"],
     ["common.runtime"],
     ["common.basics", "common.operations"],
     ["common.adjoints"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from hvdlite.common.engine import Engine
 from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.execution import Entry
 from hvdlite.common.handles import HandleTable
+from hvdlite.common.job import connect, leave_mpi_alone
 from hvdlite.common.messages import Request
 from hvdlite.common.process_set_table import GLOBAL_ID
 from hvdlite.common.process_sets import (
@@ -27,14 +27,12 @@ from hvdlite.common.process_sets import (
 from hvdlite.common.timeline import Timeline, path_of_rank
 from hvdlite.common.topology import Topology
 from hvdlite.common.transport.base import Transport
-from hvdlite.common.transport.inprocess import solo
 from hvdlite.common.uncaught import report_uncaught
 
 log = logging.getLogger("hvdlite")
 
 DYNAMIC = "dynamic"
 _NOT_INITIALIZED = "hvdlite has not been initialized; use hvd.init()"
-_LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
 class Runtime:
@@ -202,7 +200,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     if _state.process is None:
         config = Config.from_environ()
         _set_up_log(config)
-        _state.process = _connect(comm, config)
+        job = connect(comm, config)
+        _state.process = Runtime(job.transport, config, job.mpi_group)
         _state.forked_from = None
         report_uncaught()
         atexit.unregister(_at_exit)
@@ -224,71 +223,6 @@ def _checked_sets(process_sets: Sequence[ProcessSet] | str | None, comm: Any) ->
         if not isinstance(each, ProcessSet):
             raise ValueError(f"process_sets: {each!r} is not a ProcessSet")
     return list(process_sets)
-
-
-def _connect(comm: Any, config: Config) -> Runtime:
-    if is_communicator(comm):
-        return _connect_mpi(comm, config)
-    if comm is not None and not isinstance(comm, (list, tuple, range)):
-        raise ValueError(
-            f"Invalid type of argument comm: {type(comm).__name__} {comm!r}; "
-            "give None, a list of world ranks, or an mpi4py communicator"
-        )
-    if comm:
-        return _connect_ranks(list(comm), config)
-    if _under_mpi():
-        return _connect_mpi(_world(config), config)
-    return Runtime(solo(), config)
-
-
-def _connect_ranks(ranks: list[int], config: Config) -> Runtime:
-    if not _under_mpi():
-        if ranks != [0]:
-            raise ValueError(f"comm={ranks}: this job has rank 0 only; start it with hvdlite-run")
-        return _connect(None, config)
-    world = _world(config)
-    foreign = [rank for rank in ranks if not isinstance(rank, int) or not 0 <= rank < world.size]
-    if foreign:
-        raise ValueError(f"comm={ranks}: there is no rank {foreign[0]} in a job of {world.size}")
-    if world.rank not in ranks:
-        raise ValueError(f"comm={ranks} leaves out rank {world.rank}, which must not call init")
-    sub = world.Create_group(world.group.Incl(ranks))
-    try:
-        return _connect_mpi(sub, config)
-    finally:
-        sub.Free()
-
-
-def _connect_mpi(comm: Any, config: Config) -> Runtime:
-    from hvdlite.common.transport.mpi import connect
-
-    return Runtime(connect(comm, config), config, comm.Get_group())
-
-
-def _under_mpi() -> bool:
-    """Whether a launcher has started this process as a rank, or the user's code uses MPI."""
-    return "mpi4py.MPI" in sys.modules or any(name in os.environ for name in _LAUNCHED)
-
-
-def _world(config: Config) -> Any:
-    import mpi4py
-
-    if "mpi4py.MPI" not in sys.modules:
-        if config.mpi_threads_disable:
-            mpi4py.rc.thread_level = "serialized"
-        mpi4py.rc.finalize = False
-        atexit.register(_finalize_mpi)
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
-
-
-def _finalize_mpi() -> None:
-    """What mpi4py would do, but not after a failure: MPI_Finalize waits for ranks that are dead."""
-    from mpi4py import MPI
-
-    if not any(engine.failed for engine in _state.ending):
-        MPI.Finalize()
 
 
 def _register(runtime: Runtime, sets: Sequence[ProcessSet]) -> None:
@@ -354,6 +288,8 @@ def _at_exit() -> None:
     shutdown()
     for engine in _state.ending:
         engine.join()
+        if engine.failed:
+            leave_mpi_alone()
 
 
 def _after_fork_in_child() -> None:
