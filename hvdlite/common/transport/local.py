@@ -161,6 +161,11 @@ class LocalMesh:
             os.close(self._wake)
             self._wake = -1
 
+    def after_fork_in_child(self) -> None:
+        """See `Transport.after_fork_in_child`."""
+        self._wake_lock = threading.Lock()  # a thread that is not in the child may hold the old one
+        self.close()
+
 
 class _Link:
     """Both connections to one peer."""

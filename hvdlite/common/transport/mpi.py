@@ -123,13 +123,12 @@ class MpiTransport:
         if rank == self.rank:
             self._own.append(Incoming(rank, bytes(body)))
         elif rank in self._remote:
-            self._send_remote(rank, body, BODY)
+            if rank not in self._lost:
+                self._send_remote(rank, body, BODY)
         else:
             self._mesh.send(rank, body)
 
     def _send_remote(self, rank: int, body: bytes, tag: int) -> None:
-        if rank in self._lost:
-            return
         try:
             request = self._control.Isend([body, self.mpi.BYTE], rank, tag)
         except self.mpi.Exception as error:
@@ -354,8 +353,8 @@ class MpiTransport:
         self._subcommunicators.clear()
 
     def _say_goodbye(self) -> bool:
-        """Whether all remote ranks have said goodbye too."""
-        for rank in self._remote:
+        """Whether all remote ranks have said goodbye too, now or before."""
+        for rank in self._remote - self._dead():
             self._send_remote(rank, b"", GOODBYE)
         deadline = time.monotonic() + GOODBYE_SECONDS
         nap = Nap()
@@ -369,7 +368,7 @@ class MpiTransport:
 
     def after_fork_in_child(self) -> None:
         """See `Transport.after_fork_in_child`. The child leaves MPI alone."""
-        self._mesh.close()
+        self._mesh.after_fork_in_child()
 
 
 __all__ = ["MpiTransport", "connect", "solo"]

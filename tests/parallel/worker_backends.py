@@ -1,0 +1,87 @@
+"""What each rank of `test_backends` runs: the matrix of the backends in short form, over MPI.
+
+Usage: worker_backends.py WAY HOSTS [apart], where HOSTS is what the topology must be, such as
+"2+2"; "apart" simulates ranks of one host that do not see each other's files.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+from mpi4py import MPI
+
+from hvdlite.common.collectives.base import Group
+from hvdlite.common.config import Config
+from hvdlite.common.transport import bootstrap
+from hvdlite.common.transport.mpi import MpiTransport, connect
+from hvdlite.common.transport.rendezvous import Meeting
+from tests.backends import DTYPES, Program
+
+
+def main(way: str, hosts: str, apart: str = "") -> None:
+    """Check every collective among all ranks, and among all but the first; twice over."""
+    comm = MPI.COMM_WORLD
+    if apart and comm.rank:
+        bootstrap.listen = hide
+    for _ in range(2):
+        transport = connect(comm, Config())
+        found = "+".join(str(len(host)) for host in transport.topology.hosts)
+        assert found == hosts, f"{found} is not {hosts}"
+        check(transport, way)
+        talk(transport)
+        transport.close()
+    leave_by_turns(comm)
+    # Written at once, so that the lines of two ranks do not mix.
+    os.write(1, f"rank {comm.rank} of {comm.size} is content\n".encode())
+
+
+def hide(meeting: Meeting, rank: int) -> socket.socket:
+    """Stands for `listen` where the leader's directory is not to be seen."""
+    raise FileNotFoundError(meeting.path(rank))
+
+
+def check(transport: MpiTransport, way: str) -> None:
+    """Every collective, among all ranks and among some."""
+    flat = "ring" if way == "hierarchical" else way
+    program = Program.of(transport, allreduce=way, data_plane=flat)
+    for dtype in DTYPES:
+        program.everything(dtype, [0, 1, program.group.size, 101])
+    program.everything("float32", [300_007])
+    members = tuple(range(1, program.group.size))
+    if len(members) > 1 and transport.rank in members:
+        topology = transport.topology.restrict(members)
+        group = Group(members, members.index(transport.rank), topology)
+        Program(transport, group, program.backends).everything("float32", [1, 101])
+
+
+def talk(transport: MpiTransport) -> None:
+    """Large messages from everybody to everybody at once keep their borders and their order."""
+    size = transport.topology.size
+    lengths = (0, 300_000)
+    bodies = [bytes([sender]) * length for sender in range(size) for length in lengths]
+    for rank in range(size):
+        for body in bodies[2 * transport.rank : 2 * transport.rank + 2]:
+            transport.send(rank, body)
+    got: dict[int, list[bytes | None]] = {rank: [] for rank in range(size)}
+    while any(len(each) < 2 for each in got.values()):
+        for message in transport.receive(10.0):
+            got[message.rank].append(message.body)
+    for rank, each in got.items():
+        assert each[:2] == bodies[2 * rank : 2 * rank + 2], f"rank {rank} was misunderstood"
+
+
+def leave_by_turns(comm: MPI.Intracomm) -> None:
+    """Each rank closes when all before it have; nobody sees the end of another connection."""
+    transport = connect(comm, Config())
+    ended: set[int] = set()
+    while ended != set(range(comm.rank)):
+        for rank, body in transport.receive(10.0):
+            assert body is None and rank < comm.rank, (rank, body)
+            ended.add(rank)
+    transport.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
