@@ -117,9 +117,13 @@ class Engine:
             )  # fmt: skip
 
     def _cycle(self) -> None:
-        self._negotiation.receive(self._timeout())
+        timeout = self._timeout()
+        if self._timeline.enabled:
+            self._timeline.engine("NEGOTIATE" if timeout == 0 else None)
+        self._negotiation.receive(timeout)
         if self._timeline.enabled:
             self._timeline.mark_cycle()
+            self._timeline.engine("NEGOTIATE")
         self._take_entries()
         self._negotiation.pass_on()
         if self._negotiation.orders:
@@ -180,6 +184,7 @@ class Engine:
         elif ROWS[responses[0].request.collective].run is None:
             self._answer(responses[0], entries[0])
         else:
+            self._timeline.engine("EXECUTE")
             self._executor.run(members, responses, entries)
 
     def _answer(self, response: Response, entry: Entry | None) -> None:
