@@ -1,0 +1,140 @@
+"""Which gradients travel when, and together with which: the same for every framework's optimizer.
+
+Parameters are known here by a key, which can be anything hashable; nothing here sends.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from hvdlite.common.reduce_op import ReduceOp
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How gradients are reduced: the operation, and what is multiplied before and after it."""
+
+    op: ReduceOp = ReduceOp.AVERAGE
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+
+
+def scaling(op: int, gradient_predivide_factor: float) -> Scaling:
+    """Average, of which one part of the division by the number of ranks can come before the sum.
+
+    Raises `ValueError` for a factor with another operation, and for one that is not positive.
+    """
+    factor = gradient_predivide_factor
+    if factor == 1:
+        return Scaling(ReduceOp(op))
+    if op != ReduceOp.AVERAGE:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not factor > 0:
+        raise ValueError(f"gradient_predivide_factor must be positive, not {factor}")
+    return Scaling(ReduceOp.AVERAGE, 1 / factor, factor)
+
+
+def check_passes(backward_passes_per_step: int) -> int:
+    """Raises `ValueError` unless it is a positive number."""
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, not {backward_passes_per_step}")
+    return backward_passes_per_step
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises `ValueError` for a name that comes twice."""
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: "
+            f"{', '.join(duplicates)}"
+        )
+
+
+def resolve_groups(num_groups: int, groups: object) -> object:
+    """`groups`, or the deprecated `num_groups` in its place."""
+    if num_groups == 0:
+        return groups
+    warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=4)
+    return num_groups if groups is None else groups
+
+
+def split_evenly(keys: Sequence[K], parts: int) -> list[list[K]]:
+    """`keys` in order, in at most `parts` lists whose lengths differ by one at most."""
+    base, extra = divmod(len(keys), parts)
+    ends = [(part + 1) * base + min(part + 1, extra) for part in range(parts)]
+    starts = [0, *ends[:-1]]
+    chunks = [list(keys[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return [chunk for chunk in chunks if chunk]
+
+
+def buckets_of(keys: Iterable[K], groups: Sequence[Sequence[K]]) -> list[list[K]]:
+    """`groups`, and every key that is in none of them alone, in the order of `keys`.
+
+    Raises `ValueError` for a key that is in two groups, or twice in one.
+    """
+    bucket_of: dict[K, list[K]] = {}
+    for group in groups:
+        bucket = list(group)
+        for key in bucket:
+            if key in bucket_of or bucket.count(key) > 1:
+                raise ValueError(f"the parameter {key} appears more than once in groups")
+            bucket_of[key] = bucket
+    buckets = [bucket_of.get(key, [key]) for key in keys]
+    return list({id(bucket): bucket for bucket in buckets}.values())
+
+
+class Schedule(Generic[K]):
+    """Counts backward passes: a bucket is due when each of its gradients is complete.
+
+    Every key is in one of the `buckets`, which all ranks have alike and in the same order.
+    """
+
+    def __init__(self, buckets: Iterable[Sequence[K]], passes: int) -> None:
+        self._buckets = [list(bucket) for bucket in buckets]
+        self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket}
+        self._passes = passes
+        self._done: dict[K, int] = {}  # passes since the last step
+        self._sent: set[K] = set()
+
+    def add(self, key: K) -> None:
+        """One more parameter, alone in its bucket."""
+        self._bucket_of[key] = [key]
+        self._buckets.append(self._bucket_of[key])
+
+    def count(self, key: K) -> Sequence[K]:
+        """A backward pass has added to the gradient of `key`; the bucket that is now due, or ().
+
+        Raises `AssertionError` when there were more passes than were announced.
+        """
+        done = self._done.get(key, 0) + 1
+        if done > self._passes or key in self._sent:
+            raise AssertionError(
+                f"Gradients of {key} were computed more than backward_passes_per_step "
+                f"({self._passes}) times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally"
+            )
+        self._done[key] = done
+        bucket = self._bucket_of[key]
+        if any(self._done.get(each, 0) < self._passes for each in bucket):
+            return ()
+        self._sent.update(bucket)
+        return bucket
+
+    def rest(self, keys: Collection[K]) -> list[list[K]]:
+        """What is still to be sent of `keys`, bucket by bucket; counts as sent from now on."""
+        wanted = set(keys) - self._sent
+        self._sent |= wanted
+        rest = [[key for key in bucket if key in wanted] for bucket in self._buckets]
+        return [bucket for bucket in rest if bucket]
+
+    def reset(self, passes: int | None = None) -> None:
+        """A step was made: count from the beginning, from now on up to `passes`."""
+        self._done.clear()
+        self._sent.clear()
+        self._passes = self._passes if passes is None else passes

@@ -1,0 +1,87 @@
+"""The optimizer for ``op=Adasum``: ranks combine the steps they would make, not their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.torch import mpi_ops
+from hvdlite.torch.exchange import Terms, named_by_position
+
+
+class AdasumMixin(torch.optim.Optimizer):
+    """Comes before the class of the wrapped optimizer.
+
+    A step is made with the gradients of this rank; what it has changed is combined with what the
+    other ranks' steps have changed. Gradients stay local, and can be clipped and scaled freely.
+    """
+
+    _terms: Terms
+    _names: dict[torch.Tensor, str]
+
+    def _set_up(self, names: dict[torch.Tensor, str], terms: Terms) -> None:
+        self._names = names
+        self._terms = terms
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        return self._names
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """Make the wrapped optimizer's step, and replace it by the Adasum of all ranks' steps."""
+        if closure is not None:
+            options["closure"] = closure
+        if not self._terms.active:
+            return super().step(**options)
+        starts = {
+            parameter: parameter.detach().clone()
+            for parameter, _ in named_by_position(self.param_groups)
+            if parameter.requires_grad
+        }
+        result = super().step(**options)
+        with torch.no_grad():
+            self._combine(starts)
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # the wrapped step calls the user's hooks
+
+    def _combine(self, starts: dict[torch.Tensor, torch.Tensor]) -> None:
+        compression, process_set = self._terms.compression, self._terms.process_set
+        places = dict(named_by_position(self.param_groups))
+        flights = []
+        for parameter, start in starts.items():
+            name = self._names.setdefault(parameter, places[parameter])
+            packed, context = compression.compress(parameter - start)
+            handle = mpi_ops.allreduce_async_(
+                packed, name=name, op=ReduceOp.ADASUM, process_set=process_set
+            )
+            flights.append((parameter, start, packed, context, handle))
+        error: HorovodInternalError | None = None
+        for parameter, start, packed, context, handle in flights:
+            try:
+                mpi_ops.synchronize(handle)
+            except HorovodInternalError as failure:
+                error = error or failure
+                continue
+            parameter.copy_(start.add_(compression.decompress(packed, context)))
+        if error is not None:
+            raise error
+
+    def synchronize(self) -> None:
+        """Nothing: the exchange happens in ``step()``."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raises `AssertionError`: there is no step of this rank alone."""
+        raise AssertionError(
+            "Skipping synchronization is not supported when using Adasum optimizer"
+        )
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """No effect: steps are exchanged, however many backward passes came before them."""

@@ -1,0 +1,68 @@
+"""torch's dtypes as numpy sees them, and torch's own casts of 16-bit floats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvdlite.common.adapter import numpy_dtype
+from hvdlite.common.collectives.kernels import Casts, register_casts
+
+_NAMES = (
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+)
+# Older versions of torch lack the unsigned types beyond uint8.
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, name): name for name in _NAMES if hasattr(torch, name)
+}
+_BFLOAT16 = numpy_dtype("bfloat16")
+
+
+def as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """The memory of a contiguous host tensor as a flat array."""
+    flat = tensor.detach().view(-1)
+    if flat.dtype is torch.bfloat16:  # torch's numpy() does not know ml_dtypes
+        bits: NDArray[Any] = flat.view(torch.int16).numpy()
+        return bits.view(_BFLOAT16)
+    array: NDArray[Any] = flat.numpy()
+    return array
+
+
+def as_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """The memory of a flat array as a tensor."""
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _cast(destination: NDArray[Any], source: NDArray[Any]) -> None:
+    if source.flags.writeable:
+        as_tensor(destination).copy_(as_tensor(source))
+    else:  # torch has no read-only tensors
+        np.copyto(destination, source, casting="unsafe")
+
+
+def use_torch_casts() -> None:
+    """From now on torch converts between float32 and 16-bit floats, faster than numpy.
+
+    The bits are numpy's, except for which of the NaNs a NaN becomes.
+    """
+    for name in ("float16", "bfloat16"):
+        register_casts(name, Casts(widen=_cast, narrow=_cast))

@@ -1,0 +1,279 @@
+"""Gradients on their way between ranks, from the hook that backward calls to the optimizer's step.
+
+backward -> hook -> Schedule.count -> send       a bucket that is complete starts to travel
+step -> synchronize -> send what is missing      zeros stand in for a gradient that is not there
+                    -> land                      results are written back to ``p.grad``
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdlite.common.basics import size
+from hvdlite.common.compression import Compressor
+from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.gradients import Scaling, Schedule
+from hvdlite.common.process_sets import ProcessSet
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.torch import mpi_ops
+from hvdlite.torch.layouts import Layouts
+
+ParamGroups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How gradients are reduced."""
+
+    compression: type[Compressor]
+    scaling: Scaling
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+    @property
+    def active(self) -> bool:
+        """Whether there are other ranks to exchange with. Raises `ValueError` before `init`."""
+        return size() > 1 and bool(self.process_set.included())
+
+
+@dataclass(frozen=True)
+class _Passenger:
+    """One gradient that was sent."""
+
+    name: str
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    version: int  # of `gradient` when it was sent
+    packed: torch.Tensor  # what travels; `gradient` itself where nothing makes it smaller
+    context: Any  # what `decompress` needs
+
+    def check(self) -> None:
+        """Raise `RuntimeError` when something has changed the gradient since it was sent."""
+        now = self.parameter.grad
+        if now is None or (now is self.gradient and now._version == self.version):
+            return
+        raise RuntimeError(
+            f"the gradient of {self.name} was changed after it was sent to the other ranks, by "
+            "clipping or unscaling perhaps. Call optimizer.synchronize() first, then change "
+            "gradients, and call step() inside 'with optimizer.skip_synchronize():'"
+        )
+
+
+class _DenseFlight:
+    """A bucket in flight."""
+
+    def __init__(self, passengers: Sequence[_Passenger], terms: Terms) -> None:
+        self._passengers = passengers
+        self._compression = terms.compression
+        first = passengers[0].name
+        packed = [each.packed for each in passengers]
+        scaling = terms.scaling
+        options: dict[str, Any] = {
+            "name": first,
+            "op": scaling.op,
+            "prescale_factor": scaling.prescale_factor,
+            "postscale_factor": scaling.postscale_factor,
+            "process_set": terms.process_set,
+        }
+        self._handle = (
+            mpi_ops.allreduce_async_(packed[0], **options)
+            if len(packed) == 1
+            else mpi_ops.grouped_allreduce_async_(packed, **options)
+        )
+
+    def land(self) -> None:
+        """Wait, and write the results to the gradients."""
+        try:
+            for each in self._passengers:
+                each.check()
+        finally:
+            mpi_ops.synchronize(self._handle)
+        for each in self._passengers:
+            self._unpack(each)
+
+    def _unpack(self, passenger: _Passenger) -> None:
+        result = self._compression.decompress(passenger.packed, passenger.context)
+        gradient = passenger.gradient
+        if gradient.is_sparse:
+            gradient = result.to_sparse(gradient.sparse_dim())
+        elif result is not gradient:
+            gradient.copy_(result)
+        passenger.parameter.grad = gradient
+
+
+class _SparseFlight:
+    """One sparse gradient in flight."""
+
+    def __init__(self, passenger: _Passenger, terms: Terms) -> None:
+        self._passenger = passenger
+        self._wait = mpi_ops.sparse_allreduce_async(
+            passenger.gradient, passenger.name, terms.scaling.op, terms.process_set
+        )
+
+    def land(self) -> None:
+        """Wait, and replace the gradient."""
+        try:
+            self._passenger.check()
+        finally:
+            result = self._wait()
+        self._passenger.parameter.grad = result
+
+
+class GradientExchange:
+    """The gradients of one optimizer."""
+
+    def __init__(
+        self,
+        param_groups: ParamGroups,
+        names: dict[torch.Tensor, str],
+        schedule: Schedule[str],
+        terms: Terms,
+    ) -> None:
+        self.names = names
+        self.terms = terms
+        self.synchronized = False  # no gradient has come since the last synchronize()
+        self._param_groups = param_groups
+        self._schedule = schedule
+        self._layouts = Layouts(terms.process_set)
+        self._flights: list[_DenseFlight | _SparseFlight] = []
+        self._watched: set[torch.Tensor] = set()
+        self._parameter_of = {name: parameter for parameter, name in names.items()}
+        if terms.active:
+            self.watch()
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients travel."""
+        return bool(self._flights)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a step would apply anything."""
+        return any(parameter.grad is not None for parameter, _ in self._parameters())
+
+    def watch(self) -> None:
+        """Be told of every gradient, also of parameters that have come since the last call."""
+        for parameter, default_name in self._parameters():
+            if parameter not in self.names:
+                self.names[parameter] = default_name
+                self._parameter_of[default_name] = parameter
+                self._schedule.add(default_name)
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched.add(parameter)
+                hook = parameter.register_post_accumulate_grad_hook(_weak(self._on_gradient))
+                weakref.finalize(self, hook.remove)
+
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
+        return named_by_position(self._param_groups)
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Backward has added to the gradient of `parameter`. The thread that runs backward."""
+        self.synchronized = False
+        bucket = self._schedule.count(self.names[parameter])
+        if bucket:
+            self._send(bucket)
+
+    def _send(self, bucket: Sequence[str]) -> None:
+        passengers = [self._passenger(name) for name in bucket]
+        dense = [each for each in passengers if not each.packed.is_sparse]
+        if dense:
+            self._flights.append(_DenseFlight(dense, self.terms))
+        for each in passengers:
+            if each.packed.is_sparse:
+                self._flights.append(_SparseFlight(each, self.terms))
+
+    def _passenger(self, name: str) -> _Passenger:
+        parameter = self._parameter_of[name]
+        if parameter.grad is None:
+            parameter.grad = self._layouts.zeros(name, parameter)
+        gradient = parameter.grad
+        if gradient.requires_grad:
+            raise AssertionError(
+                f"the gradient of {name} has a graph of its own (create_graph=True); "
+                "such gradients cannot be reduced in place"
+            )
+        packed, context = gradient, None
+        if gradient.is_sparse and self.terms.sparse_as_dense:
+            packed = gradient.to_dense()
+        if not packed.is_sparse:
+            packed, context = self.terms.compression.compress(packed)
+        return _Passenger(name, parameter, gradient, gradient._version, packed, context)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Send what backward has not sent, wait for everything, and write it to ``p.grad``.
+
+        Raises `HorovodInternalError` when a reduction failed, and `RuntimeError` for a gradient
+        that was changed while it travelled; all have ended then.
+        """
+        if self.terms.active:
+            self.watch()
+            parameters = {
+                self.names[each]: each
+                for each, _ in self._parameters()
+                if each.requires_grad or each.grad is not None
+            }
+            known = self._layouts.agree(parameters)
+            for bucket in self._schedule.rest(known):
+                self._send(bucket)
+            self._land()
+        self.synchronized = True
+
+    def _land(self) -> None:
+        flights = self._flights
+        self.reset()
+        error: RuntimeError | None = None
+        for flight in flights:
+            try:
+                flight.land()
+            except RuntimeError as failure:  # HorovodInternalError is one
+                error = error or failure
+        if error is not None:
+            raise error
+
+    def reset(self, backward_passes_per_step: int | None = None) -> None:
+        """Forget what travels, and count backward passes from the beginning."""
+        self._flights = []
+        self.synchronized = False
+        self._schedule.reset(backward_passes_per_step)
+
+    def restart_count(self) -> None:
+        """The gradients were thrown away before they were complete."""
+        if not self._flights:
+            self._schedule.reset()
+
+    def share_loss(self, loss: Any) -> Any:
+        """The loss of all ranks together, for an optimizer that decides by it."""
+        if not self.terms.active or self.terms.scaling.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            return loss
+        local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu()
+        return mpi_ops.allreduce(
+            local,
+            name="closure.loss",
+            op=self.terms.scaling.op,
+            process_set=self.terms.process_set,
+        )
+
+
+def named_by_position(param_groups: ParamGroups) -> Iterator[tuple[torch.Tensor, str]]:
+    """All parameters, each with the name it has when it is given none."""
+    for number, group in enumerate(param_groups):
+        for index, parameter in enumerate(group["params"]):
+            yield parameter, f"allreduce.noname.{number}.{index}"
+
+
+def _weak(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """A hook that does not keep the owner of `method` alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(parameter)
+
+    return hook

@@ -1,0 +1,83 @@
+"""Parameters, optimizer state and Python objects from one rank to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hvdlite.common.objects import Objects
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.torch import mpi_ops
+from hvdlite.torch.dtypes import as_array
+from hvdlite.torch.optimizer_state import OptimizerState
+
+_objects = Objects(mpi_ops.forms, torch.from_numpy, as_array)
+
+broadcast_object = _objects.broadcast_object
+allgather_object = _objects.allgather_object
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor] | list[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Copy tensors of the global rank `root_rank` to all ranks, in place; blocks.
+
+    `params` is a dict such as ``model.state_dict()`` (in the order of its keys), or a list of
+    tensors or of ``(name, tensor)`` tuples; None among the tensors is left out. Every rank
+    gives tensors of the same shapes and dtypes. Raises `ValueError` for anything else.
+    """
+    handles = [
+        mpi_ops.broadcast_async_(tensor, root_rank, name, process_set)
+        for name, tensor in _named(params)
+        if tensor is not None
+    ]
+    for handle in handles:
+        mpi_ops.synchronize(handle)
+
+
+def _named(params: Any) -> Iterable[tuple[str | None, Any]]:
+    if isinstance(params, Mapping):
+        return sorted(params.items())
+    if isinstance(params, list):
+        return [each if isinstance(each, tuple) else (None, each) for each in params]
+    raise ValueError(f"invalid params of type: {type(params)}; give a dict or a list")
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Copy the state and the options of an optimizer from the global rank `root_rank`; blocks.
+
+    Any optimizer will do whose state belongs to its parameters; every rank has one with the same
+    parameters. State that the others do not have yet is made, and no step is needed for it. `model`
+    has no effect.
+
+    Raises `ValueError` for LBFGS, whose state does not belong to parameters, and on a rank whose
+    optimizer has other parameters than the root's.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    is_root = mpi_ops.rank() == root_rank
+    state = OptimizerState.of(optimizer) if is_root else None
+    state = broadcast_object(state, root_rank, "optimizer_state", process_set)
+    if not is_root:
+        state.allocate(optimizer)
+    named = [(f"optimizer_state.{n}", tensor) for n, tensor in enumerate(state.tensors)]
+    broadcast_parameters(named, root_rank, process_set)
+    if not is_root:
+        state.install(optimizer)
+
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]

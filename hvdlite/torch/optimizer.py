@@ -1,0 +1,246 @@
+"""`DistributedOptimizer`: an optimizer whose gradients are reduced over all ranks before a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdlite.common.basics import size
+from hvdlite.common.compression import Compressor
+from hvdlite.common.gradients import (
+    Schedule,
+    buckets_of,
+    check_names,
+    check_passes,
+    resolve_groups,
+    scaling,
+    split_evenly,
+)
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.torch.adasum_optimizer import AdasumMixin
+from hvdlite.torch.compression import Compression
+from hvdlite.torch.exchange import GradientExchange, Terms, named_by_position
+from hvdlite.torch.functions import broadcast_object
+
+Names = dict[torch.Tensor, str]
+Closure = Callable[[], Any]
+
+
+class _DistributedMixin(torch.optim.Optimizer):
+    """Comes before the class of the wrapped optimizer."""
+
+    _exchange: GradientExchange
+    _should_synchronize = True
+
+    @property
+    def _parameter_names(self) -> Names:
+        return self._exchange.names
+
+    def step(self, closure: Closure | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """Synchronize the gradients, and let the wrapped optimizer make its step with them.
+
+        A `closure` is synchronized each time after the wrapped optimizer has called it.
+        """
+        if closure is None:
+            self._synchronize_for_step()
+        else:
+            if self._exchange.pending:
+                self._exchange.synchronize()
+            options["closure"] = self._synchronizing(closure)
+        self._exchange.synchronized = False
+        return super().step(**options)
+
+    step.hooked = True  # type: ignore[attr-defined]  # the wrapped step calls the user's hooks
+
+    def _synchronize_for_step(self) -> None:
+        exchange = self._exchange
+        if not self._should_synchronize:
+            if exchange.terms.active and not exchange.synchronized and exchange.has_gradients:
+                raise RuntimeError(
+                    "step() inside skip_synchronize() would apply gradients of this rank alone: "
+                    "call optimizer.synchronize() before it"
+                )
+        elif not exchange.synchronized:
+            exchange.synchronize()
+        elif exchange.terms.active:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). The gradients are not synchronized a second time; use "
+                "optimizer.skip_synchronize() to say that this is meant",
+                stacklevel=3,
+            )
+
+    def _synchronizing(self, closure: Closure) -> Closure:
+        def synchronized_closure() -> Any:
+            loss = closure()
+            if not self._exchange.synchronized:
+                self._exchange.synchronize()
+            self._exchange.synchronized = False
+            if isinstance(self, torch.optim.LBFGS):  # its line search must be the same everywhere
+                loss = self._exchange.share_loss(loss)
+            return loss
+
+        return synchronized_closure
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, so that they can be clipped or looked at.
+
+        Follow it with a ``step()`` inside `skip_synchronize`. Raises `HorovodInternalError` when
+        a reduction failed.
+        """
+        self._exchange.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within this, ``step()`` takes the gradients as `synchronize` has left them."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the wrapped optimizer's. Raises `AssertionError` while gradients travel."""
+        if self._exchange.pending:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
+                "a race condition"
+            )
+        self._exchange.restart_count()
+        super().zero_grad(*args, **kwargs)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on gradients travel after `passes` backward passes, which accumulate locally."""
+        self._exchange.reset(check_passes(passes))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's; what travels is forgotten, as after a failure."""
+        self._exchange.reset()
+        super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the wrapped optimizer's; the new parameters are named after their position."""
+        super().add_param_group(param_group)
+        if self._exchange.terms.active:
+            self._exchange.watch()
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """An optimizer of the same class that reduces gradients over all ranks before each step.
+
+    Gradients start to travel while backward still runs, each as soon as it is complete.
+
+    - `optimizer`: the optimizer to wrap; do not use it yourself afterwards. Its state is kept.
+    - `named_parameters`: ``model.named_parameters()``. All parameters of the optimizer must be
+      among them. Without it they are named by position.
+    - `compression`: `Compression.fp16` or `Compression.bf16` makes what travels smaller.
+    - `backward_passes_per_step`: how many passes accumulate before a gradient travels.
+    - `op`: Average, Sum, Min, Max, Product, or Adasum, which combines the steps that the ranks
+      would make on their own instead of the gradients (and takes no groups, no predivide factor).
+    - `gradient_predivide_factor` f: gradients are divided by f before the sum, and by size / f
+      after it.
+    - `groups`: how many groups, or lists of parameters: gradients that travel together.
+      `num_groups` is its deprecated name.
+    - `sparse_as_dense`: sparse gradients travel as dense ones, otherwise by their entries.
+    - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
+
+    Raises `ValueError` for arguments that contradict each other, and before `init`.
+    """
+    terms = Terms(compression, scaling(op, gradient_predivide_factor), sparse_as_dense, process_set)
+    passes = check_passes(backward_passes_per_step)
+    names = _name_parameters(optimizer, named_parameters)
+    chosen = resolve_groups(num_groups, groups)
+    if op == ReduceOp.ADASUM and size() > 1:
+        adasum = _wrap(AdasumMixin, optimizer)
+        adasum._set_up(names, terms)
+        return adasum
+    schedule = Schedule(buckets_of(names.values(), _resolve_groups(chosen, names, terms)), passes)
+    wrapped = _wrap(_DistributedMixin, optimizer)
+    wrapped._exchange = GradientExchange(wrapped.param_groups, names, schedule, terms)
+    return wrapped
+
+
+def _wrap(mixin: type, optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer once more, with its groups and its state, as an instance of a new class."""
+    base = type(optimizer)
+    cls = type(
+        base.__name__, (mixin, base), {"__doc__": base.__doc__, "__module__": base.__module__}
+    )
+    wrapped = cls.__new__(cls)
+    for name, value in vars(optimizer).items():
+        # A learning rate scheduler puts its own step() in the way of the method.
+        if not callable(getattr(cls, name, None)):
+            wrapped.__dict__[name] = value
+    return wrapped
+
+
+def _name_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> Names:
+    """The optimizer's parameters with their names, in the optimizer's order."""
+    by_position = dict(named_by_position(optimizer.param_groups))
+    if named_parameters is None:
+        return by_position
+    named = list(named_parameters)
+    if any(not isinstance(entry, tuple) for entry in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced "
+            "by model.named_parameters()"
+        )
+    check_names([name for name, _ in named])
+    names = {parameter: name for name, parameter in named}
+    unnamed = [place for parameter, place in by_position.items() if parameter not in names]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named: "
+            + ", ".join(place.removeprefix("allreduce.noname.") for place in unnamed)
+            + " (group.index)"
+        )
+    return {parameter: names[parameter] for parameter in by_position}
+
+
+def _resolve_groups(groups: object, names: Names, terms: Terms) -> list[list[str]]:
+    """The names of the parameters of each group."""
+    if groups is None:
+        return []
+    if isinstance(groups, list):
+        return [_names_of(group, names) for group in groups]
+    if not isinstance(groups, int) or groups <= 0:
+        raise ValueError(
+            f"groups should be a positive number or a list of lists of torch.Tensor, not {groups!r}"
+        )
+    order = [names[parameter] for parameter in names if parameter.requires_grad]
+    if terms.active:  # the ranks might have made their parameters in different orders
+        root = min(terms.process_set.ranks or [0])
+        order = broadcast_object(order, root, "groups", terms.process_set)
+    return split_evenly(order, groups)
+
+
+def _names_of(group: Sequence[torch.Tensor], names: Names) -> list[str]:
+    if not isinstance(group, (list, tuple)) or not all(
+        isinstance(parameter, torch.Tensor) for parameter in group
+    ):
+        raise ValueError("groups must consist of lists of torch.Tensor")
+    if any(parameter not in names for parameter in group):
+        raise ValueError("groups has a tensor that is not a parameter of the optimizer")
+    return [names[parameter] for parameter in group]
+
+
+__all__ = ["DistributedOptimizer"]

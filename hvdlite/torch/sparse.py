@@ -1,0 +1,57 @@
+"""The sum of sparse tensors over all ranks, by gathering what each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hvdlite.common.forms import Forms
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.reduce_op import ReduceOp
+
+
+class SparseForms:
+    """Built on the dense `forms`."""
+
+    def __init__(self, forms: Forms[torch.Tensor]) -> None:
+        self._forms = forms
+
+    def sparse_allreduce_async(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        op: int,
+        process_set: ProcessSet = global_process_set,
+    ) -> Callable[[], torch.Tensor]:
+        """Start to reduce a sparse COO tensor over all ranks; a function that waits for the result.
+
+        Every rank gives a tensor of the same shape, dtype and number of sparse dimensions, with any
+        number of entries. `op` is Sum or Average. The function returns a new sparse tensor that
+        is not coalesced. Two collectives travel, ``<name>.indices`` and ``<name>.values``.
+
+        Raises `ValueError` for a tensor of another layout, and for another op.
+        """
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+            layout = getattr(tensor, "layout", type(tensor).__name__)
+            raise ValueError(f"sparse_allreduce '{name}' needs a sparse COO tensor, not {layout}")
+        if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise ValueError(f"sparse_allreduce '{name}': op is Sum or Average, not {op!r}")
+        detached = tensor.detach()
+        gather = self._forms.allgather_async
+        indices = gather(detached._indices().t(), f"{name}.indices", process_set)
+        values = gather(detached._values(), f"{name}.values", process_set)
+
+        def wait() -> torch.Tensor:
+            all_values = self._forms.synchronize(values)
+            all_indices = self._forms.synchronize(indices).t()
+            if op == ReduceOp.AVERAGE:
+                whole = (
+                    None if all_values.is_floating_point() or all_values.is_complex() else "trunc"
+                )
+                all_values = torch.div(all_values, process_set.size(), rounding_mode=whole)
+            return torch.sparse_coo_tensor(
+                all_indices, all_values, tensor.shape, check_invariants=False
+            )
+
+        return wait

@@ -1,0 +1,163 @@
+"""Batch normalization over the batches of all ranks, as if they were one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.torch import mpi_ops
+
+Tensor = torch.Tensor
+
+
+class SyncBatchNorm(_BatchNorm):
+    """``torch.nn.BatchNorm`` of any dimensions whose statistics are those of all ranks.
+
+    Input has the shape ``(N, C, ...)`` with C = `num_features`; N may differ between ranks, and be
+    0 on some of them. The arguments are those of ``torch.nn.BatchNorm2d``, and `process_set`, the
+    ranks whose batches are one. In evaluation, and on one rank, it is plain batch normalization.
+
+    Gradients of weight and bias are those of this rank's part of the batch; they are reduced like
+    all others. Raises `ValueError` for input of less than 2 dimensions, and where all ranks
+    together have only one value per channel.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_set = process_set
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalized input, of the same shape and dtype."""
+        self._check_input_dim(input)
+        if not self.training or self.process_set.size() == 1:
+            return super().forward(input)
+        output, mean, variance, count = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, self.process_set
+        )
+        self._track(mean, variance * count / (count - 1))
+        return output  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, unbiased_variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                factor = 1 / float(self.num_batches_tracked)
+        if factor is not None:
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), factor)
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """Forward and backward each exchange one row of float64."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # torch leaves the arguments to the subclass
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        process_set: ProcessSet,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance, count = _whole_batch(input, process_set)
+        narrow = input.dtype if weight is None else weight.dtype
+        output = torch.nn.functional.batch_norm(
+            input, mean.to(narrow), variance.to(narrow), weight, bias, eps=eps
+        )
+        ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
+        ctx.process_set, ctx.count = process_set, count
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output, mean, variance, count
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        input, weight, mean, inverse_std = ctx.saved_tensors
+        dims, shape = _channels(input)
+        dy = _wide(gradient)
+        centred = _wide(input) - _like(mean, dy, shape)
+        sums = torch.stack(
+            [dy.sum(dims, dtype=torch.float64), (dy * centred).sum(dims, dtype=torch.float64)]
+        )
+        gradients: list[Tensor | None] = [None, None, None]
+        if ctx.needs_input_grad[0]:
+            mean_dy, mean_dy_xmu = _total(sums, ctx.process_set) / ctx.count
+            slope = _like(mean_dy_xmu * inverse_std.square(), dy, shape)
+            scale = _like(inverse_std if weight is None else inverse_std * weight, dy, shape)
+            rest = dy - _like(mean_dy, dy, shape) - centred * slope
+            gradients[0] = (rest * scale).to(input.dtype)
+        if ctx.needs_input_grad[1]:
+            gradients[1] = (sums[1] * inverse_std).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            gradients[2] = sums[0].to(weight.dtype)
+        return (*gradients, None, None)
+
+
+def _whole_batch(input: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance of each channel, and the number of values in it: of all ranks.
+
+    Means and squared deviations are combined instead of sums of squares, which lose precision.
+    """
+    dims, _ = _channels(input)
+    channels = input.shape[1]
+    count = input.numel() // max(channels, 1)
+    own = torch.zeros(1, 2 * channels + 1, dtype=torch.float64, device=input.device)
+    if count:
+        variance, mean = torch.var_mean(_wide(input), dims, correction=0)
+        own[0] = torch.cat([mean.double(), variance.double(), own.new_tensor([count])])
+    rows = mpi_ops.allgather(own, "sync_batch_norm.statistics", process_set)
+    means, variances, counts = rows.split([channels, channels, 1], dim=1)
+    total = counts.sum()
+    if total < 2:
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got input size "
+            f"{tuple(input.shape)} and nothing from the other ranks"
+        )
+    mean = (means * counts).sum(0) / total
+    squares = ((variances + (means - mean).square()) * counts).sum(0)
+    return mean, squares / total, total
+
+
+def _total(sums: Tensor, process_set: ProcessSet) -> Tensor:
+    return mpi_ops.allreduce(
+        sums, name="sync_batch_norm.sum_dy", op=ReduceOp.SUM, process_set=process_set
+    )
+
+
+def _channels(input: Tensor) -> tuple[list[int], list[int]]:
+    """The dimensions over which a channel extends, and the shape of one value per channel."""
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    return dims, [-1 if dim == 1 else 1 for dim in range(input.dim())]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """16-bit values as float32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _like(values: Tensor, tensor: Tensor, shape: list[int]) -> Tensor:
+    return values.to(tensor.dtype).view(shape)
+
+
+__all__ = ["SyncBatchNorm"]
