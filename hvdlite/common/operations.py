@@ -48,7 +48,7 @@ class TensorEntry(Entry, Generic[T]):
         self._adapter = adapter
         self._tensor = tensor
         self._input = adapter.input(tensor)
-        self._output: HostBuffer | None = None
+        self._output: HostBuffer | None = None if target is None else adapter.output(target)
 
     def wait(self) -> None:
         """Sleep until the input may be read."""
@@ -61,9 +61,9 @@ class TensorEntry(Entry, Generic[T]):
 
     def output(self, shape: tuple[int, ...]) -> NDArray[Any]:
         """The output of this shape, flat."""
-        if self.result is None:
+        if self._output is None:
             self.result = self._adapter.empty_like(self._tensor, shape)
-        self._output = self._adapter.output(self.result)
+            self._output = self._adapter.output(self.result)
         return self._output.array
 
     def complete(self, value: Any = None) -> None:

@@ -27,7 +27,8 @@ class TensorQueue:
         self._inbox: list[Entry] = []
         self._closed: HorovodInternalError | None = None
         self._asleep = False  # the engine waits, and must be woken for an entry
-        self._caches: dict[int, ResponseCache] = {}  # of the engine thread
+        self._caches: dict[int, ResponseCache] = {}  # of the engine thread, as is:
+        self._running: list[Entry] = []  # resolved last: their handles may be open
 
     def add(self, entries: Sequence[Entry]) -> None:
         """Enqueue; all or none. Raises `ValueError` for a name that is pending already, and
@@ -61,13 +62,15 @@ class TensorQueue:
             return taken
 
     def close(self, error: HorovodInternalError) -> None:
-        """Refuse everything from now on, and fail what is pending."""
+        """Refuse everything from now on, and fail what is pending or running. Engine thread."""
         with self._lock:
             if self._closed is None:
                 self._closed = error
             failed, self._pending, self._inbox = list(self._pending.values()), {}, []
-        for entry in failed:
-            entry.handle.fail(error)
+        running, self._running = self._running, []
+        for entry in [*running, *failed]:
+            if not entry.handle.poll():
+                entry.handle.fail(error)
 
     # -- of the engine thread
 
@@ -106,6 +109,7 @@ class TensorQueue:
                 entry.response = response
             responses.append(response)
             entries.append(entry)
+        self._running = [entry for entry in entries if entry is not None]
         return responses, entries
 
     def evict(self, eviction: Eviction) -> Entry | None:

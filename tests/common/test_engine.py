@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +90,19 @@ def test_two_operations_under_one_name_are_a_mismatch() -> None:
         assert text == (
             "'t': ranks disagree on the operation: rank 0 has allreduce, rank 1 has broadcast"
         )
+
+
+def test_tensors_on_different_devices_are_a_mismatch() -> None:
+    def main(rank: int) -> str:
+        request = Request(0, "t", "allreduce", "float32", (3,), ["cpu", "cuda"][rank])
+        entry = Entry(request)
+        current().engine.enqueue([entry])
+        with pytest.raises(hvd.HorovodInternalError) as failure:
+            entry.handle.wait()
+        return str(failure.value)
+
+    for text in run_ranks(2, main):
+        assert "ranks disagree on device: rank 0 has cpu, rank 1 has cuda" in text
 
 
 def test_a_changed_shape_is_negotiated_anew_and_a_mismatch_of_it_is_found() -> None:
@@ -303,6 +317,23 @@ def test_a_lost_rank_fails_everybody_with_its_number(hosts: list[list[int]] | No
             assert failure.value.rank == 3
 
     run_ranks(4, main, hosts=hosts)
+
+
+def test_a_rank_that_cannot_run_a_collective_ends_the_job_with_its_reason() -> None:
+    class Broken(Entry):
+        @property
+        def input(self) -> Any:
+            raise MemoryError("no room for the input")
+
+    def main(rank: int) -> None:
+        request = Request(0, "t", "allreduce", "float32", (3,), HOST_DEVICE)
+        entry = (Broken if rank == 1 else Entry)(request)
+        entry.output = lambda shape: np.empty(shape, np.float32)  # type: ignore[method-assign]
+        current().engine.enqueue([entry])
+        with pytest.raises(hvd.HorovodInternalError, match=r"no room for the input|has no tensor"):
+            entry.handle.wait()
+
+    run_ranks(2, main)
 
 
 @pytest.mark.parametrize("hosts", [ONE_HOST, TREE])
