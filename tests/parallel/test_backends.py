@@ -56,6 +56,12 @@ def test_ranks_that_do_not_see_each_others_files_are_hosts_of_their_own() -> Non
     assert (code, content(output)) == (0, 3), output
 
 
+@pytest.mark.parametrize("way", ["ring", "mpi"])
+def test_what_mpi_cannot_count_is_cut(way: str) -> None:
+    code, output = run_worker(2, "worker_backends", way, "2", "small")
+    assert (code, content(output)) == (0, 2), output
+
+
 def survivors(output: str) -> dict[str, tuple[str, float]]:
     """Rank -> whom it missed, and after how many seconds."""
     found = re.findall(r"^rank (\d+) misses (\w+) after ([\d.]+) s$", output, re.M)

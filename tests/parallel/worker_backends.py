@@ -1,7 +1,8 @@
 """What each rank of `test_backends` runs: the matrix of the backends in short form, over MPI.
 
-Usage: worker_backends.py WAY HOSTS [apart], where HOSTS is what the topology must be, such as
-"2+2"; "apart" simulates ranks of one host that do not see each other's files.
+Usage: worker_backends.py WAY HOSTS [OPTION], where HOSTS is what the topology must be, such as
+"2+2". OPTION "apart" simulates ranks of one host that do not see each other's files; "small" cuts
+what goes to MPI in pieces of 1000, as 2^31 bytes would be.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import sys
 
 from mpi4py import MPI
 
+from hvdlite.common.collectives import mpi as mpi_backend
 from hvdlite.common.collectives.base import Group
 from hvdlite.common.config import Config
-from hvdlite.common.transport import bootstrap
+from hvdlite.common.transport import bootstrap, mpi
 from hvdlite.common.transport.mpi import MpiTransport, connect
 from hvdlite.common.transport.rendezvous import Meeting
 from tests.backends import DTYPES, Program
 
 
-def main(way: str, hosts: str, apart: str = "") -> None:
+def main(way: str, hosts: str, option: str = "") -> None:
     """Check every collective among all ranks, and among all but the first; twice over."""
     comm = MPI.COMM_WORLD
-    if apart and comm.rank:
+    if option == "apart" and comm.rank:
         bootstrap.listen = hide
+    if option == "small":
+        mpi.PIECE_BYTES = mpi_backend.MOST_ELEMENTS = 1000
     for _ in range(2):
         transport = connect(comm, Config())
         found = "+".join(str(len(host)) for host in transport.topology.hosts)

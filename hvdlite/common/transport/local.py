@@ -83,6 +83,8 @@ class LocalMesh:
                 frame = link.control.recv(FRAME_BYTES + 1)
             except BlockingIOError:
                 return messages
+            except ConnectionResetError:  # it closed with messages of ours unread: once, before
+                continue  # what it has sent itself
             except OSError:
                 frame = b""
             if not frame:  # the peer has closed its end, or its process has ended
@@ -207,6 +209,8 @@ class _Link:
             data = self.signal.recv(len(TOKEN) + 1)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # as in `LocalMesh._read`
+            return self.take_token()
         except OSError as error:
             raise connection_lost(self.rank) from error
         if not data:
@@ -221,6 +225,8 @@ class _Link:
             return not self.signal.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
+        except ConnectionResetError:
+            return self.ended()
         except OSError:
             return True
 

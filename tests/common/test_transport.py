@@ -1,0 +1,366 @@
+"""Transports: messages, wake-ups, signals, shared memory, arrays, and how connections end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.common.errors import HorovodInternalError, PeerLostError, ProtocolError
+from hvdlite.common.topology import Topology
+from hvdlite.common.transport.base import Incoming, do_nothing
+from hvdlite.common.transport.framing import HEADER, MAGIC, Assembler, frames
+from hvdlite.common.transport.inprocess import InProcessTransport, InProcessWorld
+from hvdlite.common.transport.local import LocalMesh, create_memory
+from hvdlite.common.transport.rendezvous import Meeting, listen, meet
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class MeshTransport:
+    """A `LocalMesh` with the call forms of a `Transport`, so that both run the same tests."""
+
+    def __init__(self, rank: int, mesh: LocalMesh) -> None:
+        self.rank = rank
+        self.mesh = mesh
+        self.check: Callable[[], None] = do_nothing
+        self.send, self.wake, self.shared = mesh.send, mesh.wake, mesh.shared
+        self.signal, self.close = mesh.signal, mesh.close
+
+    def receive(self, timeout: float | None) -> list[Incoming]:
+        """See `Transport.receive`: sleeps as often as it takes."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            messages = self.mesh.receive(left)
+            if messages or self.mesh.woken or left == 0:
+                self.mesh.woken = False
+                return messages
+
+    def await_signal(self, rank: int) -> None:
+        """See `Transport.await_signal`."""
+        self.mesh.await_signal(rank, self.check)
+
+
+def make_meshes(size: int) -> list[LocalMesh]:
+    """The meshes of all ranks of a host."""
+    meeting = Meeting.new()
+    listeners = [listen(meeting, rank) for rank in range(size)]
+    deadline = time.monotonic() + 10
+
+    def join(rank: int) -> LocalMesh:
+        peers = tuple(peer for peer in range(size) if peer != rank)
+        memory = create_memory()
+        return LocalMesh(
+            rank, meet(meeting, listeners[rank], rank, peers, memory, deadline), memory
+        )
+
+    with ThreadPoolExecutor(size) as pool:
+        meshes = list(pool.map(join, range(size)))
+    meeting.end()
+    return meshes
+
+
+@pytest.fixture(params=["in process", "sockets"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """Three ranks of one host."""
+    transports: list[Any]
+    if request.param == "sockets":
+        transports = [MeshTransport(rank, mesh) for rank, mesh in enumerate(make_meshes(3))]
+    else:
+        world = InProcessWorld(Topology.single_host(3))
+        transports = [world.transport(rank) for rank in range(3)]
+    with ExitStack() as stack:
+        for transport in transports:
+            stack.callback(lambda t=transport: close_once(t))
+        yield transports
+
+
+def close_once(transport: Any) -> None:
+    """Close unless the test did."""
+    with suppress(OSError):
+        transport.close()
+
+
+def collect(transport: Any, count: int) -> list[Incoming]:
+    """The next `count` messages, or fewer after ten seconds without any."""
+    messages: list[Incoming] = []
+    while len(messages) < count and (more := transport.receive(10.0)):
+        messages += more
+    return messages
+
+
+def test_messages_keep_their_borders_and_order(ranks: list[Any]) -> None:
+    bodies = [b"", b"a", b"bc" * 100_000, b"d", bytes(65536), b"e" * 65520, b"f" * 65521]
+    sender = threading.Thread(target=lambda: [ranks[0].send(1, body) for body in bodies])
+    sender.start()
+    sender.join()
+    progress = threading.Thread(target=lambda: ranks[0].receive(5.0))  # flushes what is queued
+    progress.start()
+    assert collect(ranks[1], len(bodies)) == [Incoming(0, body) for body in bodies]
+    ranks[0].wake()
+    progress.join()
+
+
+def test_two_ranks_that_send_much_to_each_other_do_not_deadlock(ranks: list[Any]) -> None:
+    bodies = [bytes([index]) * 100_000 for index in range(40)]
+    finished = [threading.Event(), threading.Event()]
+
+    def talk(me: int, other: int) -> list[Incoming]:
+        for body in bodies:
+            ranks[me].send(other, body)
+        messages = collect(ranks[me], len(bodies))
+        finished[me].set()
+        while not finished[other].is_set():
+            ranks[me].receive(0.01)  # goes on sending, as an engine does
+        return messages
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(talk, (0, 1), (1, 0)))
+    for other, got in zip((1, 0), results, strict=True):
+        assert got == [Incoming(other, body) for body in bodies]
+
+
+def test_wake_ends_a_receive_without_end(ranks: list[Any]) -> None:
+    ranks[0].wake()
+    assert ranks[0].receive(None) == []  # the wake came first
+    waker = threading.Thread(target=ranks[0].wake)
+    waker.start()
+    assert ranks[0].receive(None) == []  # or it comes meanwhile
+    waker.join()
+
+
+def test_a_receive_ends_after_its_time(ranks: list[Any]) -> None:
+    assert ranks[0].receive(0) == []
+    assert ranks[0].receive(0.01) == []
+
+
+def test_signals_are_counted_and_carry_memory(ranks: list[Any]) -> None:
+    mine = ranks[0].shared(0, 100)
+    for value in (1, 2, 3):
+        mine[:] = value
+        ranks[0].signal([1, 2])
+    for rank in (1, 2):
+        for _ in range(3):
+            ranks[rank].await_signal(0)
+        assert ranks[rank].shared(0, 100).tolist() == [3] * 100
+    ranks[1].shared(0, 100)[5] = 9  # a peer may write
+    ranks[1].signal([0])
+    ranks[0].await_signal(1)
+    assert ranks[0].shared(0, 100)[5] == 9
+
+
+def test_more_signals_than_a_socket_holds(ranks: list[Any]) -> None:
+    count = 5000
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(count):
+            ranks[0].signal([1])
+        taker = pool.submit(lambda: [ranks[1].await_signal(0) for _ in range(count)])
+        pool.submit(lambda: ranks[0].await_signal(1))  # pays the tokens that are owed
+        taker.result(30)
+        ranks[1].signal([0])
+
+
+def test_memory_grows_and_keeps_its_contents(ranks: list[Any]) -> None:
+    ranks[0].shared(0, 10)[:] = 7
+    ranks[0].signal([1])
+    ranks[1].await_signal(0)
+    assert ranks[1].shared(0, 10).sum() == 70
+    ranks[0].shared(0, 100_000)[99_999] = 1
+    ranks[0].signal([1])
+    ranks[1].await_signal(0)
+    grown = ranks[1].shared(0, 100_000)
+    assert grown[:10].sum() == 70
+    assert grown[99_999] == 1
+    with pytest.raises(ProtocolError, match="rank 0"):
+        ranks[1].shared(0, 10_000_000)  # only the owner makes it grow
+
+
+def test_the_end_of_a_connection_follows_its_last_message(ranks: list[Any]) -> None:
+    ranks[0].send(1, b"last")
+    ranks[0].close()
+    assert collect(ranks[1], 2) == [Incoming(0, b"last"), Incoming(0, None)]
+    ranks[1].send(0, b"nobody hears this")
+    assert ranks[1].receive(0) == []  # told once
+    with pytest.raises(PeerLostError, match="rank 0") as caught:
+        ranks[1].await_signal(0)
+    assert caught.value.rank == 0
+    ranks[1].send(2, b"others live")
+    assert Incoming(1, b"others live") in collect(ranks[2], 2)
+
+
+def test_a_peer_that_leaves_during_a_wait_ends_it(ranks: list[Any]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks[1].await_signal, 0)
+        ranks[0].close()
+        with pytest.raises(PeerLostError):
+            waiting.result(10)
+
+
+def test_a_wait_asks_check(ranks: list[Any]) -> None:
+    def fail() -> None:
+        raise HorovodInternalError("rank 2 reported a failure")
+
+    ranks[1].check = fail
+    with pytest.raises(HorovodInternalError, match="rank 2 reported"):
+        ranks[1].await_signal(0)
+
+
+# -- arrays, in process (over MPI: tests/parallel)
+
+
+@pytest.fixture
+def pair() -> tuple[InProcessTransport, InProcessTransport]:
+    """Two ranks."""
+    world = InProcessWorld(Topology.single_host(2))
+    return world.transport(0), world.transport(1)
+
+
+def test_arrays_arrive_in_order(pair: tuple[InProcessTransport, InProcessTransport]) -> None:
+    first, second = pair
+    sends = [first.isend(1, np.full(5, value)) for value in (1, 2)]
+    targets = [np.zeros(5), np.zeros(5)]
+    targets = [target.astype(np.int64) for target in targets]
+    receives = [second.irecv(0, target) for target in targets]
+    second.wait(receives)
+    first.wait(sends)
+    assert [target.tolist() for target in targets] == [[1] * 5, [2] * 5]
+
+
+def test_a_send_is_done_when_it_was_received(
+    pair: tuple[InProcessTransport, InProcessTransport],
+) -> None:
+    first, second = pair
+    send = first.isend(1, np.ones(3))
+    assert not send.done()
+    second.close()
+    with pytest.raises(PeerLostError, match="rank 1"):
+        first.wait([send])
+
+
+def test_an_array_of_another_size_is_refused(
+    pair: tuple[InProcessTransport, InProcessTransport],
+) -> None:
+    first, second = pair
+    first.isend(1, np.ones(3))
+    with pytest.raises(ProtocolError, match="24 bytes to rank 1, which expected 32"):
+        second.wait([second.irecv(0, np.ones(4))])
+
+
+# -- strangers
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        HEADER.pack(MAGIC + 1, 1, 1) + b"x",
+        HEADER.pack(MAGIC, 2, 2) + b"x",
+        HEADER.pack(MAGIC, 1, 0) + b"x",
+        HEADER.pack(MAGIC, 1, 1 << 62) + b"x",
+        HEADER.pack(MAGIC, 0, 5),
+    ],
+)
+def test_a_frame_that_we_cannot_have_sent(frame: bytes) -> None:
+    with pytest.raises(ProtocolError, match="rank 3 sent"):
+        Assembler(3).add(frame)
+
+
+def test_frames_out_of_order() -> None:
+    first, _, third = frames(bytes(150_000))
+    assembler = Assembler(3)
+    assert assembler.add(first) is None
+    with pytest.raises(ProtocolError, match="out of order"):
+        assembler.add(third)
+
+
+def test_a_broken_frame_on_a_socket_is_refused() -> None:
+    first, second = make_meshes(2)
+    first._links[1].control.send(b"what a frame is not")
+    with pytest.raises(ProtocolError, match="rank 0 sent"):
+        second.receive(10.0)
+    first._links[1].signal.send(b"xx")
+    with pytest.raises(ProtocolError, match="foreign signal"):
+        second.await_signal(0, do_nothing)
+    first.close()
+    second.close()
+
+
+def test_a_stranger_at_the_meeting_is_refused() -> None:
+    meeting = Meeting.new()
+    try:
+        listener = listen(meeting, 0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(meeting.path(0))
+            stranger.send(b"hello")
+            with pytest.raises(ProtocolError, match="stranger"):
+                meet(meeting, listener, 0, (1,), 0, time.monotonic() + 10)
+    finally:
+        meeting.end()
+
+
+def test_a_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting.new()
+    try:
+        listener = listen(meeting, 0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(meeting.path(0))
+            real = os.geteuid()
+            monkeypatch.setattr(os, "geteuid", lambda: real + 1)
+            with pytest.raises(ProtocolError, match=f"user {real} tried to join"):
+                meet(meeting, listener, 0, (1,), 0, time.monotonic() + 10)
+    finally:
+        meeting.end()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    meeting = Meeting.new()
+    try:
+        listener = listen(meeting, 0)
+        with pytest.raises(HorovodInternalError, match="did not connect: 1, 2"):
+            meet(meeting, listener, 0, (1, 2), 0, time.monotonic() + 0.01)
+    finally:
+        meeting.end()
+
+
+def test_the_meeting_is_private_and_leaves_nothing() -> None:
+    meeting = Meeting.new()
+    directory = Path(meeting.directory)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    listen(meeting, 0).close()
+    meeting.end()
+    assert not directory.exists()
+
+
+def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
+    first, second = make_meshes(2)
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        first.after_fork_in_child()
+        second.after_fork_in_child()
+        os.write(ready[1], b"r")
+        os.close(done[1])
+        os.read(done[0], 1)  # lives until the test is over
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        second.send(0, b"undisturbed")
+        assert first.receive(10.0) == [Incoming(1, b"undisturbed")]
+        second.close()
+        assert first.receive(10.0) == [Incoming(1, None)]
+        first.close()
+    finally:
+        for end in (*done, *ready):
+            os.close(end)
+        os.waitpid(child, 0)
