@@ -112,7 +112,7 @@ class Channels:
                 self._event(line)
 
     def _event(self, line: bytes) -> None:
-        """``<token> <event> <rank> <words>``; what is not of this form is not from a rank's shell."""
+        """``<token> <event> <rank> <words>``; anything else is not from a rank's shell."""
         token, *words = line.decode(errors="replace").split()
         if token != self.token or len(words) < 3 or not words[1].isdecimal():
             return

@@ -42,7 +42,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print before it exits."""
-        raise ConfigError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        raise ConfigError(message.replace("unrecognized arguments:", "unknown flag"))
 
 
 class Refuse(argparse.Action):
@@ -92,8 +93,7 @@ def _add_job_flags(parser: Parser) -> None:
         help="print the frameworks, MPIs and data planes that are found, and exit")  # fmt: skip
     add("-np", "--num-proc", type=positive, metavar="N", help="ranks; default: one per core")
     add("--config-file", metavar="YAML", help="settings; flags that are given win")
-    add("--as-horovod", action="store_true",
-        help="hvdlite answers to 'import horovod' in the ranks and their child processes")  # fmt: skip
+    add("--as-horovod", action="store_true", help="the ranks find hvdlite when they import horovod")
     add("--verbose", action="store_true", help="print what is started, and how")
 
 

@@ -95,7 +95,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C comes to us alone; we end the job in order
-            preexec_fn=die_with_parent(on_death),
+            preexec_fn=die_with_parent(on_death),  # noqa: PLW1509 - it makes one system call
         )
         for stream, pipe in zip(STREAMS, (process.stdout, process.stderr), strict=True):
             assert pipe is not None
@@ -165,7 +165,7 @@ class Job:
         self.verdict.closed = True
         number = ending.SIGNALS[step]
         self._signal_ranks(number)
-        if step == ending.TERMINATE or self.options.remote:
+        if self.options.remote or len(self.verdict.shells) < self.options.num_proc:
             self._signal_mpirun(signal.SIGTERM)
 
     def _signal_ranks(self, number: int) -> None:
@@ -211,8 +211,8 @@ class Job:
     def _timeout_sentence(self) -> str:
         missing = [r for r in range(self.options.num_proc) if r not in self.verdict.shells]
         return (
-            f"{len(missing)} of {self.options.num_proc} ranks ({_shorten(missing)}) had not started "
-            f"after {self.options.start_timeout_seconds:g} seconds (--start-timeout): "
+            f"{len(missing)} of {self.options.num_proc} ranks ({_shorten(missing)}) had not "
+            f"started after {self.options.start_timeout_seconds:g} seconds (--start-timeout): "
             "check that the hosts can be reached by ssh and have free slots"
         )
 

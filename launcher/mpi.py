@@ -79,9 +79,9 @@ def _programs(environ: Mapping[str, str]) -> Iterator[str]:
         folders.append(Path(site.getuserbase()) / "bin")
     path = environ.get("PATH", os.defpath)
     for folder in [*map(str, folders), *path.split(os.pathsep)]:
-        for name in ("mpirun", "mpiexec"):
-            if program := shutil.which(name, path=folder):
-                yield program
+        program = shutil.which("mpirun", path=folder) or shutil.which("mpiexec", path=folder)
+        if program:
+            yield program
 
 
 def _version_text(program: str) -> str:

@@ -30,8 +30,8 @@ if [ "$where" = here ]; then
     export HVDLITE_LAUNCHER_EVENTS
 fi
 trap : HUP INT TERM
-exec 3>&2 2>/dev/null
-"$@" 2>&3 3>&- 4>&-
+exec 3>&2 2>/dev/null  # the shell itself has nothing to say, such as: Terminated
+(exec 2>&3 3>&- 4>&-; exec "$@")
 code=$?
 printf '%s exit %s %s\\n' "$token" "$rank" "$code" >&4
 exit "$code"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 import socket
@@ -35,17 +36,17 @@ class SignalInbox:
 
     def drain(self, _fd: int) -> None:
         """Make it unreadable again."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             self._reader.recv(512)
-        except BlockingIOError:
-            pass
 
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                     self._previous[number] = signal.signal(number, self._note)
-            self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            self._previous_fd = signal.set_wakeup_fd(
+                self._writer.fileno(), warn_on_full_buffer=False
+            )
         return self
 
     def __exit__(

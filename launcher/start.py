@@ -21,12 +21,19 @@ def run_job(options: Options, environ: Mapping[str, str]) -> Outcome:
     _check_command(options, passed)
     job = Job(mpi, options, passed)
     if options.verbose:
-        changed = {name: passed[name] for name in sorted(passed) if passed[name] != environ.get(name)}
-        print(f"hvdlite-run: {mpi.name}, {options.num_proc} ranks", file=sys.stderr)
-        print(f"hvdlite-run: sets {shlex.join(f'{k}={v}' for k, v in changed.items())}",
-              file=sys.stderr)  # fmt: skip
-        print(f"hvdlite-run: runs {shlex.join(job.command_line())}", file=sys.stderr, flush=True)
+        _explain(job, environ)
     return job.run()
+
+
+def _explain(job: Job, environ: Mapping[str, str]) -> None:
+    changed = {k: v for k, v in sorted(job.environ.items()) if v != environ.get(k)}
+    command = ["<rank shell>" if "\n" in word else word for word in job.command_line()]
+    for line in (
+        f"{job.mpi.name}, {job.options.num_proc} ranks",
+        f"sets {shlex.join(f'{name}={value}' for name, value in changed.items())}",
+        f"runs {shlex.join(command)}",
+    ):
+        print(f"hvdlite-run: {line}", file=sys.stderr, flush=True)
 
 
 def _check_command(options: Options, environ: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ may be gone before it. So the rank says at once, through the launcher's named pi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from types import TracebackType
@@ -17,30 +18,30 @@ EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"  # "<token> <rank> <path of the name
 
 def report_uncaught() -> None:
     """Have an exception that ends this process reported to the launcher, where there is one."""
-    events = os.environ.get(EVENTS_VARIABLE)
     previous = sys.excepthook
-    if not events or getattr(previous, "reports_to_launcher", False):
+    if EVENTS_VARIABLE not in os.environ or getattr(previous, "reports_to_launcher", False):
         return
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        _send(events, "internal" if isinstance(error, HorovodInternalError) else "own")
+        report(error)
         previous(kind, error, traceback)
 
     hook.reports_to_launcher = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def _send(events: str, whose: str) -> None:
-    token, rank, path = events.split(" ", 2)
-    try:
-        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # the launcher is gone
+def report(error: BaseException) -> None:
+    """Tell the launcher, where there is one, that `error` ends this rank."""
+    events = os.environ.get(EVENTS_VARIABLE, "")
+    if not events:
         return
-    try:
-        os.write(pipe, f"{token} raised {rank} {whose}\n".encode())
-    except OSError:
-        pass
-    finally:
-        os.close(pipe)
+    token, rank, path = events.split(" ", 2)
+    whose = "internal" if isinstance(error, HorovodInternalError) else "own"
+    with contextlib.suppress(OSError):  # the launcher is gone
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(pipe, f"{token} raised {rank} {whose}\n".encode())
+        finally:
+            os.close(pipe)

@@ -1,0 +1,115 @@
+"""hvdlite answers to the name horovod, so that a script for Horovod runs as it is.
+
+``hvdlite-run --as-horovod -np 4 python train.py``, or ``python -m hvdlite.as_horovod train.py``
+(also ``-m module`` and ``-c code``). ``horovod.torch`` then *is* ``hvdlite.torch``. It works
+through a ``sitecustomize`` in PYTHONPATH, hence in child processes, too; one that was there before
+still runs. This module is imported at the start of every such process and must stay cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+HOROVOD = "horovod"
+SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "drop_in")
+# Modules of Horovod with another name or home here; all others have the same name in hvdlite.
+# A module that is only a part of its package there may be answered for by the package.
+NAMES = {
+    "horovod": ("hvdlite",),
+    "horovod.common.exceptions": ("hvdlite.common.errors",),
+    "horovod.runner": ("hvdlite.launcher",),
+    "horovod.torch.compression": ("hvdlite.torch.compression", "hvdlite.torch"),
+    "horovod.torch.functions": ("hvdlite.torch.functions", "hvdlite.torch"),
+    "horovod.torch.mpi_ops": ("hvdlite.torch.mpi_ops", "hvdlite.torch"),
+    "horovod.torch.optimizer": ("hvdlite.torch.optimizer", "hvdlite.torch"),
+    "horovod.torch.sync_batch_norm": ("hvdlite.torch.sync_batch_norm", "hvdlite.torch"),
+}
+
+
+class Finder(MetaPathFinder):
+    """Finds ``horovod`` and everything below it, and nothing else."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module of Horovod; raises ModuleNotFoundError where hvdlite has none."""
+        if fullname.partition(".")[0] != HOROVOD:
+            return None
+        own = _own_name(fullname)
+        if own is None:
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: hvdlite, which answers to the name horovod here, "
+                "has nothing like it",
+                name=fullname,
+            )
+        return ModuleSpec(fullname, SameModule(own))
+
+
+class SameModule(Loader):
+    """Loads a module of hvdlite under a second name."""
+
+    def __init__(self, own_name: str) -> None:
+        self.own_name = own_name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The very module object of hvdlite."""
+        module = importlib.import_module(self.own_name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is executed a second time; the module keeps its own name."""
+        module.__spec__ = self._spec
+
+
+def _own_name(fullname: str) -> str | None:
+    same = "hvdlite" + fullname.removeprefix(HOROVOD)
+    for name in NAMES.get(fullname, (same,)):
+        if name in sys.modules or _exists(name):
+            return name
+    return None
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its package is not there
+        return False
+
+
+def install() -> None:
+    """Answer to the name horovod in this process, also where Horovod itself is installed."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What to set on top of `environ` so that Python processes answer to the name horovod."""
+    before = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    return {"PYTHONPATH": os.pathsep.join([SITE, *(part for part in before if part != SITE)])}
+
+
+def main() -> None:
+    """Become ``python <arguments>`` with the name answered to."""
+    arguments = sys.argv[1:]
+    if not arguments:
+        sys.exit(
+            "usage: python -m hvdlite.as_horovod train.py [arguments]  (or -m module, -c code)"
+        )
+    if sys.flags.ignore_environment:
+        sys.exit("hvdlite.as_horovod: python -E and -I ignore PYTHONPATH, which this needs")
+    flags = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments) - 2]  # those before -m
+    environ = {**os.environ, **environment(os.environ)}
+    os.execve(sys.executable, [sys.executable, *flags, *arguments], environ)
+
+
+if __name__ == "__main__":
+    main()

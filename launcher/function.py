@@ -1,0 +1,129 @@
+"""hvdlite.run: a Python function on all ranks, from a script or a notebook."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from hvdlite.common.errors import HorovodInternalError
+from hvdlite.launcher.flags import parse_args
+from hvdlite.launcher.options import Options, resolve
+from hvdlite.launcher.start import run_job
+from hvdlite.launcher.worker import Raised, read_answers, write_call
+
+T = TypeVar("T")
+
+
+class RemoteError(RuntimeError):
+    """What happened on a rank, with its traceback; the cause of the exception that `run` raises."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def run(
+    func: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    *,
+    np: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    output_filename: str | None = None,
+    verbose: bool | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    mpi_args: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
+    executable: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Run ``func(*args, **kwargs)`` on `num_proc` ranks; returns the results in rank order.
+
+    `np` is another name for `num_proc`; the default is 1. The function, its arguments and its
+    results travel by cloudpickle, so it may be defined in ``__main__`` or a notebook; it calls
+    ``init()`` itself. `start_timeout` is in seconds; `env` replaces ``os.environ``; `executable` is
+    the Python of the ranks. The other arguments are flags of hvdlite-run. With `hosts` on other
+    machines, the working directory must be one that all hosts share.
+
+    An exception on a rank is raised here as itself; its ``__cause__`` is a `RemoteError` with the
+    rank and the traceback there. Where several ranks raise, it is the first that is not merely a
+    `HorovodInternalError` about another rank. Raises `HorovodInternalError` when a rank ends
+    without an answer (killed, or exited), `ConfigError` (a `ValueError`) for arguments that
+    contradict each other, and `KeyboardInterrupt` after Ctrl-C.
+    """
+    if use_gloo:
+        raise ValueError("use_gloo: hvdlite always runs over MPI; leave it out")
+    if num_proc is not None and np is not None and num_proc != np:
+        raise ValueError(f"num_proc={num_proc} contradicts np={np}: give one of them")
+    if isinstance(network_interfaces, Sequence) and not isinstance(network_interfaces, str):
+        network_interfaces = ",".join(network_interfaces)
+    flags = {
+        "--num-proc": num_proc or np or (None if hosts or hostfile else 1),
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+        "--start-timeout": start_timeout,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--output-filename": output_filename,
+        "--mpi-args": mpi_args,
+        "--network-interfaces": network_interfaces,
+    }
+    words = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
+    words += ["--verbose"] if verbose else []
+    words += ["--", executable or sys.executable, "-m", "hvdlite.launcher.worker"]
+    environ = os.environ if env is None else env
+    return _run(resolve(parse_args(words), environ), environ, (func, tuple(args), kwargs or {}))
+
+
+def _run(options: Options, environ: Mapping[str, str], call: tuple[Any, ...]) -> list[Any]:
+    # Other hosts cannot see our /tmp; the working directory they often can.
+    base = os.getcwd() if options.remote else None
+    directory = tempfile.mkdtemp(prefix="hvdlite-call-", dir=base)  # only the user may enter it
+    try:
+        write_call(directory, call)
+        outcome = run_job(replace(options, command=(*options.command, directory)), environ)
+        answers = read_answers(directory, options.num_proc)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    if outcome.signal is not None:
+        _act_on(outcome.signal)
+    _raise_first(answers)
+    if outcome.code or len(answers) < options.num_proc:
+        silent = [rank for rank in range(options.num_proc) if rank not in answers]
+        rank = outcome.failure.rank if outcome.failure else silent[0] if silent else None
+        raise HorovodInternalError(outcome.sentence or f"rank {rank} returned no result", rank)
+    return [answers[rank] for rank in range(options.num_proc)]
+
+
+def _act_on(number: int) -> None:
+    """Do what the signal would have done here: Ctrl-C raises KeyboardInterrupt, for example."""
+    if number == signal.SIGPIPE:
+        raise BrokenPipeError("nobody reads the output of the ranks")
+    signal.raise_signal(number)
+
+
+def _raise_first(answers: Mapping[int, Any]) -> None:
+    """Raise the exception of the rank that failed first; victims come after their cause."""
+    raised = [(a.victim, a.when, rank) for rank, a in answers.items() if isinstance(a, Raised)]
+    if not raised:
+        return
+    rank = min(raised)[2]
+    answer = answers[rank]
+    cause = RemoteError(f"on rank {rank}:\n{answer.text.rstrip()}", rank)
+    if answer.error is None:  # it cannot be pickled
+        raise cause
+    if hasattr(answer.error, "add_note"):
+        answer.error.add_note(f"(raised on rank {rank})")
+    raise answer.error from cause

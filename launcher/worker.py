@@ -1,0 +1,97 @@
+"""What a rank of hvdlite.run runs: `python -m hvdlite.launcher.worker DIRECTORY`.
+
+The function comes, and the answers go, through files in a directory that only the user may enter.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.uncaught import report
+
+CALL = "call.pickle"
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The exception that a rank's function raised."""
+
+    error: BaseException | None  # None: it cannot be pickled
+    text: str  # the traceback
+    victim: bool  # it only tells of another rank's failure
+    when: float  # epoch seconds
+
+
+def write_call(directory: str, call: tuple[Any, ...]) -> None:
+    """Put ``(function, args, kwargs)`` where the ranks find it."""
+    data = pickle.dumps(sys.path) + cloudpickle.dumps(call)
+    Path(directory, CALL).write_bytes(data)
+
+
+def read_answers(directory: str, num_proc: int) -> dict[int, Any]:
+    """rank -> what its function returned, or `Raised`; ranks that gave no answer are left out."""
+    paths = {rank: _answer_path(directory, rank) for rank in range(num_proc)}
+    return {
+        rank: pickle.loads(path.read_bytes()) for rank, path in paths.items() if path.exists()
+    }  # fmt: skip
+
+
+def _answer_path(directory: str, rank: int) -> Path:
+    return Path(directory, f"answer.{rank}.pickle")
+
+
+def main(directory: str) -> int:
+    """Call the function, and leave the answer; 1 when it raised."""
+    rank = int(next(os.environ[name] for name in RANK_VARIABLES if name in os.environ))
+    try:
+        answer, code = cloudpickle.dumps(_call(directory)), 0
+    except Exception as error:
+        report(error)  # now: the other ranks notice only when this process ends
+        answer, code = _dump_error(error), 1
+    path = _answer_path(directory, rank)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_bytes(answer)
+    unfinished.rename(path)
+    return code
+
+
+def _call(directory: str) -> Any:
+    if not os.path.exists(directory):
+        sys.exit(
+            f"hvdlite.run: this host has no {directory}: to run on several hosts, start in a "
+            "working directory that all of them share"
+        )
+    with Path(directory, CALL).open("rb") as file:
+        sys.path += [path for path in pickle.load(file) if path not in sys.path]
+        function, args, kwargs = pickle.load(file)
+    return function(*args, **kwargs)
+
+
+def _dump_error(error: Exception) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    victim = isinstance(error, HorovodInternalError)
+    when = time.time()
+    try:
+        answer: bytes = cloudpickle.dumps(Raised(error, text, victim, when))
+        pickle.loads(answer)  # an exception with arguments of its own may not come back
+    except Exception:
+        answer = cloudpickle.dumps(Raised(None, text, victim, when))
+    return answer
+
+
+if __name__ == "__main__":
+    # Through the module, so that Raised is pickled under the name that the caller knows.
+    from hvdlite.launcher import worker
+
+    sys.exit(worker.main(sys.argv[1]))
