@@ -113,6 +113,7 @@ class MpiTransport:
         self._receiving: deque[tuple[MPI.Request, int, int, bytearray]] = deque()
         self._lost: set[int] = set()  # remote ranks that have gone or said goodbye
         self._subcommunicators: dict[tuple[int, ...], MPI.Intracomm] = {}
+        self._next_failures = 0.0  # monotonic seconds
         self._detects_failures = self._can_detect_failures()
         self._failed = False
 
@@ -236,7 +237,11 @@ class MpiTransport:
             everyone.Free()
 
     def _failures(self) -> list[Incoming]:
-        """The remote ranks that have died since this was asked last."""
+        """The remote ranks that have died; looked for every CHECK_SECONDS, as it costs time."""
+        now = time.monotonic()
+        if now < self._next_failures:
+            return []
+        self._next_failures = now + CHECK_SECONDS
         new = sorted((self._dead() & self._remote) - self._lost)
         if new:
             self._failed = True
