@@ -63,6 +63,10 @@ class Negotiation:
         self._queue = queue
         self._clock = clock
         self._tree = Tree(transport.topology, transport.rank)
+        # Only from these does the word that a rank shuts down come before its connection ends.
+        self._neighbours = {*self._tree.children}
+        if not self._tree.is_root:
+            self._neighbours.add(self._tree.parent)
         self._gone: set[int] = set()  # ranks that have shut down
         self._lost: set[int] = set()  # ranks whose connection ended before they said why
         self._stalls = StallInspector(config.stall_warning_seconds, config.stall_shutdown_seconds)
@@ -138,7 +142,7 @@ class Negotiation:
 
     def _handle(self, rank: int, body: bytes | None) -> None:
         if body is None:
-            if rank not in self._gone:
+            if rank in self._neighbours and rank not in self._gone:
                 self._lost.add(rank)
                 raise PeerLostError(_gone_text(rank), rank=rank)
             return

@@ -306,8 +306,11 @@ def test_a_rank_that_shuts_down_fails_what_needs_it_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("hosts", [ONE_HOST, TREE])
 def test_a_lost_rank_fails_everybody_with_its_number(hosts: list[list[int]] | None) -> None:
+    ready = threading.Barrier(4)
+
     def main(rank: int) -> None:
         hvd.barrier()
+        ready.wait(30)
         if rank == 3:
             current().transport.close()  # as the kernel does when a process dies
             return
@@ -352,6 +355,7 @@ def test_a_stall_is_reported_with_names_ranks_and_stacks(
     log.propagate, before = True, log.propagate
 
     def main(rank: int) -> None:
+        hvd.barrier()
         if rank == 3:
             assert seen.wait(30)
         handles = [hvd.allreduce_async(np.ones(1), name=f"t{i}") for i in range(8)]
@@ -359,7 +363,7 @@ def test_a_stall_is_reported_with_names_ranks_and_stacks(
             hvd.synchronize(handle)
 
     try:
-        run_ranks(4, main, config=Config(stall_warning_seconds=0.2), hosts=hosts)
+        run_ranks(4, main, config=Config(stall_warning_seconds=0.6), hosts=hosts)
     finally:
         log.removeHandler(watch)
         log.propagate = before
