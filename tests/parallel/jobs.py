@@ -32,12 +32,16 @@ def environment(**variables: str) -> dict[str, str]:
     return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
+def program(name: str) -> list[str]:
+    """The command line of one rank of a program of ``tests.parallel.programs``."""
+    return [sys.executable, "-m", "tests.parallel.programs", name]
+
+
 def run_program(
-    size: int, program: str, *, timeout: float = 60, **variables: str
+    size: int, name: str, *, timeout: float = 60, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``tests.parallel.programs.<program>`` on `size` ranks; no process is left behind."""
-    command = mpirun(size, sys.executable, "-m", "tests.parallel.programs", program)
-    return run_command(command, timeout=timeout, **variables)
+    """Run a program of ``tests.parallel.programs`` on `size` ranks; no process is left behind."""
+    return run_command(mpirun(size, *program(name)), timeout=timeout, **variables)
 
 
 def run_command(

@@ -7,17 +7,27 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment, run_program
+from tests.parallel.hosts import two_hosts
+from tests.parallel.jobs import (
+    MPIRUN,
+    NO_MPIRUN,
+    environment,
+    mpirun,
+    program,
+    run_command,
+    run_program,
+)
 
 pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 
 
-def check(size: int, program: str, ranks: int | None = None, **variables: str) -> str:
+def check(size: int, name: str, ranks: int | None = None, **variables: str) -> str:
     """Run a program; `ranks` of its ranks must end well (all of them, unless one is to die)."""
-    done = run_program(size, program, **variables)
+    done = run_program(size, name, **variables)
     assert done.stdout.count("rank done") == (size if ranks is None else ranks), done.stdout
     if ranks is None:
         assert done.returncode == 0, done.stdout
@@ -33,6 +43,23 @@ def test_every_collective(size: int) -> None:
 def test_every_data_plane(plane: str) -> None:
     other = "ring" if plane == "hierarchical" else plane
     check(3, "collectives", HVDLITE_ALLREDUCE=plane, HVDLITE_DATA_PLANE=other)
+
+
+@pytest.mark.parametrize("plane", ["auto", "ring", "mpi"])
+def test_two_hosts(plane: str, tmp_path: Path) -> None:
+    with two_hosts(tmp_path, (2, 2)) as (before, options):
+        command = mpirun(4, *options, "-x", "HOSTS", "-x", "PYTHONPATH", *program("collectives"))
+        variables = {"HVDLITE_ALLREDUCE": plane, "HVDLITE_DATA_PLANE": plane, "HOSTS": "2"}
+        done = run_command([*before, *command], **variables)
+    assert done.stdout.count("rank done") == 4 and done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("victim", ["0", "1", "2", "3"])
+def test_a_rank_that_is_killed_on_another_host_is_named(victim: str, tmp_path: Path) -> None:
+    with two_hosts(tmp_path, (2, 2)) as (before, options):
+        command = mpirun(4, *options, "-x", "VICTIM", "-x", "PYTHONPATH", *program("killed"))
+        done = run_command([*before, *command], VICTIM=victim)
+    assert done.stdout.count("rank done") == 3, done.stdout
 
 
 def test_init_after_shutdown() -> None:
