@@ -77,4 +77,4 @@ def _pickle(obj: Any) -> Array:
 
 
 def _unpickle(body: Array) -> Any:
-    return cloudpickle.loads(memoryview(np.ascontiguousarray(body)))
+    return cloudpickle.loads(body)

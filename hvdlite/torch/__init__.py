@@ -15,7 +15,6 @@ import torch
 from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import add_process_set, remove_process_set
-from hvdlite.torch import compression, functions, mpi_ops, optimizer, sync_batch_norm
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.functions import (
     allgather_object,

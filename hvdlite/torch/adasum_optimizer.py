@@ -32,7 +32,7 @@ class AdasumMixin(torch.optim.Optimizer):
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         return self._names
 
-    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Make the wrapped optimizer's step, and replace it by the Adasum of all ranks' steps."""
         if closure is not None:
             options["closure"] = closure

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -11,13 +12,30 @@ from torch.autograd.function import once_differentiable
 from hvdlite.common.forms import Forms
 
 Function = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """`function`, which ``torch.compile`` calls as it is: communication is no part of a graph.
+
+    ``torch.compiler.disable`` alone would load the compiler into every program.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            disable: Any = torch.compiler.disable
+            return disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class _Collective(torch.autograd.Function):
     """One blocking collective in the graph; on backward its adjoint runs, on every rank alike."""
 
     @staticmethod
-    def forward(  # type: ignore[override]  # torch leaves the arguments to the subclass
+    def forward(
         ctx: Any, forward: Function, adjoint: Function, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.adjoint = adjoint
@@ -26,7 +44,7 @@ class _Collective(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         return None, None, *ctx.adjoint(list(gradients))
 

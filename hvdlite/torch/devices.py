@@ -112,7 +112,7 @@ class StagedDevice:
         self._pin = pin
         self._lock = threading.Lock()  # guards the next one
         self._copy_streams: dict[torch.device, Any] = {}
-        self._done = WeakTensorKeyDictionary()  # output -> event after its copy to the device
+        self._done: Any = WeakTensorKeyDictionary()  # output -> event after its copy to the device
 
     def input(self, tensor: torch.Tensor) -> HostBuffer:
         """Start to copy the tensor to the host, behind what is queued for it."""

@@ -16,7 +16,6 @@ import torch
 
 from hvdlite.common.basics import size
 from hvdlite.common.compression import Compressor
-from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.gradients import Scaling, Schedule
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.reduce_op import ReduceOp
@@ -137,7 +136,7 @@ class GradientExchange:
         self.names = names
         self.terms = terms
         self.synchronized = False  # no gradient has come since the last synchronize()
-        self._param_groups = param_groups
+        self.param_groups = param_groups
         self._schedule = schedule
         self._layouts = Layouts(terms.process_set)
         self._flights: list[_DenseFlight | _SparseFlight] = []
@@ -165,11 +164,11 @@ class GradientExchange:
                 self._schedule.add(default_name)
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
-                hook = parameter.register_post_accumulate_grad_hook(_weak(self._on_gradient))
-                weakref.finalize(self, hook.remove)
+                register: Any = parameter.register_post_accumulate_grad_hook
+                weakref.finalize(self, register(_weak(self._on_gradient)).remove)
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
-        return named_by_position(self._param_groups)
+        return named_by_position(self.param_groups)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Backward has added to the gradient of `parameter`. The thread that runs backward."""

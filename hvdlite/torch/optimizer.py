@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
-from hvdlite.torch.exchange import GradientExchange, Terms, named_by_position
+from hvdlite.torch.exchange import GradientExchange, ParamGroups, Terms, named_by_position
 from hvdlite.torch.functions import broadcast_object
 
 Names = dict[torch.Tensor, str]
@@ -36,12 +37,30 @@ class _DistributedMixin(torch.optim.Optimizer):
 
     _exchange: GradientExchange
     _should_synchronize = True
+    _synchronized_for_scaler = False
+
+    @property
+    def param_groups(self) -> ParamGroups:
+        """The wrapped optimizer's groups.
+
+        ``torch.amp.GradScaler`` unscales the gradients in place when it finds them here, and
+        nothing else tells of it. What travels has to arrive before that.
+        """
+        if self._exchange.pending and _called_by_scaler():
+            self._exchange.synchronize()
+            self._synchronized_for_scaler = True
+        groups: ParamGroups = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: ParamGroups) -> None:
+        self.__dict__["param_groups"] = groups
 
     @property
     def _parameter_names(self) -> Names:
         return self._exchange.names
 
-    def step(self, closure: Closure | None = None, **options: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None, **options: Any) -> Any:
         """Synchronize the gradients, and let the wrapped optimizer make its step with them.
 
         A `closure` is synchronized each time after the wrapped optimizer has called it.
@@ -52,7 +71,7 @@ class _DistributedMixin(torch.optim.Optimizer):
             if self._exchange.pending:
                 self._exchange.synchronize()
             options["closure"] = self._synchronizing(closure)
-        self._exchange.synchronized = False
+        self._exchange.synchronized = self._synchronized_for_scaler = False
         return super().step(**options)
 
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step calls the user's hooks
@@ -67,7 +86,7 @@ class _DistributedMixin(torch.optim.Optimizer):
                 )
         elif not exchange.synchronized:
             exchange.synchronize()
-        elif exchange.terms.active:
+        elif exchange.terms.active and not self._synchronized_for_scaler:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
                 "optimizer.synchronize(). The gradients are not synchronized a second time; use "
@@ -94,6 +113,7 @@ class _DistributedMixin(torch.optim.Optimizer):
         a reduction failed.
         """
         self._exchange.synchronize()
+        self._synchronized_for_scaler = False
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -123,6 +143,7 @@ class _DistributedMixin(torch.optim.Optimizer):
         """As the wrapped optimizer's; what travels is forgotten, as after a failure."""
         self._exchange.reset()
         super().load_state_dict(state_dict)
+        self._exchange.param_groups = self.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's; the new parameters are named after their position."""
@@ -173,8 +194,14 @@ def DistributedOptimizer(  # noqa: N802
         return adasum
     schedule = Schedule(buckets_of(names.values(), _resolve_groups(chosen, names, terms)), passes)
     wrapped = _wrap(_DistributedMixin, optimizer)
-    wrapped._exchange = GradientExchange(wrapped.param_groups, names, schedule, terms)
+    wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms)
     return wrapped
+
+
+def _called_by_scaler() -> bool:
+    """Whether the function that asks `_DistributedMixin.param_groups` is one of torch.amp."""
+    module = str(sys._getframe(2).f_globals.get("__name__"))
+    return module.startswith(("torch.amp.", "torch.cuda.amp."))
 
 
 def _wrap(mixin: type, optimizer: torch.optim.Optimizer) -> Any:
@@ -183,7 +210,7 @@ def _wrap(mixin: type, optimizer: torch.optim.Optimizer) -> Any:
     cls = type(
         base.__name__, (mixin, base), {"__doc__": base.__doc__, "__module__": base.__module__}
     )
-    wrapped = cls.__new__(cls)
+    wrapped: Any = object.__new__(cls)
     for name, value in vars(optimizer).items():
         # A learning rate scheduler puts its own step() in the way of the method.
         if not callable(getattr(cls, name, None)):

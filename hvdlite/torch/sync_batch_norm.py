@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.torch import mpi_ops
+from hvdlite.torch.autograd import untraced
 
 Tensor = torch.Tensor
 
@@ -48,11 +50,11 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training or self.process_set.size() == 1:
             return super().forward(input)
-        output, mean, variance, count = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]
+        output, mean, unbiased_variance = _normalize(
             input, self.weight, self.bias, self.eps, self.process_set
         )
-        self._track(mean, variance * count / (count - 1))
-        return output  # type: ignore[no-any-return]
+        self._track(mean, unbiased_variance)
+        return output
 
     @torch.no_grad()
     def _track(self, mean: Tensor, unbiased_variance: Tensor) -> None:
@@ -72,14 +74,14 @@ class _SyncBatchNorm(torch.autograd.Function):
     """Forward and backward each exchange one row of float64."""
 
     @staticmethod
-    def forward(  # type: ignore[override]  # torch leaves the arguments to the subclass
+    def forward(
         ctx: Any,
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
         process_set: ProcessSet,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         mean, variance, count = _whole_batch(input, process_set)
         narrow = input.dtype if weight is None else weight.dtype
         output = torch.nn.functional.batch_norm(
@@ -87,11 +89,12 @@ class _SyncBatchNorm(torch.autograd.Function):
         )
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
         ctx.process_set, ctx.count = process_set, count
-        ctx.mark_non_differentiable(mean, variance, count)
-        return output, mean, variance, count
+        unbiased_variance = variance * count / (count - 1)
+        ctx.mark_non_differentiable(mean, unbiased_variance)
+        return output, mean, unbiased_variance
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse_std = ctx.saved_tensors
         dims, shape = _channels(input)
@@ -114,6 +117,9 @@ class _SyncBatchNorm(torch.autograd.Function):
         return (*gradients, None, None)
 
 
+_normalize: Callable[..., tuple[Tensor, Tensor, Tensor]] = untraced(_SyncBatchNorm.apply)
+
+
 def _whole_batch(input: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance of each channel, and the number of values in it: of all ranks.
 
@@ -127,7 +133,7 @@ def _whole_batch(input: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor
         variance, mean = torch.var_mean(_wide(input), dims, correction=0)
         own[0] = torch.cat([mean.double(), variance.double(), own.new_tensor([count])])
     rows = mpi_ops.allgather(own, "sync_batch_norm.statistics", process_set)
-    means, variances, counts = rows.split([channels, channels, 1], dim=1)
+    means, variances, counts = torch.split(rows, [channels, channels, 1], dim=1)
     total = counts.sum()
     if total < 2:
         raise ValueError(

@@ -55,7 +55,7 @@ def train_on_ranks(size: int, make: Make, **options: Any) -> list[torch.Tensor]:
     models = [make_model() for _ in range(size)]
     with torch.no_grad():  # broadcast_parameters has to repair this
         for parameter in models[-1].parameters():
-            parameter += 1
+            parameter.add_(1)
     data = batches()
 
     def main(rank: int) -> torch.Tensor:

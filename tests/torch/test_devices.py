@@ -1,0 +1,228 @@
+"""Tensors on an accelerator, played by a fake one: its streams do nothing until they are told to.
+
+Memory is that of the host, so that a copy that comes too early or too late is seen in the numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite.torch as hvd
+from hvdlite.common.adapter import HOST_DEVICE
+from hvdlite.torch.adapter import TorchAdapter
+from hvdlite.torch.autograd import TorchForms
+from hvdlite.torch.devices import Device, HostDevice, StagedDevice, find_device
+from tests.ranks import run_ranks
+
+Tensor = torch.Tensor
+
+
+class FakeStream:
+    """Work in order, done by whoever waits for it."""
+
+    def __init__(self, device: Any = None) -> None:
+        self._lock = threading.RLock()
+        self._work: list[Callable[[], object]] = []
+
+    def add(self, work: Callable[[], object]) -> int:
+        with self._lock:
+            self._work.append(work)
+            return len(self._work)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.add(event.synchronize)
+
+    def run(self, until: int) -> None:
+        with self._lock:
+            for index in range(until):
+                work, self._work[index] = self._work[index], _nothing
+                work()
+
+
+def _nothing() -> None:
+    """Work that was done."""
+
+
+class FakeEvent:
+    """A point in a stream."""
+
+    def record(self, stream: FakeStream) -> None:
+        self._stream, self._until = stream, stream.add(_nothing)
+
+    def synchronize(self) -> None:
+        self._stream.run(self._until)
+
+
+class FakeStreams:
+    """In the place of torch.cuda. `copies` counts work on streams that are not the current one."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+        self._current: dict[int, FakeStream] = {}
+
+    def Stream(self, device: Any) -> FakeStream:  # noqa: N802
+        return FakeStream(device)
+
+    def Event(self, *, blocking: bool) -> FakeEvent:  # noqa: N802
+        assert blocking, "waiting must not burn a core"
+        return FakeEvent()
+
+    def current_stream(self, device: Any) -> FakeStream:
+        stream: FakeStream = self._thread.__dict__.setdefault("stream", FakeStream())
+        return stream
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current_stream(None)
+        self._thread.stream = stream
+        try:
+            with _Delayed(stream):
+                yield
+        finally:
+            self._thread.stream = before
+
+
+class _Delayed(torch.utils._python_dispatch.TorchDispatchMode):
+    """Queues copies on a stream instead of doing them."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._stream.add(lambda: func(*args, **(kwargs or {})))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class FakeDevice(StagedDevice):
+    """An accelerator whose tensors have the type "cpu"."""
+
+    def __init__(self, name: str = "fake") -> None:
+        self.streams = FakeStreams()
+        self.kept: list[Tensor] = []
+        super().__init__(name, self.streams, pin=False)
+
+    def keep_until_done(self, tensor: Tensor, stream: Any) -> None:
+        self.kept.append(tensor)
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Queue work of the user's."""
+        self.streams.current_stream(None).add(work)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The values that the current stream sees."""
+        event = FakeEvent()
+        event.record(self.streams.current_stream(None))
+        event.synchronize()
+        return tensor
+
+
+def on_fake_devices(size: int, main: Callable[[int, FakeDevice, TorchForms], None]) -> None:
+    def body(rank: int) -> None:
+        device = FakeDevice()
+        main(rank, device, TorchForms(TorchAdapter(lambda kind: device)))
+
+    run_ranks(size, body)
+
+
+def test_the_engine_waits_for_what_was_queued_and_the_user_stream_for_the_result() -> None:
+    def main(rank: int, device: FakeDevice, forms: TorchForms) -> None:
+        tensor = torch.zeros(4)
+        device.compute(lambda: tensor.add_(rank + 1))
+        handle = forms.allreduce_async(tensor, op=hvd.Sum)
+        device.compute(lambda: tensor.fill_(-100))  # after the copy to the host
+        result = forms.synchronize(handle)
+        doubled = torch.empty(4)
+        device.compute(lambda: doubled.copy_(result * 2))
+        assert device.read(doubled).tolist() == [6.0] * 4
+        assert any(each is result for each in device.kept)
+
+    on_fake_devices(2, main)
+
+
+def test_synchronize_does_not_wait_for_the_copy_to_the_device() -> None:
+    def main(rank: int, device: FakeDevice, forms: TorchForms) -> None:
+        tensor = torch.full((4,), float(rank + 1))
+        forms.synchronize(forms.allreduce_async_(tensor, op=hvd.Sum))
+        assert tensor.tolist() == [rank + 1.0] * 4, "the copy is queued, and nobody asked for it"
+        assert device.read(tensor).tolist() == [3.0] * 4
+
+    on_fake_devices(2, main)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_every_collective(dtype: torch.dtype) -> None:
+    def main(rank: int, device: FakeDevice, forms: TorchForms) -> None:
+        def same(result: Tensor, expected: list[int]) -> None:
+            assert torch.equal(device.read(result), torch.tensor(expected).to(dtype))
+
+        row = torch.tensor([rank, 1]).to(dtype)
+        same(forms.allreduce(row, op=hvd.Sum), [1, 2])
+        same(forms.allgather(row), [0, 1, 1, 1])
+        same(forms.broadcast(row, 1), [1, 1])
+        same(forms.alltoall(row), [[0, 1], [1, 1]][rank])
+        same(forms.reducescatter(row, op=hvd.Sum), [[1], [2]][rank])
+        for result in forms.grouped_allreduce([row, row], op=hvd.Sum):
+            same(result, [1, 2])
+        matrix = torch.zeros(2, 2, dtype=dtype)
+        matrix[:, 0] = row
+        forms.broadcast_(matrix[:, 0], 1)
+        same(matrix[:, 0], [1, 1])
+
+    on_fake_devices(2, main)
+
+
+def test_tensors_of_a_group_must_be_on_one_device() -> None:
+    def main(rank: int) -> None:
+        devices: dict[str, Device] = {"cpu": HostDevice(), "meta": FakeDevice()}
+        forms = TorchForms(TorchAdapter(devices.__getitem__))
+        with pytest.raises(hvd.HorovodInternalError, match="must be on same device"):
+            forms.grouped_allreduce([torch.ones(1), torch.ones(1, device="meta")])
+
+    run_ranks(1, main)
+
+
+def test_ranks_that_disagree_on_the_device() -> None:
+    def main(rank: int) -> None:
+        device: Device = FakeDevice() if rank else HostDevice()
+        forms = TorchForms(TorchAdapter(lambda kind: device))
+        with pytest.raises(hvd.HorovodInternalError, match="device: rank 0 has cpu, rank 1 has"):
+            forms.allreduce(torch.ones(1), name="x")
+
+    run_ranks(2, main)
+
+
+def test_cuda_tensors_are_staged() -> None:
+    device = find_device("cuda")
+    assert isinstance(device, StagedDevice)
+    assert device.name == "cuda"
+    assert find_device("cpu").name == HOST_DEVICE
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+def test_a_real_gpu() -> None:
+    from hvdlite.torch.mpi_ops import forms
+
+    def main(rank: int) -> None:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
+            tensor = torch.full((1000, 3), rank + 1, device="cuda", dtype=dtype)
+            for _ in range(3):
+                result = forms.allreduce(tensor * 2, op=hvd.Sum)
+                assert result.device == tensor.device
+                assert torch.equal(result, torch.full_like(tensor, 6))
+            forms.allreduce_(tensor.t(), op=hvd.Sum)
+            assert torch.equal(tensor, torch.full_like(tensor, 3))
+        norm = hvd.SyncBatchNorm(3).cuda()
+        batch = torch.randn(8, 3, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        expected = torch.nn.BatchNorm1d(3).cuda()(batch)
+        torch.testing.assert_close(norm(batch[rank * 4 :][:4]), expected[rank * 4 :][:4])
+
+    run_ranks(2, main)
