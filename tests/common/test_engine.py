@@ -322,6 +322,19 @@ def test_a_lost_rank_fails_everybody_with_its_number(hosts: list[list[int]] | No
     run_ranks(4, main, hosts=hosts)
 
 
+def test_a_foreign_control_message_ends_the_job_with_a_clear_error() -> None:
+    def main(rank: int) -> None:
+        hvd.barrier()
+        if rank == 1:
+            current().transport.send(0, b"GET / HTTP/1.1")
+        with pytest.raises(hvd.HorovodInternalError, match="hvdlite cannot have sent") as failure:
+            for attempt in range(100):
+                hvd.allreduce(np.ones(1), name=f"t{attempt}")
+        assert failure.value.rank == 1
+
+    run_ranks(2, main)
+
+
 def test_a_rank_that_cannot_run_a_collective_ends_the_job_with_its_reason() -> None:
     class Broken(Entry):
         @property

@@ -153,7 +153,10 @@ def test_check_says_what_is_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     ("event", "problem"),
     [
         ('{"ph": "E", "ts": 1, "pid": 1}', "the end of what has not begun"),
-        ('{"ph": "X", "name": "0", "ts": 1, "pid": 1, "dur": 0}', "a rank is ready outside a negotiation"),
+        (
+            '{"ph": "X", "name": "0", "ts": 1, "pid": 1, "dur": 0}',
+            "a rank is ready outside a negotiation",
+        ),
         ('{"ph": "B", "name": "ALLREDUCE", "ts": 1, "pid": 2}', "pid 2 has no name"),
         ('{"ph": "B", "name": "ALLREDUCE", "ts": -1, "pid": 1}', "ts is no whole number"),
         ('{"ph": "B", "name": "ALLREDUCE", "pid": 1}', "ts is no whole number"),

@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 import hvdlite.numpy as hvd
+from hvdlite.common.errors import HorovodVersionMismatchError
 
 
 def total(name: str, expected: float, **options: object) -> None:
@@ -190,6 +191,22 @@ def forks() -> None:
         assert error.rank == 1 and time.monotonic() - start < 5
     else:
         raise AssertionError("the death of rank 1 was not seen")
+
+
+def other_version() -> None:
+    """Rank 1 speaks another protocol."""
+    from mpi4py import MPI
+
+    from hvdlite.common.transport import bootstrap
+
+    if MPI.COMM_WORLD.rank == 1:
+        bootstrap.PROTOCOL_VERSION = 99
+    try:
+        hvd.init()
+    except HorovodVersionMismatchError as error:
+        assert "install one version of hvdlite for all ranks" in str(error), error
+    else:
+        raise AssertionError("init went well")
 
 
 def wrong_timeline() -> None:

@@ -98,6 +98,10 @@ def test_a_forked_child_is_no_rank_and_does_not_hide_a_death() -> None:
     os.kill(int(sleeper.group(1)), signal.SIGKILL)
 
 
+def test_two_versions_in_one_job_are_an_error_at_init() -> None:
+    check(3, "other_version")
+
+
 def test_a_timeline_that_cannot_be_written_is_an_error_at_init() -> None:
     check(2, "wrong_timeline", HVDLITE_TIMELINE="/nonexistent/timeline.json")
 

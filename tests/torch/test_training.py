@@ -84,3 +84,9 @@ def test_the_weights_are_those_of_one_process_with_the_whole_batch(name: str, si
     error = (together[0] - alone).norm() / alone.norm()
     assert error < 1e-5
     assert (alone - weights(make_model())).norm() > 0.1, "nothing was learned"
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    first, second = (train_on_ranks(3, OPTIMIZERS["adam"], groups=2) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)

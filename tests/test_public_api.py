@@ -1,0 +1,73 @@
+"""The public API does not change unnoticed: a golden file has one signature a line.
+
+After a change that is meant: ``python -m tests.test_public_api`` writes the files anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).parent
+NUMPY_FILE = HERE / "public_api_numpy.txt"
+TORCH_FILE = HERE / "torch" / "public_api.txt"
+
+
+def signatures(module: ModuleType) -> list[str]:
+    """One line for each public name: names and defaults of parameters, or the value."""
+    return [_line(name, getattr(module, name)) for name in sorted(module.__all__)]
+
+
+def _line(name: str, value: Any) -> str:
+    if isinstance(value, type):
+        options = {key: each for key, each in vars(value).items() if isinstance(each, type)}
+        if options:
+            return f"class {name}: {', '.join(sorted(options))}"
+        return f"class {name}{_parameters(value)}"
+    if callable(value):
+        return f"{name}{_parameters(value)}"
+    return f"{name} = {_text(value)}"
+
+
+def _parameters(function: Any) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    return f"({', '.join(_parameter(each) for each in parameters)})"
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    name = stars.get(parameter.kind, "") + parameter.name
+    if parameter.default is parameter.empty:
+        return name
+    return f"{name}={_text(parameter.default)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Enum):
+        return f"{value.value}"
+    if isinstance(value, type):
+        return value.__name__
+    if type(value).__name__ == "ProcessSet":
+        return "global_process_set"
+    return repr(value)
+
+
+def golden(path: Path) -> list[str]:
+    """The lines of a golden file."""
+    return path.read_text().splitlines()
+
+
+def test_numpy() -> None:
+    module = importlib.import_module("hvdlite.numpy")
+    assert signatures(module) == golden(NUMPY_FILE)
+
+
+if __name__ == "__main__":
+    for name, path in (("hvdlite.numpy", NUMPY_FILE), ("hvdlite.torch", TORCH_FILE)):
+        path.write_text("\n".join(signatures(importlib.import_module(name))) + "\n")
+        sys.stdout.write(f"{path}\n")
