@@ -12,9 +12,10 @@ from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.exchange import Terms, named_by_position
+from hvdlite.torch.wrapping import Wrapped
 
 
-class AdasumMixin(torch.optim.Optimizer):
+class AdasumMixin(Wrapped):
     """Comes before the class of the wrapped optimizer.
 
     A step is made with the gradients of this rank; what it has changed is combined with what the
@@ -34,16 +35,15 @@ class AdasumMixin(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Make the wrapped optimizer's step, and replace it by the Adasum of all ranks' steps."""
-        if closure is not None:
-            options["closure"] = closure
+        arguments = [] if closure is None else [closure]
         if not self._terms.active:
-            return super().step(**options)
+            return super().step(*arguments, **options)
         starts = {
             parameter: parameter.detach().clone()
             for parameter, _ in named_by_position(self.param_groups)
             if parameter.requires_grad
         }
-        result = super().step(**options)
+        result = super().step(*arguments, **options)
         with torch.no_grad():
             self._combine(starts)
         return result

@@ -27,12 +27,13 @@ from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.exchange import GradientExchange, ParamGroups, Terms, named_by_position
 from hvdlite.torch.functions import broadcast_object
+from hvdlite.torch.wrapping import Wrapped, wrap
 
 Names = dict[torch.Tensor, str]
 Closure = Callable[[], Any]
 
 
-class _DistributedMixin(torch.optim.Optimizer):
+class _DistributedMixin(Wrapped):
     """Comes before the class of the wrapped optimizer."""
 
     _exchange: GradientExchange
@@ -65,14 +66,15 @@ class _DistributedMixin(torch.optim.Optimizer):
 
         A `closure` is synchronized each time after the wrapped optimizer has called it.
         """
+        arguments: list[Closure] = []
         if closure is None:
             self._synchronize_for_step()
         else:
             if self._exchange.pending:
                 self._exchange.synchronize()
-            options["closure"] = self._synchronizing(closure)
+            arguments.append(self._synchronizing(closure))
         self._exchange.synchronized = self._synchronized_for_scaler = False
-        return super().step(**options)
+        return super().step(*arguments, **options)
 
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step calls the user's hooks
 
@@ -189,11 +191,11 @@ def DistributedOptimizer(  # noqa: N802
     names = _name_parameters(optimizer, named_parameters)
     chosen = resolve_groups(num_groups, groups)
     if op == ReduceOp.ADASUM and size() > 1:
-        adasum = _wrap(AdasumMixin, optimizer)
+        adasum = wrap(AdasumMixin, optimizer)
         adasum._set_up(names, terms)
         return adasum
     schedule = Schedule(buckets_of(names.values(), _resolve_groups(chosen, names, terms)), passes)
-    wrapped = _wrap(_DistributedMixin, optimizer)
+    wrapped = wrap(_DistributedMixin, optimizer)
     wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms)
     return wrapped
 
@@ -202,20 +204,6 @@ def _called_by_scaler() -> bool:
     """Whether the function that asks `_DistributedMixin.param_groups` is one of torch.amp."""
     module = str(sys._getframe(2).f_globals.get("__name__"))
     return module.startswith(("torch.amp.", "torch.cuda.amp."))
-
-
-def _wrap(mixin: type, optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer once more, with its groups and its state, as an instance of a new class."""
-    base = type(optimizer)
-    cls = type(
-        base.__name__, (mixin, base), {"__doc__": base.__doc__, "__module__": base.__module__}
-    )
-    wrapped: Any = object.__new__(cls)
-    for name, value in vars(optimizer).items():
-        # A learning rate scheduler puts its own step() in the way of the method.
-        if not callable(getattr(cls, name, None)):
-            wrapped.__dict__[name] = value
-    return wrapped
 
 
 def _name_parameters(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import warnings
 from collections.abc import Callable
@@ -159,6 +160,27 @@ def test_the_step_hooks_of_the_user_are_called_once_with_reduced_gradients() -> 
         torch.testing.assert_close(seen[0], reduced_gradients())
 
     run_ranks(SIZE, main)
+
+
+def test_a_learning_rate_scheduler_on_the_wrapped_optimizer() -> None:
+    models = [net() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+        loss_of(model, rank).backward()
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        optimizer.zero_grad()
+        before = flat(model)
+        loss_of(model, rank, 1).backward()
+        optimizer.step()
+        torch.testing.assert_close(before - flat(model), 0.5 * gradients(model))
+
+    run_ranks(SIZE, main)
+    assert torch.equal(flat(models[0]), flat(models[1]))
 
 
 @pytest.mark.parametrize("passes", [2, 3])
@@ -561,6 +583,50 @@ def test_a_new_optimizer_takes_over_from_one_that_was_thrown_away() -> None:
 
     run_ranks(2, main)
     assert torch.equal(flat(models[0]), flat(models[1]))
+
+
+def test_models_can_be_copied_and_saved_and_optimizers_say_why_not() -> None:
+    model = net()
+
+    def main(rank: int) -> None:
+        if rank == 0:
+            optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+            copied = copy.deepcopy(model)
+            copied(data(0)).sum().backward()
+            assert not optimizer._exchange.pending, "the copy is not watched"
+            torch.save(model, io.BytesIO())
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                copy.deepcopy(optimizer)
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_rank_with_less_data_joins(groups: int | None) -> None:
+    models = [net() for _ in range(SIZE)]
+
+    def main(rank: int) -> Tensor:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model, 0.1), model.named_parameters(), groups=groups
+        )
+        for step in range(rank):  # none on rank 0
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=SIZE - 1)
+        return flat(model)
+
+    weights = run_ranks(SIZE, main)
+    alone = net()
+    optimizer = sgd(alone, 0.1)
+    for step in range(SIZE - 1):
+        optimizer.zero_grad()
+        for rank in range(step + 1, SIZE):
+            (loss_of(alone, rank, step) / SIZE).backward()
+        optimizer.step()
+    torch.testing.assert_close(weights[0], flat(alone), rtol=1e-5, atol=1e-5)
 
 
 def test_load_state_dict_starts_afresh() -> None:
