@@ -72,6 +72,7 @@ class Coordinator:
         self._evictions: list[Eviction] = []
         self._departures: list[Departed] = []
         self._departed = 0  # ranks, as bits
+        self._leavers: list[int] = []  # the same, in the order of leaving: the first is to blame
 
     def receive(self, report: Report, now: float) -> None:
         """Take in what some ranks have ready, at `now` seconds."""
@@ -89,6 +90,7 @@ class Coordinator:
     def depart(self, rank: int) -> None:
         """`rank` shuts down: what waits for it fails, now and later."""
         self._departed |= 1 << rank
+        self._leavers.append(rank)
         for state in self._sets.values():
             if state.mask & self._departed:
                 for key, _, _ in list(state.readiness.waiting()):
@@ -265,10 +267,9 @@ class Coordinator:
         self._ready.append(Response(request, error=self._departure_error(state, request)))
 
     def _departure_error(self, state: _Set, request: Request) -> str:
-        ranks = ranks_of(state.mask & self._departed)
-        who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
+        first = next(rank for rank in self._leavers if state.mask >> rank & 1)
         return (
-            f"{request.collective} '{request.name}': {who} been shut down "
+            f"{request.collective} '{request.name}': rank {first} has been shut down "
             "and cannot take part any more"
         )
 
