@@ -4,10 +4,10 @@ Each verb has the forms that Horovod has: ``x`` (blocking), ``x_async`` (a handl
 ``x_async_`` (in place), ``grouped_x``. A framework's module makes one `Forms` of its adapter and
 publishes the methods under their names; all of them take tensors of that framework.
 
-Common to all: `name` identifies the tensor across ranks (unnamed calls are numbered, so they must
-come in the same order on all ranks); `process_set` limits the call to some ranks, all of which
-must make it. Raises `ValueError` for what is wrong on this rank, at the call, and
-`HorovodInternalError` for what ranks disagree on or when one is lost, when the result is taken.
+Common to all: `name` identifies the tensor across ranks (unnamed calls are numbered, so those of
+one process set must come in the same order on all its ranks); `process_set` limits the call to some
+ranks, all of which must make it. Raises `ValueError` for what is wrong on this rank, at the call,
+and `HorovodInternalError` for what ranks disagree on or when one is lost, when the result is taken.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class Forms(Generic[T]):
         runtime = for_collective()
         number = runtime.handles.reserve()
         label = f"grouped_{collective}" if options.grouped else collective
-        full_name = f"{label}.noname.{number}" if name is None else f"{label}.{name}"
+        if name is None:
+            name = f"noname.{runtime.next_unnamed(options.process_set)}"
+        full_name = f"{label}.{name}"
         targets = tensors if in_place else None
         entries = submit(runtime, self._adapter, collective, full_name, tensors, options, targets)
         runtime.handles.put(number, Operation(entries, shape_result))
@@ -285,7 +287,7 @@ class Forms(Generic[T]):
         return self.differentiable(
             tensors,
             lambda inputs: self._results("allreduce", inputs, name, options),
-            lambda gradients: self._results("allreduce", gradients, None, options),
+            lambda gradients: self._results("allreduce", gradients, _gradient_name(name), options),
         )
 
     # -- allgather
@@ -336,7 +338,7 @@ class Forms(Generic[T]):
             return operation.take()
 
         def adjoint(gradients: list[T]) -> list[T]:
-            averaged = self._results("allreduce", gradients, None, options)
+            averaged = self._results("allreduce", gradients, _gradient_name(name), options)
             position = _position(options.process_set)
             return [
                 own_rows(gradient, first_dims, position)
@@ -386,7 +388,9 @@ class Forms(Generic[T]):
         options = Options(process_set, root_rank=root_rank)
 
         def adjoint(gradients: list[T]) -> list[T]:
-            averaged = self._results("allreduce", gradients, None, Options(process_set))
+            averaged = self._results(
+                "allreduce", gradients, _gradient_name(name), Options(process_set)
+            )
             if for_collective().rank == root_rank:
                 return averaged
             return [self.zeros_like(gradient) for gradient in averaged]
@@ -449,7 +453,7 @@ class Forms(Generic[T]):
 
         def adjoint(gradients: list[T]) -> list[T]:
             back = Options(process_set, splits=received)
-            return self._results("alltoall", gradients, None, back)
+            return self._results("alltoall", gradients, _gradient_name(name), back)
 
         (output,) = self.differentiable([tensor], forward, adjoint)
         if splits is None:
@@ -537,7 +541,9 @@ class Forms(Generic[T]):
 
         def adjoint(gradients: list[T]) -> list[T]:
             back = Options(options.process_set, grouped=options.grouped)
-            gathered: list[Any] = list(self._results("allgather", gradients, None, back))
+            gathered: list[Any] = list(
+                self._results("allgather", gradients, _gradient_name(name), back)
+            )
             return [gradient * scale[0] for gradient in gathered]
 
         return self.differentiable(tensors, forward, adjoint)
@@ -556,6 +562,11 @@ class Forms(Generic[T]):
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """Wait until all ranks of the set have called this."""
         _call("barrier", process_set)
+
+
+def _gradient_name(name: str | None) -> str | None:
+    """The name of the collective that runs backward, after that of the one that ran forward."""
+    return None if name is None else f"{name}.gradient"
 
 
 def _call(collective: str, process_set: ProcessSet) -> Any:

@@ -58,7 +58,7 @@ class HandleTable:
         self._pending: dict[int, Any] = {}
 
     def reserve(self) -> int:
-        """A number that was never given before; unnamed collectives are named after it."""
+        """A number that was never given before."""
         with self._lock:
             self._next += 1
             return self._next - 1

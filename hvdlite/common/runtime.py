@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 from hvdlite.common.config import Config
@@ -45,6 +46,8 @@ class Runtime:
         self.rank = transport.rank
         self.topology: Topology = transport.topology
         self.handles = HandleTable()
+        self._unnamed: dict[int | None, count[int]] = {}  # by process set
+        self._unnamed_lock = threading.Lock()  # guards it
         try:
             self.timeline = self._open_timeline()
         except OSError:
@@ -68,6 +71,11 @@ class Runtime:
         elif self.rank != 0:
             return
         timeline.record_to(path, mark_cycles)
+
+    def next_unnamed(self, process_set: ProcessSet) -> int:
+        """The number of the next collective without a name in this set."""
+        with self._unnamed_lock:
+            return next(self._unnamed.setdefault(process_set.process_set_id, count()))
 
     def call(self, request: Request) -> Any:
         """Enqueue something without a tensor, and wait for its answer."""
@@ -103,6 +111,7 @@ class Runtime:
         members = self.engine.process_sets.check(process_set.ranks or ())
         collective = "add_process_set" if process_set.mpi_comm is None else "split_process_set"
         number = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
+        self._unnamed.pop(number, None)  # the number may have been another set's
         process_set._bind(number, members)
         self.known_sets[number] = process_set
 

@@ -92,6 +92,16 @@ def test_two_operations_under_one_name_are_a_mismatch() -> None:
         )
 
 
+def test_unnamed_calls_are_numbered_by_process_set() -> None:
+    def main(rank: int) -> None:
+        first = hvd.add_process_set([0, 1])
+        if first.included():
+            hvd.allreduce(np.ones(1), process_set=first)
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [3.0]
+
+    run_ranks(3, main)
+
+
 def test_tensors_on_different_devices_are_a_mismatch() -> None:
     def main(rank: int) -> str:
         request = Request(0, "t", "allreduce", "float32", (3,), ["cpu", "cuda"][rank])
