@@ -51,7 +51,9 @@ class Engine:
         self._config = config
         self._timeline = timeline
         self._clock = clock
-        self._negotiation = Negotiation(transport, config, timeline, self.queue, clock)
+        self._negotiation = Negotiation(
+            transport, config, timeline, self.queue, self.process_sets, clock
+        )
         backends = build_backends(transport, config)
         self._executor = Executor(self.rank, self.topology, backends, timeline)
         self._leaving = threading.Event()  # this rank wants to shut down

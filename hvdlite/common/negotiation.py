@@ -34,6 +34,7 @@ from hvdlite.common.messages import (
     decode,
     encode,
 )
+from hvdlite.common.process_set_table import ProcessSetTable
 from hvdlite.common.stall import StallInspector
 from hvdlite.common.tensor_queue import TensorQueue
 from hvdlite.common.timeline import Timeline
@@ -54,6 +55,7 @@ class Negotiation:
         config: Config,
         timeline: Timeline,
         queue: TensorQueue,
+        process_sets: ProcessSetTable,
         clock: Callable[[], float],
     ) -> None:
         self.orders: deque[Order] = deque()  # to be obeyed by this rank, in this sequence
@@ -61,6 +63,7 @@ class Negotiation:
         self._transport = transport
         self._timeline = timeline
         self._queue = queue
+        self._process_sets = process_sets
         self._clock = clock
         self._tree = Tree(transport.topology, transport.rank)
         # Only from these does the word that a rank shuts down come before its connection ends.
@@ -132,11 +135,13 @@ class Negotiation:
             self._send_up(ClockQuery(self._rank, time.monotonic_ns()))
 
     def _tick(self, report: Report) -> None:
-        names = [self._queue.name_of(report.process_set_id, bit) for bit in report.bits]
-        names += [request.name for request in report.requests]
-        for name in names:
+        members = self._process_sets.find(report.process_set_id)
+        if members is None or self._rank not in members:
+            return  # nothing would end the negotiation in this rank's timeline
+        for request in self._queue.requests_of(report):
+            self._timeline.negotiate_start(request.name, request.collective)
             for rank in report.ranks:
-                self._timeline.rank_ready(name, rank)
+                self._timeline.rank_ready(request.name, rank)
 
     # -- messages
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from hvdlite.common.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.execution import Entry
@@ -134,12 +135,13 @@ class TensorQueue:
                 HorovodInternalError(f"'{entry.request.name}': Process set has been removed")
             )
 
-    def name_of(self, number: int, bit: int) -> str:
-        """The tensor that is remembered under a bit, or '' where it is unknown here."""
-        try:
-            return self._cache(number).recall(bit).response.request.name
-        except KeyError:
-            return ""
+    def requests_of(self, report: Report) -> list[Request]:
+        """What a report asks for, without the bits that are unknown here."""
+        requests = list(report.requests)
+        for bit in report.bits:
+            with suppress(KeyError):
+                requests.append(self._cache(report.process_set_id).recall(bit).response.request)
+        return requests
 
     def _cache(self, number: int) -> ResponseCache:
         return self._caches.setdefault(number, ResponseCache())

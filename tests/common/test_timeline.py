@@ -13,14 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hvdlite.numpy as hvd
 from hvdlite.common import timeline as timeline_module
 from hvdlite.common import trace as trace_module
+from hvdlite.common.config import Config
 from hvdlite.common.timeline import Timeline, path_of_rank
 from hvdlite.timeline_events import check
+from tests.ranks import run_ranks
 
 Event = dict[str, Any]
 
@@ -390,6 +394,31 @@ def test_the_path_of_a_rank() -> None:
     assert path_of_rank("a/b.json", 3) == "a/b.rank3.json"
     assert path_of_rank("b", 0) == "b.rank0"
     assert path_of_rank("a.b/c.tar.json", 12) == "a.b/c.tar.rank12.json"
+
+
+def test_a_job_records_who_was_ready_and_what_was_done(tmp_path: Path) -> None:
+    settings = Config(timeline=str(tmp_path / "t.json"), timeline_all_ranks=True)
+
+    def main(rank: int) -> None:
+        odd = hvd.add_process_set([1])
+        for _ in range(3):  # asked for in full, then by the bit of the response cache
+            hvd.allreduce(np.ones(3, np.float32), name="a")
+            if rank == 1:
+                hvd.allreduce(np.ones(5), name="b", process_set=odd)
+        hvd.barrier()
+
+    run_ranks(2, main, config=settings)
+    zero = load(tmp_path / "t.rank0.json")
+    one = load(tmp_path / "t.rank1.json")
+    assert check(zero).problems == check(one).problems == []
+    events = track(zero, "allreduce.a")
+    ticks = [event["name"] for event in events if event["ph"] == "X"]
+    assert [sorted(ticks[step : step + 2]) for step in (0, 2, 4)] == [["0", "1"]] * 3
+    outputs = [event["args"] for event in events if event["ph"] == "E" and "args" in event]
+    assert outputs == [{"dtype": "float32", "shape": "[3]"}] * 3
+    assert len(track(one, "allreduce.b")) > 0
+    names = {event["args"].get("name") for event in zero if event["ph"] == "M"}
+    assert "allreduce.b" not in names  # rank 0 has no part in it
 
 
 NAMES = st.sampled_from(["a", "b", "[engine]", '"'])
