@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdlite.common.config import Setting, settings
+from hvdlite.common.config import Setting, boolean, settings
 from hvdlite.common.errors import ConfigError
 
 # Keys of horovodrun that have no meaning here, and what to use instead.
@@ -49,7 +49,9 @@ def _load(path: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config-file: cannot read {path}: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config-file: {path} is not YAML: {error}") from None
+        raise ConfigError(
+            f"--config-file: {path} is not YAML: {' '.join(str(error).split())}"
+        ) from None
 
 
 def _flatten(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -63,12 +65,11 @@ def _flatten(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _variable_text(entry: Setting, value: Any, source: str) -> str:
-    if isinstance(value, bool):
-        text = str(int(value != entry.yaml_inverted))
-    elif isinstance(value, list):
-        text = ",".join(map(str, value))
-    else:
-        text = str(value)
-    if entry.yaml_inverted and not isinstance(value, bool):
-        raise ConfigError(f"{source}={value!r}: must be true or false")
+    switch = entry.parse is boolean
+    if isinstance(value, bool) != switch:
+        wanted = "must be true or false" if switch else "cannot be true or false"
+        raise ConfigError(f"{source}={value!r}: {wanted}")
+    if switch:
+        return str(int(value != entry.yaml_inverted))
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     return entry.variable_text(text, source)

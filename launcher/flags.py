@@ -43,6 +43,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print before it exits."""
         message = message.removeprefix("argument ")
+        if message.endswith("expected one argument"):
+            message += "; one that starts with a dash is given as FLAG=VALUE"
         raise ConfigError(message.replace("unrecognized arguments:", "unknown flag"))
 
 

@@ -19,7 +19,7 @@ from hvdlite.launcher.channels import Channels
 from hvdlite.launcher.commands import RANK_VARIABLE, Place, build_command
 from hvdlite.launcher.ending import Ending
 from hvdlite.launcher.environment import is_root, names_for_other_hosts
-from hvdlite.launcher.leftovers import remove_segments
+from hvdlite.launcher.leftovers import kill_session, remove_segments
 from hvdlite.launcher.mpi import OPENMPI, Mpi
 from hvdlite.launcher.options import Options
 from hvdlite.launcher.output import STREAMS, Output
@@ -28,7 +28,7 @@ from hvdlite.launcher.signals import SignalInbox, die_with_parent
 from hvdlite.launcher.verdict import Failure, Verdict
 
 LOOK_SECONDS = 1.0  # how often we look whether a shell has gone without a word
-START_TIMEOUT_CODE = 1
+NOT_STARTED_CODE = 1
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ class Job:
             process.wait()
         while self._read(0.0):
             pass
+        self.verdict.closed |= self.verdict.trouble  # who is missing now was ended by mpirun
         for rank in self.verdict.running:
-            if rank in self.verdict.here:
-                self.verdict.lose(rank)
+            self.verdict.lose(rank)
         self.output.finish()
         return process.returncode
 
@@ -199,22 +199,27 @@ class Job:
             return Outcome(128 + number, f"ended by {signal.Signals(number).name}", signal=number)
         failure = self.verdict.failure()
         if self.timed_out:
-            return Outcome(START_TIMEOUT_CODE, self._timeout_sentence())
+            return Outcome(NOT_STARTED_CODE, self._timeout_sentence())
         if failure is not None:
             return Outcome(failure.code, f"{failure}; the job has been ended", failure)
         if mpirun_code:
             code = mpirun_code if mpirun_code > 0 else 128 - mpirun_code
             return Outcome(code, f"{self.mpi.name} ended with exit code {code}: see what it says "
                                  "above (--verbose prints its command line)")  # fmt: skip
+        if len(self.verdict.shells) < self.options.num_proc:
+            return Outcome(NOT_STARTED_CODE, f"{self.mpi.name} ended before {self._missing()} "
+                                             "had started")  # fmt: skip
         return Outcome()
 
     def _timeout_sentence(self) -> str:
-        missing = [r for r in range(self.options.num_proc) if r not in self.verdict.shells]
         return (
-            f"{len(missing)} of {self.options.num_proc} ranks ({_shorten(missing)}) had not "
-            f"started after {self.options.start_timeout_seconds:g} seconds (--start-timeout): "
+            f"{self._missing()} had not started after {self.options.start_timeout_seconds:g} seconds (--start-timeout): "
             "check that the hosts can be reached by ssh and have free slots"
         )
+
+    def _missing(self) -> str:
+        missing = [r for r in range(self.options.num_proc) if r not in self.verdict.shells]
+        return f"{len(missing)} of {self.options.num_proc} ranks ({_shorten(missing)})"
 
     def _clean_up(self) -> None:
         if self.verdict.closed or self.verdict.trouble:
@@ -222,6 +227,8 @@ class Job:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        if self.process is not None and self.ending is not None:
+            kill_session(self.process.pid)  # such as an ssh that found no host
         self.channels.close()
         self.output.close()
         shutil.rmtree(self.directory, ignore_errors=True)

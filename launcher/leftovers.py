@@ -1,14 +1,23 @@
-"""Shared memory that an MPI leaves behind when its ranks are killed."""
+"""What an MPI leaves behind when it is killed: processes and shared memory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 MPI_SEGMENTS = ("sm_segment.*", "vader_segment.*", "mpich_shm_*", "Intel_MPI_*")
+
+
+def kill_session(session: int) -> None:
+    """Kill the processes of a session whose leader has ended (Linux)."""
+    for process in _processes():
+        with contextlib.suppress(OSError):
+            if os.getsid(process) == session:
+                os.kill(process, signal.SIGKILL)
 
 
 def remove_segments(since: float) -> None:
@@ -35,12 +44,18 @@ def _segments(since: float) -> Iterator[Path]:
 def _mapped(candidates: set[Path]) -> set[Path]:
     """Those of `candidates` that a process maps; all of them where that cannot be told."""
     found: set[Path] = set()
-    try:
-        processes = [name for name in os.listdir("/proc") if name.isdecimal()]
-    except OSError:
+    processes = _processes()
+    if not processes:
         return candidates
     for process in processes:
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{process}/maps").read_text(errors="replace")
             found |= {path for path in candidates if str(path) in maps}
     return found
+
+
+def _processes() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import BinaryIO
 from hvdlite.common.errors import ConfigError
 
 STREAMS = ("stdout", "stderr")
-PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")  # a progress bar ends its lines with \r
 LONGEST_LINE_BYTES = 1 << 20  # a longer one is printed in parts
 
 
@@ -44,12 +42,13 @@ class Output:
         if key in self._files:
             self._files[key].write(data)
         data = self._rest.pop(key, b"") + data
-        pieces = PIECE.findall(data)
-        rest = data[sum(map(len, pieces)) :]
-        if len(rest) > LONGEST_LINE_BYTES:
-            pieces.append(rest + b"\n")
-        elif rest:
-            self._rest[key] = rest
+        pieces = data.splitlines(keepends=True)  # a progress bar ends its lines with \r
+        if pieces and not pieces[-1].endswith((b"\r", b"\n")):
+            rest = pieces.pop()
+            if len(rest) > LONGEST_LINE_BYTES:
+                pieces.append(rest + b"\n")
+            else:
+                self._rest[key] = rest
         prefix = self._prefix(rank, stream)
         text = b""
         for piece in pieces:

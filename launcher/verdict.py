@@ -83,7 +83,7 @@ class Verdict:
         """
         failed = [rank for rank, code in self.codes.items() if code]
         for rank in [*self._suspects, *failed]:
-            if rank in self.lost:
+            if rank in self.lost and rank not in self.raised:
                 return Failure(rank, 128 + signal.SIGKILL, lost=True)
             code = self.codes.get(rank)
             if rank in self.raised and (code is None or (self.closed and code > 128)):

@@ -1,0 +1,108 @@
+"""Settings: what each variable accepts, which of two names wins, and what garbage gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlite.common.config import MIB, Config, Setting, settings
+from hvdlite.common.errors import ConfigError
+
+ALL = list(settings())
+# A text setting takes any text; everything else refuses these.
+GARBAGE = ["garbage", "1x", "--", "nan", "1e999x", "0x10", "²", "1;2"]
+STRICT = [entry for entry in ALL if entry.parse is not str]
+# One accepted text for each setting, and what it means.
+ACCEPTED = {
+    "fusion_threshold_bytes": ("1024", 1024),
+    "cycle_time_ms": ("2.5", 2.5),
+    "cache_capacity": ("0", 0),
+    "allreduce": ("Ring", "ring"),
+    "data_plane": ("MPI", "mpi"),
+    "hierarchical_allreduce": ("1", True),
+    "disable_group_fusion": ("true", True),
+    "timeline": ("/tmp/t.json", "/tmp/t.json"),
+    "timeline_mark_cycles": ("yes", True),
+    "timeline_all_ranks": ("on", True),
+    "stall_check_disable": ("2", True),
+    "stall_warning_seconds": ("0.5", 0.5),
+    "stall_shutdown_seconds": ("90", 90.0),
+    "start_timeout_seconds": ("45", 45.0),
+    "mpi_threads_disable": ("1", True),
+    "thread_affinity": ("0,2, 1", (0, 2, 1)),
+    "log_level": ("DEBUG", "debug"),
+    "log_hide_time": ("1", True),
+}
+
+
+def name_of(entry: Setting) -> str:
+    return entry.name
+
+
+def test_nothing_set_gives_the_defaults() -> None:
+    assert Config.from_environ({}) == Config()
+    assert Config.from_environ({name: "" for e in ALL for name in e.variables}) == Config()
+
+
+@pytest.mark.parametrize("entry", ALL, ids=name_of)
+def test_each_name_of_a_setting_sets_it(entry: Setting) -> None:
+    text, value = ACCEPTED[entry.name]
+    for variable in entry.variables:
+        assert getattr(Config.from_environ({variable: text}), entry.name) == value
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("entry", STRICT, ids=name_of)
+def test_garbage_is_an_error_that_names_the_variable(entry: Setting, garbage: str) -> None:
+    for variable in entry.variables:
+        with pytest.raises(ConfigError) as caught:
+            Config.from_environ({variable: garbage})
+        assert str(caught.value).startswith(f"{variable}={garbage!r}: must be ")
+
+
+@pytest.mark.parametrize(
+    "variable", ["FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "STALL_CHECK_TIME_SECONDS"]
+)
+def test_a_negative_or_infinite_number_is_refused(variable: str) -> None:
+    for text in ("-1", "-inf", "inf"):
+        with pytest.raises(ConfigError, match=f"HVDLITE_{variable}"):
+            Config.from_environ({"HVDLITE_" + variable: text})
+
+
+@pytest.mark.parametrize("text", [",", "-1", "0,-2", "a,b", "0.5"])
+def test_a_list_of_cores_has_at_least_one_and_only_numbers(text: str) -> None:
+    with pytest.raises(ConfigError, match="HVDLITE_THREAD_AFFINITY"):
+        Config.from_environ({"HVDLITE_THREAD_AFFINITY": text})
+
+
+def test_our_own_name_wins_over_the_alias() -> None:
+    both = {"HOROVOD_CACHE_CAPACITY": "1", "HVDLITE_CACHE_CAPACITY": "2"}
+    assert Config.from_environ(both).cache_capacity == 2
+
+
+def test_the_alias_is_not_even_read_where_our_own_name_is_set() -> None:
+    both = {"HOROVOD_CACHE_CAPACITY": "garbage", "HVDLITE_CACHE_CAPACITY": "2"}
+    assert Config.from_environ(both).cache_capacity == 2
+
+
+def test_names_of_our_own_have_no_alias() -> None:
+    assert Config.from_environ({"HOROVOD_ALLREDUCE": "garbage"}).allreduce == "auto"
+
+
+def test_horovods_switch_for_the_hierarchy_gives_way_to_a_choice() -> None:
+    switch = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}
+    assert Config.from_environ(switch).allreduce == "hierarchical"
+    assert Config.from_environ({**switch, "HVDLITE_ALLREDUCE": "ring"}).allreduce == "ring"
+
+
+def test_a_flag_in_megabytes_becomes_bytes() -> None:
+    entry = next(entry for entry in ALL if entry.name == "fusion_threshold_bytes")
+    assert entry.variable_text("0.5", "--flag") == str(MIB // 2)
+    for garbage in ("x", "inf", "nan", "-1"):
+        with pytest.raises(ConfigError, match=f"--flag='{garbage}': must be "):
+            entry.variable_text(garbage, "--flag")
+
+
+def test_no_two_settings_share_a_name() -> None:
+    for attribute in ("variable", "flag", "no_flag", "yaml"):
+        names = [getattr(entry, attribute) for entry in ALL if getattr(entry, attribute)]
+        assert len(names) == len(set(names))

@@ -1,0 +1,1 @@
+"""Tests of hvdlite-run, hvdlite.run and the drop-in."""

@@ -1,0 +1,60 @@
+"""Runs hvdlite-run for the tests, and looks for what a job must not leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.parallel.jobs import environment
+
+LAUNCHER = [sys.executable, "-m", "hvdlite.launcher"]
+MARK = "HVDLITE_TEST_JOB"  # a variable that every process of a job inherits
+
+
+@contextmanager
+def start(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """Start hvdlite-run; at the end, nothing of the job may be left."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Temporary files of the launcher and of MPI go where we can look for them.
+        variables = {MARK: folder, "TMPDIR": folder, **variables}
+        process = subprocess.Popen(
+            [*LAUNCHER, *words],
+            env=environment(**variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+            left = processes(folder)
+        assert left == []
+        assert os.listdir(folder) == []
+
+
+def launch(*words: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run hvdlite-run to its end."""
+    with start(*words, **variables) as process:
+        out, err = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def processes(folder: str) -> list[str]:
+    """The command lines of the processes that belong to the job with this mark."""
+    found = []
+    wanted = f"{MARK}={folder}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (path / "environ").read_bytes().split(b"\0"):
+                found.append((path / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found

@@ -1,0 +1,167 @@
+"""hvdlite answers to the name horovod: same module objects, in child processes too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.jobs import launch
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
+
+SCRIPT = """
+import sys
+import horovod, horovod.common, horovod.common.exceptions
+from horovod.common.process_sets import ProcessSet
+import hvdlite, hvdlite.common, hvdlite.common.errors
+import horovod.numpy as hvd
+import hvdlite.numpy
+assert horovod is hvdlite and horovod.common is hvdlite.common and hvd is hvdlite.numpy
+assert horovod.common.exceptions is hvdlite.common.errors
+assert hvdlite.common.errors.__spec__.name == hvdlite.common.errors.__name__
+assert horovod.run is hvdlite.run
+assert "torch" not in sys.modules
+print("answered", __name__, sys.argv[1:])
+"""
+CHILDREN = """
+import multiprocessing, subprocess, sys
+def child():
+    import horovod.numpy, hvdlite.numpy
+    assert horovod.numpy is hvdlite.numpy
+    print("child answered", flush=True)
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver", "fork"):
+        process = multiprocessing.get_context(method).Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    subprocess.run([sys.executable, "-c", "import horovod.common; print('child answered')"])
+"""
+
+
+def run(*words: str, cwd: Path | None = None, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdlite.as_horovod", *words],
+        env=environment(**variables), cwd=cwd, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_as_a_script(script: Path) -> None:
+    assert run(str(script), "--lr", "1") == "answered __main__ ['--lr', '1']\n"
+
+
+def test_as_a_module(script: Path) -> None:
+    assert run("-m", "train", "-m", "x", cwd=script.parent) == "answered __main__ ['-m', 'x']\n"
+
+
+def test_as_code() -> None:
+    assert run("-c", SCRIPT, "a") == "answered __main__ ['a']\n"
+
+
+def test_flags_of_python_are_kept(script: Path) -> None:
+    code = "import sys, horovod; print(sys.flags.dev_mode, sys.warnoptions)"
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error::ImportWarning", "-m", "hvdlite.as_horovod",
+         "-c", code],
+        env=environment(), capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("True ")
+    assert "error::ImportWarning" in done.stdout
+
+
+def test_child_processes_answer_too(tmp_path: Path) -> None:
+    path = tmp_path / "children.py"
+    path.write_text(CHILDREN)
+    assert run(str(path)) == "child answered\n" * 4
+
+
+def test_torch_is_the_same_module() -> None:
+    pytest.importorskip("torch")
+    code = (
+        "import horovod.torch as hvd, hvdlite.torch\n"
+        "from horovod.torch.mpi_ops import allreduce, rank\n"
+        "from horovod.torch.compression import Compression\n"
+        "assert hvd is hvdlite.torch and allreduce is hvd.allreduce\n"
+        "assert Compression is hvd.Compression\n"
+        "hvd.init(); print(hvd.size())\n"
+    )
+    assert run("-c", code) == "1\n"
+
+
+def test_what_hvdlite_lacks_is_an_import_error() -> None:
+    code = (
+        "import horovod\n"
+        "for name in ('horovod.spark', 'horovod.torch.nonsense', 'horovod.common.nonsense.deep'):\n"
+        "    try: __import__(name)\n"
+        "    except ModuleNotFoundError as error: print(error.name in (name, name[:-5]))\n"
+    )
+    assert run("-c", code) == "True\n" * 3
+
+
+def test_an_installed_horovod_does_not_come_first(tmp_path: Path) -> None:
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("raise SystemExit('the other one')")
+    code = "import horovod, hvdlite; print(horovod is hvdlite)"
+    assert run("-c", code, PYTHONPATH=str(tmp_path)) == "True\n"
+
+
+def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.customized = __file__")
+    code = "import sys, sitecustomize, horovod; print(sys.customized == sitecustomize.__file__)"
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    assert run("-c", code, PYTHONPATH=path) == "True\n"
+
+
+def test_without_it_the_name_means_nothing() -> None:
+    code = "import importlib.util; print(importlib.util.find_spec('horovod'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == "None\n"
+
+
+def test_no_arguments_is_a_usage_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdlite.as_horovod"],
+        env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "usage" in done.stderr
+
+
+@pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+def test_under_the_launcher(script: Path) -> None:
+    words = ("--as-horovod", "-np", "2", sys.executable)
+    done = launch(*words, str(script), HOROVOD_CYCLE_TIME="1")
+    assert done.stdout.count("answered __main__ []") == 2, done.stderr
+    assert done.returncode == 0
+
+
+def test_importing_hvdlite_is_cheap() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import hvdlite\n"
+        "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert set(eval(done.stdout)) <= {"hvdlite", "typing", "__future__", "collections", "functools",
+                                      "operator", "itertools", "keyword", "reprlib", "re", "enum",
+                                      "types", "copyreg", "contextlib", "_collections_abc",
+                                      "abc", "warnings", "_typing", "_functools", "_operator",
+                                      "_collections", "_sre"}  # fmt: skip

@@ -1,0 +1,172 @@
+"""The command line of each MPI, word for word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvdlite.common.errors import ConfigError
+from hvdlite.launcher.commands import Place, build_command, build_environment
+from hvdlite.launcher.environment import names_for_other_hosts, rank_environment
+from hvdlite.launcher.hosts import parse_hosts
+from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_mpi, identify
+from hvdlite.launcher.options import Options, cores
+
+OMPI5 = Mpi(OPENMPI, "/opt/mpirun", "Open MPI 5.0.8", 5)
+OMPI4 = Mpi(OPENMPI, "/usr/bin/mpirun", "Open MPI 4.1.6", 4)
+MPICH = Mpi(HYDRA, "/opt/mpiexec", "MPICH 4.3.0", 4)
+SRUN = Mpi(SLURM, "/usr/bin/srun", "Slurm's srun", 0)
+USER = Place(root=False, names=("PATH", "LANG"))
+
+
+def options(**given: Any) -> Options:
+    return Options(**{"command": ("true",), "num_proc": 4, "variables": {},
+                      "start_timeout_seconds": 30.0, **given})  # fmt: skip
+
+
+def command(mpi: Mpi, place: Place = USER, **given: Any) -> str:
+    return " ".join(build_command(mpi, options(**given), place, ["CMD"]))
+
+
+def test_open_mpi_5_on_this_host() -> None:
+    assert command(OMPI5) == (
+        "/opt/mpirun -np 4 --oversubscribe --with-ft ulfm --output tag --bind-to none CMD"
+    )
+    assert "--allow-run-as-root" in command(OMPI5, Place(root=True, names=()))
+
+
+def test_open_mpi_4_has_other_words_for_it() -> None:
+    assert command(OMPI4) == (
+        "/usr/bin/mpirun -np 4 --oversubscribe --mca orte_abort_on_non_zero_status 0 --tag-output "
+        "--bind-to none CMD"
+    )
+
+
+def test_open_mpi_on_several_hosts() -> None:
+    given = {
+        "hosts": parse_hosts("a:2,b:2"),
+        "ssh_port": 2222,
+        "ssh_identity_file": "/my key",
+        "network_interfaces": ("eth0", "eth1"),
+    }
+    assert command(OMPI5, **given) == (
+        "/opt/mpirun -np 4 --oversubscribe --with-ft ulfm --output tag --bind-to none "
+        "--host a:2,b:2 --map-by slot --mca btl_tcp_if_include eth0,eth1 "
+        "--prtemca prte_if_include eth0,eth1 --prtemca plm_ssh_args -p 2222 -i '/my key' "
+        "-x PATH -x LANG CMD"
+    )
+    assert "--mca plm_rsh_args -p 2222" in command(OMPI4, **given)
+
+
+def test_open_mpi_on_very_many_hosts() -> None:
+    hosts = parse_hosts(",".join(f"h{number}:1" for number in range(64)))
+    words = command(OMPI5, hosts=hosts)
+    assert "--prtemca plm_ssh_no_tree_spawn 1 --prtemca plm_ssh_num_concurrent 64" in words
+
+
+def test_users_arguments_come_last_and_binding_is_theirs() -> None:
+    given = {"mpi_args": ("--mca", "x", "1"), "binding_args": ("--bind-to", "socket")}
+    assert command(OMPI5, **given).endswith("--bind-to socket --mca x 1 CMD")
+    assert "--bind-to none" not in command(OMPI5, **given)
+
+
+def test_mpich() -> None:
+    assert command(MPICH) == "/opt/mpiexec -np 4 -prepend-rank -disable-auto-cleanup CMD"
+    words = command(MPICH, hosts=parse_hosts("a:2,b:2"), network_interfaces=("eth0",))
+    assert words.endswith("-hosts a:2,b:2 -iface eth0 CMD")
+    with pytest.raises(ConfigError, match="--network-interfaces"):
+        command(MPICH, network_interfaces=("eth0", "eth1"))
+
+
+def test_srun() -> None:
+    assert command(SRUN) == (
+        "/usr/bin/srun --ntasks 4 --label --unbuffered --export=ALL --kill-on-bad-exit=0 "
+        "--mpi=pmix --cpu-bind=none CMD"
+    )
+    assert "--mpi=pmi2" in command(Mpi(SLURM, "srun", "srun", 0, library=HYDRA))
+    own = command(SRUN, mpi_args=("--mpi=cray_shasta",))
+    assert own.endswith("--mpi=cray_shasta CMD")
+    assert "pmix" not in own
+    with pytest.raises(ConfigError, match="--ssh-port"):
+        command(SRUN, ssh_port=22)
+
+
+def test_variables_that_an_mpi_reads() -> None:
+    assert build_environment(OMPI5, options()) == {"OMPI_MCA_osc": "^ucx"}
+    assert build_environment(MPICH, options()) == {}
+    ssh = build_environment(MPICH, options(ssh_port=22))
+    assert ssh == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-p 22"}
+    assert build_environment(MPICH, options(tcp=True))["FI_PROVIDER"] == "tcp"
+    assert build_environment(OMPI5, options(tcp=True))["OMPI_MCA_pml"] == "ob1"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "name"),
+    [
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs", OPENMPI, "Open MPI 5.0.11"),
+        ("mpirun (Open MPI) 4.1.2", OPENMPI, "Open MPI 4.1.2"),
+        ("HYDRA build details:\n    Version:         5.0.2\n    Release", HYDRA, "MPICH 5.0.2"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build", HYDRA, "Intel MPI 2021.13"),
+    ],
+)
+def test_an_mpi_is_known_by_its_version(text: str, kind: str, name: str) -> None:
+    mpi = identify("/bin/mpirun", text)
+    assert mpi is not None
+    assert (mpi.kind, mpi.name, mpi.program) == (kind, name, "/bin/mpirun")
+
+
+def test_another_program_is_no_mpi() -> None:
+    assert identify("/bin/mpirun", "usage: mpirun") is None
+
+
+def test_srun_is_used_in_an_allocation_unless_hosts_are_given(tmp_path: Any) -> None:
+    for name, text in (("srun", ""), ("mpirun", "mpirun (Open MPI) 4.1.2")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7"}
+    assert find_mpi(environ, hosts_given=False).kind == SLURM
+    assert find_mpi(environ, hosts_given=True).kind != SLURM
+    assert find_mpi({"PATH": str(tmp_path)}, hosts_given=False).kind != SLURM
+
+
+def test_the_environment_is_passed_on_less_what_belongs_to_another_job() -> None:
+    environ = {
+        "PATH": "/bin",
+        "MY_TOKEN": "x",
+        "HVDLITE_CYCLE_TIME": "1",
+        "OMPI_MCA_pml": "ob1",
+        "BASH_FUNC_module%%": "() { :; }",
+        "OLDPWD": "/",
+        "_HOROVOD_SECRET_KEY": "k",
+        "PMIX_RANK": "3",
+        "PMI_SIZE": "4",
+        "OMPI_COMM_WORLD_RANK": "3",
+        "HVDLITE_LAUNCHER_EVENTS": "t 0 /x",
+    }
+    passed = rank_environment(environ, OMPI5, options(variables={"HVDLITE_CYCLE_TIME": "2"}))
+    assert passed == {
+        "PATH": "/bin",
+        "MY_TOKEN": "x",
+        "HVDLITE_CYCLE_TIME": "2",
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_osc": "^ucx",
+        "OMP_NUM_THREADS": str(max(1, cores() // 4)),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def test_threads_per_rank_follow_the_fullest_host_unless_they_are_set() -> None:
+    spread = options(num_proc=4 * cores(), hosts=parse_hosts(f"a:{cores()},b:{3 * cores()}"))
+    assert rank_environment({}, OMPI5, spread)["OMP_NUM_THREADS"] == "1"
+    alone = rank_environment({}, OMPI5, options(num_proc=1))
+    assert alone["OMP_NUM_THREADS"] == str(cores())
+    nodes = rank_environment({"SLURM_NNODES": "4"}, SRUN, options())
+    assert nodes["OMP_NUM_THREADS"] == str(cores())
+    chosen = rank_environment({"OMP_NUM_THREADS": "3"}, OMPI5, options())
+    assert chosen["OMP_NUM_THREADS"] == "3"
+
+
+def test_other_hosts_do_not_get_what_describes_this_one() -> None:
+    environ = dict.fromkeys(("PATH", "A", "HOSTNAME", "TERM", "SSH_AUTH_SOCK", "TMPDIR", "_"), "x")
+    assert names_for_other_hosts(environ) == ("A", "PATH")

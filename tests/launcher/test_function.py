@@ -1,0 +1,152 @@
+"""hvdlite.run: results in rank order, and exceptions that come back as themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import hvdlite
+from hvdlite.common.errors import HorovodInternalError
+from hvdlite.launcher import RemoteError
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
+
+pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+
+
+def rank() -> int:
+    return int(os.environ["OMPI_COMM_WORLD_RANK"])
+
+
+def train(start: int, *, step: int = 1) -> tuple[int, int, float]:
+    import numpy as np
+
+    import hvdlite.numpy as hvd
+
+    hvd.init()
+    total = hvd.allreduce(np.array([float(start + step * hvd.rank())]), op=hvd.Sum)
+    return hvd.rank(), hvd.size(), float(total[0])
+
+
+def test_results_come_in_rank_order() -> None:
+    assert hvdlite.run(train, (10,), {"step": 2}, np=3) == [(r, 3, 36.0) for r in range(3)]
+
+
+def test_one_rank_is_the_default_and_a_lambda_will_do() -> None:
+    base = 5
+    assert hvdlite.run(lambda x: base + x, (1,)) == [6]
+
+
+class OddError(Exception):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, code: int, *, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def fail_on_rank_1(error: type[Exception]) -> None:
+    import hvdlite.numpy as hvd
+
+    hvd.init()
+    if hvd.rank() == 1:
+        raise OddError(3, text="odd") if error is OddError else error("the data is broken")
+    hvd.barrier()
+
+
+def test_an_exception_comes_back_as_itself_with_rank_and_traceback() -> None:
+    with pytest.raises(KeyError, match="the data is broken") as caught:
+        hvdlite.run(fail_on_rank_1, (KeyError,), np=3)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteError)
+    assert cause.rank == 1
+    assert str(cause).startswith("on rank 1:\nTraceback")
+    assert "in fail_on_rank_1" in str(cause)
+
+
+def test_an_exception_that_cannot_be_pickled_is_told() -> None:
+    with pytest.raises(RemoteError, match=r"on rank 1:[\s\S]*OddError: odd") as caught:
+        hvdlite.run(fail_on_rank_1, (OddError,), np=2)
+    assert caught.value.rank == 1
+
+
+def test_a_result_that_cannot_be_pickled_is_an_exception_of_its_rank() -> None:
+    with pytest.raises(TypeError, match="pickle"):
+        hvdlite.run(lambda: iter(open(os.devnull).readline, ""))  # noqa: SIM115
+
+
+def test_a_killed_rank_is_named() -> None:
+    def die() -> None:
+        if rank() == 1:
+            os.kill(os.getpid(), 9)
+        import time
+
+        time.sleep(600)
+
+    with pytest.raises(HorovodInternalError, match="rank 1 was killed by SIGKILL") as caught:
+        hvdlite.run(die, np=2)
+    assert caught.value.rank == 1
+
+
+def test_a_rank_that_exits_gives_no_result() -> None:
+    with pytest.raises(HorovodInternalError, match="rank 0 returned no result"):
+        hvdlite.run(lambda: sys.exit(0))
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_proc=2 contradicts np=3"):
+        hvdlite.run(rank, num_proc=2, np=3)
+    with pytest.raises(ValueError, match="--hostfile"):
+        hvdlite.run(rank, hosts="localhost:1", hostfile="hosts")
+    with pytest.raises(ValueError, match="use_gloo"):
+        hvdlite.run(rank, use_gloo=True)
+    with pytest.raises(ValueError, match="HVDLITE_CYCLE_TIME"):
+        hvdlite.run(rank, env={**os.environ, "HVDLITE_CYCLE_TIME": "garbage"})
+
+
+def test_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    hvdlite.run(rank, np=2)
+    with pytest.raises(ZeroDivisionError):
+        hvdlite.run(lambda: 1 // 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+SCRIPT = """
+import helper, hvdlite, os, sys
+def f(): return helper.VALUE, __name__
+if __name__ == "__main__":
+    print(hvdlite.run(f, np=2))
+"""
+
+
+def test_functions_of_a_script_and_modules_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("VALUE = 42")
+    (tmp_path / "main.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "main.py")], env=environment(), cwd="/",
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "[(42, '__main__'), (42, '__main__')]\n", done.stderr
+
+
+def test_ctrl_c_is_a_keyboard_interrupt() -> None:
+    script = (
+        "import hvdlite, os, signal, threading\n"
+        "def f():\n"
+        "    import time\n"
+        "    os.kill(launcher, signal.SIGINT)\n"
+        "    time.sleep(600)\n"
+        "launcher = os.getpid()\n"
+        "try: hvdlite.run(f, np=1)\n"
+        "except KeyboardInterrupt: print('interrupted')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "interrupted\n", done.stderr

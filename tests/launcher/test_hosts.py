@@ -1,0 +1,70 @@
+"""Hosts and slots, from the flag and from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdlite.common.errors import ConfigError
+from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
+
+
+def test_hosts_have_a_name_and_slots() -> None:
+    assert parse_hosts("a:2, b-1.example.org:4,c") == (
+        Host("a", 2),
+        Host("b-1.example.org", 4),
+        Host("c", 1),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "a:", "a:x", "a:2:3", "a b:2", "a:2,,b:2", "a:-1", ":2"])
+def test_a_bad_host_is_shown(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--hosts: .* must be given as name:slots$"):
+        parse_hosts(text)
+
+
+def test_a_host_without_a_slot_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'a:0': a host must have at least one slot"):
+        parse_hosts("a:0")
+
+
+def test_a_host_is_given_once() -> None:
+    with pytest.raises(ConfigError, match="host a is given twice"):
+        parse_hosts("a:1,b:1,a:2")
+
+
+def test_a_hostfile_may_have_comments_and_empty_lines(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# two machines\na slots=2\n\nb   slots = 4 # the big one\nc\n")
+    assert read_hostfile(str(path)) == (Host("a", 2), Host("b", 4), Host("c", 1))
+
+
+@pytest.mark.parametrize("line", ["a slots=x", "a 2", "a slots", "a:2", "slots=2 a", "a slots=-1"])
+def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(f"# comment\nok slots=1\n{line}\n")
+    with pytest.raises(ConfigError, match=r"hosts, line 3: .* must be given as name slots=number"):
+        read_hostfile(str(path))
+
+
+def test_a_hostfile_must_exist_and_name_a_host(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--hostfile: cannot read"):
+        read_hostfile(str(tmp_path / "none"))
+    (tmp_path / "empty").write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="names no host"):
+        read_hostfile(str(tmp_path / "empty"))
+
+
+def test_hosts_are_filled_in_their_order() -> None:
+    hosts = parse_hosts("a:2,b:3,c:1")
+    assert ranks_per_host(hosts, 6) == (2, 3, 1)
+    assert ranks_per_host(hosts, 3) == (2, 1, 0)
+    with pytest.raises(ConfigError, match="-np 7 asks for more ranks than the 6 slots"):
+        ranks_per_host(hosts, 7)
+
+
+def test_this_host_is_not_remote() -> None:
+    assert not Host("localhost", 1).remote
+    assert not Host("127.0.0.1", 1).remote
+    assert Host("another-host.example.org", 1).remote

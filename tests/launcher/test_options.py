@@ -1,0 +1,173 @@
+"""Flags, the config file and the environment: who wins, and what contradictions get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hvdlite.common.config import settings
+from hvdlite.common.errors import ConfigError
+from hvdlite.launcher.flags import REPLACED, make_parser, parse_args
+from hvdlite.launcher.options import Options, cores, resolve
+
+
+def options(*words: str, environ: Mapping[str, str] | None = None) -> Options:
+    return resolve(parse_args([*words, "--", "python", "train.py", "--lr", "1"]), environ or {})
+
+
+def error(*words: str, environ: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        options(*words, environ=environ)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_the_command_keeps_its_own_flags() -> None:
+    assert options("-np", "2").command == ("python", "train.py", "--lr", "1")
+    args = parse_args(["-np", "2", "python", "train.py", "-np", "3", "--verbose"])
+    assert (args.num_proc, args.verbose) == (2, False)
+    assert args.command == ["python", "train.py", "-np", "3", "--verbose"]
+
+
+def test_without_a_number_there_is_one_rank_per_core_or_slot() -> None:
+    assert options().num_proc == cores()
+    assert options("-H", "localhost:3,other:4").num_proc == 7
+    assert options(environ={"SLURM_NTASKS": "5"}).num_proc == 5
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two", "1.5", ""])
+def test_a_bad_number_of_ranks_is_refused(number: str) -> None:
+    assert error(f"--num-proc={number}").startswith("-np/--num-proc: ")
+
+
+@pytest.mark.parametrize("flag", sorted(REPLACED))
+def test_flags_without_a_meaning_say_what_replaces_them(flag: str) -> None:
+    assert error(flag, "2") == f"{flag}: {REPLACED[flag]}"
+    assert error(f"{flag}=2") == f"{flag}: {REPLACED[flag]}"
+
+
+@pytest.mark.parametrize("flag", ["--bogus", "--bogus=1", "-z", "--autotune", "--verb", "--host"])
+def test_an_unknown_flag_is_named(flag: str) -> None:
+    assert flag in error(flag)
+    with pytest.raises(ConfigError, match="unknown flag"):
+        parse_args(["-np", "2", flag, "python", "train.py"])
+
+
+def test_no_command_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no command"):
+        resolve(parse_args(["-np", "2"]), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["-H", "a:1", "--hostfile", "f"], "--hostfile"),
+        (["--stall-check", "--no-stall-check"], "--no-stall-check"),
+        (["--no-stall-check", "--stall-check-warning-time-seconds=3"], "--no-stall-check"),
+        (["--no-stall-check", "--stall-check-shutdown-time-seconds=3"], "--no-stall-check"),
+        (["--hierarchical-allreduce", "--allreduce=ring"], "--allreduce"),
+        (["--timeline-mark-cycles"], "--timeline-filename"),
+        (["--network-interface=a", "--network-interfaces=b"], "--network-interfaces"),
+        (["--network-interfaces=,"], "--network-interfaces"),
+        (["-np", "3", "-H", "localhost:2"], "-np 3"),
+        (["-np", "3", "--thread-affinity", "0,1"], "--thread-affinity"),
+        (["--mpi-args", "'open"], "--mpi-args"),
+        (["--ssh-identity-file", "/nonexistent/key"], "--ssh-identity-file"),
+        (["--ssh-port", "x"], "--ssh-port"),
+        (["--config-file", "/nonexistent.yaml"], "--config-file"),
+        (["--start-timeout", "soon"], "--start-timeout"),
+    ],
+)
+def test_contradictions_name_the_flag(words: list[str], named: str) -> None:
+    assert named in error(*words)
+
+
+def test_garbage_in_a_variable_is_found_before_a_start() -> None:
+    text = error("-np", "2", environ={"HOROVOD_CYCLE_TIME": "garbage"})
+    assert text.startswith("HOROVOD_CYCLE_TIME='garbage'")
+
+
+VALUES = {"allreduce": "ring", "data_plane": "mpi", "log_level": "info", "timeline": "t.json",
+          "thread_affinity": "0,1,2,3"}  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", [e for e in settings() if e.flag], ids=lambda entry: entry.name)
+def test_each_flag_sets_its_variable(entry) -> None:  # type: ignore[no-untyped-def]
+    assert entry.flag is not None
+    if entry.no_flag:
+        environ = {"HVDLITE_TIMELINE": "t.json"}
+        assert options("-np", "1", entry.flag, environ=environ).variables == {entry.variable: "1"}
+        assert options("-np", "1", entry.no_flag).variables == {entry.variable: "0"}
+        return
+    text = VALUES.get(entry.name, "7")
+    expected = text if entry.flag_scale == 1 else str(7 * entry.flag_scale)
+    assert options("-np", "1", entry.flag, text).variables == {entry.variable: expected}
+
+
+CONFIG = """
+controller: mpi
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 1.5
+  cache_capacity:
+timeline:
+  filename: t.json
+  mark_cycles: true
+stall_check:
+  enabled: false
+logging:
+  level: DEBUG
+  with_timestamp: true
+library_options:
+  thread_affinity: [0, 1]
+"""
+
+
+def test_the_config_file_has_horovods_keys_and_flags_win(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    given = options("-np", "2", "--config-file", str(path), "--cycle-time-ms", "3").variables
+    assert given == {
+        "HVDLITE_FUSION_THRESHOLD": str(32 << 20),
+        "HVDLITE_CYCLE_TIME": "3",
+        "HVDLITE_TIMELINE": "t.json",
+        "HVDLITE_TIMELINE_MARK_CYCLES": "1",
+        "HVDLITE_STALL_CHECK_DISABLE": "1",
+        "HVDLITE_LOG_LEVEL": "DEBUG",
+        "HVDLITE_LOG_HIDE_TIME": "0",
+        "HVDLITE_THREAD_AFFINITY": "0,1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("params: {fusion_treshold_mb: 3}", "unknown key params.fusion_treshold_mb"),
+        ("surprise: 1", "unknown key surprise"),
+        ("autotune: {enabled: true}", "unknown key autotune.enabled"),
+        ("[1, 2]", "the whole file"),
+        ("params: {cycle_time_ms: often}", "params.cycle_time_ms='often'"),
+        ("params: {fusion_threshold_mb: true}", "params.fusion_threshold_mb"),
+        ("timeline: {filename: true}", "timeline.filename"),
+        ("stall_check: {enabled: 3}", "stall_check.enabled=3"),
+        ("controller: gloo", "controller='gloo'"),
+        ("params: {torus_allreduce: true}", "params.torus_allreduce"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_bad_config_file_names_the_key(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    message = error("--config-file", str(path))
+    assert named in message
+    assert str(path) in message
+
+
+def test_help_is_complete() -> None:
+    text = make_parser().format_help()
+    for entry in settings():
+        assert not entry.flag or entry.flag in text
+    assert "--gloo" not in text

@@ -1,0 +1,259 @@
+"""hvdlite-run with a real MPI: output, exit codes, failures, signals, and what is left: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.jobs import launch, start
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN
+
+pytestmark = [
+    pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN),
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+]
+
+RANK = 'import os, sys, time; rank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n'
+SLEEP = "time.sleep(600)\n"
+END_SECONDS = 5.0  # from a signal to the end of the last process; promised to users
+
+
+def python(script: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", RANK + script)
+
+
+def test_every_rank_runs_and_its_lines_are_marked() -> None:
+    done = launch("-np", "3", *python("print('out', rank); print('err', rank, file=sys.stderr)"))
+    assert sorted(done.stdout.splitlines()) == [f"[{r}]<stdout>:out {r}" for r in range(3)]
+    assert sorted(done.stderr.splitlines()) == [f"[{r}]<stderr>:err {r}" for r in range(3)]
+    assert done.returncode == 0
+
+
+def test_more_ranks_than_cores() -> None:
+    done = launch("-np", "8", "sh", "-c", "echo $OMP_NUM_THREADS")
+    assert done.stdout.count(":1\n") == 8
+    assert done.returncode == 0
+
+
+def test_the_command_gets_its_arguments_and_environment_as_they_are() -> None:
+    odd = "a b'c\"d$HOME\\ \n*"
+    done = launch(
+        "-np", "1", *python("print(sys.argv[1:], os.environ['ODD'])"), odd, "--np", ODD=odd
+    )  # fmt: skip
+    assert done.stdout == "".join(
+        f"[0]<stdout>:{line}\n" for line in f"{[odd, '--np']} {odd}".splitlines()
+    )
+
+
+def test_flags_reach_the_ranks_and_win() -> None:
+    script = "print(os.environ['HVDLITE_CYCLE_TIME'], os.environ['HVDLITE_FUSION_THRESHOLD'])"
+    words = ("-np", "1", "--cycle-time-ms", "2", "--fusion-threshold-mb", "1")
+    done = launch(*words, *python(script), HVDLITE_CYCLE_TIME="7")
+    assert done.stdout == "[0]<stdout>:2 1048576\n"
+
+
+def test_standard_input_goes_to_rank_0() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdlite.launcher", "-np", "2", *python("print(sys.stdin.read())")],
+        input="hello", capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "[0]<stdout>:hello\n" in done.stdout
+
+
+def test_output_is_written_to_files_too(tmp_path: Path) -> None:
+    done = launch("-np", "2", "--output-filename", str(tmp_path / "out"), *python("print(rank)"))
+    assert (tmp_path / "out" / "rank.1" / "stdout").read_text() == "1\n"
+    assert "[1]<stdout>:1\n" in done.stdout
+
+
+def test_much_output_comes_whole() -> None:
+    done = launch("-np", "2", *python("print('x' * 300_000); print('\\n'.join(['y'] * 20_000))"))
+    for rank in range(2):
+        assert done.stdout.count(f"[{rank}]<stdout>:{'x' * 300_000}\n") == 1
+        assert done.stdout.count(f"[{rank}]<stdout>:y\n") == 20_000
+
+
+def test_verbose_says_what_is_run() -> None:
+    done = launch("-np", "1", "--verbose", "true")
+    assert "mpirun -np 1" in done.stderr
+    assert "OMPI_MCA_osc=^ucx" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["sys.exit(7)", "os._exit(7)"])
+def test_the_first_rank_that_fails_ends_the_job(end: str) -> None:
+    script = f"if rank == 1:\n    print('last words', flush=True); {end}\n" + SLEEP
+    done = launch("-np", "3", *python(script))
+    assert done.returncode == 7
+    assert "[1]<stdout>:last words\n" in done.stdout
+    assert done.stderr == "hvdlite-run: rank 1 failed with exit code 7; the job has been ended\n"
+
+
+def test_a_rank_that_raises_shows_its_traceback() -> None:
+    done = launch("-np", "2", *python("if rank == 1: raise ValueError('broken data')\n" + SLEEP))
+    assert done.returncode == 1
+    assert "[1]<stderr>:ValueError: broken data\n" in done.stderr
+    assert "rank 1 failed with exit code 1" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(7)"])
+@pytest.mark.parametrize("library", ["", "import mpi4py.MPI\n"], ids=["plain", "mpi"])
+def test_the_other_ranks_may_still_say_something(end: str, library: str) -> None:
+    script = (
+        library + f"if rank == 0: {end}\ntime.sleep(0.3 * rank); print('mine', rank)\nos._exit(1)"
+    )
+    done = launch("-np", "4", *python(script))
+    assert [f"[{r}]<stdout>:mine {r}\n" in done.stdout for r in (1, 2, 3)] == [True] * 3
+    assert "hvdlite-run: rank 0 " in done.stderr
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    done = launch("-np", "2", *python("if rank == 1: os.kill(os.getpid(), 9)\n" + SLEEP))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL (exit code 137); the job has been ended" in done.stderr
+
+
+def test_a_rank_that_is_killed_with_its_shell_is_named() -> None:
+    done = launch("-np", "2", *python("if rank == 1: os.killpg(0, 9)\n" + SLEEP))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 was killed together with its shell" in done.stderr
+
+
+def test_the_culprit_is_named_even_if_its_victim_is_gone_first() -> None:
+    script = (
+        "from hvdlite.common.errors import HorovodInternalError\n"
+        "from hvdlite.common.uncaught import report_uncaught\n"
+        "report_uncaught()\n"
+        "if rank == 0: raise HorovodInternalError('rank 1 is gone', 1)\n"
+        "import atexit; atexit.register(time.sleep, 600)\n"
+        "raise ValueError('it was me')\n"
+    )
+    done = launch("-np", "2", *python(script))
+    assert "it was me" in done.stderr
+    assert "hvdlite-run: rank 1 failed with exit code 1; the job has been ended" in done.stderr
+
+
+def test_child_processes_of_a_rank_end_with_it() -> None:
+    script = (
+        "import subprocess\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "if rank == 1: os.kill(os.getpid(), 9)\n" + SLEEP
+    )
+    assert launch("-np", "2", *python(script)).returncode == 137
+
+
+IGNORE = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n"
+
+
+@pytest.mark.parametrize("stubborn", ["", IGNORE], ids=["willing", "stubborn"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_every_process_in_time(number: signal.Signals, stubborn: str) -> None:
+    script = "import mpi4py.MPI\n" + stubborn + "print('up', flush=True)\n" + SLEEP
+    before = segments()
+    with start("-np", "3", *python(script)) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline().endswith(":up\n")
+        process.send_signal(number)
+        _, err = process.communicate(timeout=END_SECONDS)
+        assert process.returncode == 128 + number
+        assert f"hvdlite-run: ended by {number.name}" in err
+        if number == signal.SIGINT and not stubborn:
+            assert err.count("KeyboardInterrupt") == 3
+    assert segments() <= before
+
+
+def test_ranks_do_not_outlive_a_killed_launcher() -> None:
+    script = "print(os.getpid(), flush=True)\n" + SLEEP
+    with start("-np", "2", *python(script), TMPDIR="/tmp") as process:
+        assert process.stdout is not None
+        ranks = [int(process.stdout.readline().partition(":")[2]) for _ in range(2)]
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 30
+        while any(map(alive, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(alive, ranks))
+
+
+def test_output_that_nobody_reads_ends_the_job() -> None:
+    with start("-np", "2", *python("while True: print('more')")) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=30) == 128 + signal.SIGPIPE
+
+
+def test_a_rank_may_end_long_before_the_others() -> None:
+    done = launch("-np", "2", *python("time.sleep(1.5 * rank); print('end', rank)"))
+    assert done.returncode == 0
+    assert done.stdout == "[0]<stdout>:end 0\n[1]<stdout>:end 1\n"
+
+
+def test_a_wrong_argument_for_mpirun_is_its_own_error() -> None:
+    done = launch("-np", "2", "--mpi-args=--no-such-thing", "true")
+    assert done.returncode not in (0, None)
+    assert "no-such-thing" in done.stderr
+    assert "ended with exit code" in done.stderr
+
+
+def test_ranks_that_do_not_start_in_time_end_the_job(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o755)
+    words = ("-np", "2", "-H", "no-such-host:2", "--start-timeout", "1")
+    done = launch(*words, "--mpi-args", f"--prtemca plm_ssh_agent {slow}", "true")
+    assert done.returncode == 1
+    assert "2 of 2 ranks (0, 1) had not started after 1 seconds (--start-timeout)" in done.stderr
+
+
+def test_nothing_is_started_when_something_is_wrong(tmp_path: Path) -> None:
+    for words in (["--bogus"], ["-np", "0"], ["--cycle-time-ms", "x"], ["--gloo"]):
+        done = launch(*words, "touch", str(tmp_path / "started"))
+        assert done.returncode == 2
+        assert done.stderr.startswith("hvdlite-run: ")
+        assert words[0].strip("-") in done.stderr
+        assert done.stderr.count("\n") == 1
+    done = launch("-np", "1", "touch", str(tmp_path / "started"), HVDLITE_LOG_LEVEL="loud")
+    assert (done.returncode, "HVDLITE_LOG_LEVEL" in done.stderr) == (2, True)
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_command_that_is_not_there_is_an_error() -> None:
+    done = launch("-np", "1", "train.py")
+    assert done.returncode == 2
+    assert "python train.py" in done.stderr
+
+
+def test_version_and_build() -> None:
+    import hvdlite
+
+    assert launch("--version").stdout == f"{hvdlite.__version__}\n"
+    done = launch("--check-build")
+    assert done.returncode == 0
+    for text in ("[X] NumPy", "[X] Open MPI", "[X] mpi4py", "<- used", "[X] ring"):
+        assert text in done.stdout
+
+
+def segments() -> set[str]:
+    """Shared memory of MPI jobs that have ended: no process maps it."""
+    names = {name for name in os.listdir("/dev/shm") if "segment" in name or "mpich" in name}
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            maps = path.read_text()
+        except OSError:  # the process has ended, or is not ours
+            continue
+        names = {name for name in names if name not in maps}
+    return names
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
