@@ -49,9 +49,8 @@ def _load(path: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config-file: cannot read {path}: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"--config-file: {path} is not YAML: {' '.join(str(error).split())}"
-        ) from None
+        why = " ".join(str(error).split())
+        raise ConfigError(f"--config-file: {path} is not YAML: {why}") from None
 
 
 def _flatten(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -91,7 +90,7 @@ class Job:
         self.process = process = subprocess.Popen(
             self.command_line(),
             env=self.environ,
-            stdin=subprocess.DEVNULL if _stdin_is_terminal() else None,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C comes to us alone; we end the job in order
@@ -212,8 +211,9 @@ class Job:
         return Outcome()
 
     def _timeout_sentence(self) -> str:
+        seconds = f"{self.options.start_timeout_seconds:g} seconds"
         return (
-            f"{self._missing()} had not started after {self.options.start_timeout_seconds:g} seconds (--start-timeout): "
+            f"{self._missing()} had not started after {seconds} (--start-timeout): "
             "check that the hosts can be reached by ssh and have free slots"
         )
 
@@ -254,13 +254,6 @@ def _signal_group(shell: int, number: int) -> None:
     if shell != os.getpgrp():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(shell, number)
-
-
-def _stdin_is_terminal() -> bool:
-    try:
-        return sys.stdin is None or os.isatty(0)
-    except (OSError, ValueError):
-        return True
 
 
 def _discard_output() -> None:

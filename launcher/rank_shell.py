@@ -2,9 +2,10 @@
 
 An mpirun that lets the other ranks speak when one fails does not say which one failed, so this
 shell does. Towards mpirun it always succeeds: Open MPI counts a process that fails twice, and ends
-the job while the last ranks still run. On the launcher's host, events and output travel through named pipes in the launcher's
-private directory; elsewhere they go through mpirun, and events are lines of standard error that
-start with a token. A shell, because it starts in a millisecond.
+the job while the last ranks still run. On the launcher's host, events and output travel through
+named pipes in the launcher's private directory; elsewhere they go through mpirun, and events are
+lines of standard error that start with a token. Ranks have an empty standard input: what Open MPI
+passes on may get lost, and its end, too. A shell, because it starts in a millisecond.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if [ "$where" = here ]; then
 fi
 trap : HUP INT TERM
 exec 3>&2 2>/dev/null  # the shell itself has nothing to say, such as: Terminated
-(exec 2>&3 3>&- 4>&-; exec "$@")
+(exec 0</dev/null 2>&3 3>&- 4>&-; exec "$@")
 code=$?
 printf '%s exit %s %s\\n' "$token" "$rank" "$code" >&4
 exit 0
