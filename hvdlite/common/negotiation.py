@@ -268,10 +268,10 @@ class Negotiation:
                     if isinstance(message, Abort):
                         return HorovodInternalError(message.reason, rank=message.rank)
                     if message is None and rank == lost.rank:
-                        return lost
+                        self._lost.add(rank)
         except HorovodInternalError:
             pass  # a second failure does not tell more
-        return lost
+        return HorovodInternalError(str(lost), rank=lost.rank)
 
     def abort(self, error: HorovodInternalError) -> None:
         """Tell the ranks above and below that the job cannot go on."""
