@@ -192,7 +192,7 @@ def train(args: argparse.Namespace, console: Console) -> GPT:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Learn to write Python.")
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=16, help="excerpts a step, on each rank")
     parser.add_argument("--context", type=int, default=64, help="characters of an excerpt")
     parser.add_argument("--layers", type=int, default=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -18,6 +19,9 @@ COLOURS = (
 )  # fmt: skip
 ENGINE_STATE_COLOURS = {"WAIT": "#e4e4e4"}
 NAME_CHARACTERS = 44  # of a row's label
+
+LABEL_SHARE = 0.035  # of the picture's width: a narrower bar gets no text
+MERGED_NAME = re.compile(r"^rank \d+: ")
 
 Window = tuple[float | None, float | None]  # first and last millisecond; None: no limit
 
@@ -42,9 +46,14 @@ class Row:
     ticks: list[float] = field(default_factory=list)  # a rank became ready
 
     @property
+    def tensor(self) -> str:
+        """The name without the rank that a merge has put before it."""
+        return MERGED_NAME.sub("", self.name)
+
+    @property
     def order(self) -> int:
         """The engine and the segments stand above the tensors."""
-        return 0 if self.name.endswith(ENGINE_TRACK) else 1 + (SEGMENT_TRACK not in self.name)
+        return {ENGINE_TRACK: 0, SEGMENT_TRACK: 1}.get(self.tensor, 2)
 
 
 def collect(events: Iterable[Event], window: Window = (None, None)) -> list[Row]:
@@ -71,7 +80,16 @@ def collect(events: Iterable[Event], window: Window = (None, None)) -> list[Row]
     for pid, stack in stacks.items():
         for span in stack:
             _finish(rows[pid], span, last, low)
-    return sorted((row for row in rows.values() if row.spans), key=lambda row: row.order)
+    return _sorted([row for row in rows.values() if row.spans])
+
+
+def _sorted(rows: list[Row]) -> list[Row]:
+    """The engine first; a tensor's rows stand together, the tensor that came first on top."""
+    begins: dict[str, float] = {}
+    for row in rows:
+        first = min(span.start for span in row.spans)
+        begins[row.tensor] = min(first, begins.get(row.tensor, first))
+    return sorted(rows, key=lambda row: (row.order, begins[row.tensor], len(row.name), row.name))
 
 
 def _finish(row: Row, span: Span, end: float, low: float) -> None:
@@ -95,11 +113,12 @@ def draw(
     if not shown:
         raise TimelineFormatError("nothing happened in this part of the timeline")
     low = min(span.start for row in shown for span in row.spans)
+    high = max(span.end for row in shown for span in row.spans)
     figure = figure_class(figsize=(12, 1.6 + 0.27 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
     colours = _Colours()
     for index, row in enumerate(shown):
-        _draw_row(axes, index, row, colours, low)
+        _draw_row(axes, index, row, colours, low, LABEL_SHARE * (high - low) / 1000)
     _label(axes, shown, len(plain) - tensors, title)
     if window[0] is not None:
         axes.set_xlim(left=max(0.0, window[0] - low / 1000))
@@ -145,15 +164,24 @@ class _Colours:
         return self.used[name]
 
 
-def _draw_row(axes: Any, index: int, row: Row, colours: _Colours, low: float) -> None:
+def _size(nbytes: int) -> str:
+    if nbytes < 2**20:
+        return f"{nbytes / 2**10:.1f} KiB"
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+def _draw_row(
+    axes: Any, index: int, row: Row, colours: _Colours, low: float, labelled: float
+) -> None:
+    """Bars from `low` (us) on; segments longer than `labelled` (ms) show their bytes."""
     for span in sorted(row.spans, key=lambda span: span.depth):
         height = 0.8 / (1 + span.depth) ** 0.8
         start, width = (span.start - low) / 1000, (span.end - span.start) / 1000
         colour = colours.of(row, span)
         axes.broken_barh([(start, width)], (index - height / 2, height), facecolors=colour)
-        if span.bytes is not None:
-            text = f"{span.bytes / 2**20:.1f} MiB"
-            axes.text(start, index, text, fontsize=6, va="center", clip_on=True)
+        if span.bytes is not None and width > labelled:
+            middle = start + width / 2
+            axes.text(middle, index, _size(span.bytes), fontsize=6, va="center", ha="center")
     ticks = [(tick - low) / 1000 for tick in row.ticks]
     axes.vlines(ticks, index - 0.4, index + 0.4, colors="#8a4b08", linewidth=0.8)
 

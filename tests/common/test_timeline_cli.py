@@ -244,6 +244,13 @@ def test_a_picture_has_the_engine_above_the_tensors(tmp_path: Path) -> None:
     assert len(rows[2].ticks) == 1 and rows[1].spans[0].bytes == 12
 
 
+def test_a_picture_of_several_ranks_has_the_rows_of_a_tensor_together(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{rank}.json", rank, offset=0) for rank in range(12)]
+    merge(tmp_path, *files)
+    rows = collect(read_events(str(tmp_path / "merged.json")))
+    assert [row.name for row in rows] == [f"rank {rank}: a" for rank in range(12)]
+
+
 def test_a_picture_shows_only_the_window(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", 0)
     (row,) = collect(read_events(path), (0.012, None))

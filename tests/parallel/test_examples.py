@@ -1,0 +1,84 @@
+"""The examples do what they say, on one rank without mpirun and on two with hvdlite-run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdlite.timeline_cli import main as timeline
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
+
+pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+
+RANKS = [
+    1,
+    pytest.param(2, marks=pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)),
+]
+
+
+def run(ranks: int, script: str, *words: object, launcher: tuple[str, ...] = ()) -> str:
+    """The output of an example that ends well."""
+    command = [sys.executable, str(ROOT / "examples" / script), *map(str, words)]
+    if ranks > 1:
+        start = [sys.executable, "-m", "hvdlite.launcher", "-np", str(ranks), *launcher]
+        command = [*start, *command]
+    done = run_command(command, timeout=110)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_digits_are_read(ranks: int) -> None:
+    pytest.importorskip("sklearn", reason="the extra 'examples' is not installed")
+    output = run(ranks, "torch_digits.py")
+    found = re.findall(r"test accuracy ([\d.]+)%, \d+ images/s, ranks (\d+)", output)
+    assert len(found) == 1, output
+    assert float(found[0][0]) > 97 and int(found[0][1]) == ranks
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_transformer_learns_and_goes_on_from_a_checkpoint(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("rich", reason="the extra 'examples' is not installed")
+    small = ("--width", 32, "--layers", 1, "--heads", 2, "--context", 16, "--check-every", 20)
+    small += ("--sample", 5, "--checkpoint", tmp_path / "gpt.pt")
+    output = run(ranks, "torch_gpt.py", "--steps", 40, *small)
+    losses = dict(re.findall(r"step (\d+): validation loss ([\d.]+)", output))
+    assert list(losses) == ["20", "40"], output
+    assert float(losses["40"]) < float(losses["20"]) < 4.6  # 4.6 is what knowing nothing costs
+    assert "a sample" in output and "def " in output
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt.pt"]
+
+    output = run(ranks, "torch_gpt.py", "--resume", "--steps", 60, *small)
+    resumed = dict(re.findall(r"step (\d+): validation loss ([\d.]+)", output))
+    assert list(resumed) == ["60"], output
+    assert float(resumed["60"]) < float(losses["20"])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_resnet_is_measured(ranks: int) -> None:
+    quick = ("--batch-size", 1, "--image-size", 64, "--num-warmup-batches", 1)
+    quick += ("--num-batches-per-iter", 1, "--num-iters", 2)
+    output = run(ranks, "torch_synthetic_benchmark.py", *quick, "--no-cuda", "--use-adasum")
+    assert len(re.findall(r"Iter #\d: [\d.]+ img/sec per CPU", output)) == 2, output
+    assert re.search(rf"Total img/sec on {ranks} CPU\(s\): [\d.]+ \+-[\d.]+", output), output
+
+
+@pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+def test_the_timelines_of_all_ranks_can_be_merged(tmp_path: Path) -> None:
+    flags = ("--timeline-filename", str(tmp_path / "t.json"), "--timeline-all-ranks")
+    quick = ("--batch-size", 1, "--image-size", 64, "--num-warmup-batches", 0)
+    quick += ("--num-batches-per-iter", 2, "--num-iters", 1, "--no-cuda", "--bf16-allreduce")
+    run(2, "torch_synthetic_benchmark.py", *quick, launcher=flags)
+    files = [str(tmp_path / f"t.rank{rank}.json") for rank in range(2)]
+    merged = tmp_path / "merged.json"
+    assert timeline(["merge", *files, "-o", str(merged)]) == 0
+    assert timeline(["check", str(merged)]) == 0
+    events = json.loads(merged.read_text())
+    names = {event["args"].get("name", "") for event in events if event["ph"] == "M"}
+    for rank in range(2):
+        gradients = [name for name in names if name.startswith(f"rank {rank}: allreduce.")]
+        assert len(gradients) == 161  # ResNet-50's
