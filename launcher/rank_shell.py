@@ -32,6 +32,7 @@ if [ "$where" = here ]; then
     export HVDLITE_LAUNCHER_EVENTS
 fi
 trap : HUP INT TERM
+trap '' USR1  # MPICH's way to tell of a lost rank; it would end a process that does not care
 exec 3>&2 2>/dev/null  # the shell itself has nothing to say, such as: Terminated
 (exec 0</dev/null 2>&3 3>&- 4>&-; exec "$@")
 code=$?

@@ -80,6 +80,28 @@ def test_verbose_says_what_is_run() -> None:
     assert "OMPI_MCA_osc=^ucx" in done.stderr
 
 
+JOB = """
+import numpy as np, hvdlite.numpy as hvd
+hvd.init()
+assert hvd.allreduce(np.full(3, hvd.rank() + 1.0), op=hvd.Sum).tolist() == [6.0] * 3
+"""
+
+
+def test_a_job_of_hvdlite_with_a_timeline(tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline.json"
+    done = launch("-np", "3", "--timeline-filename", str(timeline), *python(JOB))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ALLREDUCE" in timeline.read_text()
+
+
+def test_the_rank_that_fails_is_named_not_the_ones_that_notice() -> None:
+    script = JOB + "if rank == 1: sys.exit(5)\nwhile True: hvd.allreduce(np.ones(3), name='more')"
+    done = launch("-np", "3", *python(script))
+    assert done.returncode == 5
+    assert done.stderr.count("HorovodInternalError: ") == 2
+    assert "hvdlite-run: rank 1 failed with exit code 5; the job has been ended" in done.stderr
+
+
 @pytest.mark.parametrize("end", ["sys.exit(7)", "os._exit(7)"])
 def test_the_first_rank_that_fails_ends_the_job(end: str) -> None:
     script = f"if rank == 1:\n    print('last words', flush=True); {end}\n" + SLEEP
@@ -163,9 +185,9 @@ def test_a_signal_ends_every_process_in_time(number: signal.Signals, stubborn: s
     assert segments() <= before
 
 
-def test_ranks_do_not_outlive_a_killed_launcher() -> None:
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     script = "print(os.getpid(), flush=True)\n" + SLEEP
-    with start("-np", "2", *python(script), TMPDIR="/tmp") as process:
+    with start("-np", "2", *python(script), TMPDIR=str(tmp_path)) as process:
         assert process.stdout is not None
         ranks = [int(process.stdout.readline().partition(":")[2]) for _ in range(2)]
         process.kill()

@@ -1,0 +1,81 @@
+"""Ranks on another host: one that has other temporary files, made by a mount namespace."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.jobs import start
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN
+
+# Called instead of ssh: AGENT HOST COMMAND. There, the launcher's directory does not exist.
+AGENT = """\
+#!/bin/sh
+shift
+exec unshare -m sh -c "mount -t tmpfs none '$TMPDIR' && $*"
+"""
+RANK = 'import os, sys, time; rank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n'
+
+
+def may_not_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return True
+    command = ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode != 0
+
+
+pytestmark = [
+    pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN),
+    pytest.mark.skipif(may_not_mount(), reason="may not mount in a namespace of its own"),
+]
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> tuple[str, ...]:
+    agent = tmp_path / "agent"
+    agent.write_text(AGENT)
+    agent.chmod(0o755)
+    hosts = ("-np", "3", "-H", "localhost:1,other-host:2")
+    return (*hosts, f"--mpi-args=--prtemca plm_ssh_agent {agent}", sys.executable, "-c")
+
+
+def test_output_and_environment(words: tuple[str, ...]) -> None:
+    script = "print('out', rank, os.environ['MINE']); sys.stderr.write(f'no end {rank}')"
+    with start(*words, RANK + script, MINE="x") as process:
+        out, err = process.communicate(timeout=60)
+    assert sorted(out.splitlines()) == [f"[{r}]<stdout>:out {r} x" for r in range(3)]
+    assert sorted(err.splitlines()) == [f"[{r}]<stderr>:no end {r}" for r in range(3)]
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "sentence"),
+    [
+        ("os._exit(7)", 7, "rank 2 failed with exit code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 2 was killed by SIGKILL"),
+    ],
+)
+def test_a_failure_there_ends_the_job(
+    words: tuple[str, ...], end: str, code: int, sentence: str
+) -> None:
+    script = f"sys.stderr.write('last')\nif rank == 2: {end}\ntime.sleep(600)"
+    with start(*words, RANK + script) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert f"hvdlite-run: {sentence}" in err
+    assert "[2]<stderr>:last\n" in err
+
+
+def test_a_signal_ends_ranks_there(words: tuple[str, ...]) -> None:
+    with start(*words, RANK + "print('up', flush=True); time.sleep(600)") as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline().endswith("up\n")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=5)
+    assert process.returncode == 128 + signal.SIGTERM
