@@ -19,7 +19,7 @@ FLOORS = [
     ["common.timeline", "common.tree"],
     ["common.transport"],
     ["common.collectives"],
-    ["common.response_cache", "common.fusion", "common.stall"],
+    ["common.response_cache", "common.fusion", "common.stall", "common.groups"],
     ["common.coordinator", "common.aggregator"],
     ["common.execution"],
     ["common.tensor_queue"],
@@ -34,7 +34,7 @@ FLOORS = [
     ["common.objects", "common.gradients"],
     ["numpy", "torch"],
 ]  # fmt: skip
-PURE = ["coordinator", "aggregator", "response_cache", "fusion", "stall", "readiness"]
+PURE = ["coordinator", "aggregator", "response_cache", "fusion", "stall", "readiness", "groups"]
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
 IMPURE = {"os", "time", "socket", "threading", "select", "asyncio", "subprocess", "logging"}
 

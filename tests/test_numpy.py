@@ -211,6 +211,10 @@ WRONG_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hvd.allreduce(np.zeros(1), average=True, op=hvd.Sum),
         "op parameter supersedes average",
     ),
+    "NaN": (
+        lambda: hvd.allreduce(np.zeros(1), prescale_factor=float("nan")),
+        "nan is no scale factor",
+    ),
     "root": (lambda: hvd.broadcast(np.zeros(1), 2), r"invalid root rank 2.*\[0, 1\]"),
     "scalar": (lambda: hvd.reducescatter(np.float32(1)), "does not support scalar inputs"),
     "set": (

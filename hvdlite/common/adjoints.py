@@ -1,7 +1,7 @@
 """Gradients of the collectives, by Horovod's law.
 
 The law differs from the true adjoint of a loss that is summed over all ranks by a factor of
-1/size for allgather and broadcast, and of size for a Sum reducescatter; scripts rely on it.
+1/size for allgather and broadcast, and of size for reducescatter; scripts rely on it.
 Tensors are those of any framework: only rows are cut, and numbers multiplied.
 """
 

@@ -206,7 +206,7 @@ class Config:
         flag="--stall-check-shutdown-time-seconds", yaml="stall_check.shutdown_time_seconds",
     )  # fmt: skip
     start_timeout_seconds: float = setting(
-        30.0, "START_TIMEOUT", number(float, 1, "seconds"),
+        120.0, "START_TIMEOUT", number(float, 1, "seconds"),
         "How long all ranks may take until every one has started.",
         flag="--start-timeout",
     )  # fmt: skip

@@ -7,11 +7,11 @@ clock: it is a function of the reports it is given and the times that come with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 
 from hvdlite.common.collectives.table import ROWS, Effect, disagreement
 from hvdlite.common.fusion import next_segments
+from hvdlite.common.groups import Groups
 from hvdlite.common.messages import (
     NO_BIT,
     NO_RANK,
@@ -29,15 +29,6 @@ from hvdlite.common.response_cache import CoordinatorCache
 from hvdlite.common.stall import Waiting
 
 
-@dataclass
-class _OpenGroup:
-    """A group of which some tensors are still missing, or one has failed."""
-
-    held: list[Response] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
-    error: str = ""
-
-
 class _Set:
     """What the coordinator knows of one process set."""
 
@@ -48,12 +39,14 @@ class _Set:
         self.readiness: Readiness[int | str] = Readiness(self.mask)  # by bit, or by name
         self.requests: dict[str, dict[int, Request]] = {}
         self.cache = CoordinatorCache(cache_capacity)
-        self.groups: dict[str, _OpenGroup] = {}
+        self.groups = Groups(len(members))
         self.last_joined = NO_RANK
 
-    def name(self, key: int | str) -> str:
-        """The name of the tensor that `readiness` counts under `key`."""
-        return self.cache.peek(key)[0].request.name if isinstance(key, int) else key
+    def request(self, key: int | str) -> Request:
+        """A request for the tensor that `readiness` counts under `key`."""
+        if isinstance(key, int):
+            return self.cache.peek(key)[0].request
+        return next(iter(self.requests[key].values()))
 
 
 class Coordinator:
@@ -82,10 +75,15 @@ class Coordinator:
         ranks = mask_of(report.ranks)
         for bit in report.bits:
             if bit in state.cache:  # else evicted meanwhile: the ranks send it again, in full
+                request = state.request(bit)
+                error = self._group_error(state, report.ranks, request)
                 self._arrive(state, bit, ranks, now)
+                self._fail_group(state, request.group, error)
         for request in report.requests:
+            error = self._group_error(state, report.ranks, request)
             for rank in report.ranks:
                 self._receive_request(state, rank, request, now)
+            self._fail_group(state, request.group, error)
 
     def depart(self, rank: int) -> None:
         """`rank` shuts down: what waits for it fails, now and later."""
@@ -117,7 +115,7 @@ class Coordinator:
         """Every tensor that some ranks have and others have not."""
         for state in self._sets.values():
             for key, missing, since in state.readiness.waiting():
-                yield Waiting(state.name(key), ranks_of(missing), since)
+                yield Waiting(state.request(key).name, ranks_of(missing), since)
 
     def _new_set(self, number: int) -> _Set:
         return _Set(number, self._table.members(number), self._capacity)
@@ -158,18 +156,18 @@ class Coordinator:
     def _complete(self, state: _Set, key: int | str) -> None:
         """All ranks of `state` have the tensor, or have joined."""
         if isinstance(key, int):
-            self._emit(state, self._remembered(state, key))
+            self._ready += state.groups.hold(self._remembered(state, key))
             return
         requests = dict(sorted(state.requests.pop(key).items()))
         response = self._answer(state, requests)
         if response.error:
             for group in {request.group for request in requests.values() if request.group}:
-                self._poison(state, group, response)
+                state.groups.poison(group, response)
         elif ROWS[response.request.collective].cacheable:
             response = state.cache.remember(response, requests)
             for bit in state.cache.overflow():
                 self._evict(state, bit)
-        self._emit(state, self._apply(response, requests))
+        self._ready += state.groups.hold(self._apply(response, requests))
 
     def _remembered(self, state: _Set, bit: int) -> Response:
         response = state.cache.use(bit)
@@ -229,42 +227,26 @@ class Coordinator:
             self._sets[number] = self._new_set(number)
         return response._replace(first_dims=flatten(sets))
 
-    def _emit(self, state: _Set, response: Response) -> None:
-        """Order the answer, or hold it until its whole group can be answered."""
-        request = response.request
-        if not request.group:
-            self._ready.append(response)
-            return
-        group = state.groups.setdefault(request.group, _OpenGroup())
-        group.held.append(response)
-        group.seen.add(request.name)
-        if group.error or len(group.seen) >= request.group_size:
-            self._release(state, request, group)
-
-    def _release(self, state: _Set, request: Request, group: _OpenGroup) -> None:
-        for response in group.held:
-            failed = group.error and not response.error
-            self._ready.append(
-                response._replace(error=group.error, bit=NO_BIT) if failed else response
-            )
-        group.held = []
-        if len(group.seen) >= request.group_size:
-            del state.groups[request.group]
-
-    def _poison(self, state: _Set, name: str, response: Response) -> None:
-        """One tensor of a group has failed: nothing of the group may run."""
-        group = state.groups.setdefault(name, _OpenGroup())
-        group.error = group.error or response.error
-        group.seen.add(response.request.name)
-
-    def _fail_waiting(self, state: _Set, key: int | str) -> None:
-        """Nobody can complete this any more: a member has shut down."""
-        if isinstance(key, int):
-            request = state.cache.peek(key)[0].request
-        else:
-            request = next(iter(state.requests.pop(key).values()))
+    def _fail_waiting(self, state: _Set, key: int | str, error: str = "") -> None:
+        """Nobody can complete this any more: a member has shut down, or there is an `error`."""
+        request = state.request(key)
         state.readiness.discard(key)
-        self._ready.append(Response(request, error=self._departure_error(state, request)))
+        state.requests.pop(request.name, None)
+        error = error or self._departure_error(state, request)
+        self._ready.append(Response(request, error=error))
+
+    def _group_error(self, state: _Set, ranks: Iterable[int], request: Request) -> str:
+        if not request.group:
+            return ""
+        errors = [state.groups.disagreement(rank, request) for rank in ranks]
+        return next(filter(None, errors), "")
+
+    def _fail_group(self, state: _Set, group: str, error: str) -> None:
+        """Fail what waits of a group of which ranks have different numbers of tensors."""
+        if error:
+            for key, _, _ in list(state.readiness.waiting()):
+                if state.request(key).group == group:
+                    self._fail_waiting(state, key, error)
 
     def _departure_error(self, state: _Set, request: Request) -> str:
         first = next(rank for rank in self._leavers if state.mask >> rank & 1)

@@ -96,13 +96,13 @@ class Forms(Generic[T]):
         in_place: bool = False,
     ) -> int:
         runtime = for_collective()
-        number = runtime.handles.reserve()
         label = f"grouped_{collective}" if options.grouped else collective
-        if name is None:
-            name = f"noname.{runtime.next_unnamed(options.process_set)}"
-        full_name = f"{label}.{name}"
         targets = tensors if in_place else None
-        entries = submit(runtime, self._adapter, collective, full_name, tensors, options, targets)
+        with runtime.named(name, options.process_set) as known:
+            entries = submit(
+                runtime, self._adapter, collective, f"{label}.{known}", tensors, options, targets
+            )
+        number = runtime.handles.reserve()
         runtime.handles.put(number, Operation(entries, shape_result))
         return number
 
@@ -557,7 +557,9 @@ class Forms(Generic[T]):
         reduction (an Average still divides by the size of the set) and gives no rows. Returns the
         global rank that joined last, the same on all ranks. `device` has no effect.
         """
-        return int(_call("join", process_set))
+        last = int(_call("join", process_set))
+        for_collective().restart_unnamed(process_set)  # ranks have made different numbers of calls
+        return last
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """Wait until all ranks of the set have called this."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import sys
 from typing import Any, NamedTuple
 
 from hvdlite.common.config import Config
+from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.process_sets import is_communicator
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import solo
 
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -62,7 +65,11 @@ def _connect_ranks(ranks: list[int], config: Config) -> Job:
 def _connect_mpi(comm: Any, config: Config) -> Job:
     from hvdlite.common.transport import mpi
 
-    return Job(mpi.connect(comm, config), comm.Get_group())
+    try:
+        return Job(mpi.connect(comm, config), comm.Get_group())
+    except BaseException:
+        leave_mpi_alone()
+        raise
 
 
 def _under_mpi() -> bool:
@@ -78,9 +85,38 @@ def _world(config: Config) -> Any:
             mpi4py.rc.thread_level = "serialized"
         mpi4py.rc.finalize = False
         atexit.register(_finalize_mpi)
+        _start_mpi_with_all_ranks(config.start_timeout_seconds)
     from mpi4py import MPI
 
+    _check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version())
     return MPI.COMM_WORLD
+
+
+def _start_mpi_with_all_ranks(timeout_seconds: float) -> None:
+    """MPI starts on all ranks together, and waits without end for one that never comes.
+
+    It does so with the interpreter locked, so only a watchdog that needs no interpreter can end
+    the process: its traceback shows the name of this function.
+    """
+    output = sys.__stderr__
+    if output is not None:
+        faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=output)
+    try:
+        from mpi4py import MPI  # noqa: F401
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _check_launcher(size: int, library: str) -> None:
+    """Raise `HorovodInternalError` when another MPI has started this process than it has loaded."""
+    for name in _SIZES:
+        told = os.environ.get(name, "")
+        if told.isdigit() and int(told) > 1 and size == 1:
+            raise HorovodInternalError(
+                f"the launcher has started {told} ranks ({name}), but the MPI library that mpi4py "
+                f"has loaded knows of this one only: it is {library.strip().splitlines()[0]!r}. "
+                "Start the job with the mpirun of that library, or with hvdlite-run"
+            )
 
 
 _failed = False

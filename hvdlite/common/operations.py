@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -210,9 +211,15 @@ def _check(
     """Raise `ValueError` for what no other rank could make right."""
     row = ROWS[collective]
     if spec.dtype not in DTYPES:
-        raise ValueError(f"{collective} '{name}': Tensor type {spec.dtype} is not supported")
+        raise ValueError(
+            f"{collective} '{name}': Tensor type {spec.dtype} is not supported; "
+            f"these are: {', '.join(sorted(DTYPES))}"
+        )
     if row.reduces:
         _check_reduction(f"{collective} '{name}'", spec.dtype, options.reduce_op)
+        for factor in (options.prescale_factor, options.postscale_factor):
+            if isinstance(factor, str) or math.isnan(factor):
+                raise ValueError(f"{collective} '{name}': {factor!r} is no scale factor")
         if not row.scalars and not spec.shape:
             raise ValueError(f"{collective} '{name}' does not support scalar inputs")
     if row.rooted and options.root_rank not in members:

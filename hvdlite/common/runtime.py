@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 from hvdlite.common.config import Config
@@ -46,7 +45,7 @@ class Runtime:
         self.rank = transport.rank
         self.topology: Topology = transport.topology
         self.handles = HandleTable()
-        self._unnamed: dict[int | None, count[int]] = {}  # by process set
+        self._unnamed: dict[int | None, int] = {}  # by process set: calls without a name
         self._unnamed_lock = threading.Lock()  # guards it
         try:
             self.timeline = self._open_timeline()
@@ -72,10 +71,21 @@ class Runtime:
             return
         timeline.record_to(path, mark_cycles)
 
-    def next_unnamed(self, process_set: ProcessSet) -> int:
-        """The number of the next collective without a name in this set."""
+    @contextmanager
+    def named(self, name: str | None, process_set: ProcessSet) -> Iterator[str]:
+        """`name`, or the next number of this set, which is used up unless the call is refused."""
+        if name is not None:
+            yield name
+            return
+        key = process_set.process_set_id
         with self._unnamed_lock:
-            return next(self._unnamed.setdefault(process_set.process_set_id, count()))
+            number = self._unnamed.get(key, 0)
+            yield f"noname.{number}"
+            self._unnamed[key] = number + 1
+
+    def restart_unnamed(self, process_set: ProcessSet) -> None:
+        """All ranks of the set are at the same point: number its unnamed calls from 0 again."""
+        self._unnamed.pop(process_set.process_set_id, None)
 
     def call(self, request: Request) -> Any:
         """Enqueue something without a tensor, and wait for its answer."""
@@ -111,8 +121,8 @@ class Runtime:
         members = self.engine.process_sets.check(process_set.ranks or ())
         collective = "add_process_set" if process_set.mpi_comm is None else "split_process_set"
         number = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
-        self._unnamed.pop(number, None)  # the number may have been another set's
         process_set._bind(number, members)
+        self.restart_unnamed(process_set)  # the number may have been another set's
         self.known_sets[number] = process_set
 
     def remove_process_set(self, process_set: ProcessSet) -> None:
@@ -209,10 +219,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     if _state.process is None:
         config = Config.from_environ()
         _set_up_log(config)
+        report_uncaught()
         job = connect(comm, config)
         _state.process = Runtime(job.transport, config, job.mpi_group)
         _state.forked_from = None
-        report_uncaught()
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
         global_process_set._bind(GLOBAL_ID, range(_state.process.topology.size))

@@ -102,6 +102,18 @@ def test_unnamed_calls_are_numbered_by_process_set() -> None:
     run_ranks(3, main)
 
 
+def test_unnamed_calls_agree_after_a_join_and_after_a_refused_call() -> None:
+    def main(rank: int) -> None:
+        if rank == 0:
+            hvd.allreduce(np.ones(1))
+            with pytest.raises(ValueError, match="is not supported"):
+                hvd.allreduce(np.array(["text"]))
+        hvd.join()
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
+
+    run_ranks(2, main)
+
+
 def test_tensors_on_different_devices_are_a_mismatch() -> None:
     def main(rank: int) -> str:
         request = Request(0, "t", "allreduce", "float32", (3,), ["cpu", "cuda"][rank])
@@ -246,6 +258,24 @@ def test_a_mismatch_in_a_group_fails_the_group_and_nothing_else() -> None:
         assert good[1].tolist() == [2, 2, 2]
 
     run_ranks(2, main)
+
+
+def test_groups_of_different_sizes_fail_on_every_rank() -> None:
+    def main(rank: int) -> None:
+        for step in range(6):
+            count = 2 + (rank == 2) if step % 2 else 2  # right and wrong in turn
+            other = hvd.allreduce_async(np.ones(2), name="other", op=hvd.Sum)
+            handle = hvd.grouped_allreduce_async([np.ones(2)] * count, name="g", op=hvd.Sum)
+            if step % 2:
+                words = r"number of tensors in the group: rank \d has [23], rank \d has [23]"
+                with pytest.raises(hvd.HorovodInternalError, match=words):
+                    hvd.synchronize(handle)
+                hvd.barrier()
+            else:
+                assert [each.tolist() for each in hvd.synchronize(handle)] == [[3, 3]] * 2
+            assert hvd.synchronize(other).tolist() == [3, 3]
+
+    run_ranks(3, main)
 
 
 def test_a_group_of_another_size_is_a_mismatch_of_the_group() -> None:

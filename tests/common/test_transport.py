@@ -301,7 +301,7 @@ def test_a_stranger_at_the_meeting_is_refused() -> None:
     try:
         listener = listen(meeting, 0)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-            stranger.connect(meeting.path(0))
+            stranger.connect(os.path.join(meeting.directory, "0"))
             stranger.send(b"hello")
             with pytest.raises(ProtocolError, match="stranger"):
                 meet(meeting, listener, 0, (1,), 0, time.monotonic() + 10)
@@ -314,7 +314,7 @@ def test_a_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -
     try:
         listener = listen(meeting, 0)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-            stranger.connect(meeting.path(0))
+            stranger.connect(os.path.join(meeting.directory, "0"))
             real = os.geteuid()
             monkeypatch.setattr(os, "geteuid", lambda: real + 1)
             with pytest.raises(ProtocolError, match=f"user {real} tried to join"):

@@ -5,7 +5,9 @@ Blocking MPI calls are made here, and only here: `init` waits for all ranks anyw
 
 from __future__ import annotations
 
+import logging
 import struct
+import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,8 @@ HELLO = struct.Struct("<8sI52s")  # MAGIC, protocol version, version of hvdlite
 MAGIC = b"hvdlite\0"
 INVITATION = struct.Struct("<H16s512s")  # bytes of the path, token, path; no path: no meeting
 POLL_SECONDS = 0.001
+
+log = logging.getLogger("hvdlite")
 
 
 def duplicate(comm: MPI.Intracomm, deadline: float) -> MPI.Intracomm:
@@ -115,6 +119,12 @@ def _meet(
         if not _all(local, listener is not None):
             if listener is not None:
                 listener.close()
+            if leads:
+                log.warning(
+                    "the ranks %s of this host do not see each other's files in %s, so each counts "
+                    "as a host of its own: set TMPDIR to a directory that all of them see",
+                    ", ".join(map(str, ranks)), tempfile.gettempdir(),
+                )  # fmt: skip
             return None
         assert meeting is not None and listener is not None
         peers = tuple(peer for peer in ranks if peer != rank)

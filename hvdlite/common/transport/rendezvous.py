@@ -45,9 +45,14 @@ class Meeting(NamedTuple):
         """A new directory that only this user may enter. Raises `OSError`."""
         return cls(tempfile.mkdtemp(prefix="hvdlite-"), os.urandom(TOKEN_BYTES))
 
-    def path(self, rank: int) -> str:
-        """Where `rank` listens."""
-        return os.path.join(self.directory, str(rank))
+    @contextmanager
+    def path(self, rank: int) -> Iterator[str]:
+        """Where `rank` listens, by a path that a socket can have (of at most 107 bytes)."""
+        descriptor = os.open(self.directory, os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{descriptor}/{rank}"
+        finally:
+            os.close(descriptor)
 
     def end(self) -> None:
         """Remove the directory."""
@@ -58,7 +63,8 @@ def listen(meeting: Meeting, rank: int) -> socket.socket:
     """Listen at the meeting. Raises `OSError` where the directory is not to be seen."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        listener.bind(meeting.path(rank))
+        with meeting.path(rank) as path:
+            listener.bind(path)
         listener.listen(1024)
     except OSError:
         listener.close()
@@ -103,7 +109,8 @@ def _connect(
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _until(connection, deadline, f"rank {peer} does not answer on its socket"):
-            connection.connect(meeting.path(peer))
+            with meeting.path(peer) as path:
+                connection.connect(path)
             _check_credentials(connection)
             connection.send(HELLO.pack(MAGIC, meeting.token, rank, peer, channel))
     except BaseException:
