@@ -114,7 +114,7 @@ def _check_launcher(size: int, library: str) -> None:
         if told.isdigit() and int(told) > 1 and size == 1:
             raise HorovodInternalError(
                 f"the launcher has started {told} ranks ({name}), but the MPI library that mpi4py "
-                f"has loaded knows of this one only: it is {library.strip().splitlines()[0]!r}. "
+                f"has loaded knows of this one only: it is {library.split(',', maxsplit=1)[0]!r}. "
                 "Start the job with the mpirun of that library, or with hvdlite-run"
             )
 
