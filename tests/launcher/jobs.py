@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,11 @@ from pathlib import Path
 from tests.parallel.jobs import environment
 
 LAUNCHER = [sys.executable, "-m", "hvdlite.launcher"]
+# What the scripts of the tests start with.
+RANK = """
+import os, sys, time
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+"""
 MARK = "HVDLITE_TEST_JOB"  # a variable that every process of a job inherits
 
 
@@ -35,8 +41,10 @@ def start(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
         finally:
             process.kill()
             process.communicate()
-            left = processes(folder)
-        assert left == []
+            left = processes(variables[MARK])
+            for number in left:
+                os.kill(number, signal.SIGKILL)
+        assert left == {}
         assert os.listdir(folder) == []
 
 
@@ -47,14 +55,14 @@ def launch(*words: str, timeout: float = 60, **variables: str) -> subprocess.Com
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
-def processes(folder: str) -> list[str]:
-    """The command lines of the processes that belong to the job with this mark."""
-    found = []
-    wanted = f"{MARK}={folder}".encode()
+def processes(mark: str) -> dict[int, str]:
+    """The processes that belong to the job with this mark, with their command lines."""
+    found = {}
+    wanted = f"{MARK}={mark}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if wanted in (path / "environ").read_bytes().split(b"\0"):
-                found.append((path / "cmdline").read_text().replace("\0", " "))
+                found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
         except OSError:  # it has ended, or is not ours
             continue
     return found

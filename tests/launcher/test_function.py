@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 
 
 def rank() -> int:
-    return int(os.environ["OMPI_COMM_WORLD_RANK"])
+    return int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 
 
 def train(start: int, *, step: int = 1) -> tuple[int, int, float]:

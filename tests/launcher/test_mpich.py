@@ -9,15 +9,13 @@ import sys
 import pytest
 
 from hvdlite.launcher.mpi import HYDRA, find_all
-from tests.launcher.jobs import launch, start
+from tests.launcher.jobs import RANK, launch, start
 
 USED = next(find_all(os.environ), None)
 pytestmark = pytest.mark.skipif(
     USED is None or USED.kind != HYDRA,
     reason="MPICH is not the MPI here: make an environment with hvdlite[mpich]",
 )
-
-RANK = 'import os, sys, time; rank = int(os.environ["PMI_RANK"])\n'
 
 
 def python(script: str) -> tuple[str, ...]:

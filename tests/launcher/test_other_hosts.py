@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.jobs import start
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN
+from hvdlite.launcher.mpi import OPENMPI, find_all
+from tests.launcher.jobs import RANK, start
 
 # Called instead of ssh: AGENT HOST COMMAND. There, the launcher's directory does not exist.
 AGENT = """\
@@ -19,7 +20,6 @@ AGENT = """\
 shift
 exec unshare -m sh -c "mount -t tmpfs none '$TMPDIR' && $*"
 """
-RANK = 'import os, sys, time; rank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n'
 
 
 def may_not_mount() -> bool:
@@ -29,8 +29,9 @@ def may_not_mount() -> bool:
     return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode != 0
 
 
+USED = next(find_all(os.environ), None)
 pytestmark = [
-    pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN),
+    pytest.mark.skipif(USED is None or USED.kind != OPENMPI, reason="there is no Open MPI"),
     pytest.mark.skipif(may_not_mount(), reason="may not mount in a namespace of its own"),
 ]
 
