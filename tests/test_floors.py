@@ -16,7 +16,7 @@ FLOORS = [
     ["common.reduce_op", "common.topology", "common.config", "common.adapter", "common.handles",
      "common.messages", "common.process_set_table", "common.trace", "common.compression",
      "common.readiness", "common.uncaught"],
-    ["common.timeline", "common.tree"],
+    ["common.timeline", "common.tree", "common.logs"],
     ["common.transport"],
     ["common.collectives"],
     ["common.response_cache", "common.fusion", "common.stall", "common.groups"],
@@ -32,7 +32,8 @@ FLOORS = [
     ["common.adjoints"],
     ["common.forms"],
     ["common.objects", "common.gradients"],
-    ["numpy", "torch"],
+    ["common.util"],
+    ["data", "numpy", "torch"],
 ]  # fmt: skip
 PURE = ["coordinator", "aggregator", "response_cache", "fusion", "stall", "readiness", "groups"]
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}

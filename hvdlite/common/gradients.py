@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from hvdlite.common.reduce_op import ReduceOp
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,22 @@ def resolve_groups(num_groups: int, groups: object) -> object:
     return num_groups if groups is None else groups
 
 
-def split_evenly(keys: Sequence[K], parts: int) -> list[list[K]]:
-    """`keys` in order, in at most `parts` lists whose lengths differ by one at most."""
-    base, extra = divmod(len(keys), parts)
+def split_list(values: Sequence[T], parts: int) -> list[list[T]]:
+    """`values` in order, in `parts` lists whose lengths differ by one at most; some may be empty.
+
+    Raises `ValueError` unless `parts` is positive.
+    """
+    if parts <= 0:
+        raise ValueError(f"a list cannot be split into {parts} parts: give a positive number")
+    base, extra = divmod(len(values), parts)
     ends = [(part + 1) * base + min(part + 1, extra) for part in range(parts)]
     starts = [0, *ends[:-1]]
-    chunks = [list(keys[start:end]) for start, end in zip(starts, ends, strict=True)]
-    return [chunk for chunk in chunks if chunk]
+    return [list(values[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def split_evenly(keys: Sequence[K], parts: int) -> list[list[K]]:
+    """As `split_list`, without the empty lists."""
+    return [chunk for chunk in split_list(keys, parts) if chunk]
 
 
 def buckets_of(keys: Iterable[K], groups: Sequence[Sequence[K]]) -> list[list[K]]:

@@ -101,6 +101,18 @@ def test_torch_is_the_same_module() -> None:
     assert run("-c", code) == "1\n"
 
 
+def test_modules_without_a_framework() -> None:
+    code = (
+        "import horovod.data, horovod.common.util, hvdlite.data, hvdlite.common.util, sys\n"
+        "from horovod.data import AsyncDataLoaderMixin, BaseDataLoader\n"
+        "from horovod.common.util import check_extension, env, split_list\n"
+        "assert horovod.data is hvdlite.data and horovod.common.util is hvdlite.common.util\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(split_list([1, 2, 3], 2))\n"
+    )
+    assert run("-c", code) == "[[1, 2], [3]]\n"
+
+
 def test_what_hvdlite_lacks_is_an_import_error() -> None:
     code = (
         "import horovod\n"
