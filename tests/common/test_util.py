@@ -20,15 +20,16 @@ def test_env_sets_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVD_TEST_OLD", "old")
     monkeypatch.setenv("HVD_TEST_KEPT", "kept")
     monkeypatch.delenv("HVD_TEST_NEW", raising=False)
+    monkeypatch.delenv("HVD_TEST_GONE", raising=False)
     before = dict(os.environ)
     with (
         pytest.raises(KeyError),
-        util.env(HVD_TEST_OLD="1", HVD_TEST_NEW="2", HVD_TEST_KEPT=None),
+        util.env(HVD_TEST_OLD="1", HVD_TEST_NEW="2", HVD_TEST_GONE="3", HVD_TEST_KEPT=None),
     ):
         assert os.environ["HVD_TEST_OLD"] == "1"
         assert os.environ["HVD_TEST_NEW"] == "2"
         assert os.environ["HVD_TEST_KEPT"] == "kept"
-        del os.environ["HVD_TEST_NEW"]
+        del os.environ["HVD_TEST_GONE"]
         raise KeyError("also after an error")
     assert dict(os.environ) == before
 
