@@ -75,6 +75,11 @@ class NumpyAdapter:
     def spec(self, tensor: Array) -> TensorSpec:
         """dtype, shape and device; a number or a list is an array too."""
         array = np.asarray(tensor)
+        if not array.dtype.isnative:
+            raise ValueError(
+                f"Tensor type {array.dtype.str} is not supported: its bytes are in the order of "
+                "another machine; convert it with astype(dtype.newbyteorder('='))"
+            )
         return TensorSpec(array.dtype.name, array.shape, HOST_DEVICE)
 
     def input(self, tensor: Array) -> HostBuffer:
@@ -87,8 +92,9 @@ class NumpyAdapter:
 
     def output(self, tensor: Array) -> HostBuffer:
         """The array's own memory, or a buffer that is copied into one that is not contiguous."""
-        if not isinstance(tensor, np.ndarray):
-            raise ValueError(f"only a numpy array can be written in place, not {type(tensor)}")
+        if not isinstance(tensor, np.ndarray) or not tensor.flags.writeable:
+            what = "a read-only one" if isinstance(tensor, np.ndarray) else str(type(tensor))
+            raise ValueError(f"only a numpy array can be written in place, not {what}")
         return CpuBuffer(tensor.reshape(-1)) if tensor.flags.c_contiguous else _CopiedBuffer(tensor)
 
     def read_splits(self, splits: Any) -> list[int]:

@@ -167,6 +167,12 @@ def test_arrays_that_are_not_contiguous_numbers_and_lists() -> None:
         assert hvd.allreduce([1.0, rank], name="list", op=hvd.Sum).tolist() == [2.0, 1.0]
         with pytest.raises(ValueError, match="only a numpy array can be written in place"):
             hvd.allreduce_([1.0], name="list")
+        fixed = np.zeros(2)
+        fixed.flags.writeable = False
+        with pytest.raises(ValueError, match="not a read-only one"):
+            hvd.allreduce_(fixed, name="fixed")
+        with pytest.raises(ValueError, match="order of another machine"):
+            hvd.allreduce(np.zeros(2, ">f4"), name="foreign")
         empty = hvd.allreduce(np.zeros((0, 3)), name="empty")
         assert empty.shape == (0, 3)
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvdlite.common.collectives.table import ROWS, Effect
-from hvdlite.common.messages import Eviction, Order, Report, Request, Response, Segment
+from hvdlite.common.messages import (
+    NO_BIT,
+    Departed,
+    Eviction,
+    Order,
+    Report,
+    Request,
+    Response,
+    Segment,
+)
 from hvdlite.common.process_set_table import GLOBAL_ID, ProcessSetTable, unflatten
 from hvdlite.common.readiness import Readiness, mask_of, oldest, ranks_of
 
@@ -20,6 +29,14 @@ class _Set:
         self.readiness: Readiness[int | str] = Readiness(members)
         self.requests: dict[str, list[tuple[int, Request]]] = {}
         self.late: set[int | str] = set()  # passed on incomplete: the rest goes at once
+        self.bits: dict[str, int] = {}  # what the members remember, by name
+        self.passes_all = False  # a member has shut down: nothing will be complete
+
+    def add(self, key: int | str, ranks: int, now: float) -> int:
+        """Who is to be passed on for `key`, as bits: 0 while it is incomplete."""
+        if self.passes_all or key in self.late:
+            return self.readiness.take(key) | ranks
+        return self.readiness.add(key, ranks, now)
 
 
 class Aggregator:
@@ -39,7 +56,7 @@ class Aggregator:
         ranks = mask_of(report.ranks)
         bits: dict[int, list[int]] = {}
         for bit in report.bits:
-            arrived = ranks if bit in state.late else state.readiness.add(bit, ranks, now)
+            arrived = state.add(bit, ranks, now)
             if arrived:
                 bits.setdefault(arrived, []).append(bit)
         for arrived, numbers in bits.items():
@@ -54,9 +71,19 @@ class Aggregator:
             if state is not None:
                 state.readiness.discard(order.bit)
                 state.late.discard(order.bit)
+                state.bits = {n: bit for n, bit in state.bits.items() if bit != order.bit}
+        elif isinstance(order, Departed):
+            self._note_departure(order.rank)
         elif isinstance(order, Segment):
             for item in order.items:
                 self._note_item(order.process_set_id, item)
+
+    def _note_departure(self, rank: int) -> None:
+        for number, state in self._sets.items():
+            if rank in self._table.members(number):
+                state.passes_all = True
+                for key, arrived in state.readiness.take_partial(float("inf")):
+                    self._pass(state, number, key, arrived)
 
     def flush(self, before: float) -> None:
         """Pass on what has waited since before `before`: rank 0 shall know who is late."""
@@ -85,7 +112,13 @@ class Aggregator:
             return
         name = request.name
         state.requests.setdefault(name, []).append((ranks, request))
-        arrived = ranks if name in state.late else state.readiness.add(name, ranks, now)
+        bit = state.bits.get(name)
+        if bit is not None:  # some ranks may send the bit: rank 0 has to hear of both
+            state.late |= {bit, name}
+            arrived = state.readiness.take(bit)
+            if arrived:
+                self._pass_bits(number, arrived, [bit])
+        arrived = state.add(name, ranks, now)
         if arrived:
             self._pass(state, number, name, arrived)
 
@@ -111,6 +144,8 @@ class Aggregator:
             return
         request = item.request
         state.late.discard(request.name)
+        if item.bit != NO_BIT:
+            state.bits[request.name] = item.bit
         effect = ROWS[request.collective].effect
         if effect is Effect.NONE:
             return

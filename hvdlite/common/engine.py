@@ -130,6 +130,7 @@ class Engine:
         self._negotiation.pass_on()
         if self._negotiation.orders:
             self._obey(self._negotiation.orders.popleft())
+            self._negotiation.pass_on()  # to obey may be to report, and that may decide something
         else:
             self._negotiation.inspect()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -80,17 +81,20 @@ class JoinedOperand:
 def neutral(request: Request) -> Any:
     """What does not change a reduction: 0, or the identity of Min, Max and Product."""
     dtype, reduce_op = numpy_dtype(request.dtype), ReduceOp(request.reduce_op)
-    if reduce_op is ReduceOp.PRODUCT:
-        exact = dtype.kind in "iub"
-        return 1 if exact else 1 / request.prescale_factor
-    if reduce_op not in (ReduceOp.MIN, ReduceOp.MAX):
+    prescale = request.prescale_factor  # it is neutral after it was multiplied with this
+    if reduce_op not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT) or prescale == 0:
         return 0
-    highest = reduce_op is ReduceOp.MIN
+    exact = dtype.kind in "iu"
+    if reduce_op is ReduceOp.PRODUCT:
+        return math.ceil(1 / prescale) if exact else 1 / prescale
+    highest = (reduce_op is ReduceOp.MIN) == (prescale > 0)
     if dtype.kind == "b":
         return highest
-    if dtype.kind in "iu":
+    if exact:
         limits = np.iinfo(dtype)
-        return limits.max if highest else limits.min
+        lowest = max(limits.min, -limits.max) if prescale < 0 else limits.min  # -min is too much
+        limit = int(limits.max if highest else lowest)
+        return limit if abs(prescale) <= 1 else math.trunc(limit / abs(prescale))
     return np.inf if highest else -np.inf
 
 
@@ -128,14 +132,12 @@ class Executor:
         request = responses[0].request
         row = ROWS[request.collective]
         present = [entry for entry in entries if entry is not None]
+        reduce_op = ReduceOp(request.reduce_op)
+        if reduce_op is ReduceOp.AVERAGE:  # to a backend it is a sum; also of what has no op
+            reduce_op = ReduceOp.SUM
+        dtype = numpy_dtype(request.dtype)
         try:
-            backend = choose(
-                self._backends,
-                request.collective,
-                numpy_dtype(request.dtype),
-                ReduceOp(request.reduce_op),
-                group,
-            )
+            backend = choose(self._backends, request.collective, dtype, reduce_op, group)
         except (ConfigError, HorovodInternalError) as error:  # the same on every rank
             for entry in present:
                 entry.handle.fail(HorovodInternalError(str(error)))

@@ -11,27 +11,30 @@ from hvdlite.common.errors import HorovodInternalError
 class Handle:
     """Completed or failed once, by the engine; waited for by any thread, asleep."""
 
-    __slots__ = ("_error", "_gate", "_value")
+    __slots__ = ("_done", "_error", "_gate", "_value")
 
     def __init__(self) -> None:
         self._gate = threading.Lock()  # locked until the result is there
         self._gate.acquire()
+        self._done = False
         self._value: Any = None
         self._error: Exception | None = None
 
     def complete(self, value: Any = None) -> None:
         """The collective has ended well."""
         self._value = value
+        self._done = True
         self._gate.release()
 
     def fail(self, error: Exception) -> None:
         """The collective has failed."""
         self._error = error
+        self._done = True
         self._gate.release()
 
     def poll(self) -> bool:
         """Whether it has ended; never waits."""
-        return not self._gate.locked()
+        return self._done
 
     def wait(self) -> Any:
         """Sleep until it has ended; the value, or its error raised."""

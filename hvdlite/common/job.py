@@ -84,7 +84,7 @@ def _world(config: Config) -> Any:
         if config.mpi_threads_disable:
             mpi4py.rc.thread_level = "serialized"
         mpi4py.rc.finalize = False
-        atexit.register(_finalize_mpi)
+        atexit.register(_finalize_mpi, os.getpid())
         _start_mpi_with_all_ranks(config.start_timeout_seconds)
     from mpi4py import MPI
 
@@ -128,9 +128,12 @@ def leave_mpi_alone() -> None:
     _failed = True
 
 
-def _finalize_mpi() -> None:
-    """What mpi4py would do, but not after a failure: MPI_Finalize waits for ranks that are dead."""
+def _finalize_mpi(process: int) -> None:
+    """What mpi4py would do, but not after a failure: MPI_Finalize waits for ranks that are dead.
+
+    A forked child of `process` is no rank.
+    """
     from mpi4py import MPI
 
-    if not _failed:
+    if not _failed and os.getpid() == process:
         MPI.Finalize()

@@ -147,7 +147,7 @@ def submit(
             f"these are on {sorted({spec.device for spec in specs})}"
         )
     names = _names(name, len(tensors), options.grouped)
-    group = name if len(tensors) > 1 else ""
+    group = name if options.grouped else ""
     divide = ROWS[collective].splits and len(tensors) > 0
     splits = _splits(adapter, name, specs[0], options, len(members)) if divide else ()
     entries = [

@@ -55,6 +55,12 @@ class Readiness(Generic[K]):
         self._arrived.pop(key, None)
         self._since.pop(key, None)
 
+    def take(self, key: K) -> int:
+        """Forget a key; who was ready for it."""
+        arrived = self._arrived.get(key, 0)
+        self.discard(key)
+        return arrived
+
     def excuse(self, ranks: int) -> list[tuple[K, int]]:
         """These count as ready from now on; what that completes, with who is ready, in order."""
         self._absent |= ranks & self._needed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.execution import Entry
 from hvdlite.common.handles import HandleTable
 from hvdlite.common.job import connect, leave_mpi_alone
+from hvdlite.common.logs import set_up_log
 from hvdlite.common.messages import Request
 from hvdlite.common.process_set_table import GLOBAL_ID
 from hvdlite.common.process_sets import (
@@ -28,8 +28,6 @@ from hvdlite.common.timeline import Timeline, path_of_rank
 from hvdlite.common.topology import Topology
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.uncaught import report_uncaught
-
-log = logging.getLogger("hvdlite")
 
 DYNAMIC = "dynamic"
 _NOT_INITIALIZED = "hvdlite has not been initialized; use hvd.init()"
@@ -216,18 +214,23 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     and `HorovodInternalError` when a rank is lost or has other settings.
     """
     sets = _checked_sets(process_sets, comm)
+    if _state.forked_from is not None:
+        raise HorovodInternalError(_not_initialized())
     if _state.process is None:
         config = Config.from_environ()
-        _set_up_log(config)
+        set_up_log(config)
         report_uncaught()
         job = connect(comm, config)
         _state.process = Runtime(job.transport, config, job.mpi_group)
-        _state.forked_from = None
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
         global_process_set._bind(GLOBAL_ID, range(_state.process.topology.size))
         global_process_set.mpi_comm = comm if is_communicator(comm) else None
-        _state.process.agree([each for each in sets if each.mpi_comm is None])
+        try:
+            _state.process.agree([each for each in sets if each.mpi_comm is None])
+        except HorovodInternalError:
+            shutdown()
+            raise
     _register(_state.process, sets)
 
 
@@ -321,16 +324,3 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _set_up_log(config: Config) -> None:
-    level = {"trace": logging.DEBUG, "fatal": logging.CRITICAL}.get(
-        config.log_level, logging.getLevelName(config.log_level.upper())
-    )
-    log.setLevel(level)
-    if not log.handlers:
-        log.addHandler(logging.StreamHandler())
-        log.propagate = False
-    time_ = "" if config.log_hide_time else "%(asctime)s "
-    for handler in log.handlers:
-        handler.setFormatter(logging.Formatter(f"{time_}hvdlite %(levelname)s: %(message)s"))

@@ -18,14 +18,15 @@ EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"  # "<token> <rank> <path of the name
 
 def report_uncaught() -> None:
     """Have an exception that ends this process reported to the launcher, where there is one."""
-    previous = sys.excepthook
+    previous, process = sys.excepthook, os.getpid()
     if EVENTS_VARIABLE not in os.environ or getattr(previous, "reports_to_launcher", False):
         return
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        report(error)
+        if os.getpid() == process:  # a forked child is no rank
+            report(error)
         previous(kind, error, traceback)
 
     hook.reports_to_launcher = True  # type: ignore[attr-defined]

@@ -51,7 +51,16 @@ class TorchAdapter:
         return self._device(tensor).empty(tensor, shape)
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:
-        """A buffer that `commit` carries into the tensor, its own memory where possible."""
+        """A buffer that `commit` carries into the tensor, its own memory where possible.
+
+        Raises `ValueError` where elements of the tensor share memory.
+        """
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        if any(stride == 0 and length > 1 for length, stride in strides):
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} whose elements share memory (by expand, "
+                "perhaps) cannot be written in place: give a clone"
+            )
         return self._device(tensor).output(tensor)
 
     def read_splits(self, splits: Any) -> list[int]:

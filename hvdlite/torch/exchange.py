@@ -138,7 +138,7 @@ class GradientExchange:
         self.synchronized = False  # no gradient has come since the last synchronize()
         self.param_groups = param_groups
         self._schedule = schedule
-        self._layouts = Layouts(terms.process_set)
+        self._layouts = Layouts(terms.process_set, next(iter(names.values()), ""))
         self._flights: list[_DenseFlight | _SparseFlight] = []
         self._watched: set[torch.Tensor] = set()
         self._parameter_of = {name: parameter for parameter, name in names.items()}

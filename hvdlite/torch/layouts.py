@@ -24,8 +24,9 @@ _MIRROR = 255  # of a code, so that one maximum over ranks finds the least code 
 class Layouts:
     """What the ranks of a process set know of the gradients of one optimizer."""
 
-    def __init__(self, process_set: ProcessSet) -> None:
+    def __init__(self, process_set: ProcessSet, label: str) -> None:
         self._process_set = process_set
+        self._label = label  # the same on all ranks, whichever parameters they train
         self._codes: dict[str, int] = {}
 
     def agree(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
@@ -43,7 +44,7 @@ class Layouts:
         mirrored = np.where(codes == _UNKNOWN, 0, _MIRROR - codes).astype(np.uint8)
         most, mirrored_least = mpi_ops.allreduce(
             torch.from_numpy(np.stack([codes, mirrored])),
-            name=f"layout.{names[0]}",
+            name=f"trainable_parameters.{self._label}",
             op=ReduceOp.MAX,
             process_set=self._process_set,
         ).tolist()

@@ -92,6 +92,68 @@ def test_two_operations_under_one_name_are_a_mismatch() -> None:
         )
 
 
+@pytest.mark.parametrize("late", [0, 1, 3])
+@pytest.mark.parametrize("hosts", [ONE_HOST, TREE])
+def test_rows_that_change_on_some_ranks_only(hosts: list[list[int]] | None, late: int) -> None:
+    """Some send the bit of an earlier answer, others a new request, in every order."""
+    turns = [threading.Event() for _ in range(6)]
+
+    def main(rank: int) -> None:
+        for step, turn in enumerate(turns):
+            if rank == late:
+                turn.wait(30)
+            rows = [2, 3 + step, 2, 1 + step % 2]
+            handle = hvd.allgather_async(np.full((rows[rank], 1), rank), name="x")
+            if rank == (late + 1) % 4:
+                turn.set()
+            gathered = hvd.synchronize(handle)
+            assert gathered[:, 0].tolist() == [r for r in range(4) for _ in range(rows[r])]
+
+    run_ranks(4, main, hosts=hosts, config=Config(stall_check_disable=True))
+
+
+def test_a_departure_below_a_leader_is_answered_at_once() -> None:
+    left = threading.Event()
+
+    def main(rank: int) -> None:
+        pair = hvd.add_process_set([2, 3])
+        if rank == 3:
+            current().shutdown()
+            left.set()
+        elif rank == 2:
+            early = hvd.allreduce_async(np.ones(1), name="early", process_set=pair)
+            assert left.wait(30)
+            late = hvd.allreduce_async(np.ones(1), name="late", process_set=pair)
+            for handle in (early, late):
+                with pytest.raises(hvd.HorovodInternalError, match="rank 3 has been shut down"):
+                    hvd.synchronize(handle)
+
+    run_ranks(4, main, hosts=TREE, config=Config(stall_check_disable=True))
+
+
+@pytest.mark.parametrize("prescale", [2.0, 0.5, -1.0, 0.0])
+def test_a_joined_rank_is_neutral_after_prescaling(prescale: float) -> None:
+    def main(rank: int) -> None:
+        if rank == 1:
+            hvd.join()
+            return
+        for dtype in ("float32", "int32"):
+            for op in (hvd.Min, hvd.Max, hvd.Product):
+                if (dtype, op, prescale) in (
+                    ("int32", hvd.Product, 2.0),
+                    ("int32", hvd.Product, -1.0),
+                ):
+                    continue  # no whole number becomes 1 when it is multiplied with these
+                array = np.array([4, -6]).astype(dtype)
+                result = hvd.allreduce(
+                    array, op=op, prescale_factor=prescale, name=f"{dtype}.{op.name}"
+                )
+                assert result.tolist() == (array * prescale).astype(dtype).tolist()
+        hvd.join()
+
+    run_ranks(2, main)
+
+
 def test_unnamed_calls_are_numbered_by_process_set() -> None:
     def main(rank: int) -> None:
         first = hvd.add_process_set([0, 1])
@@ -276,6 +338,14 @@ def test_groups_of_different_sizes_fail_on_every_rank() -> None:
             assert hvd.synchronize(other).tolist() == [3, 3]
 
     run_ranks(3, main)
+
+
+def test_a_group_of_one_against_a_group_of_two() -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(hvd.HorovodInternalError, match="number of tensors in the group"):
+            hvd.grouped_allreduce([np.ones(2)] * (1 + rank), name="g")
+
+    run_ranks(2, main)
 
 
 def test_a_group_of_another_size_is_a_mismatch_of_the_group() -> None:

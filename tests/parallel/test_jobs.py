@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -96,6 +97,24 @@ def test_a_forked_child_is_no_rank_and_does_not_hide_a_death() -> None:
     sleeper = re.search(r"sleeper (\d+)", output)
     assert sleeper is not None
     os.kill(int(sleeper.group(1)), signal.SIGKILL)
+
+
+def test_a_forked_child_that_ends_normally_ends() -> None:
+    check(2, "forks_a_child_that_ends")
+
+
+def test_init_after_a_failed_init() -> None:
+    check(2, "other_settings")
+
+
+def test_the_mpi_backend_runs_everything_when_asked_for(tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline.json"
+    planes = {"HVDLITE_ALLREDUCE": "mpi", "HVDLITE_DATA_PLANE": "mpi"}
+    check(2, "collectives", HVDLITE_TIMELINE=str(timeline), **planes)
+    activities = {event.get("name") for event in json.loads(timeline.read_text())}
+    for collective in ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER"):
+        assert f"MPI_{collective}" in activities or collective == "BROADCAST", activities
+        assert f"SHM_{collective}" not in activities
 
 
 def test_two_versions_in_one_job_are_an_error_at_init() -> None:
