@@ -56,7 +56,7 @@ class TorchAdapter:
         Raises `ValueError` where elements of the tensor share memory.
         """
         strides = zip(tensor.shape, tensor.stride(), strict=True)
-        if any(stride == 0 and length > 1 for length, stride in strides):
+        if tensor.numel() and any(stride == 0 and length > 1 for length, stride in strides):
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} whose elements share memory (by expand, "
                 "perhaps) cannot be written in place: give a clone"
