@@ -157,7 +157,7 @@ def test_average_is_deprecated() -> None:
 
 def test_a_target_whose_elements_share_memory_is_refused_at_the_call() -> None:
     def main(rank: int) -> None:
-        with pytest.raises(ValueError, match="share memory .* cannot be written in place"):
+        with pytest.raises(ValueError, match=r"share memory .* cannot be written in place"):
             hvd.allreduce_(torch.zeros(1).expand(3), name="t")
         assert hvd.allreduce(torch.ones(1).expand(3), name="t", op=hvd.Sum).tolist() == [2.0] * 3
 
