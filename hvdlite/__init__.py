@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +10,11 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "run"]
 __version__: str
+
+# In a checkout that is not installed, launcher/ lies beside this package, not in it.
+_checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if os.path.isfile(os.path.join(_checkout, "launcher", "rank_shell.py")):
+    __path__.append(_checkout)
 
 
 def __getattr__(name: str) -> Any:

@@ -34,6 +34,7 @@ def rank_environment(environ: Mapping[str, str], mpi: Mpi, options: Options) -> 
         passed |= environment(passed)
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores() // _local_ranks(environ, mpi, options))),
+        "HOME": os.path.expanduser("~"),  # Open MPI does not start without one
         "PYTHONUNBUFFERED": "1",  # output before a crash must not be lost in a pipe's buffer
         **build_environment(mpi, options),
     }

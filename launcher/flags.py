@@ -40,6 +40,10 @@ REPLACED = {
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are `ConfigError`."""
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """No abbreviations: argparse allows those of flags with one dash all the same."""
+        return []
+
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print before it exits."""
         message = message.removeprefix("argument ")

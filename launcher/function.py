@@ -70,7 +70,7 @@ def run(
     if isinstance(network_interfaces, Sequence) and not isinstance(network_interfaces, str):
         network_interfaces = ",".join(network_interfaces)
     flags = {
-        "--num-proc": num_proc or np or (None if hosts or hostfile else 1),
+        "--num-proc": _first(num_proc, np, None if hosts or hostfile else 1),
         "--hosts": hosts,
         "--hostfile": hostfile,
         "--start-timeout": start_timeout,
@@ -127,3 +127,8 @@ def _raise_first(answers: Mapping[int, Any]) -> None:
     if hasattr(answer.error, "add_note"):
         answer.error.add_note(f"(raised on rank {rank})")
     raise answer.error from cause
+
+
+def _first(*values: int | None) -> int | None:
+    """The first that is given."""
+    return next((value for value in values if value is not None), None)

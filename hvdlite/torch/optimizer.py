@@ -186,6 +186,8 @@ def DistributedOptimizer(  # noqa: N802
 
     Raises `ValueError` for arguments that contradict each other, and before `init`.
     """
+    if isinstance(optimizer, (_DistributedMixin, AdasumMixin)):
+        raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
     terms = Terms(compression, scaling(op, gradient_predivide_factor), sparse_as_dense, process_set)
     passes = check_passes(backward_passes_per_step)
     names = _name_parameters(optimizer, named_parameters)

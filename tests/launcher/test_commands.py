@@ -133,6 +133,7 @@ def test_srun_is_used_in_an_allocation_unless_hosts_are_given(tmp_path: Any) -> 
 def test_the_environment_is_passed_on_less_what_belongs_to_another_job() -> None:
     environ = {
         "PATH": "/bin",
+        "HOME": "/home/me",
         "MY_TOKEN": "x",
         "HVDLITE_CYCLE_TIME": "1",
         "OMPI_MCA_pml": "ob1",
@@ -147,6 +148,7 @@ def test_the_environment_is_passed_on_less_what_belongs_to_another_job() -> None
     passed = rank_environment(environ, OMPI5, options(variables={"HVDLITE_CYCLE_TIME": "2"}))
     assert passed == {
         "PATH": "/bin",
+        "HOME": "/home/me",
         "MY_TOKEN": "x",
         "HVDLITE_CYCLE_TIME": "2",
         "OMPI_MCA_pml": "ob1",

@@ -171,3 +171,9 @@ def test_help_is_complete() -> None:
     for entry in settings():
         assert not entry.flag or entry.flag in text
     assert "--gloo" not in text
+
+
+@pytest.mark.parametrize("flag", ["-c", "-n", "-host", "--verbos"])
+def test_flags_are_not_abbreviated(flag: str) -> None:
+    with pytest.raises(ConfigError, match="unknown flag"):
+        parse_args(["-np", "2", flag, "python"])

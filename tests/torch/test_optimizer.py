@@ -770,3 +770,14 @@ def test_adasum_combines_the_steps_of_the_ranks() -> None:
 
     results = run_ranks(SIZE, main)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_an_optimizer_is_wrapped_once() -> None:
+    def main(rank: int) -> None:
+        wrapped = hvd.DistributedOptimizer(
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+        )
+        with pytest.raises(ValueError, match="is a DistributedOptimizer already"):
+            hvd.DistributedOptimizer(wrapped)
+
+    run_ranks(2, main)
