@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -143,7 +142,7 @@ class Executor:
                 entry.handle.fail(HorovodInternalError(str(error)))
             return
         names = [response.request.name for response in responses]
-        with self._recorded(names, responses):
+        with _Recorded(self._timeline, names, responses):
             for entry in present:
                 entry.wait()
             operands = [
@@ -163,11 +162,6 @@ class Executor:
                 ) from error
         for entry in present:
             entry.complete()
-
-    def _recorded(
-        self, names: list[str], responses: Sequence[Response]
-    ) -> AbstractContextManager[None]:
-        return _Recorded(self._timeline, names, responses)
 
     def _activity(self, names: list[str]) -> Any:
         return lambda activity: self._timeline.activity(names, activity)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
+from hvdlite.common.collectives.table import split_rows
 from hvdlite.common.reduce_op import ReduceOp
 
 K = TypeVar("K", bound=Hashable)
@@ -72,10 +74,8 @@ def split_list(values: Sequence[T], parts: int) -> list[list[T]]:
     """
     if parts <= 0:
         raise ValueError(f"a list cannot be split into {parts} parts: give a positive number")
-    base, extra = divmod(len(values), parts)
-    ends = [(part + 1) * base + min(part + 1, extra) for part in range(parts)]
-    starts = [0, *ends[:-1]]
-    return [list(values[start:end]) for start, end in zip(starts, ends, strict=True)]
+    remaining = iter(values)
+    return [list(islice(remaining, length)) for length in split_rows(len(values), parts)]
 
 
 def split_evenly(keys: Sequence[K], parts: int) -> list[list[K]]:

@@ -27,7 +27,6 @@ from hvdlite.common.transport.base import (
     do_nothing,
 )
 from hvdlite.common.transport.bootstrap import duplicate, exchange_versions, find_hosts
-from hvdlite.common.transport.inprocess import solo
 from hvdlite.common.transport.local import LocalMesh
 
 if TYPE_CHECKING:
@@ -376,4 +375,4 @@ class MpiTransport:
         self._mesh.after_fork_in_child()
 
 
-__all__ = ["MpiTransport", "connect", "solo"]
+__all__ = ["MpiTransport", "connect"]
