@@ -12,45 +12,20 @@ and `HorovodInternalError` for what ranks disagree on or when one is lost, when 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from hvdlite.common.adapter import Adapter
-from hvdlite.common.adjoints import own_rows, reducescatter_scale
 from hvdlite.common.compression import Compressor, NoneCompressor
-from hvdlite.common.execution import Entry
-from hvdlite.common.messages import Request
-from hvdlite.common.operations import Operation, Options, members_of, submit
+from hvdlite.common.operations import Operation, submit
+from hvdlite.common.options import Options, reduction, scattering
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import for_collective
+from hvdlite.common.verbs import Outcome, Verbs
 
 T = TypeVar("T")
 Tensors = Sequence[T]
-Function = Callable[[list[T]], list[T]]
-
-
-def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
-    """The reduction from the deprecated `average` and from `op`; Average where neither is given.
-
-    Raises `ValueError` when both are given, or `op` is no reduction.
-    """
-    if op is not None:
-        if average is not None:
-            raise ValueError("The op parameter supersedes average; give only op")
-        try:
-            return ReduceOp(op)
-        except ValueError:
-            raise ValueError(
-                f"op={op!r} is none of Average, Sum, Adasum, Min, Max, Product"
-            ) from None
-    if average is None:
-        return ReduceOp.AVERAGE
-    warnings.warn(
-        "average= is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=4
-    )
-    return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
 def _only(operation: Operation[Any], results: list[Any]) -> Any:
@@ -65,24 +40,11 @@ def _tuple(operation: Operation[Any], results: list[Any]) -> Any:
     return tuple(results)
 
 
-class Forms(Generic[T]):
+class Forms(Verbs[T]):
     """The public functions for one framework's tensors."""
 
     def __init__(self, adapter: Adapter[T]) -> None:
         self._adapter = adapter
-
-    # -- what frameworks with automatic differentiation override
-
-    def differentiable(
-        self, tensors: Tensors[T], forward: Function[T], adjoint: Function[T]
-    ) -> list[T]:
-        """``forward(tensors)``, recorded so that gradients flow back through `adjoint`."""
-        return forward(list(tensors))
-
-    def zeros_like(self, tensor: T) -> T:
-        """A tensor of zeros of the same shape, dtype and device."""
-        zero: Any = tensor
-        return zero * 0  # type: ignore[no-any-return]
 
     # -- how everything below is enqueued
 
@@ -106,19 +68,13 @@ class Forms(Generic[T]):
         runtime.handles.put(number, Operation(entries, shape_result))
         return number
 
-    def _run(
+    def run(
         self, collective: str, tensors: Tensors[T], name: str | None, options: Options
-    ) -> Operation[T]:
-        """Start and wait; the operation, whose tensors have been taken."""
+    ) -> Outcome:
+        """Start and wait."""
         number = self._start(collective, tensors, name, options, _list)
         operation: Operation[T] = for_collective().handles.take(number)
-        operation.take()
-        return operation
-
-    def _results(
-        self, collective: str, tensors: Tensors[T], name: str | None, options: Options
-    ) -> list[T]:
-        return self._run(collective, tensors, name, options).take()
+        return Outcome(operation.take(), [entry.rows for entry in operation.entries])
 
     def poll(self, handle: int) -> bool:
         """Whether the operation has ended, so that `synchronize` will not wait.
@@ -155,7 +111,7 @@ class Forms(Generic[T]):
         zero; 16-bit floats are summed in float32. `prescale_factor` multiplies before and
         `postscale_factor` after the reduction. A joined rank does not count.
         """
-        options = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+        options = reduction(average, op, prescale_factor, postscale_factor, process_set)
         return self._start("allreduce", [tensor], name, options, _only)
 
     def allreduce_async_(
@@ -169,7 +125,7 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """As `allreduce_async`; the result is written into `tensor`."""
-        options = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+        options = reduction(average, op, prescale_factor, postscale_factor, process_set)
         return self._start("allreduce", [tensor], name, options, _only, in_place=True)
 
     def allreduce(
@@ -188,8 +144,8 @@ class Forms(Generic[T]):
         Differentiable: the gradient is reduced in the same way. `compression` makes the tensor
         smaller while it travels.
         """
-        options = _reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._compressed("allreduce", [tensor], name, compression, options)[0]
+        options = reduction(average, op, prescale_factor, postscale_factor, process_set)
+        return self.reduce("allreduce", [tensor], name, compression, options)[0]
 
     def allreduce_(
         self,
@@ -202,7 +158,7 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """As `allreduce_async_`, and wait: `tensor`, reduced."""
-        options = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+        options = reduction(average, op, prescale_factor, postscale_factor, process_set)
         number = self._start("allreduce", [tensor], name, options, _only, in_place=True)
         result: T = self.synchronize(number)
         return result
@@ -218,7 +174,7 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """As `allreduce_async` for several tensors, of which all or none are reduced."""
-        options = _reduction(average, op, prescale_factor, postscale_factor, process_set, True)
+        options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
         return self._start("allreduce", tensors, name, options, _list)
 
     def grouped_allreduce_async_(
@@ -232,7 +188,7 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """As `grouped_allreduce_async`; the results are written into `tensors`."""
-        options = _reduction(average, op, prescale_factor, postscale_factor, process_set, True)
+        options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
         return self._start("allreduce", tensors, name, options, _tuple, in_place=True)
 
     def grouped_allreduce(
@@ -247,8 +203,8 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> list[T]:
         """As `allreduce` for several tensors, of which all or none are reduced: a list."""
-        options = _reduction(average, op, prescale_factor, postscale_factor, process_set, True)
-        return self._compressed("allreduce", tensors, name, compression, options)
+        options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
+        return self.reduce("allreduce", tensors, name, compression, options)
 
     def grouped_allreduce_(
         self,
@@ -261,34 +217,10 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
         """As `grouped_allreduce_async_`, and wait: `tensors` as a tuple."""
-        options = _reduction(average, op, prescale_factor, postscale_factor, process_set, True)
+        options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
         number = self._start("allreduce", tensors, name, options, _tuple, in_place=True)
         results: tuple[T, ...] = self.synchronize(number)
         return results
-
-    def _compressed(
-        self,
-        collective: str,
-        tensors: Tensors[T],
-        name: str | None,
-        compression: type[Compressor],
-        options: Options,
-    ) -> list[T]:
-        """A differentiable reduction of compressed tensors."""
-        packed = [compression.compress(tensor) for tensor in tensors]
-        reduce = {"allreduce": self._reduce_alike, "reducescatter": self._reduce_and_scatter}
-        results = reduce[collective]([small for small, _ in packed], name, options)
-        return [
-            compression.decompress(result, ctx)
-            for result, (_, ctx) in zip(results, packed, strict=True)
-        ]
-
-    def _reduce_alike(self, tensors: list[T], name: str | None, options: Options) -> list[T]:
-        return self.differentiable(
-            tensors,
-            lambda inputs: self._results("allreduce", inputs, name, options),
-            lambda gradients: self._results("allreduce", gradients, _gradient_name(name), options),
-        )
 
     # -- allgather
 
@@ -308,7 +240,7 @@ class Forms(Generic[T]):
 
         Differentiable: the gradient is averaged over the ranks, and each keeps its own rows.
         """
-        return self._gather([tensor], name, Options(process_set))[0]
+        return self.gather([tensor], name, Options(process_set))[0]
 
     def grouped_allgather_async(
         self,
@@ -327,25 +259,7 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
         """As `allgather` for several tensors: a tuple."""
-        return tuple(self._gather(tensors, name, Options(process_set, grouped=True)))
-
-    def _gather(self, tensors: Tensors[T], name: str | None, options: Options) -> list[T]:
-        rows: list[tuple[int, ...]] = []
-
-        def forward(inputs: list[T]) -> list[T]:
-            operation = self._run("allgather", inputs, name, options)
-            rows.extend(entry.response.first_dims for entry in operation.entries)
-            return operation.take()
-
-        def adjoint(gradients: list[T]) -> list[T]:
-            averaged = self._results("allreduce", gradients, _gradient_name(name), options)
-            position = _position(options.process_set)
-            return [
-                own_rows(gradient, first_dims, position)
-                for gradient, first_dims in zip(averaged, rows, strict=True)
-            ]
-
-        return self.differentiable(tensors, forward, adjoint)
+        return tuple(self.gather(tensors, name, Options(process_set, grouped=True)))
 
     # -- broadcast
 
@@ -385,19 +299,7 @@ class Forms(Generic[T]):
 
         Differentiable: the gradient is averaged on the root, and zero elsewhere.
         """
-        options = Options(process_set, root_rank=root_rank)
-
-        def adjoint(gradients: list[T]) -> list[T]:
-            averaged = self._results(
-                "allreduce", gradients, _gradient_name(name), Options(process_set)
-            )
-            if for_collective().rank == root_rank:
-                return averaged
-            return [self.zeros_like(gradient) for gradient in averaged]
-
-        return self.differentiable(
-            [tensor], lambda inputs: self._results("broadcast", inputs, name, options), adjoint
-        )[0]
+        return self.copy(tensor, name, Options(process_set, root_rank=root_rank))
 
     def broadcast_(
         self,
@@ -443,22 +345,8 @@ class Forms(Generic[T]):
 
         Differentiable: the gradient goes back the way that the rows came.
         """
-        options = Options(process_set, splits=splits)
-        received: list[int] = []
-
-        def forward(inputs: list[T]) -> list[T]:
-            operation = self._run("alltoall", inputs, name, options)
-            received.extend(operation.entries[0].received_splits)
-            return operation.take()
-
-        def adjoint(gradients: list[T]) -> list[T]:
-            back = Options(process_set, splits=received)
-            return self._results("alltoall", gradients, _gradient_name(name), back)
-
-        (output,) = self.differentiable([tensor], forward, adjoint)
-        if splits is None:
-            return output
-        return output, self._adapter.make_splits(received, splits)
+        output, received = self.exchange(tensor, name, Options(process_set, splits=splits))
+        return output if splits is None else (output, self._adapter.make_splits(received, splits))
 
     def _with_splits(self, splits: Any) -> Callable[[Operation[T], list[T]], Any]:
         def shape_result(operation: Operation[T], results: list[T]) -> Any:
@@ -483,7 +371,7 @@ class Forms(Generic[T]):
         Every rank gives a tensor of the same shape and dtype. Parts are as even as can be: the
         first ``rows % size`` ranks get one row more. `op` as in `allreduce_async`, without Adasum.
         """
-        options = _scatter(op, prescale_factor, postscale_factor, process_set)
+        options = scattering(op, prescale_factor, postscale_factor, process_set)
         return self._start("reducescatter", [tensor], name, options, _only)
 
     def reducescatter(
@@ -500,8 +388,8 @@ class Forms(Generic[T]):
 
         Differentiable: the gradient is gathered, times both factors, and times size for Sum.
         """
-        options = _scatter(op, prescale_factor, postscale_factor, process_set)
-        return self._compressed("reducescatter", [tensor], name, compression, options)[0]
+        options = scattering(op, prescale_factor, postscale_factor, process_set)
+        return self.reduce("reducescatter", [tensor], name, compression, options)[0]
 
     def grouped_reducescatter_async(
         self,
@@ -513,7 +401,7 @@ class Forms(Generic[T]):
         postscale_factor: float = 1.0,
     ) -> int:
         """As `reducescatter_async` for several tensors, of which all or none are reduced."""
-        options = _scatter(op, prescale_factor, postscale_factor, process_set, True)
+        options = scattering(op, prescale_factor, postscale_factor, process_set, True)
         return self._start("reducescatter", tensors, name, options, _list)
 
     def grouped_reducescatter(
@@ -527,88 +415,5 @@ class Forms(Generic[T]):
         postscale_factor: float = 1.0,
     ) -> list[T]:
         """As `reducescatter` for several tensors: a list."""
-        options = _scatter(op, prescale_factor, postscale_factor, process_set, True)
-        return self._compressed("reducescatter", tensors, name, compression, options)
-
-    def _reduce_and_scatter(self, tensors: list[T], name: str | None, options: Options) -> list[T]:
-        scale: list[float] = []
-
-        def forward(inputs: list[T]) -> list[T]:
-            operation = self._run("reducescatter", inputs, name, options)
-            size = operation.entries and options.process_set.size()
-            scale.append(reducescatter_scale(operation, size) if size else 1.0)
-            return operation.take()
-
-        def adjoint(gradients: list[T]) -> list[T]:
-            back = Options(options.process_set, grouped=options.grouped)
-            gathered: list[Any] = list(
-                self._results("allgather", gradients, _gradient_name(name), back)
-            )
-            return [gradient * scale[0] for gradient in gathered]
-
-        return self.differentiable(tensors, forward, adjoint)
-
-    # -- without a tensor
-
-    def join(self, device: int = -1, process_set: ProcessSet = global_process_set) -> int:
-        """This rank has no more data: wait until all ranks of the set say so.
-
-        Until then the others' collectives go on without this rank: it counts for nothing in a
-        reduction (an Average still divides by the size of the set) and gives no rows. Returns the
-        global rank that joined last, the same on all ranks. `device` has no effect.
-        """
-        last = int(_call("join", process_set))
-        for_collective().restart_unnamed(process_set)  # ranks have made different numbers of calls
-        return last
-
-    def barrier(self, process_set: ProcessSet = global_process_set) -> None:
-        """Wait until all ranks of the set have called this."""
-        _call("barrier", process_set)
-
-
-def _gradient_name(name: str | None) -> str | None:
-    """The name of the collective that runs backward, after that of the one that ran forward."""
-    return None if name is None else f"{name}.gradient"
-
-
-def _call(collective: str, process_set: ProcessSet) -> Any:
-    runtime = for_collective()
-    members_of(runtime, collective, process_set)
-    entry = Entry(Request(process_set.process_set_id or 0, f"{collective}.noname", collective))
-    runtime.engine.enqueue([entry])
-    return entry.handle.wait()
-
-
-def _position(process_set: ProcessSet) -> int:
-    runtime = for_collective()
-    return members_of(runtime, "gradient", process_set).index(runtime.rank)
-
-
-def _reduction(
-    average: bool | None,
-    op: int | None,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    grouped: bool = False,
-) -> Options:
-    return Options(
-        process_set,
-        resolve_op(average, op),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        grouped=grouped,
-    )
-
-
-def _scatter(
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    grouped: bool = False,
-) -> Options:
-    options = _reduction(None, op, prescale_factor, postscale_factor, process_set, grouped)
-    if options.reduce_op is ReduceOp.ADASUM:
-        raise ValueError("reducescatter has no Adasum: use Average, Sum, Min, Max or Product")
-    return options
+        options = scattering(op, prescale_factor, postscale_factor, process_set, True)
+        return self.reduce("reducescatter", tensors, name, compression, options)

@@ -36,6 +36,14 @@ class Handle:
         """Whether it has ended; never waits."""
         return self._done
 
+    def ended_within(self, seconds: float) -> bool:
+        """Sleep until it has ended, at most so long; whether it has."""
+        if self._done:
+            return True
+        if self._gate.acquire(timeout=seconds):
+            self._gate.release()
+        return self._done
+
     def wait(self) -> Any:
         """Sleep until it has ended; the value, or its error raised."""
         with self._gate:

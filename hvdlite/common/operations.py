@@ -18,6 +18,7 @@ from hvdlite.common.collectives.table import ROWS
 from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.execution import Entry
 from hvdlite.common.messages import NO_RANK, Request
+from hvdlite.common.options import Options
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import Runtime
@@ -73,6 +74,11 @@ class TensorEntry(Entry, Generic[T]):
             self._output.commit()
         self.handle.complete(value)
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """How many rows came from each member; () where all give the same. After it has run."""
+        return self.received_splits or self.response.first_dims
+
     def take(self) -> T:
         """Sleep until it has run; the result."""
         self.handle.wait()
@@ -108,19 +114,6 @@ class Operation(Generic[T]):
         if error is not None:
             raise error
         return results
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a call says besides the tensors."""
-
-    process_set: ProcessSet
-    reduce_op: ReduceOp = ReduceOp.AVERAGE
-    root_rank: int = NO_RANK
-    prescale_factor: float = 1.0
-    postscale_factor: float = 1.0
-    splits: Any = None
-    grouped: bool = False  # tensors are answered together, also when there is only one
 
 
 def submit(

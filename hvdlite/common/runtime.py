@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,6 +161,12 @@ _state = _State()
 def find() -> Runtime | None:
     """The runtime of the caller, or None before `init`."""
     return getattr(_state.thread, "runtime", None) or _state.process
+
+
+def finder() -> Callable[[], Runtime]:
+    """What finds the caller's runtime later, in whatever thread it is asked."""
+    bound: Runtime | None = getattr(_state.thread, "runtime", None)
+    return for_collective if bound is None else lambda: bound
 
 
 def current() -> Runtime:

@@ -1,0 +1,78 @@
+"""What a call says besides its tensors: checked as far as no tensor and no other rank is needed."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from hvdlite.common.messages import NO_RANK
+from hvdlite.common.process_sets import ProcessSet
+from hvdlite.common.reduce_op import ReduceOp
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of one collective."""
+
+    process_set: ProcessSet
+    reduce_op: ReduceOp = ReduceOp.AVERAGE
+    root_rank: int = NO_RANK
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    splits: Any = None
+    grouped: bool = False  # tensors are answered together, also when there is only one
+
+
+def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
+    """The reduction from the deprecated `average` and from `op`; Average where neither is given.
+
+    Raises `ValueError` when both are given, or `op` is no reduction.
+    """
+    if op is not None:
+        if average is not None:
+            raise ValueError("The op parameter supersedes average; give only op")
+        try:
+            return ReduceOp(op)
+        except ValueError:
+            raise ValueError(
+                f"op={op!r} is none of Average, Sum, Adasum, Min, Max, Product"
+            ) from None
+    if average is None:
+        return ReduceOp.AVERAGE
+    warnings.warn(
+        "average= is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=4
+    )
+    return ReduceOp.AVERAGE if average else ReduceOp.SUM
+
+
+def reduction(
+    average: bool | None,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    grouped: bool = False,
+) -> Options:
+    """The options of an allreduce. Raises `ValueError` as `resolve_op` does."""
+    return Options(
+        process_set,
+        resolve_op(average, op),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        grouped=grouped,
+    )
+
+
+def scattering(
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    grouped: bool = False,
+) -> Options:
+    """The options of a reducescatter. Raises `ValueError` for Adasum too."""
+    options = reduction(None, op, prescale_factor, postscale_factor, process_set, grouped)
+    if options.reduce_op is ReduceOp.ADASUM:
+        raise ValueError("reducescatter has no Adasum: use Average, Sum, Min, Max or Product")
+    return options

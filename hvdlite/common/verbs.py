@@ -1,0 +1,192 @@
+"""The blocking collectives with their gradients, written once for the tensors of any framework.
+
+The gradients follow Horovod's law, on which scripts rely. It differs from the true adjoint of a
+loss that is summed over all ranks by a factor of 1/size for allgather and broadcast, and of size
+for reducescatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from hvdlite.common.compression import Compressor
+from hvdlite.common.execution import Entry
+from hvdlite.common.messages import Request
+from hvdlite.common.operations import members_of
+from hvdlite.common.options import Options
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.runtime import for_collective
+
+T = TypeVar("T")
+Function = Callable[[list[T]], list[T]]
+
+
+class Outcome(NamedTuple):
+    """What a collective has given."""
+
+    tensors: list[Any]
+    rows: list[Any]  # of each tensor: how many came from each member, where that may differ
+
+
+class Verbs(Generic[T]):
+    """The collectives as functions from tensors to new tensors.
+
+    A framework says how one is run (`run`), and how it is recorded for its gradient.
+    """
+
+    def run(
+        self, collective: str, tensors: Sequence[T], name: str | None, options: Options
+    ) -> Outcome:
+        """One collective on one tensor or on a group, from the call to its result."""
+        raise NotImplementedError
+
+    def differentiable(
+        self, tensors: Sequence[T], forward: Function[T], adjoint: Function[T]
+    ) -> list[T]:
+        """``forward(tensors)``, recorded so that gradients flow back through `adjoint`."""
+        return forward(list(tensors))
+
+    def zeros_like(self, tensor: T) -> T:
+        """A tensor of zeros of the same shape, dtype and device."""
+        zero: Any = tensor
+        return zero * 0  # type: ignore[no-any-return]
+
+    def own_rows(self, tensor: T, rows: Any, position: int) -> T:
+        """The part of `tensor` that came from the member at `position`, by the rows of each."""
+        start = sum(rows[:position])
+        whole: Any = tensor
+        return whole[start : start + rows[position]]  # type: ignore[no-any-return]
+
+    def reduce(
+        self,
+        collective: str,
+        tensors: Sequence[T],
+        name: str | None,
+        compression: type[Compressor],
+        options: Options,
+    ) -> list[T]:
+        """allreduce or reducescatter; the tensors are made smaller while they travel."""
+        packed = [compression.compress(tensor) for tensor in tensors]
+        verb = {"allreduce": self._allreduce, "reducescatter": self._reducescatter}[collective]
+        results = verb([small for small, _ in packed], name, options)
+        return [
+            compression.decompress(result, ctx)
+            for result, (_, ctx) in zip(results, packed, strict=True)
+        ]
+
+    def _allreduce(self, tensors: list[T], name: str | None, options: Options) -> list[T]:
+        """The gradient is reduced in the same way."""
+        return self.differentiable(
+            tensors,
+            lambda inputs: self.run("allreduce", inputs, name, options).tensors,
+            lambda gradients: (
+                self.run("allreduce", gradients, _gradient_name(name), options).tensors
+            ),
+        )
+
+    def _reducescatter(self, tensors: list[T], name: str | None, options: Options) -> list[T]:
+        """The gradient is gathered, times both factors, and times size for Sum."""
+        back = Options(options.process_set, grouped=options.grouped)
+
+        def adjoint(gradients: list[T]) -> list[T]:
+            scale = options.prescale_factor * options.postscale_factor
+            if options.reduce_op is ReduceOp.SUM:
+                scale *= options.process_set.size()
+            gathered = self.run("allgather", gradients, _gradient_name(name), back).tensors
+            return [gradient * scale for gradient in gathered]
+
+        return self.differentiable(
+            tensors,
+            lambda inputs: self.run("reducescatter", inputs, name, options).tensors,
+            adjoint,
+        )
+
+    def gather(self, tensors: Sequence[T], name: str | None, options: Options) -> list[T]:
+        """allgather; the gradient is averaged over the ranks, and each keeps its own rows."""
+        rows: list[Any] = []
+
+        def forward(inputs: list[T]) -> list[T]:
+            outcome = self.run("allgather", inputs, name, options)
+            rows.extend(outcome.rows)
+            return outcome.tensors
+
+        def adjoint(gradients: list[T]) -> list[T]:
+            averaged = self.run("allreduce", gradients, _gradient_name(name), options).tensors
+            position = _position(options.process_set)
+            return [
+                self.own_rows(gradient, own, position)
+                for gradient, own in zip(averaged, rows, strict=True)
+            ]
+
+        return self.differentiable(tensors, forward, adjoint)
+
+    def copy(self, tensor: T, name: str | None, options: Options) -> T:
+        """broadcast; the gradient is averaged on the root, and zero elsewhere."""
+
+        def adjoint(gradients: list[T]) -> list[T]:
+            back = Options(options.process_set)
+            averaged = self.run("allreduce", gradients, _gradient_name(name), back).tensors
+            if for_collective().rank == options.root_rank:
+                return averaged
+            return [self.zeros_like(gradient) for gradient in averaged]
+
+        def forward(inputs: list[T]) -> list[T]:
+            return self.run("broadcast", inputs, name, options).tensors
+
+        return self.differentiable([tensor], forward, adjoint)[0]
+
+    def exchange(self, tensor: T, name: str | None, options: Options) -> tuple[T, Any]:
+        """alltoall: the output, and how many of its rows came from each.
+
+        The gradient goes back the way that the rows came.
+        """
+        received: list[Any] = []
+
+        def forward(inputs: list[T]) -> list[T]:
+            outcome = self.run("alltoall", inputs, name, options)
+            received.extend(outcome.rows)
+            return outcome.tensors
+
+        def adjoint(gradients: list[T]) -> list[T]:
+            back = Options(options.process_set, splits=received[0])
+            return self.run("alltoall", gradients, _gradient_name(name), back).tensors
+
+        (output,) = self.differentiable([tensor], forward, adjoint)
+        return output, received[0]
+
+    # -- without a tensor
+
+    def join(self, device: int = -1, process_set: ProcessSet = global_process_set) -> int:
+        """This rank has no more data: wait until all ranks of the set say so.
+
+        Until then the others' collectives go on without this rank: it counts for nothing in a
+        reduction (an Average still divides by the size of the set) and gives no rows. Returns the
+        global rank that joined last, the same on all ranks. `device` has no effect.
+        """
+        last = int(_call("join", process_set))
+        for_collective().restart_unnamed(process_set)  # ranks have made different numbers of calls
+        return last
+
+    def barrier(self, process_set: ProcessSet = global_process_set) -> None:
+        """Wait until all ranks of the set have called this."""
+        _call("barrier", process_set)
+
+
+def _gradient_name(name: str | None) -> str | None:
+    """The name of the collective that runs backward, after that of the one that ran forward."""
+    return None if name is None else f"{name}.gradient"
+
+
+def _call(collective: str, process_set: ProcessSet) -> Any:
+    runtime = for_collective()
+    members_of(runtime, collective, process_set)
+    entry = Entry(Request(process_set.process_set_id or 0, f"{collective}.noname", collective))
+    runtime.engine.enqueue([entry])
+    return entry.handle.wait()
+
+
+def _position(process_set: ProcessSet) -> int:
+    runtime = for_collective()
+    return members_of(runtime, "gradient", process_set).index(runtime.rank)
