@@ -16,7 +16,7 @@ FLOORS = [
     ["common.reduce_op", "common.topology", "common.config", "common.adapter", "common.handles",
      "common.messages", "common.process_set_table", "common.trace", "common.compression",
      "common.readiness", "common.uncaught"],
-    ["common.timeline", "common.tree", "common.logs"],
+    ["common.timeline", "common.tree", "common.logs", "common.arrays"],
     ["common.transport"],
     ["common.collectives"],
     ["common.response_cache", "common.fusion", "common.stall", "common.groups"],

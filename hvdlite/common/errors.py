@@ -14,6 +14,10 @@ class HorovodInternalError(RuntimeError):
         self.rank = rank
 
 
+class MismatchError(HorovodInternalError):
+    """Ranks do not agree about one collective: it has failed on all of them, and nothing else."""
+
+
 class PeerLostError(HorovodInternalError):
     """The connection to another rank ended: the rank died, or left without saying so."""
 

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.adapter import Adapter, HostBuffer, TensorSpec
 from hvdlite.common.collectives.table import ROWS
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.errors import HorovodInternalError, MismatchError
 from hvdlite.common.execution import Entry
 from hvdlite.common.messages import NO_RANK, Request
 from hvdlite.common.options import Options
@@ -135,7 +134,7 @@ def submit(
     for spec in specs:
         _check(collective, name, spec, options, members)
     if len({spec.device for spec in specs}) > 1:
-        raise HorovodInternalError(
+        raise MismatchError(
             f"{collective} '{name}': the tensors of a group must be on same device, "
             f"these are on {sorted({spec.device for spec in specs})}"
         )
@@ -261,12 +260,3 @@ def _splits(
     if sum(splits) > rows:
         raise ValueError(f"{what}: the splits {splits} sum to {sum(splits)}, beyond {rows} rows")
     return tuple(splits)
-
-
-def read_splits(splits: NDArray[Any]) -> list[int]:
-    """Splits from an array. Raises `ValueError` where it is not one row of integers."""
-    if splits.ndim != 1:
-        raise ValueError(f"splits must be 1-dimensional, not of shape {splits.shape}")
-    if splits.size and not np.issubdtype(splits.dtype, np.integer):
-        raise ValueError(f"splits must be integers (int32), not {splits.dtype}")
-    return [int(split) for split in splits]

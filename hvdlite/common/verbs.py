@@ -94,7 +94,7 @@ class Verbs(Generic[T]):
             scale = options.prescale_factor * options.postscale_factor
             if options.reduce_op is ReduceOp.SUM:
                 scale *= options.process_set.size()
-            gathered = self.run("allgather", gradients, _gradient_name(name), back).tensors
+            gathered: list[Any] = self.gather(gradients, _gradient_name(name), back)
             return [gradient * scale for gradient in gathered]
 
         return self.differentiable(
@@ -109,11 +109,11 @@ class Verbs(Generic[T]):
 
         def forward(inputs: list[T]) -> list[T]:
             outcome = self.run("allgather", inputs, name, options)
-            rows.extend(outcome.rows)
+            rows[:] = outcome.rows
             return outcome.tensors
 
         def adjoint(gradients: list[T]) -> list[T]:
-            averaged = self.run("allreduce", gradients, _gradient_name(name), options).tensors
+            averaged = self._allreduce(gradients, _gradient_name(name), options)
             position = _position(options.process_set)
             return [
                 self.own_rows(gradient, own, position)
@@ -127,7 +127,7 @@ class Verbs(Generic[T]):
 
         def adjoint(gradients: list[T]) -> list[T]:
             back = Options(options.process_set)
-            averaged = self.run("allreduce", gradients, _gradient_name(name), back).tensors
+            averaged = self._allreduce(gradients, _gradient_name(name), back)
             if for_collective().rank == options.root_rank:
                 return averaged
             return [self.zeros_like(gradient) for gradient in averaged]
@@ -146,12 +146,12 @@ class Verbs(Generic[T]):
 
         def forward(inputs: list[T]) -> list[T]:
             outcome = self.run("alltoall", inputs, name, options)
-            received.extend(outcome.rows)
+            received[:] = outcome.rows
             return outcome.tensors
 
         def adjoint(gradients: list[T]) -> list[T]:
             back = Options(options.process_set, splits=received[0])
-            return self.run("alltoall", gradients, _gradient_name(name), back).tensors
+            return [self.exchange(gradients[0], _gradient_name(name), back)[0]]
 
         (output,) = self.differentiable([tensor], forward, adjoint)
         return output, received[0]

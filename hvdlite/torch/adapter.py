@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hvdlite.common.adapter import HostBuffer, TensorSpec
-from hvdlite.common.operations import read_splits
+from hvdlite.common.arrays import read_splits
 from hvdlite.torch.devices import Device, find_device
 from hvdlite.torch.dtypes import DTYPE_NAMES
 

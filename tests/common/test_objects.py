@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdlite.common.forms import Forms
 from hvdlite.common.objects import Objects
-from hvdlite.numpy import NumpyAdapter
+from hvdlite.common.arrays import NumpyAdapter
 from tests.ranks import run_ranks
 
 OBJECTS: Objects[Any] = Objects(Forms(NumpyAdapter()), lambda array: array, lambda array: array)

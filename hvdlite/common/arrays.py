@@ -1,0 +1,86 @@
+"""numpy arrays as the tensors of a framework: those of hvdlite.numpy, and host views of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.common.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, TensorSpec
+
+Array = NDArray[Any]
+
+ALIGNMENT_BYTES = 64  # what the widest vector instructions, and TensorFlow's tensors, ask for
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A new array whose memory begins at a multiple of `ALIGNMENT_BYTES`."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES
+    return memory[start : start + size_bytes].view(dtype).reshape(shape)
+
+
+def read_splits(splits: Array) -> list[int]:
+    """Splits from an array. Raises `ValueError` where it is not one row of integers."""
+    if splits.ndim != 1:
+        raise ValueError(f"splits must be 1-dimensional, not of shape {splits.shape}")
+    if splits.size and not np.issubdtype(splits.dtype, np.integer):
+        raise ValueError(f"splits must be integers (int32), not {splits.dtype}")
+    return [int(split) for split in splits]
+
+
+class _CopiedBuffer(CpuBuffer):
+    """The output for an array that is not contiguous."""
+
+    __slots__ = ("_target",)
+
+    def __init__(self, target: Array) -> None:
+        super().__init__(np.empty(target.size, target.dtype))
+        self._target = target
+
+    def commit(self) -> None:
+        self._target[...] = self.array.reshape(self._target.shape)
+
+
+class NumpyAdapter:
+    """numpy arrays, and whatever ``numpy.asarray`` makes one of."""
+
+    def spec(self, tensor: Array) -> TensorSpec:
+        """dtype, shape and device; a number or a list is an array too."""
+        array = np.asarray(tensor)
+        if not array.dtype.isnative:
+            raise ValueError(
+                f"Tensor type {array.dtype.str} is not supported: its bytes are in the order of "
+                "another machine; convert it with astype(dtype.newbyteorder('='))"
+            )
+        return TensorSpec(array.dtype.name, array.shape, HOST_DEVICE)
+
+    def input(self, tensor: Array) -> HostBuffer:
+        """The array's own memory, or a copy of one that is not contiguous."""
+        return CpuBuffer(np.ascontiguousarray(tensor).reshape(-1))
+
+    def empty_like(self, tensor: Array, shape: tuple[int, ...]) -> Array:
+        """A new array, aligned for every kernel."""
+        return aligned_empty(shape, np.asarray(tensor).dtype)
+
+    def output(self, tensor: Array) -> HostBuffer:
+        """The array's own memory, or a buffer that is copied into one that is not contiguous."""
+        if not isinstance(tensor, np.ndarray) or not tensor.flags.writeable:
+            what = "a read-only one" if isinstance(tensor, np.ndarray) else str(type(tensor))
+            raise ValueError(f"only a numpy array can be written in place, not {what}")
+        return CpuBuffer(tensor.reshape(-1)) if tensor.flags.c_contiguous else _CopiedBuffer(tensor)
+
+    def read_splits(self, splits: Any) -> list[int]:
+        """Splits from a list or an array."""
+        return read_splits(np.asarray(splits))
+
+    def make_splits(self, splits: Sequence[int], like: Any) -> Array:
+        """An array of the splits' dtype, int32 where none were given as an array."""
+        return np.array(splits, like.dtype if isinstance(like, np.ndarray) else np.int32)
+
+    def finish(self, tensor: Array) -> None:
+        """Host memory needs no ordering."""
