@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+import pytest
 
-torch.set_num_threads(1)  # the ranks are threads already
+
+def pytest_collect_file() -> None:
+    """Before any file of tests is read."""
+    torch = pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+    torch.set_num_threads(1)  # the ranks are threads already

@@ -1,0 +1,1 @@
+"""The PyTorch adapter, its ranks as threads of one process."""

@@ -1,0 +1,14 @@
+"""What all tests of the TensorFlow adapter share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before the import: no notes about the CPU
+
+
+def pytest_collect_file() -> None:
+    """Before any file of tests is read."""
+    pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
