@@ -15,16 +15,25 @@ Prints tables (median and quartiles), and writes all figures to a JSON file.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import Quartiles, Way, agreed, interleave, machine, run_ranks, say, spread, table
+from measuring import (
+    Quartiles,
+    Way,
+    agreed,
+    interleave,
+    make_parser,
+    run_ranks,
+    say,
+    spread,
+    table,
+    write,
+)
 from peers import COLLECTIVES, PEERS, Array, Peer, open_peers
 from resnet50 import SIZES as GRADIENTS
 
@@ -151,11 +160,13 @@ def make_ways(
 
 
 def checked(work: Work, peer: Peer, entry: str) -> Way | None:
-    """The way to run `work`, unless it does not work on some rank."""
+    """The way to run `work`, unless the library cannot; a wrong result is an error."""
     error: Exception | None = None
     try:
         way = work.way(peer)
         work.check(way)
+    except ArithmeticError:
+        raise
     except Exception as failure:  # each library has its own
         error = failure
     if agreed(error is None):
@@ -203,19 +214,12 @@ def print_tables(records: Sequence[Record]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="How long collectives take.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser = make_parser("How long collectives take.", "collectives", [2, 4, 8])
     parser.add_argument("--entries", nargs="+", choices=PEERS, default=[*PEERS], metavar="ENTRY")
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=[*COLLECTIVES])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES], metavar="SIZE")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
-    parser.add_argument(
-        "--seconds", type=float, default=3, help="to measure one size of one collective"
-    )
-    parser.add_argument("--json", type=Path, default=Path("collectives.json"))
+    parser.add_argument("--seconds", type=float, default=3, help="for a size of a collective")
     parser.add_argument("--quick", action="store_true", help="2 ranks, a few sizes, 20 seconds")
     args = parser.parse_args()
     if args.quick:
@@ -231,9 +235,7 @@ def main() -> None:
     for ranks in args.ranks:
         records += run_ranks(measure, ranks, plan)
     print_tables(records)
-    result = {"machine": machine(), "records": records}
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nall figures: {args.json}")
+    write(args.json, records)
 
 
 if __name__ == "__main__":

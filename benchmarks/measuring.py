@@ -9,6 +9,8 @@ ranks take is what the slowest takes.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import random
@@ -31,7 +33,7 @@ Way = Callable[[], object]
 
 BATCH_SECONDS = 2e-3  # calls that are shorter are measured several at a time
 MOST_CALLS = 200
-TRIES = 3  # to see how long a call takes
+TRIES = 2  # to see how long a call takes
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
 
 
@@ -145,6 +147,23 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         for line in lines
     )
     return "\n".join(f"| {text} |" for text in texts)
+
+
+def make_parser(description: str, name: str, ranks: Sequence[int]) -> argparse.ArgumentParser:
+    """The options that benchmarks have in common."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=ranks)
+    parser.add_argument("--json", type=Path, default=Path(f"{name}.json"), help="to write")
+    return parser
+
+
+def write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write all figures, and what they depend on."""
+    result = {"command": sys.argv, "machine": machine(), "records": records}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\nall figures: {path}")
 
 
 def machine() -> dict[str, str | int]:

@@ -1,0 +1,48 @@
+"""The benchmarks run, check what they measure, and write figures for every entry."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
+
+pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+
+
+def run(path: Path, script: str, *words: str) -> tuple[str, list[dict[str, Any]]]:
+    """The output of a benchmark on two ranks, and the records of its file."""
+    script = str(ROOT / "benchmarks" / script)
+    short = ("--ranks", "2", "--seconds", "0", "--json", str(path))
+    done = run_command([sys.executable, script, *short, *words], timeout=60)
+    assert done.returncode == 0, done.stdout
+    records: list[dict[str, Any]] = json.loads(path.read_text())["records"]
+    for each in records:
+        assert 0 < each["seconds"]["low"] <= each["seconds"]["median"] <= each["seconds"]["high"]
+    return done.stdout, records
+
+
+def test_collectives(tmp_path: Path) -> None:
+    words = ("--sizes", "4 B", "4 KiB", "--dtypes", "float32", "bfloat16")
+    output, records = run(tmp_path / "c.json", "collectives.py", *words)
+    found = Counter(each["entry"] for each in records)
+    every = 5 * 2 * 2  # collectives, sizes, dtypes
+    assert found == {
+        **dict.fromkeys(("hvdlite numpy", "hvdlite torch", "gloo", "copy"), every),
+        "MPI": every - 2 * 2,  # it cannot add bfloat16
+    }, output
+    assert "left out: MPI, allreduce.4 B.bfloat16" in output
+    assert "\nreducescatter, float32, 2 ranks\n" in output
+
+
+def test_training(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the extra 'examples' is not installed")
+    output, records = run(tmp_path / "t.json", "training.py", "--networks", "digits")
+    entries = ["alone", "DDP gloo", "hvdlite", "hvdlite bf16"]
+    assert [each["entry"] for each in records] == entries, output
