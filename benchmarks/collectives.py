@@ -99,32 +99,34 @@ class Work:
 
 
 class Memory:
-    """The flat arrays that tensors of one dtype lie in. All of it has been written to."""
+    """The flat arrays that a collective's tensors lie in. All of it has been written to."""
 
-    def __init__(self, size: str, dtype: str) -> None:
+    def __init__(self, collective: str, size: str, dtype: str) -> None:
+        self.collective = collective
         nbytes = SIZES[size]
         self.counts = [nbytes // np.dtype(dtype).itemsize or 1] if nbytes else [*GRADIENTS]
-        self.counts = [-(-count // hvd.size()) * hvd.size() for count in self.counts]
+        if collective not in ("allreduce", "broadcast"):  # each rank has a part
+            self.counts = [-(-count // hvd.size()) * hvd.size() for count in self.counts]
         self.source = np.ones(sum(self.counts), dtype)
         self.target = np.ones(sum(self.counts), dtype)
 
-    def works(self, collective: str, size: str) -> dict[str, Work]:
-        """`collective` on tensors of the counts and, if they are several, on one large tensor."""
-        works = {size: self._work(collective, size, self.counts)}
+    def works(self, size: str) -> dict[str, Work]:
+        """The collective on all tensors and, if they are several, on one large tensor."""
+        works = {size: self._work(size, self.counts)}
         if len(self.counts) > 1:
-            works[size + FLAT] = self._work(collective, size + FLAT, [sum(self.counts)])
+            works[size + FLAT] = self._work(size + FLAT, [sum(self.counts)])
         return works
 
-    def _work(self, collective: str, size: str, counts: Sequence[int]) -> Work:
+    def _work(self, size: str, counts: Sequence[int]) -> Work:
         given = []
         for number, (end, count) in enumerate(zip(accumulate(counts), counts, strict=True)):
             source, target = (array[end - count : end] for array in (self.source, self.target))
-            if collective == "allgather":
+            if self.collective == "allgather":
                 source = source[: count // hvd.size()]
-            elif collective == "reducescatter":
+            elif self.collective == "reducescatter":
                 target = target[: count // hvd.size()]
-            given.append((source, target, f"{collective}.{size}.{source.dtype}.{number}"))
-        return Work(collective, given)
+            given.append((source, target, f"{self.collective}.{size}.{source.dtype}.{number}"))
+        return Work(self.collective, given)
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,8 @@ def make_ways(
     found: dict[str, Peer], collective: str, size: str, dtype: str
 ) -> Iterator[tuple[Case, Way]]:
     """Every entry; what a library lacks is left out."""
-    memory = Memory(size, dtype)
-    for label, work in memory.works(collective, size).items():
+    memory = Memory(collective, size, dtype)
+    for label, work in memory.works(size).items():
         case = partial(Case, hvd.size(), collective, label, memory.source.nbytes, dtype)
         for name, peer in found.items():
             way = checked(work, peer, name)

@@ -32,8 +32,7 @@ K = TypeVar("K")
 Way = Callable[[], object]
 
 BATCH_SECONDS = 2e-3  # calls that are shorter are measured several at a time
-MOST_CALLS = 200
-TRIES = 2  # to see how long a call takes
+MOST_CALLS = 1000
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
 
 
@@ -67,20 +66,28 @@ def interleave(ways: Mapping[K, Way], seconds: float) -> dict[K, list[float]]:
     Every way must have been called before. The rounds take about `seconds` in all, but are never
     fewer than `LEAST_ROUNDS`.
     """
-    tries = [slowest(ways, [_time(way, 1) for way in ways.values()]) for _ in range(TRIES)]
-    first = {name: min(each[name] for each in tries) for name in ways}
-    calls = {
-        name: min(max(round(BATCH_SECONDS / took), 1), MOST_CALLS) for name, took in first.items()
-    }
-    round_seconds = sum(first[name] * calls[name] for name in ways)
-    rounds = min(max(int(seconds / round_seconds), LEAST_ROUNDS), MOST_ROUNDS)
+    plans = {name: _calls(way) for name, way in ways.items()}
+    rounds = int(seconds / sum(calls * took for calls, took in plans.values()))
+    rounds = min(max(rounds, LEAST_ROUNDS), MOST_ROUNDS)
     lot = random.Random(0)
     measured: dict[K, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
-        took = {name: _time(ways[name], calls[name]) for name in lot.sample([*ways], len(ways))}
+        took = {name: _time(ways[name], plans[name][0]) for name in lot.sample([*ways], len(ways))}
         for name, value in slowest(ways, [took[name] for name in ways]).items():
             measured[name].append(value)
     return measured
+
+
+def _calls(way: Way) -> tuple[int, float]:
+    """How many calls to measure at a time; and the seconds of one."""
+    calls = more = 1
+    took = 0.0
+    while more:  # what one call seems to take is mostly how late others have begun
+        calls, more = more, 0
+        took = slowest(["call"], [_time(way, calls)])["call"]
+        if calls * took < BATCH_SECONDS / 2 and calls < MOST_CALLS:
+            more = min(max(round(BATCH_SECONDS / took), 2 * calls), MOST_CALLS)
+    return calls, took
 
 
 def _time(way: Way, calls: int) -> float:
