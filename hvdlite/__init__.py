@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from hvdlite import names
+
 if TYPE_CHECKING:
     from hvdlite.launcher.function import run
 
@@ -15,6 +17,8 @@ __version__: str
 _checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.isfile(os.path.join(_checkout, "launcher", "rank_shell.py")):
     __path__.append(_checkout)
+
+names.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -8,14 +8,13 @@ still runs. This module is imported at the start of every such process and must 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from hvdlite.names import SameModule, exists
 
 HOROVOD = "horovod"
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "drop_in")
@@ -33,7 +32,7 @@ NAMES = {
 }
 
 
-class Finder(MetaPathFinder):
+class Finder:
     """Finds ``horovod`` and everything below it, and nothing else."""
 
     def find_spec(
@@ -52,37 +51,12 @@ class Finder(MetaPathFinder):
         return ModuleSpec(fullname, SameModule(own))
 
 
-class SameModule(Loader):
-    """Loads a module of hvdlite under a second name."""
-
-    def __init__(self, own_name: str) -> None:
-        self.own_name = own_name
-        self._spec: ModuleSpec | None = None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The very module object of hvdlite."""
-        module = importlib.import_module(self.own_name)
-        self._spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing is executed a second time; the module keeps its own name."""
-        module.__spec__ = self._spec
-
-
 def _own_name(fullname: str) -> str | None:
     same = "hvdlite" + fullname.removeprefix(HOROVOD)
     for name in NAMES.get(fullname, (same,)):
-        if name in sys.modules or _exists(name):
+        if exists(name):
             return name
     return None
-
-
-def _exists(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its package is not there
-        return False
 
 
 def install() -> None:

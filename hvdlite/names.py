@@ -1,0 +1,74 @@
+"""Second names of modules: `hvdlite.tensorflow` is `hvdlite.tf`, the very same module object.
+
+Imported with hvdlite itself, by every user: it is cheap, and a framework is not imported before a
+name of it is. Editors and type checkers, which do not run this, read the ``.pyi`` files that stand
+at the second names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# A second name, and the name that a module has in its file system. Both hold for all below them.
+OWN_NAMES = {"hvdlite.tensorflow": "hvdlite.tf"}
+
+
+def own_name(name: str) -> str:
+    """The module's own name; `name` itself, where that is no second name."""
+    for second, own in OWN_NAMES.items():
+        if name == second or name.startswith(second + "."):
+            return own_name(own + name.removeprefix(second))
+    return name
+
+
+def exists(name: str) -> bool:
+    """Whether there is a module of that name; imports the packages above it, but not the module."""
+    if name in sys.modules:
+        return True
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if name.startswith(f"{error.name}."):  # its package is not there
+            return False
+        raise  # the package needs something that is not there
+
+
+class Finder:
+    """Finds the modules of hvdlite under their second names, and nothing else."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A spec that gives the module which has another name of its own."""
+        own = own_name(fullname)
+        return ModuleSpec(fullname, SameModule(own)) if own != fullname and exists(own) else None
+
+
+class SameModule:
+    """Loads a module under a second name."""
+
+    def __init__(self, own_name: str) -> None:
+        self.own_name = own_name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The very module object that has the other name."""
+        module = importlib.import_module(self.own_name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is executed a second time; the module keeps its own name."""
+        module.__spec__ = self._spec
+
+
+def install() -> None:
+    """Answer to the second names in this process."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())  # others would find a second copy in the package's folder
