@@ -9,7 +9,7 @@ class HorovodInternalError(RuntimeError):
     ``rank`` is the global rank at fault where one is known.
     """
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    def __init__(self, message: str = "", rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
+from hvdlite.common.basics import size
 from hvdlite.common.collectives.table import split_rows
+from hvdlite.common.compression import Compressor
+from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.reduce_op import ReduceOp
 
 K = TypeVar("K", bound=Hashable)
@@ -40,6 +43,21 @@ def scaling(op: int, gradient_predivide_factor: float) -> Scaling:
     if not factor > 0:
         raise ValueError(f"gradient_predivide_factor must be positive, not {factor}")
     return Scaling(ReduceOp.AVERAGE, 1 / factor, factor)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How the gradients of one optimizer are reduced."""
+
+    compression: type[Compressor]
+    scaling: Scaling
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+    @property
+    def active(self) -> bool:
+        """Whether there are other ranks to exchange with. Raises `ValueError` before `init`."""
+        return size() > 1 and bool(self.process_set.included())
 
 
 def check_passes(backward_passes_per_step: int) -> int:

@@ -36,6 +36,11 @@ class Handle:
         """Whether it has ended; never waits."""
         return self._done
 
+    @property
+    def error(self) -> Exception | None:
+        """Why it has failed; None while it runs, and when it has ended well."""
+        return self._error
+
     def ended_within(self, seconds: float) -> bool:
         """Sleep until it has ended, at most so long; whether it has."""
         if self._done:

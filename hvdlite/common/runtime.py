@@ -200,11 +200,12 @@ def _not_initialized() -> str:
 @contextmanager
 def use(runtime: Runtime) -> Iterator[Runtime]:
     """Within this, `runtime` is the calling thread's: ranks can be threads of one process."""
+    before: Runtime | None = getattr(_state.thread, "runtime", None)
     _state.thread.runtime = runtime
     try:
         yield runtime
     finally:
-        _state.thread.runtime = None
+        _state.thread.runtime = before
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:

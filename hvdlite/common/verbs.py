@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.compression import Compressor
 from hvdlite.common.execution import Entry
 from hvdlite.common.messages import Request
@@ -17,7 +18,7 @@ from hvdlite.common.operations import members_of
 from hvdlite.common.options import Options
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
-from hvdlite.common.runtime import for_collective
+from hvdlite.common.runtime import Runtime, for_collective
 
 T = TypeVar("T")
 Function = Callable[[list[T]], list[T]]
@@ -165,26 +166,41 @@ class Verbs(Generic[T]):
         reduction (an Average still divides by the size of the set) and gives no rows. Returns the
         global rank that joined last, the same on all ranks. `device` has no effect.
         """
-        last = int(_call("join", process_set))
-        for_collective().restart_unnamed(process_set)  # ranks have made different numbers of calls
-        return last
+        return Signal("join", process_set).wait()
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """Wait until all ranks of the set have called this."""
-        _call("barrier", process_set)
+        Signal("barrier", process_set).wait()
+
+
+class Signal:
+    """A collective without a tensor, from its start on."""
+
+    def __init__(
+        self, collective: str, process_set: ProcessSet, runtime: Runtime | None = None
+    ) -> None:
+        self._runtime = runtime or for_collective()
+        self._process_set = process_set
+        members_of(self._runtime, collective, process_set)
+        number = process_set.process_set_id or 0
+        entry = Entry(Request(number, f"{collective}.noname", collective))
+        self._runtime.engine.enqueue([entry])
+        self.collective = collective
+        self.handle = entry.handle
+
+    def wait(self) -> int:
+        """Sleep until all ranks have come; the rank that joined last, where it is a join."""
+        last = int(self.handle.wait() or 0)
+        if (
+            ROWS[self.collective].effect is Effect.JOIN
+        ):  # ranks have made different numbers of calls
+            self._runtime.restart_unnamed(self._process_set)
+        return last
 
 
 def _gradient_name(name: str | None) -> str | None:
     """The name of the collective that runs backward, after that of the one that ran forward."""
     return None if name is None else f"{name}.gradient"
-
-
-def _call(collective: str, process_set: ProcessSet) -> Any:
-    runtime = for_collective()
-    members_of(runtime, collective, process_set)
-    entry = Entry(Request(process_set.process_set_id or 0, f"{collective}.noname", collective))
-    runtime.engine.enqueue([entry])
-    return entry.handle.wait()
 
 
 def _position(process_set: ProcessSet) -> int:

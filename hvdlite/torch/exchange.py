@@ -14,30 +14,12 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.basics import size
-from hvdlite.common.compression import Compressor
-from hvdlite.common.gradients import Scaling, Schedule
-from hvdlite.common.process_sets import ProcessSet
+from hvdlite.common.gradients import Schedule, Terms
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.layouts import Layouts
 
 ParamGroups = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Terms:
-    """How gradients are reduced."""
-
-    compression: type[Compressor]
-    scaling: Scaling
-    sparse_as_dense: bool
-    process_set: ProcessSet
-
-    @property
-    def active(self) -> bool:
-        """Whether there are other ranks to exchange with. Raises `ValueError` before `init`."""
-        return size() > 1 and bool(self.process_set.included())
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hvdlite.common.basics import size
 from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import (
     Schedule,
+    Terms,
     buckets_of,
     check_names,
     check_passes,
@@ -25,7 +26,7 @@ from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
-from hvdlite.torch.exchange import GradientExchange, ParamGroups, Terms, named_by_position
+from hvdlite.torch.exchange import GradientExchange, ParamGroups, named_by_position
 from hvdlite.torch.functions import broadcast_object
 from hvdlite.torch.wrapping import Wrapped, wrap
 

@@ -1,0 +1,3 @@
+"""hvdlite for TensorFlow."""
+
+from hvdlite.tf.mpi_ops import *

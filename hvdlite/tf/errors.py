@@ -1,0 +1,54 @@
+"""hvdlite's exceptions as TensorFlow's: each is of both kinds, so that either can be caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from hvdlite.common.errors import HorovodInternalError, MismatchError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class FailedPreconditionError(tf.errors.FailedPreconditionError, HorovodInternalError):
+    """Ranks do not agree about a collective; it has failed on all of them, and nothing else."""
+
+
+class UnknownError(tf.errors.UnknownError, HorovodInternalError):
+    """A rank was lost, or hvdlite has been shut down. ``rank`` is the global rank at fault."""
+
+
+class InvalidArgumentError(tf.errors.InvalidArgumentError, ValueError):
+    """An argument that no other rank could make right."""
+
+
+@contextmanager
+def as_tensorflow_errors() -> Iterator[None]:
+    """Within this, hvdlite's exceptions are raised as TensorFlow's."""
+    try:
+        yield
+    except tf.errors.OpError:
+        raise
+    except HorovodInternalError as error:
+        kind: Any = FailedPreconditionError if isinstance(error, MismatchError) else UnknownError
+        failure = kind(None, None, str(error))
+        failure.rank = error.rank
+        raise failure from None
+    except ValueError as error:
+        raise InvalidArgumentError(None, None, str(error)) from None
+
+
+def public(function: F) -> F:
+    """`function` as users call it: with TensorFlow's errors, and left alone by AutoGraph."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with as_tensorflow_errors():
+            return function(*args, **kwargs)
+
+    unconverted: F = tf.autograph.experimental.do_not_convert(call)
+    return unconverted

@@ -1,0 +1,110 @@
+"""Gradients of TensorFlow on their way between ranks: what every optimizer and tape here calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.common.gradients import Terms, buckets_of
+from hvdlite.common.options import Options
+from hvdlite.tf.calls import TensorCall
+from hvdlite.tf.graph import name_in_graph, run_calls
+from hvdlite.tf.sparse import averaged, check_sparse
+
+Gradient = Any  # tf.Tensor | tf.IndexedSlices | None
+Outputs = list[list[tf.Tensor]]
+
+
+class _DenseBucket:
+    """Gradients that travel together."""
+
+    def __init__(self, names: Sequence[str], gradients: Sequence[Gradient], terms: Terms) -> None:
+        self.names = names
+        self._compression = terms.compression
+        packed = [terms.compression.compress(tf.convert_to_tensor(each)) for each in gradients]
+        self._contexts = [context for _, context in packed]
+        options = Options(
+            terms.process_set,
+            terms.scaling.op,
+            prescale_factor=terms.scaling.prescale_factor,
+            postscale_factor=terms.scaling.postscale_factor,
+            grouped=len(packed) > 1,
+        )
+        tensors = [tensor for tensor, _ in packed]
+        self.calls = [TensorCall("allreduce", tensors, _name(names[0]), options)]
+
+    def receive(self, outputs: Outputs) -> list[Gradient]:
+        return [
+            self._compression.decompress(tensor, context)
+            for tensor, context in zip(outputs[0], self._contexts, strict=True)
+        ]
+
+
+class _Slices:
+    """A gradient that is `tf.IndexedSlices`: the rows of all ranks are gathered."""
+
+    def __init__(self, name: str, gradient: tf.IndexedSlices, terms: Terms) -> None:
+        self.names = [name]
+        self._shape = gradient.dense_shape
+        self._options = Options(terms.process_set, terms.scaling.op)
+        check_sparse(self._options)
+        self.calls = [
+            TensorCall("allgather", [tensor], _name(f"{name}.{part}"), self._options)
+            for tensor, part in ((gradient.values, "values"), (gradient.indices, "indices"))
+        ]
+
+    def receive(self, outputs: Outputs) -> list[Gradient]:
+        (values, _), (indices, _) = outputs
+        return [tf.IndexedSlices(averaged(values, self._options), indices, self._shape)]
+
+
+def reduce_gradients(
+    gradients: Sequence[Gradient],
+    names: Sequence[str],
+    terms: Terms,
+    groups: Sequence[Sequence[str]] = (),
+) -> list[Gradient]:
+    """The gradients, reduced over all ranks; None stays None.
+
+    `names` tells them apart, on all ranks alike; those of one of the `groups` (of names) travel
+    together. All are under way at the same time: in a graph each starts as soon as it is computed.
+    Raises `tf.errors.OpError` when a reduction fails, `NotImplementedError` for
+    `tf.IndexedSlices` with an op other than Average and Sum.
+    """
+    if not terms.active:
+        return list(gradients)
+    wanted = {
+        name: gradient
+        for name, gradient in zip(names, gradients, strict=True)
+        if gradient is not None
+    }
+    travels = _flights(wanted, terms, groups)
+    outputs = iter(run_calls([call for each in travels for call in each.calls]))
+    results: dict[str, Gradient] = {}
+    for each in travels:
+        received = each.receive([next(outputs) for _ in each.calls])
+        results.update(zip(each.names, received, strict=True))
+    return [results.get(name) for name in names]
+
+
+def _flights(
+    gradients: dict[str, Gradient], terms: Terms, groups: Sequence[Sequence[str]]
+) -> list[_DenseBucket | _Slices]:
+    slices = {
+        name: gradient
+        for name, gradient in gradients.items()
+        if isinstance(gradient, tf.IndexedSlices) and not terms.sparse_as_dense
+    }
+    dense = [name for name in gradients if name not in slices]
+    known = set(dense)
+    buckets = buckets_of(dense, [[name for name in group if name in known] for group in groups])
+    return [
+        *(_DenseBucket(bucket, [gradients[name] for name in bucket], terms) for bucket in buckets),
+        *(_Slices(name, gradient, terms) for name, gradient in slices.items()),
+    ]
+
+
+def _name(name: str) -> str:
+    return name if tf.executing_eagerly() else name_in_graph(name)

@@ -1,0 +1,44 @@
+"""Runs collectives now, or puts them into the graph that is being built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import tensorflow as tf
+
+from hvdlite.tf.calls import Call, run_now
+from hvdlite.tf.python_ops import run_in_graph
+
+
+def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
+    """The outputs of each call. All are started before any is waited for.
+
+    Raises `tf.errors.OpError`, now or when the graph is run.
+    """
+    if not calls:
+        return []
+    return run_now(calls) if tf.executing_eagerly() else run_in_graph(calls)
+
+
+def name_in_graph(name: str, ignore_name_scope: bool = False) -> str:
+    """A name that no other collective of the graph that is being built has.
+
+    Ranks that build the same graph get the same name.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    with graph.name_scope(None) if ignore_name_scope else nullcontext():
+        unique: str = graph.unique_name(name)
+    outer = getattr(graph, "outer_graph", None)
+    if getattr(outer, "building_function", False):
+        # Graphs inside this one have operations of the same names. The number at the end of
+        # their names counts all of a process, and is not the same on every rank.
+        return f"{re.sub(r'_[0-9]+$', '', graph.name)}/{unique}"
+    return unique
+
+
+def default_name(collective: str, tensor: tf.Tensor) -> str:
+    """Horovod's name for a collective on this tensor of a graph."""
+    normalized = re.sub(r"[^a-zA-Z0-9_]", "_", tensor.name)
+    return f"Horovod{collective.capitalize()}_{normalized}"

@@ -1,0 +1,311 @@
+"""The collectives on TensorFlow's tensors, and the basics of the job.
+
+Common to all: tensors are anything that ``tf.convert_to_tensor`` takes, of any shape and of any
+dtype that numpy or ml_dtypes has too. `name` identifies the tensor across ranks. In a graph it is
+made unique; without one there it is made of the tensor's name. Eager calls without a name
+are numbered, so that those of one process set must come in the same order on all its ranks.
+
+Raises `tf.errors.InvalidArgumentError` (a `ValueError` as well) for what is wrong on this rank,
+`tf.errors.FailedPreconditionError` for what ranks disagree on, and `tf.errors.UnknownError` when
+a rank is lost; the latter two are `HorovodInternalError`, too, when executing eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.common.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from hvdlite.common.compression import Compressor, NoneCompressor
+from hvdlite.common.options import Options, reduction, scattering
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.runtime import init, shutdown
+from hvdlite.tf.calls import SignalCall
+from hvdlite.tf.errors import public
+from hvdlite.tf.graph import run_calls
+from hvdlite.tf.sparse import allreduce_mixed
+from hvdlite.tf.topology_ops import (
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
+    size_op,
+)
+from hvdlite.tf.variables import broadcast_values
+from hvdlite.tf.verbs import TensorFlowVerbs
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+_VERBS = {ignore: TensorFlowVerbs(ignore) for ignore in (False, True)}
+
+
+@public
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """The tensor, reduced over all ranks.
+
+    Every rank gives a tensor of the same shape and dtype. `op` is Average (default), Sum, Min, Max,
+    Product or Adasum. Integers are averaged as their sum times 1/size, truncated toward zero;
+    16-bit floats are summed in float32. `prescale_factor` multiplies before and `postscale_factor`
+    after the reduction. `compression` makes the tensor smaller while it travels. `device_dense`
+    and `device_sparse` have no effect.
+
+    A `tf.IndexedSlices` gives one with the rows of all ranks; op is Average or Sum then.
+
+    Differentiable: the gradient is reduced in the same way.
+    """
+    options = reduction(average, op, prescale_factor, postscale_factor, process_set)
+    return allreduce_mixed(_VERBS[ignore_name_scope], [tensor], name, compression, options)[0]
+
+
+@public
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """As `allreduce` for several tensors, of which all or none are reduced: a list."""
+    options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
+    return allreduce_mixed(_VERBS[ignore_name_scope], tensors, name, compression, options)
+
+
+@public
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    op: int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """This rank's part of the rows of the tensor that is reduced over all ranks.
+
+    Every rank gives a tensor of the same shape and dtype. Parts are as even as can be: the first
+    ``rows % size`` ranks get one row more. `op` and the factors as in `allreduce`, without Adasum.
+
+    Differentiable: the gradient is gathered, times both factors, and times size for Sum.
+    """
+    options = scattering(op, prescale_factor, postscale_factor, process_set)
+    verbs = _VERBS[ignore_name_scope]
+    tensors = [tf.convert_to_tensor(tensor)]
+    return verbs.reduce("reducescatter", tensors, name, compression, options)[0]
+
+
+@public
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[tf.Tensor]:
+    """As `reducescatter` for several tensors, of which all or none are reduced: a list."""
+    options = scattering(op, prescale_factor, postscale_factor, process_set, True)
+    converted = [tf.convert_to_tensor(each) for each in tensors]
+    return _VERBS[False].reduce("reducescatter", converted, name, compression, options)
+
+
+@public
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """The tensors of all ranks, concatenated along the first dimension in rank order.
+
+    Only the first dimension may differ between ranks. Differentiable: the gradient is averaged
+    over the ranks, and each keeps its own rows.
+    """
+    tensors = [tf.convert_to_tensor(tensor)]
+    return _VERBS[ignore_name_scope].gather(tensors, name, Options(process_set))[0]
+
+
+@public
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """As `allgather` for several tensors, of which all or none are gathered: a list."""
+    converted = [tf.convert_to_tensor(each) for each in tensors]
+    options = Options(process_set, grouped=True)
+    return _VERBS[ignore_name_scope].gather(converted, name, options)
+
+
+@public
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """The tensor of the global rank `root_rank`; every rank gives one of the same shape and dtype.
+
+    Differentiable: the gradient is averaged on the root, and zero elsewhere.
+    """
+    options = Options(process_set, root_rank=root_rank)
+    return _VERBS[ignore_name_scope].copy(tf.convert_to_tensor(tensor), name, options)
+
+
+@public
+def broadcast_(
+    variables: Sequence[tf.Variable],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Assign to each variable its value on the global rank `root_rank`; a list of these values.
+
+    Every rank gives variables of the same shapes and dtypes, in the same order.
+    """
+    options = Options(process_set, root_rank=root_rank)
+    values = broadcast_values(variables, name, options)
+    assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
+    if tf.executing_eagerly():
+        return values
+    with tf.control_dependencies(assigned):
+        return [tf.identity(value) for value in values]
+
+
+@public
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends the next ``splits[i]`` rows to rank i, for all i: the rows that have come.
+
+    Without `splits` (int32, or a list) every rank gets the same number of rows; with them the
+    result is ``(output, received_splits)``. Rows come in the order of ranks.
+
+    Differentiable: the gradient goes back the way that the rows came.
+    """
+    given = None if splits is None else tf.convert_to_tensor(splits, dtype_hint=tf.int32)
+    output, received = _VERBS[ignore_name_scope].exchange(
+        tf.convert_to_tensor(tensor), name, Options(process_set, splits=given)
+    )
+    return output if given is None else (output, tf.cast(received, given.dtype))
+
+
+@public
+def join() -> tf.Tensor:
+    """This rank has no more data: wait until all ranks say so.
+
+    Until then the others' collectives go on without this rank: it counts for nothing in a reduction
+    (an Average still divides by the number of ranks) and gives no rows. The global rank that joined
+    last, as an int32 scalar.
+    """
+    return run_calls([SignalCall("join", global_process_set)])[0][0]
+
+
+@public
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of the set have called this; in a graph, when it is run."""
+    run_calls([SignalCall("barrier", process_set)])
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
+]

@@ -1,0 +1,158 @@
+"""Collectives in a graph, by Python functions that TensorFlow calls.
+
+    start ... start          enqueue, and end: each as soon as its input is there
+        \\   /
+         poll                in a loop, each time for a few milliseconds, until all have ended;
+          |                  between two polls the thread goes to what else is ready
+          |
+         take                the outputs
+
+No thread of TensorFlow's is held until other ranks come, so everything that this rank can start is
+started: with one thread too, and in whatever order the ranks' graphs are run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite.common.arrays import Array
+from hvdlite.common.errors import MismatchError
+from hvdlite.tf.calls import Call, Flight
+
+_RUNNING, _ENDED, _FAILED = np.int32(0), np.int32(1), np.int32(2)
+_FIRST_POLL_SECONDS = 0.001
+_LONGEST_POLL_SECONDS = 0.016  # for a rank that waits long: 60 polls a second are little work
+
+
+@contextmanager
+def in_any_order() -> Iterator[None]:
+    """The operations that are made within this run whenever their inputs are there.
+
+    A ``tf.function`` otherwise runs what has side effects in the order of the program, one after
+    the other: the first gradient that travels would be that which backward makes last.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    manager = getattr(graph, "experimental_acd_manager", None)
+    before = len(graph.get_operations())
+    yield
+    if manager is not None:
+        for operation in graph.get_operations()[before:]:
+            if operation.op_def.is_stateful:
+                manager.run_independently(operation)
+
+
+def run_in_graph(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
+    """Operations in the current graph that start all calls, and wait for all of them."""
+    with in_any_order():
+        tickets = tf.stack([_start(call) for call in calls])
+        runtime = calls[0].runtime
+        state = _poll_until_ended(runtime, tickets)
+        with tf.control_dependencies([_check(runtime, tickets, state)]):
+            outputs = [output for call in calls for output in call.outputs]
+            results = tf.numpy_function(
+                lambda numbers: _take(runtime(), numbers),
+                [tickets],
+                [output.dtype for output in outputs],
+                name="HvdliteTake",
+            )
+    for result, output in zip(results, outputs, strict=True):
+        result.set_shape(output.shape)
+    remaining = iter(results)
+    return [[next(remaining) for _ in call.outputs] for call in calls]
+
+
+def _start(call: Call) -> tf.Tensor:
+    def start(*arrays: Array) -> Any:
+        handles = call.runtime().handles
+        flight = call.start(*arrays)
+        number = handles.reserve()
+        handles.put(number, flight)
+        return np.int64(number)
+
+    ticket = tf.numpy_function(start, call.inputs, tf.int64, name="HvdliteStart")
+    ticket.set_shape([])
+    return ticket
+
+
+def _poll_until_ended(runtime: Any, tickets: tf.Tensor) -> tf.Tensor:
+    def poll(numbers: Array, round: Any) -> Any:
+        flights: list[Flight] = [runtime().handles.get(int(number)) for number in numbers]
+        seconds = min(_FIRST_POLL_SECONDS * (1 + int(round)), _LONGEST_POLL_SECONDS)
+        deadline = time.monotonic() + seconds
+        for flight in flights:
+            if not flight.ended_within(max(deadline - time.monotonic(), 0)):
+                return _RUNNING
+        return _FAILED if any(flight.error for flight in flights) else _ENDED
+
+    give_way = _give_way()
+
+    def body(state: tf.Tensor, round: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.control_dependencies([give_way()]):
+            round = tf.identity(round)
+        state = tf.numpy_function(poll, [tickets, round], tf.int32, name="HvdlitePoll")
+        state.set_shape([])
+        return state, round + 1
+
+    state, _ = tf.while_loop(
+        lambda state, round: tf.equal(state, _RUNNING), body, (_RUNNING, 0), parallel_iterations=1
+    )
+    return state
+
+
+def _give_way() -> Callable[[], tf.Tensor]:
+    """Makes operations after which the executor goes on at the end of its queue.
+
+    A loop alone keeps its thread: what has become ready runs where it has become so. The next
+    element of a dataset is made by another thread, which hands the rest of the loop back.
+    """
+    with tf.init_scope(), _one_at_a_time:
+        iterator = _eager_iterator() if tf.executing_eagerly() else _new_iterator()
+    next_element: Callable[[], tf.Tensor] = iterator.get_next
+    return next_element
+
+
+def _new_iterator() -> Any:
+    endless = tf.data.Dataset.from_tensors(0).repeat()
+    return (
+        iter(endless)
+        if tf.executing_eagerly()
+        else tf.compat.v1.data.make_one_shot_iterator(endless)
+    )
+
+
+_eager_iterator = cache(_new_iterator)  # it lives as long as somebody holds it: graphs do not
+_one_at_a_time = threading.Lock()  # guards that there is one
+
+
+def _check(runtime: Any, tickets: tf.Tensor, state: tf.Tensor) -> tf.Operation:
+    """Fails with the type of error that eager execution raises."""
+
+    def blame(numbers: tf.Tensor) -> tf.Tensor:
+        # The message of a Python exception becomes an UnknownError, whatever its class. Reading a
+        # variable that does not exist is a FailedPreconditionError, and it names the variable.
+        flights = [runtime().handles.take(int(number)) for number in numbers]
+        error = next(flight.error for flight in flights if flight.error)
+        if not isinstance(error, MismatchError):
+            raise error
+        with tf.init_scope():
+            return tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"\n\n{error}\n\n")
+
+    def fail() -> tf.Tensor:
+        handle = tf.py_function(blame, [tickets], tf.resource)
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int32)
+
+    checked = tf.cond(tf.equal(state, _FAILED), fail, lambda: 0)
+    return checked.op
+
+
+def _take(runtime: Any, numbers: Array) -> list[Array]:
+    flights: list[Flight] = [runtime.handles.take(int(number)) for number in numbers]
+    return [array for flight in flights for array in flight.arrays()]

@@ -1,0 +1,76 @@
+"""Reductions of tensors of which some are `tf.IndexedSlices`: those are gathered, not added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.common.compression import Compressor
+from hvdlite.common.options import Options
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.tf.verbs import TensorFlowVerbs
+
+
+def check_sparse(options: Options) -> None:
+    """Raises `NotImplementedError` for a reduction of slices that gathering cannot make."""
+    if options.reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise NotImplementedError(
+            f"tf.IndexedSlices have no {options.reduce_op.name.capitalize()}: use Average "
+            "or Sum, or tf.convert_to_tensor(slices)"
+        )
+    if (options.prescale_factor, options.postscale_factor) != (1, 1):
+        raise NotImplementedError(
+            "prescale_factor and postscale_factor do not apply to tf.IndexedSlices: multiply its "
+            "values"
+        )
+
+
+def averaged(values: tf.Tensor, options: Options) -> tf.Tensor:
+    """The gathered values, divided by the number of ranks where the reduction is Average."""
+    if options.reduce_op is not ReduceOp.AVERAGE:
+        return values
+    size = options.process_set.size()
+    if values.dtype.is_integer:  # truncated toward zero, as a dense average is
+        return tf.cast(tf.cast(values, tf.float64) / size, values.dtype)
+    return values / tf.cast(size, values.dtype)
+
+
+def allreduce_mixed(
+    verbs: TensorFlowVerbs,
+    tensors: Sequence[Any],
+    name: str | None,
+    compression: type[Compressor],
+    options: Options,
+) -> list[Any]:
+    """Each tensor reduced over all ranks, the dense ones together where they are a group."""
+    tensors = [
+        each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each)
+        for each in tensors
+    ]
+    dense = [each for each in tensors if not isinstance(each, tf.IndexedSlices)]
+    reduced = iter(verbs.reduce("allreduce", dense, name, compression, options))
+    return [
+        _allreduce_slices(verbs, each, _slices_name(name, index), options)
+        if isinstance(each, tf.IndexedSlices)
+        else next(reduced)
+        for index, each in enumerate(tensors)
+    ]
+
+
+def _slices_name(name: str | None, index: int) -> str | None:
+    return None if name is None else f"{name}.slices.{index}"
+
+
+def _allreduce_slices(
+    verbs: TensorFlowVerbs, slices: tf.IndexedSlices, name: str | None, options: Options
+) -> tf.IndexedSlices:
+    check_sparse(options)
+    plain = replace(options, grouped=False)
+    values, indices = (
+        verbs.gather([part], name and f"{name}.{what}", plain)[0]
+        for part, what in ((slices.values, "values"), (slices.indices, "indices"))
+    )
+    return tf.IndexedSlices(averaged(values, options), indices, slices.dense_shape)

@@ -1,0 +1,78 @@
+"""The small questions about the job as operations, answered when a graph is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite.common.basics import local_rank, local_size, rank
+from hvdlite.common.runtime import Runtime, finder, use
+from hvdlite.tf.errors import public
+from hvdlite.tf.python_ops import in_any_order
+
+
+@public
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """The number of this rank, as an int32 scalar."""
+    return _answer(rank, name or "HorovodRank")
+
+
+@public
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """The number of this rank on its host, as an int32 scalar."""
+    return _answer(local_rank, name or "HorovodLocalRank")
+
+
+@public
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """The number of ranks on this host, as an int32 scalar."""
+    return _answer(local_size, name or "HorovodLocalSize")
+
+
+@public
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """The number of ranks in a process set, as an int32 scalar.
+
+    Raises `tf.errors.InvalidArgumentError`, when it is run, for a set that is not registered.
+    """
+    find = finder()
+    return _answer(lambda: len(_members(find(), process_set_id)), name or "HorovodSize")
+
+
+@public
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """1 where this rank is a member of a process set, otherwise 0: an int32 scalar.
+
+    Raises `tf.errors.InvalidArgumentError`, when it is run, for a set that is not registered.
+    """
+    find = finder()
+
+    def included() -> int:
+        return int(find().rank in _members(find(), process_set_id))
+
+    return _answer(included, name or "HorovodProcessSetIncluded")
+
+
+def _members(runtime: Runtime, process_set_id: int) -> tuple[int, ...]:
+    members = runtime.engine.process_sets.find(process_set_id)
+    if members is None:
+        raise ValueError(f"there is no process set with the id {process_set_id}")
+    return members
+
+
+def _answer(question: Callable[[], int], name: str) -> tf.Tensor:
+    find = finder()
+
+    def ask() -> Any:
+        with use(find()):
+            return np.int32(question())
+
+    if tf.executing_eagerly():
+        return tf.constant(ask())
+    with in_any_order():
+        answer = tf.numpy_function(ask, [], tf.int32, name=name)
+    answer.set_shape([])
+    return answer

@@ -1,0 +1,26 @@
+"""Variables from one rank to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.common.options import Options
+from hvdlite.tf.calls import TensorCall
+from hvdlite.tf.graph import name_in_graph, run_calls
+
+
+def broadcast_values(
+    variables: Sequence[Any], name: str | None, options: Options
+) -> list[tf.Tensor]:
+    """The values that the variables have on the root, all under way at the same time."""
+    base = name or "broadcast_variables"
+    calls = []
+    for index, variable in enumerate(variables):
+        unique = f"{base}.{index}"
+        if not tf.executing_eagerly():
+            unique = name_in_graph(unique)
+        calls.append(TensorCall("broadcast", [tf.convert_to_tensor(variable)], unique, options))
+    return [value for (value,) in run_calls(calls)]
