@@ -15,39 +15,14 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 from measuring import Quartiles, duration, make_parser, run_ranks, slowest, spread, table, write
-from resnet50 import SIZES
+from resnet50 import Gradients
 
 import hvdlite.numpy as hvd
 
 COUNTS_PER_LOOK = 5_000  # some 100 us: how exactly we know when the gradients were there
 IDLE, BUSY = "engine idle", "engine at work"
 LOOP, ENGINE, ASIDE, ASLEEP = "loop", "CPU of the engine", "beside the loop", "thread asleep"
-
-
-class Gradients:
-    """The gradients of one step."""
-
-    def __init__(self) -> None:
-        self._tensors = [np.zeros(size, np.float32) for size in SIZES]
-        self._handles: list[int] = []
-
-    def enqueue(self) -> None:
-        """Start to reduce all of them."""
-        self._handles = [
-            hvd.allreduce_async_(tensor, name=f"gradient.{number}", op=hvd.Sum)
-            for number, tensor in enumerate(self._tensors)
-        ]
-
-    def here(self) -> bool:
-        """Whether the last of them is reduced."""
-        return hvd.poll(self._handles[-1])
-
-    def wait(self) -> None:
-        """Sleep until all are reduced."""
-        for handle in self._handles:
-            hvd.synchronize(handle)
 
 
 def count() -> None:

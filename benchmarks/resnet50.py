@@ -1,8 +1,12 @@
-"""The sizes of ResNet-50's 161 parameters, as a set of gradients that a step has to reduce."""
+"""The 161 gradients of ResNet-50: what a step of training has to reduce."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+import numpy as np
+
+import hvdlite.numpy as hvd
 
 STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # inner channels, blocks
 EXPANSION = 4
@@ -32,3 +36,27 @@ def _forward() -> Iterator[int]:
 # Elements of every tensor, in the order in which backward has them ready: the last layer first.
 SIZES = (*_forward(),)[::-1]
 assert (len(SIZES), sum(SIZES)) == (161, 25_557_032)
+
+
+class Gradients:
+    """The gradients of one step, or tensors that are `share` times as large."""
+
+    def __init__(self, share: float = 1) -> None:
+        self._tensors = [np.zeros(max(1, int(share * size)), np.float32) for size in SIZES]
+        self._handles: list[int] = []
+
+    def enqueue(self) -> None:
+        """Start to reduce all of them."""
+        self._handles = [
+            hvd.allreduce_async_(tensor, name=f"gradient.{number}", op=hvd.Sum)
+            for number, tensor in enumerate(self._tensors)
+        ]
+
+    def here(self) -> bool:
+        """Whether the last of them is reduced."""
+        return hvd.poll(self._handles[-1])
+
+    def wait(self) -> None:
+        """Sleep until all are reduced."""
+        for handle in self._handles:
+            hvd.synchronize(handle)

@@ -1,0 +1,114 @@
+"""How long hvdlite takes to import, and to start a job.
+
+    python benchmarks/start.py                  # the import, and jobs of 8 ranks
+
+Every measurement is made in new processes, in turns: what `import hvdlite.torch` adds to
+`import torch` (left out where there is no torch); and the time from the start of hvdlite-run to the
+end of the first allreduce on all ranks, beside that of a bare mpirun with a program of mpi4py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from measuring import Quartiles, make_parser, say, spread, table, write
+
+from hvdlite.launcher.mpi import OPENMPI, find_mpi
+
+IMPORT = """
+import time, torch
+start = time.perf_counter()
+import hvdlite.torch
+print(time.perf_counter() - start)
+"""
+HVDLITE = """
+import numpy as np
+import hvdlite.numpy as hvd
+hvd.init()
+hvd.allreduce(np.ones(1))
+"""
+MPI4PY = """
+import numpy as np
+from mpi4py import MPI
+MPI.COMM_WORLD.Allreduce(np.ones(1), np.ones(1))
+"""
+# The clock is that of the machine: all processes agree about it.
+NOTE_TIME = """
+import os, sys, time
+now = time.monotonic()
+with open(os.path.join(sys.argv[1], str(os.getpid())), "w") as file:
+    file.write(str(now))
+"""
+
+
+def time_import() -> float:
+    """Seconds that hvdlite adds to an import of torch."""
+    command = [sys.executable, "-c", IMPORT]
+    return float(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+
+
+def time_job(launcher: list[str], program: str) -> float:
+    """Seconds until the last rank of a job has run `program`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*launcher, sys.executable, "-c", program + NOTE_TIME, folder]
+        start = time.monotonic()
+        subprocess.run(command, check=True)
+        return max(float(path.read_text()) for path in Path(folder).iterdir()) - start
+
+
+def mpirun(ranks: int) -> list[str]:
+    """The plain command, of the MPI that hvdlite-run uses."""
+    mpi = find_mpi(os.environ, hosts_given=False)
+    command = [mpi.program, "-np", str(ranks)]
+    if mpi.kind == OPENMPI:
+        command += ["--oversubscribe", "--bind-to", "none"]
+        command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return command
+
+
+def make_ways(ranks: list[int]) -> dict[str, Callable[[], float]]:
+    """What is measured."""
+    ways: dict[str, Callable[[], float]] = {}
+    if importlib.util.find_spec("torch"):
+        ways["import hvdlite.torch after torch"] = time_import
+    else:
+        say("left out: import hvdlite.torch (there is no torch)")
+    for count in ranks:
+        hvdlite_run = [sys.executable, "-m", "hvdlite.launcher", "-np", str(count)]
+        ways[f"hvdlite-run -np {count}"] = partial(time_job, hvdlite_run, HVDLITE)
+        ways[f"mpirun -np {count}, mpi4py"] = partial(time_job, mpirun(count), MPI4PY)
+    return ways
+
+
+def main() -> None:
+    parser = make_parser("How long imports and starts take.", "start", [8])
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    ways = make_ways(args.ranks)
+    lot = random.Random(0)
+    measured: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(args.rounds):
+        say(f"round {number + 1} of {args.rounds}")
+        for name in lot.sample([*ways], len(ways)):
+            measured[name].append(ways[name]())
+    records: list[dict[str, Any]] = []
+    for name, seconds in measured.items():
+        records.append({"entry": name, "seconds": asdict(Quartiles.of(seconds))})
+    rows = [(each["entry"], spread(Quartiles(**each["seconds"]))) for each in records]
+    print(table(["", "time"], rows))
+    write(args.json, records)
+
+
+if __name__ == "__main__":
+    main()
