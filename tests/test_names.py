@@ -47,7 +47,7 @@ def test_second_names_give_the_same_modules() -> None:
 
 def test_what_is_not_there_is_missing_under_the_name_that_was_asked_for() -> None:
     pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
-    with pytest.raises(ModuleNotFoundError, match="hvdlite.tensorflow.nowhere"):
+    with pytest.raises(ModuleNotFoundError, match=r"hvdlite\.tensorflow\.nowhere"):
         __import__("hvdlite.tensorflow.nowhere")
     assert find_spec("hvdlite.tensorflow.nowhere") is None
 
