@@ -13,6 +13,7 @@ import pytest
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 DEVICES = ("hv0", "hv1")
+NAMES = (f"hvdlite{os.getpid()}a", f"hvdlite{os.getpid()}b")  # of the namespaces
 
 # mpirun starts its daemon on the other host with "AGENT HOST COMMAND ...". Open MPI tells hosts
 # apart by their names, so the other one gets a name of its own.
@@ -29,19 +30,18 @@ def two_hosts(folder: Path, slots: Sequence[int]) -> Iterator[tuple[list[str], l
     Gives what goes before "mpirun", and options of mpirun. Removes the hosts at the end; skips the
     test where namespaces may not be made.
     """
-    names = [f"hvdlite{os.getpid()}{letter}" for letter in "ab"]
     try:
-        _make(names)
+        _make(NAMES)
         agent = folder / "agent"
-        agent.write_text(AGENT.format(name=names[1]))
+        agent.write_text(AGENT.format(name=NAMES[1]))
         agent.chmod(0o755)
         hosts = ",".join(f"{a}:{n}" for a, n in zip(ADDRESSES, slots, strict=True))
         yield (
-            ["ip", "netns", "exec", names[0]],
+            ["ip", "netns", "exec", NAMES[0]],
             ["--prtemca", "plm_ssh_agent", str(agent), "--host", hosts],
         )
     finally:
-        for name in names:
+        for name in NAMES:
             _ip("netns", "del", name)
 
 

@@ -1,0 +1,186 @@
+"""Allreduce between two simulated hosts with two ranks each, and a slow link between them.
+
+    python benchmarks/hosts.py                  # 64 MiB of float32, 1 Gbit/s, 1 ms each way
+
+Needs root, iproute2 and the extra test: the hosts are network namespaces, made as the tests make
+them, and tc shapes the link. All entries run in the same processes, in turns. A host has to send
+every byte of the tensor once: that is the bound, without the headers of TCP and IP (5 %).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measuring import Quartiles, make_parser, spread, table, write
+from mpi4py import MPI
+
+import hvdlite.numpy as hvd
+
+ROOT = Path(__file__).parent.parent
+RANKS_PER_HOST = 2
+Turn = Callable[[np.ndarray[Any, Any]], float]  # seconds of an allreduce of this array
+
+
+# -- what the ranks do
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds of the second call, on the slowest rank."""
+    function()
+    MPI.COMM_WORLD.Barrier()
+    start = time.perf_counter()
+    function()
+    return MPI.COMM_WORLD.allreduce(time.perf_counter() - start, MPI.MAX)
+
+
+def hvdlite_turn(way: str, array: np.ndarray[Any, Any]) -> float:
+    """hvdlite with HVDLITE_ALLREDUCE=way, which is read by init."""
+    os.environ["HVDLITE_ALLREDUCE"] = way
+    hvd.init()
+    try:
+        return timed(lambda: hvd.allreduce_(array, name="data", op=hvd.Sum))
+    finally:
+        hvd.shutdown()
+
+
+def compressed_turn(array: np.ndarray[Any, Any]) -> float:
+    """hvdlite, with bfloat16 on the wire."""
+    import torch
+
+    import hvdlite.torch as hvd
+
+    os.environ["HVDLITE_ALLREDUCE"] = "auto"
+    hvd.init()
+    tensor, packed = torch.from_numpy(array), hvd.Compression.bf16
+    try:
+        return timed(lambda: hvd.allreduce(tensor, name="data", op=hvd.Sum, compression=packed))
+    finally:
+        hvd.shutdown()
+
+
+def mpi_turn(array: np.ndarray[Any, Any]) -> float:
+    """MPI's own, blocking."""
+    return timed(lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array))
+
+
+def gloo_turn(array: np.ndarray[Any, Any]) -> float:
+    """torch.distributed."""
+    import torch
+    import torch.distributed as dist
+    from peers import start_gloo
+
+    if not dist.is_initialized():
+        os.environ["GLOO_SOCKET_IFNAME"] = next(n for _, n in socket.if_nameindex() if n != "lo")
+        hvd.init()
+        start_gloo()
+        hvd.shutdown()
+    tensor = torch.from_numpy(array)
+    return timed(lambda: dist.all_reduce(tensor))
+
+
+TURNS: dict[str, Turn] = {
+    "hvdlite hierarchical": partial(hvdlite_turn, "hierarchical"),
+    "hvdlite ring": partial(hvdlite_turn, "ring"),
+    "hvdlite mpi": partial(hvdlite_turn, "mpi"),
+    "hvdlite, bf16 compression": compressed_turn,
+    "MPI_Allreduce": mpi_turn,
+    "gloo": gloo_turn,
+}
+
+
+def rank_main(plan: argparse.Namespace) -> None:
+    """What each rank does; rank 0 writes the seconds of every round to a file."""
+    array = np.zeros(plan.mib << 18, np.float32)
+    measured: dict[str, list[float]] = {name: [] for name in plan.entries}
+    lot = random.Random(0)
+    for _ in range(plan.rounds):
+        for name in lot.sample(plan.entries, len(plan.entries)):
+            measured[name].append(TURNS[name](array))
+    if MPI.COMM_WORLD.rank == 0:
+        plan.rank_file.write_text(json.dumps(measured))
+
+
+# -- around them
+
+
+def shape(namespace: str, device: str, args: argparse.Namespace) -> bool:
+    """Shape what leaves through `device`; whether the kernel can delay it as well."""
+    add = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root"]
+    rate = ["rate", f"{args.gbit}gbit"]
+    delayed = [*add, "netem", "delay", f"{args.delay_ms}ms", *rate, "limit", "10000"]
+    if subprocess.run(delayed, capture_output=True, check=False).returncode == 0:
+        return True
+    subprocess.run([*add, "tbf", *rate, "burst", "128kb", "latency", "50ms"], check=True)
+    return False
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, list[float]], bool]:
+    """Make the hosts, and run the ranks on them; entry -> seconds, and whether there is a delay."""
+    sys.path.append(str(ROOT))
+    from tests.parallel.hosts import DEVICES, NAMES, two_hosts
+    from tests.parallel.jobs import environment, mpirun
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        two_hosts(Path(folder), [RANKS_PER_HOST] * 2) as (before, options),
+    ):
+        delayed = [shape(*each, args) for each in zip(NAMES, DEVICES, strict=True)]
+        file = Path(folder) / "measured.json"
+        words = [sys.executable, __file__, *sys.argv[1:], "--rank-file", str(file)]
+        exported = ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
+        # MPI does not know that both hosts have the same cores: without this, its ranks that wait
+        # take them from those that work.
+        polite = ["--mca", "mpi_yield_when_idle", "1"]
+        command = mpirun(2 * RANKS_PER_HOST, *options, *exported, *polite, *words)
+        subprocess.run([*before, *command], env=environment(), check=True)
+        return json.loads(file.read_text()), all(delayed)
+
+
+def print_table(measured: dict[str, Quartiles], bound_seconds: float) -> None:
+    """Time, and share of the bound."""
+    rows = [
+        [name, spread(seconds), f"{bound_seconds / seconds.median:.0%}"]
+        for name, seconds in measured.items()
+    ]
+    print(table(["", "time", "bound / time"], rows))
+
+
+def main() -> None:
+    parser = make_parser("Allreduce between two simulated hosts.", "hosts", [4])
+    parser.add_argument("--entries", nargs="+", choices=TURNS, default=[*TURNS], metavar="ENTRY")
+    parser.add_argument("--mib", type=int, default=64, help="size of the tensor")
+    parser.add_argument("--gbit", type=float, default=1, help="a second, each way")
+    parser.add_argument("--delay-ms", type=float, default=1, help="each way")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rank-file", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_file:
+        rank_main(args)
+        return
+    measured, delayed = run(args)
+    quartiles = {name: Quartiles.of(seconds) for name, seconds in measured.items()}
+    delay = f"{args.delay_ms:g} ms" if delayed else "no (the kernel has no netem)"
+    print(f"{args.mib} MiB, {args.gbit:g} Gbit/s, {delay} delay, {RANKS_PER_HOST} ranks a host\n")
+    bound_seconds = (args.mib << 20) * 8 / (args.gbit * 1e9)
+    print_table(quartiles, bound_seconds)
+    records = [{"entry": name, "seconds": asdict(each)} for name, each in quartiles.items()]
+    link = {"gbit": args.gbit, "delay_ms": args.delay_ms * delayed, "mib": args.mib}
+    write(args.json, [link | record for record in records])
+
+
+if __name__ == "__main__":
+    main()
