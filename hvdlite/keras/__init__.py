@@ -1,0 +1,1 @@
+"""hvdlite for Keras."""

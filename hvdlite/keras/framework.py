@@ -1,0 +1,30 @@
+"""Which Keras is in use, and which adapter carries the tensors of its backend."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+# TensorFlow's own rule for what tf.keras is.
+LEGACY = os.environ.get("TF_USE_LEGACY_KERAS") in ("true", "True", "1")
+keras: ModuleType = import_module("tf_keras" if LEGACY else "keras")  # Keras 2, or Keras 3
+
+_ADAPTERS = {"tensorflow": "hvdlite.tf", "torch": "hvdlite.torch"}
+
+
+@cache
+def adapter() -> ModuleType:
+    """The module whose collectives take the tensors of Keras' backend.
+
+    Raises `NotImplementedError` for a backend that hvdlite has no adapter for.
+    """
+    backend = keras.backend.backend()
+    if backend not in _ADAPTERS:
+        supported = " and ".join(sorted(_ADAPTERS))
+        raise NotImplementedError(
+            f"hvdlite.keras works with the Keras backends {supported}, and this is {backend}: set "
+            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch"
+        )
+    return import_module(_ADAPTERS[backend])
