@@ -1,75 +1,56 @@
-"""Python objects from rank to rank, as cloudpickle's bytes in tensors of any framework."""
+"""Python objects from rank to rank, as cloudpickle's bytes: the same for every framework."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import cloudpickle
 import numpy as np
-from numpy.typing import NDArray
 
+from hvdlite.common.arrays import Array, NumpyAdapter
 from hvdlite.common.forms import Forms
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import for_collective
 
-T = TypeVar("T")
-Array = NDArray[Any]
+_forms: Forms[Array] = Forms(NumpyAdapter())
 
 
-class Objects(Generic[T]):
-    """Built on the collectives of one framework.
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The object of the global rank `root_rank`, on every rank; blocks.
 
-    `wrap` makes a tensor of a flat array of uint8 or int64, `unwrap` the opposite.
+    `obj` is anything that cloudpickle can pickle, and has no effect on other ranks than the
+    root, which gets its own object back. Raises `ValueError` for a foreign root.
     """
+    name = name or "broadcast_object"
+    is_root = for_collective().rank == root_rank
+    body = _pickle(obj) if is_root else np.empty(0, np.uint8)
+    size = _forms.broadcast(np.array([body.size], np.int64), root_rank, f"{name}.sz", process_set)
+    if not is_root:
+        body = np.empty(int(size[0]), np.uint8)
+    sent = _forms.broadcast(body, root_rank, f"{name}.t", process_set)
+    return obj if is_root else _unpickle(sent)
 
-    def __init__(
-        self, forms: Forms[T], wrap: Callable[[Array], T], unwrap: Callable[[T], Array]
-    ) -> None:
-        self._forms = forms
-        self._wrap = wrap
-        self._unwrap = unwrap
 
-    def broadcast_object(
-        self,
-        obj: Any,
-        root_rank: int = 0,
-        name: str | None = None,
-        process_set: ProcessSet = global_process_set,
-    ) -> Any:
-        """The object of the global rank `root_rank`, on every rank; blocks.
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """The objects of all ranks, in rank order; blocks. A joined rank has none.
 
-        `obj` is anything that cloudpickle can pickle, and has no effect on other ranks than the
-        root, which gets its own object back. Raises `ValueError` for a foreign root.
-        """
-        name = name or "broadcast_object"
-        is_root = for_collective().rank == root_rank
-        body = _pickle(obj) if is_root else np.empty(0, np.uint8)
-        size = self._wrap(np.array([body.size], np.int64))
-        size = self._forms.broadcast(size, root_rank, f"{name}.sz", process_set)
-        if not is_root:
-            body = np.empty(int(self._unwrap(size)[0]), np.uint8)
-        sent = self._forms.broadcast(self._wrap(body), root_rank, f"{name}.t", process_set)
-        return obj if is_root else _unpickle(self._unwrap(sent))
-
-    def allgather_object(
-        self,
-        obj: Any,
-        name: str | None = None,
-        process_set: ProcessSet = global_process_set,
-    ) -> list[Any]:
-        """The objects of all ranks, in rank order; blocks. A joined rank has none.
-
-        `obj` is anything that cloudpickle can pickle.
-        """
-        name = name or "allgather_object"
-        body = _pickle(obj)
-        size = self._wrap(np.array([body.size], np.int64))
-        sizes = self._unwrap(self._forms.allgather(size, f"{name}.sz", process_set))
-        bodies = self._unwrap(self._forms.allgather(self._wrap(body), f"{name}.t", process_set))
-        ends = np.cumsum(sizes).tolist()
-        starts = [0, *ends[:-1]]
-        return [_unpickle(bodies[start:end]) for start, end in zip(starts, ends, strict=True)]
+    `obj` is anything that cloudpickle can pickle.
+    """
+    name = name or "allgather_object"
+    body = _pickle(obj)
+    size = np.array([body.size], np.int64)
+    sizes = _forms.allgather(size, f"{name}.sz", process_set)
+    bodies = _forms.allgather(body, f"{name}.t", process_set)
+    ends = np.cumsum(sizes).tolist()
+    starts = [0, *ends[:-1]]
+    return [_unpickle(bodies[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
 def _pickle(obj: Any) -> Array:

@@ -7,16 +7,10 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.objects import Objects
+from hvdlite.common.objects import allgather_object, broadcast_object
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.dtypes import as_array
 from hvdlite.torch.optimizer_state import OptimizerState
-
-_objects = Objects(mpi_ops.forms, torch.from_numpy, as_array)
-
-broadcast_object = _objects.broadcast_object
-allgather_object = _objects.allgather_object
 
 
 def broadcast_parameters(
