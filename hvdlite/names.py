@@ -12,6 +12,12 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+else:  # which is slow to import, and gives nothing
+    Loader = object
 
 # A second name, and the name that a module has in its file system. Both hold for all below them.
 OWN_NAMES = {"hvdlite.tensorflow": "hvdlite.tf"}
@@ -50,7 +56,7 @@ class Finder:
         return ModuleSpec(fullname, SameModule(own)) if own != fullname and exists(own) else None
 
 
-class SameModule:
+class SameModule(Loader):
     """Loads a module under a second name."""
 
     def __init__(self, own_name: str) -> None:

@@ -34,7 +34,7 @@ FLOORS = [
     ["common.forms"],
     ["common.objects", "common.gradients"],
     ["common.util"],
-    ["data", "numpy", "torch"],
+    ["data", "numpy", "tf", "torch"],
 ]  # fmt: skip
 PURE = ["coordinator", "aggregator", "response_cache", "fusion", "stall", "readiness", "groups"]
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}

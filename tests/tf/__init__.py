@@ -1,1 +1,1 @@
-"""The PyTorch adapter, its ranks as threads of one process."""
+"""The TensorFlow adapter, its ranks as threads of one process."""
