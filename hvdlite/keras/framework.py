@@ -6,10 +6,11 @@ import os
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 # TensorFlow's own rule for what tf.keras is.
 LEGACY = os.environ.get("TF_USE_LEGACY_KERAS") in ("true", "True", "1")
-keras: ModuleType = import_module("tf_keras" if LEGACY else "keras")  # Keras 2, or Keras 3
+keras: Any = import_module("tf_keras" if LEGACY else "keras")  # Keras 2, or Keras 3
 
 _ADAPTERS = {"tensorflow": "hvdlite.tf", "torch": "hvdlite.torch"}
 
