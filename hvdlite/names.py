@@ -1,8 +1,7 @@
 """Second names of modules: `hvdlite.tensorflow` is `hvdlite.tf`, the very same module object.
 
-Imported with hvdlite itself, by every user: it is cheap, and a framework is not imported before a
-name of it is. Editors and type checkers, which do not run this, read the ``.pyi`` files that stand
-at the second names.
+Imported with hvdlite itself, by every user: it is cheap, and imports no framework. Editors and type
+checkers, which do not run this, read the ``.pyi`` files that stand at the second names.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 else:  # which is slow to import, and gives nothing
     Loader = object
 
-# A second name, and the name that a module has in its file system. Both hold for all below them.
-OWN_NAMES = {"hvdlite.tensorflow": "hvdlite.tf"}
+# By second names: where a module has its file, with all that is below it.
+OWN_NAMES = {"hvdlite.tensorflow": "hvdlite.tf", "hvdlite.tf.keras": "hvdlite.keras"}
 
 
 def own_name(name: str) -> str:

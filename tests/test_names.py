@@ -28,6 +28,8 @@ def run(code: str) -> str:
 def test_a_second_name_holds_for_all_below_it() -> None:
     assert own_name("hvdlite.tensorflow") == "hvdlite.tf"
     assert own_name("hvdlite.tensorflow.mpi_ops") == "hvdlite.tf.mpi_ops"
+    assert own_name("hvdlite.tf.keras.callbacks") == "hvdlite.keras.callbacks"
+    assert own_name("hvdlite.tensorflow.keras") == "hvdlite.keras"
     for name in ("hvdlite", "hvdlite.torch", "hvdlite.tf", "hvdlite.tensorflows", "tensorflow"):
         assert own_name(name) == name
 
@@ -35,11 +37,14 @@ def test_a_second_name_holds_for_all_below_it() -> None:
 def test_second_names_give_the_same_modules() -> None:
     pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
     run(
-        "import hvdlite.tensorflow.mpi_ops, hvdlite.tf\n"
+        "import hvdlite.tensorflow.mpi_ops, hvdlite.tf, hvdlite.tensorflow.keras.framework\n"
+        "import hvdlite.keras, hvdlite.tf.keras\n"
         "from hvdlite.tensorflow import compression, mpi_ops\n"
         "assert hvdlite.tensorflow is hvdlite.tf\n"
         "assert mpi_ops is hvdlite.tensorflow.mpi_ops is hvdlite.tf.mpi_ops\n"
         "assert compression is hvdlite.tf.compression\n"
+        "assert hvdlite.tensorflow.keras is hvdlite.keras is hvdlite.tf.keras\n"
+        "assert hvdlite.tensorflow.keras.framework is hvdlite.keras.framework\n"
         "assert hvdlite.tf.__spec__.name == hvdlite.tf.__name__ == 'hvdlite.tf'\n"
         "import importlib; importlib.reload(compression)\n"
     )
@@ -79,6 +84,6 @@ def test_no_other_framework_is_imported(own: str) -> None:
 
 
 def test_editors_find_the_second_names() -> None:
-    for second, own in OWN_NAMES.items():
+    for second in (*OWN_NAMES, "hvdlite.tensorflow.keras"):
         stub = PACKAGE.joinpath(*second.split(".")[1:], "__init__.pyi")
-        assert f"from {own} import *\n" in stub.read_text()
+        assert f"from {own_name(second)} import *\n" in stub.read_text()
