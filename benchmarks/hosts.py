@@ -160,7 +160,7 @@ def print_table(measured: dict[str, Quartiles], bound_seconds: float) -> None:
 
 
 def main() -> None:
-    parser = make_parser("Allreduce between two simulated hosts.", "hosts", [4])
+    parser = make_parser("Allreduce between two simulated hosts.", "hosts")
     parser.add_argument("--entries", nargs="+", choices=TURNS, default=[*TURNS], metavar="ENTRY")
     parser.add_argument("--mib", type=int, default=64, help="size of the tensor")
     parser.add_argument("--gbit", type=float, default=1, help="a second, each way")

@@ -156,12 +156,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {text} |" for text in texts)
 
 
-def make_parser(description: str, name: str, ranks: Sequence[int]) -> argparse.ArgumentParser:
-    """The options that benchmarks have in common."""
+def make_parser(description: str, name: str, ranks: Sequence[int] = ()) -> argparse.ArgumentParser:
+    """The options that benchmarks have in common; --ranks where there is a choice."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=ranks)
+    if ranks:
+        parser.add_argument("--ranks", type=int, nargs="+", default=ranks)
     parser.add_argument("--json", type=Path, default=Path(f"{name}.json"), help="to write")
     return parser
 
