@@ -35,6 +35,7 @@ FLOORS = [
     ["common.objects", "common.gradients"],
     ["common.util"],
     ["data", "numpy", "tf", "torch"],
+    ["keras"],
 ]  # fmt: skip
 PURE = ["coordinator", "aggregator", "response_cache", "fusion", "stall", "readiness", "groups"]
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}

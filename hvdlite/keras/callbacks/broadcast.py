@@ -1,0 +1,96 @@
+"""All ranks start `fit` from the same variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite import numpy as hvd
+from hvdlite.keras.callbacks.base import Callback
+from hvdlite.keras.variables import (
+    broadcast_values,
+    build_optimizer,
+    is_variable,
+    model_variables,
+    optimizer_variables,
+    without,
+)
+
+NAME = "BroadcastGlobalVariablesCallback"
+
+
+class BroadcastGlobalVariablesCallback(Callback):
+    """Gives the variables of the model and of its optimizer on `root_rank` to all ranks, once.
+
+    It does so before the first batch, so that already the first step is the same everywhere.
+    Variables that come into being in the first batch are made equal at its end, and all others
+    then once more: on the root only may the state have been loaded from a checkpoint.
+
+    `local_variables` are left alone: variables, whose values each rank keeps for itself. `device`
+    has no effect. Raises `ValueError` for what is no variable. `fit` raises `ValueError` when ranks
+    have different numbers of variables after the first batch, and `HorovodInternalError` when
+    they have other shapes or dtypes, or a rank is lost.
+    """
+
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.broadcast_done = False
+        self._broadcast_count = 0  # of variables, before the first batch
+        self._local_variables: list[Any] = []
+        for variable in local_variables or ():
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable alone. Raises `ValueError` for what is no variable."""
+        if not is_variable(var):
+            raise ValueError(
+                f"a local variable must be a variable of Keras or TensorFlow, not {var!r}; those "
+                "of a layer are layer.weights"
+            )
+        self._local_variables.append(var)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Make equal what there is, where that is the same on all ranks."""
+        if self.broadcast_done or hvd.size() == 1:
+            return
+        build_optimizer(self.model)
+        variables = self._variables()
+        counts = self._gather([len(variables)])
+        if (counts == len(variables)).all():
+            broadcast_values(variables, self.root_rank, NAME)
+            self._broadcast_count = len(variables)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Make equal what has come since, if anything has on any rank."""
+        if self.broadcast_done:
+            return
+        self.broadcast_done = True
+        if hvd.size() > 1:
+            self._broadcast_what_has_come()
+
+    def _broadcast_what_has_come(self) -> None:
+        variables = self._variables()
+        counts = self._gather([len(variables), self._broadcast_count])
+        before, now = counts[:, 1], counts[:, 0]
+        if (now == before).all():
+            return
+        other = int(np.argmax(now != now[0]))
+        if now[other] != now[0]:
+            raise ValueError(
+                f"{NAME}: rank 0 has {now[0]} variables in its model and optimizer, rank {other} "
+                f"has {now[other]}: build the same model with the same optimizer on all ranks"
+            )
+        broadcast_values(variables, self.root_rank, NAME)
+
+    def _variables(self) -> list[Any]:
+        variables = model_variables(self.model) + optimizer_variables(self.model.optimizer)
+        return without(variables, self._local_variables)
+
+    def _gather(self, numbers: list[int]) -> Any:
+        """The numbers of all ranks, a row each."""
+        return hvd.allgather(np.array([numbers]), f"{NAME}.counts")

@@ -1,0 +1,144 @@
+"""Learning rates that follow a plan, for a batch that is size() times as large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvdlite import numpy as hvd
+from hvdlite.keras.callbacks.base import Callback
+from hvdlite.keras.learning_rate import (
+    get_learning_rate,
+    scale_velocities,
+    set_learning_rate,
+)
+
+
+class LearningRateScheduleCallback(Callback):
+    """Sets the learning rate to ``initial_lr`` times a multiplier.
+
+    `multiplier` is a function of the epoch, or a number: that is taken to the power of the epochs
+    since `start_epoch`. It is in force from `start_epoch` on, until before `end_epoch` (None: to
+    the end). With `staircase` the rate changes once an epoch; otherwise with every batch, and
+    the function is called with fractions of epochs. That needs `steps_per_epoch`, which is
+    taken from Keras where it knows it.
+
+    A step of SGD or RMSprop with momentum holds past gradients times past learning rates. With
+    `momentum_correction` they are scaled by new rate / old rate when the rate changes (Goyal et
+    al., "Accurate, Large Minibatch SGD", remark 2).
+
+    The rate is written to ``logs['lr']`` when an epoch ends. Raises `ValueError` without an
+    `initial_lr`. `fit` raises `ValueError` for an optimizer that was made with a
+    LearningRateSchedule, and without `steps_per_epoch` where it is needed.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("Parameter `initial_lr` is required")
+        self.initial_lr = initial_lr
+        self.multiplier = multiplier if callable(multiplier) else self._power_of(multiplier)
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+
+    def _power_of(self, base: float) -> Callable[[float], float]:
+        return lambda epoch: float(base ** (epoch - self.start_epoch))
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Check that the rate can be set."""
+        get_learning_rate(self.model, type(self).__name__)
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self._autodetect_steps_per_epoch()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Set the rate of a staircase."""
+        self.current_epoch = epoch
+        if self.staircase and self._in_force():
+            self._set(self.multiplier(epoch))
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Set the rate of a slope."""
+        if not self.staircase and self._in_force():
+            assert self.steps_per_epoch
+            self._set(self.multiplier(self.current_epoch + batch / self.steps_per_epoch))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the rate down."""
+        if logs is not None:
+            logs["lr"] = get_learning_rate(self.model, type(self).__name__)
+
+    def _in_force(self) -> bool:
+        ended = self.end_epoch is not None and self.current_epoch >= self.end_epoch
+        return self.current_epoch >= self.start_epoch and not ended
+
+    def _set(self, multiplier: float) -> None:
+        old = get_learning_rate(self.model, type(self).__name__)
+        new = self.initial_lr * multiplier
+        set_learning_rate(self.model, new)
+        if self.momentum_correction and old > 0 and new != old:
+            scale_velocities(self.model, new / old)
+
+    def _autodetect_steps_per_epoch(self) -> int:
+        params = self.params or {}
+        if params.get("steps"):
+            return int(params["steps"])
+        if params.get("samples") and params.get("batch_size"):
+            return int(params["samples"] // params["batch_size"])
+        raise ValueError(
+            f"{type(self).__name__} cannot find out the number of steps per epoch: Keras does not "
+            "know the length of this data before its end. Give steps_per_epoch="
+        )
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / size()`` to `initial_lr`, batch by batch.
+
+    `initial_lr` is the rate of the whole batch of all ranks, such as that of one rank times
+    ``size()``. It is reached with the last batch of `warmup_epochs`; with `verbose` rank 0 says so.
+    Everything else as in `LearningRateScheduleCallback`.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(
+            initial_lr,
+            self._slope,
+            start_epoch=0,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.warmup_epochs = warmup_epochs
+        self.verbose = verbose
+
+    def _slope(self, epoch: float) -> float:
+        assert self.steps_per_epoch
+        done = (epoch + 1 / self.steps_per_epoch) / self.warmup_epochs  # 1 in the last batch
+        return (1 + done * (hvd.size() - 1)) / hvd.size()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the rate down, and say that it has been reached."""
+        super().on_epoch_end(epoch, logs)
+        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and hvd.rank() == 0:
+            rate = get_learning_rate(self.model, type(self).__name__)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")

@@ -1,0 +1,1 @@
+"""hvdlite.keras, its ranks as threads of one process."""

@@ -1,0 +1,496 @@
+"""The callbacks in `fit`; run once more for the other backend, and for Keras 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite import numpy as hvd
+from hvdlite.keras import callbacks
+from hvdlite.keras.framework import LEGACY, keras
+from tests.ranks import run_ranks
+
+RATE, MOMENTUM = 0.1, 0.9
+INPUTS = np.array([[1.0, 2.0], [3.0, -1.0]], np.float32)
+TARGETS = np.array([[1.0], [0.0]], np.float32)
+
+
+def line(weights: Any, optimizer: Any, **compile_arguments: Any) -> Any:
+    """A model with two weights, and no bias."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    model.set_weights([np.array(weights, np.float32).reshape(2, 1)])
+    model.compile(optimizer, loss="mse", **compile_arguments)
+    return model
+
+
+def fit(model: Any, *used: Any, **arguments: Any) -> Any:
+    """Batches of one sample each, two in an epoch."""
+    known = {"batch_size": 1, "shuffle": False, "verbose": 0, **arguments}
+    return model.fit(INPUTS, TARGETS, callbacks=list(used), **known)
+
+
+def sgd(rate: float = RATE, momentum: float = MOMENTUM) -> Any:
+    return keras.optimizers.SGD(rate, momentum=momentum)
+
+
+def oracle(
+    weights: Any, rates: list[float], momentum: float = MOMENTUM, velocity: Any = 0.0
+) -> np.ndarray:
+    """The weights after a step of SGD with each of the rates; the velocity follows the rate."""
+    weights, before = np.array(weights, np.float64).reshape(2, 1), rates[0]
+    for step, rate in enumerate(rates):
+        x, y = INPUTS[step % 2][None], TARGETS[step % 2][None]
+        gradient = 2 * x.T @ (x @ weights - y)
+        velocity = momentum * velocity * (rate / before) - rate * gradient
+        weights, before = weights + velocity, rate
+    return weights
+
+
+# -- broadcast
+
+
+def test_the_first_step_is_that_of_the_root() -> None:
+    def main(rank: int) -> np.ndarray:
+        model = line([rank, rank + 1], sgd())
+        fit(model, callbacks.BroadcastGlobalVariablesCallback(1))
+        return np.array(model.get_weights()[0])
+
+    for weights in run_ranks(3, main):
+        np.testing.assert_allclose(weights, oracle([1, 2], [RATE] * 2), rtol=1e-5)
+
+
+def test_the_state_of_the_optimizer_may_be_on_the_root_alone() -> None:
+    def main(rank: int) -> tuple[np.ndarray, list[Any]]:
+        model = line([1, 2], sgd(0.01))
+        if rank == 0:
+            fit(model, epochs=2)
+        fit(model, callbacks.BroadcastGlobalVariablesCallback(0))
+        optimizer = model.optimizer
+        state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+        return model.get_weights()[0], [np.asarray(each.numpy()) for each in state]
+
+    (weights, state), (other_weights, other_state) = run_ranks(2, main)
+    np.testing.assert_allclose(weights, oracle([1, 2], [0.01] * 6), rtol=1e-5)
+    np.testing.assert_array_equal(weights, other_weights)
+    assert len(state) == len(other_state) >= 2
+    for own, other in zip(state, other_state, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+class Later(keras.Model):  # type: ignore[misc]
+    """Has no weights before it sees data; how many layers is said by each rank."""
+
+    def __init__(self, start: float, layers: int = 1) -> None:
+        super().__init__()
+        initializer = keras.initializers.Constant(start)
+        self.parts = [
+            keras.layers.Dense(1, use_bias=False, kernel_initializer=initializer)
+            for _ in range(layers)
+        ]
+
+    def call(self, inputs: Any) -> Any:
+        for part in self.parts:
+            inputs = part(inputs)
+        return inputs
+
+
+def test_a_model_that_is_built_by_fit() -> None:
+    def main(rank: int) -> np.ndarray:
+        model = Later(float(rank))
+        model.compile(sgd(), loss="mse", run_eagerly=True)
+        fit(model, callbacks.BroadcastGlobalVariablesCallback(0))
+        return np.array(model.get_weights()[0])
+
+    first, second = run_ranks(2, main)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_models_of_different_sizes_are_refused() -> None:
+    def main(rank: int) -> None:
+        model = Later(1.0, layers=1 + rank)
+        model.compile(sgd(), loss="mse", run_eagerly=True)
+        with pytest.raises(ValueError, match=r"rank 0 has \d+ variables .* rank 1 has \d+"):
+            fit(model, callbacks.BroadcastGlobalVariablesCallback(0))
+
+    run_ranks(2, main)
+
+
+def test_it_is_done_once() -> None:
+    def main(rank: int) -> list[float]:
+        model = line([1, 1], sgd(0.0))
+        callback = callbacks.BroadcastGlobalVariablesCallback(0)
+        fit(model, callback)
+        model.set_weights([np.full((2, 1), rank)])
+        fit(model, callback)
+        assert callback.broadcast_done
+        return list(model.get_weights()[0].ravel())
+
+    assert run_ranks(2, main) == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_local_variables_are_left_alone(registered: bool) -> None:
+    def main(rank: int) -> list[list[float]]:
+        layers = [keras.Input((2,)), keras.layers.Dense(2, name="own"), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.set_weights([np.full(each.shape, rank) for each in model.get_weights()])
+        model.compile(sgd(0.0), loss="mse")
+        own = model.get_layer("own").weights
+        callback = callbacks.BroadcastGlobalVariablesCallback(
+            0, local_variables=None if registered else own
+        )
+        if registered:
+            for each in own:
+                callback.register_local_var(each)
+        fit(model, callback)
+        return [sorted(set(each.ravel())) for each in model.get_weights()]
+
+    assert run_ranks(2, main) == [[[0]] * 4, [[1], [1], [0], [0]]]
+
+
+def test_a_local_variable_must_be_one() -> None:
+    with pytest.raises(ValueError, match=r"not 'dense'; .* layer\.weights"):
+        callbacks.BroadcastGlobalVariablesCallback(0, local_variables=["dense"])
+
+
+@pytest.mark.skipif(LEGACY, reason="Keras 2 does not accumulate gradients")
+def test_accumulated_gradients_stay_with_their_rank() -> None:
+    def main(rank: int) -> np.ndarray:
+        optimizer = keras.optimizers.SGD(RATE, gradient_accumulation_steps=2)
+        model = line([1, 2], optimizer)
+        optimizer.build(model.trainable_variables)
+        for each in optimizer._accumulated_gradients:
+            each.assign(np.full(each.shape, float(rank)))
+        fit(model, callbacks.BroadcastGlobalVariablesCallback(0), epochs=1)
+        return np.array(model.get_weights()[0])
+
+    first, second = run_ranks(2, main)
+    np.testing.assert_allclose(first - second, RATE / 2, rtol=1e-5)
+
+
+@pytest.mark.skipif(LEGACY, reason="Keras 2 has no states of generators in the model")
+def test_ranks_keep_their_own_dropout() -> None:
+    def main(rank: int) -> list[int]:
+        dropout = keras.layers.Dropout(0.5, seed=rank)
+        model = keras.Sequential([keras.Input((2,)), dropout, keras.layers.Dense(1)])
+        model.compile(sgd(), loss="mse")
+        fit(model, callbacks.BroadcastGlobalVariablesCallback(0))
+        return [int(each) for each in np.asarray(dropout.seed_generator.state.numpy())]
+
+    first, second = run_ranks(2, main)
+    assert first != second
+
+
+# -- metrics
+
+
+def test_metrics_are_averaged() -> None:
+    values = [
+        {"loss": 1.0, "acc": 0.5, "val_loss": 3.0},
+        {"loss": 2.0, "acc": 1.0, "val_loss": 5.0},
+    ]
+
+    def main(rank: int) -> dict[str, Any]:
+        logs = dict(sorted(values[rank].items(), reverse=rank == 1))
+        callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+        return logs
+
+    for logs in run_ranks(2, main):
+        assert logs == {"acc": 0.75, "loss": 1.5, "val_loss": 4.0}
+        assert all(type(each) is float for each in logs.values())
+
+
+def test_what_is_no_number_stays_as_it_is() -> None:
+    def main(rank: int) -> dict[str, Any]:
+        logs = {
+            "loss": np.float32(np.nan if rank == 0 else 1),
+            "of_classes": np.array([rank, 1.0]),
+            "note": f"of rank {rank}",
+            "nothing": None,
+        }
+        callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+        return logs
+
+    for rank, logs in enumerate(run_ranks(2, main)):
+        assert np.isnan(logs["loss"])
+        np.testing.assert_array_equal(logs["of_classes"], [0.5, 1.0])
+        assert (logs["note"], logs["nothing"]) == (f"of rank {rank}", None)
+
+
+@pytest.mark.parametrize(
+    "logs, text",
+    [
+        ({"loss": 1.0}, r"rank 0 has loss, val_loss, rank 1 has loss\."),
+        ({}, r"rank 1 has none\."),
+        ({"loss": np.ones(2), "val_loss": 1.0}, r"rank 1 has loss\(2,\), val_loss\."),
+    ],
+)
+def test_ranks_with_other_metrics_are_named(logs: dict[str, Any], text: str) -> None:
+    def main(rank: int) -> None:
+        own = {"loss": 1.0, "val_loss": 2.0} if rank == 0 else logs
+        with pytest.raises(ValueError, match="metrics of epoch 3: .*" + text):
+            callbacks.MetricAverageCallback().on_epoch_end(3, dict(own))
+
+    run_ranks(2, main)
+
+
+def test_later_callbacks_see_the_average() -> None:
+    def main(rank: int) -> tuple[float, list[float], list[float]]:
+        model = line([rank, rank], sgd(0.0, 0.0))
+        seen: list[float] = []
+        watch = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda _, logs: seen.append(logs["loss"])
+        )
+        own = float(np.mean((INPUTS @ np.full((2, 1), rank) - TARGETS) ** 2))
+        history = fit(model, callbacks.MetricAverageCallback(), watch).history
+        return own, seen, history["loss"]
+
+    results = run_ranks(2, main)
+    mean = np.mean([own for own, _, _ in results])
+    for _, seen, history in results:
+        np.testing.assert_allclose([*seen, *history], [mean] * 2, rtol=1e-6)
+
+
+# -- learning rates
+
+
+def on_one_rank(main: Callable[[], Any]) -> Any:
+    return run_ranks(1, lambda rank: main())[0]
+
+
+class Rates(keras.callbacks.Callback):  # type: ignore[misc]
+    """The learning rate of each batch, and what the logs say in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.logged: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(float(self.model.optimizer.learning_rate.numpy()))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.logged.append(logs["lr"])
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ({"multiplier": 0.5}, [1, 1, 0.5, 0.5, 0.25, 0.25]),
+        ({"multiplier": 0.5, "start_epoch": 1}, [9, 9, 1, 1, 0.5, 0.5]),
+        ({"multiplier": 0.5, "end_epoch": 2}, [1, 1, 0.5, 0.5, 0.5, 0.5]),
+        ({"multiplier": lambda epoch: epoch + 1}, [1, 1, 2, 2, 3, 3]),
+        ({"multiplier": lambda epoch: epoch, "staircase": False}, [0, 0.5, 1, 1.5, 2, 2.5]),
+        (
+            {"multiplier": lambda epoch: epoch, "staircase": False, "steps_per_epoch": 4},
+            [0, 0.25, 1, 1.25, 2, 2.25],
+        ),
+    ],
+)
+def test_a_schedule(arguments: dict[str, Any], expected: list[float]) -> None:
+    def main() -> Rates:
+        rates = Rates()
+        model = line([0, 0], sgd(9e-3, 0.0))
+        schedule = callbacks.LearningRateScheduleCallback(1e-3, **arguments)
+        fit(model, schedule, rates, epochs=3)
+        return rates
+
+    rates = on_one_rank(main)
+    np.testing.assert_allclose(rates.seen, np.array(expected) * 1e-3, rtol=1e-6)
+    np.testing.assert_allclose(rates.logged, np.array(expected)[1::2] * 1e-3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_warmup_reaches_the_rate_with_its_last_batch(
+    size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(rank: int) -> list[float]:
+        rates = Rates()
+        model = line([0, 0], sgd(9e-3, 0.0), run_eagerly=True)
+        warmup = callbacks.LearningRateWarmupCallback(4e-3, warmup_epochs=2, verbose=1)
+        fit(model, warmup, rates, epochs=3)
+        return rates.seen
+
+    steps = np.array([1, 2, 3, 4, 4, 4]) / 4
+    expected = 4e-3 * (1 / size + (1 - 1 / size) * steps)
+    for seen in run_ranks(size, main):
+        np.testing.assert_allclose(seen, expected, rtol=1e-6)
+    said = capsys.readouterr().out
+    assert said.strip() == "Epoch 2: finished gradual learning rate warmup to 0.004."
+
+
+def kinds_of_sgd() -> list[Any]:
+    kinds: list[Any] = [lambda: sgd(), lambda: keras.optimizers.SGD(RATE, MOMENTUM, nesterov=False)]
+    if LEGACY:
+        kinds.append(lambda: keras.optimizers.legacy.SGD(RATE, MOMENTUM))
+        kinds.append(lambda: keras.mixed_precision.LossScaleOptimizer(sgd()))
+    else:
+        kinds.append(lambda: keras.optimizers.LossScaleOptimizer(sgd()))
+    return kinds
+
+
+@pytest.mark.parametrize("make", kinds_of_sgd())
+@pytest.mark.parametrize("correct", [True, False])
+def test_the_velocity_follows_the_rate(make: Callable[[], Any], correct: bool) -> None:
+    def main() -> np.ndarray:
+        model = line([1, 2], make())
+        schedule = callbacks.LearningRateScheduleCallback(RATE, 0.5, momentum_correction=correct)
+        fit(model, schedule, epochs=3)
+        return np.array(model.get_weights()[0])
+
+    rates = [RATE, RATE, RATE / 2, RATE / 2, RATE / 4, RATE / 4]
+    corrected = oracle([1, 2], rates)
+    assert np.allclose(on_one_rank(main), corrected, rtol=1e-4) is correct
+
+
+def test_the_velocity_of_rmsprop_follows_the_rate() -> None:
+    def main(rate: float) -> list[np.ndarray]:
+        optimizer = keras.optimizers.RMSprop(RATE, momentum=MOMENTUM)
+        model = line([1, 2], optimizer)
+        fit(model)
+        schedule = callbacks.LearningRateScheduleCallback(rate, 1.0)
+        schedule.set_model(model)
+        before = [np.array(each.numpy()) for each in optimizer._momentums]
+        schedule.on_epoch_begin(0)
+        return [*before, *(np.array(each.numpy()) for each in optimizer._momentums)]
+
+    before, after = on_one_rank(lambda: main(RATE / 4))
+    np.testing.assert_allclose(after, before / 4, rtol=1e-6)
+
+
+def test_adam_is_left_alone() -> None:
+    def main() -> list[np.ndarray]:
+        optimizer = keras.optimizers.Adam(RATE)
+        model = line([1, 2], optimizer)
+        fit(model)
+        schedule = callbacks.LearningRateScheduleCallback(RATE / 4, 1.0)
+        schedule.set_model(model)
+        before = [np.array(each.numpy()) for each in optimizer._momentums]
+        schedule.on_epoch_begin(0)
+        return [*before, *(np.array(each.numpy()) for each in optimizer._momentums)]
+
+    before, after = on_one_rank(main)
+    np.testing.assert_array_equal(before, after)
+
+
+def test_a_rate_of_zero_has_no_velocity_to_correct() -> None:
+    def main() -> np.ndarray:
+        model = line([1, 2], sgd())
+        schedule = callbacks.LearningRateScheduleCallback(RATE, lambda epoch: float(epoch > 0))
+        fit(model, schedule, epochs=2)
+        return np.array(model.get_weights()[0])
+
+    np.testing.assert_allclose(on_one_rank(main), oracle([1, 2], [RATE] * 2), rtol=1e-5)
+
+
+def test_an_optimizer_with_a_schedule_of_its_own_is_refused() -> None:
+    def main() -> None:
+        own = keras.optimizers.schedules.CosineDecay(RATE, 10)
+        model = line([1, 2], keras.optimizers.SGD(own))
+        with pytest.raises(ValueError, match=r"LearningRateWarmupCallback .* SGD .*CosineDecay"):
+            fit(model, callbacks.LearningRateWarmupCallback(RATE))
+
+    on_one_rank(main)
+
+
+def test_data_of_unknown_length_needs_the_number_of_steps() -> None:
+    def main() -> None:
+        model = line([1, 2], sgd())
+        warmup = callbacks.LearningRateWarmupCallback(RATE)
+        warmup.set_model(model)
+        warmup.set_params({"verbose": 0, "epochs": 1, "steps": None})
+        with pytest.raises(ValueError, match="steps_per_epoch="):
+            warmup.on_train_begin()
+        warmup.set_params({"samples": 10, "batch_size": 3})
+        warmup.on_train_begin()
+        assert warmup.steps_per_epoch == 3
+
+    on_one_rank(main)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: callbacks.LearningRateScheduleCallback(None, 1.0),  # type: ignore[arg-type]
+        lambda: callbacks.LearningRateWarmupCallback(None),  # type: ignore[arg-type]
+    ],
+)
+def test_a_first_rate_is_needed(make: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match="initial_lr"):
+        make()
+
+
+# -- checkpoints
+
+
+@pytest.mark.parametrize("only, ending", [(False, ".keras"), (True, ".weights.h5")])
+def test_the_best_model_is_kept(only: bool, ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"best{ending}"
+    model = line([1, 2], sgd(0.0, 0.0))
+    best = callbacks.BestModelCheckpoint(monitor="loss", save_weights_only=only)
+    with pytest.raises(ValueError, match="set its filepath"):
+        fit(model, best)
+    best.filepath = path
+    fit(model, best)
+    model.set_weights([np.full((2, 1), 100.0)])
+    fit(model, best)  # worse
+    other = line([7, 7], sgd())
+    if only:
+        other.load_weights(str(path))
+    else:
+        other = keras.models.load_model(str(path))
+    np.testing.assert_array_equal(other.get_weights()[0].ravel(), [1, 2])
+
+
+# -- the other frameworks
+
+
+def test_callbacks_of_one_keras_serve_models_of_the_other() -> None:
+    """tf_keras may be in use without TF_USE_LEGACY_KERAS."""
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("Keras 2 is TensorFlow only")
+    other = pytest.importorskip("keras" if LEGACY else "tf_keras", reason="it is not installed")
+
+    def main(rank: int) -> tuple[np.ndarray, list[float]]:
+        model = other.Sequential([other.Input((2,)), other.layers.Dense(1, use_bias=False)])
+        model.set_weights([np.full((2, 1), 1.0 + rank)])
+        model.compile(other.optimizers.SGD(RATE, momentum=MOMENTUM), loss="mse")
+        used = [
+            callbacks.BroadcastGlobalVariablesCallback(0),
+            callbacks.LearningRateWarmupCallback(RATE, warmup_epochs=1),
+            callbacks.MetricAverageCallback(),
+        ]
+        return fit(model, *used).history["lr"], model.get_weights()[0]
+
+    rates = [RATE * 0.75, RATE]
+    for logged, weights in run_ranks(2, main):
+        np.testing.assert_allclose(logged, RATE, rtol=1e-6)
+        np.testing.assert_allclose(weights, oracle([1, 1], rates), rtol=1e-5)
+
+
+ELSEWHERE = [
+    pytest.param({"KERAS_BACKEND": "torch"}, "torch", id="torch"),
+    pytest.param({"TF_USE_LEGACY_KERAS": "1"}, "tf_keras", id="Keras 2"),
+]
+
+
+@pytest.mark.skipif(
+    bool({"KERAS_BACKEND", "TF_USE_LEGACY_KERAS"} & os.environ.keys()), reason="it is"
+)
+@pytest.mark.parametrize("environment, needed", ELSEWHERE)
+def test_all_of_this_elsewhere(environment: dict[str, str], needed: str) -> None:
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
