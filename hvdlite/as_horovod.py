@@ -18,17 +18,30 @@ from hvdlite.names import SameModule, exists
 
 HOROVOD = "horovod"
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "drop_in")
-# Modules of Horovod with another name or home here; all others have the same name in hvdlite.
-# A module that is only a part of its package there may be answered for by the package.
+# Modules of Horovod that are only a part of a module here, or have the name that they have there.
+PARTS = {
+    "tensorflow": [
+        "compression",
+        "functions",
+        "gradient_aggregation",
+        "gradient_aggregation_eager",
+        "mpi_ops",
+        "sync_batch_norm",
+        "util",
+    ],
+    "torch": ["compression", "functions", "mpi_ops", "optimizer", "sync_batch_norm"],
+}
+# Which modules of hvdlite answer for one of Horovod: the first that is there. All modules that are
+# not named here have the same name in hvdlite.
 NAMES = {
-    "horovod": ("hvdlite",),
-    "horovod.common.exceptions": ("hvdlite.common.errors",),
-    "horovod.runner": ("hvdlite.launcher",),
-    "horovod.torch.compression": ("hvdlite.torch.compression", "hvdlite.torch"),
-    "horovod.torch.functions": ("hvdlite.torch.functions", "hvdlite.torch"),
-    "horovod.torch.mpi_ops": ("hvdlite.torch.mpi_ops", "hvdlite.torch"),
-    "horovod.torch.optimizer": ("hvdlite.torch.optimizer", "hvdlite.torch"),
-    "horovod.torch.sync_batch_norm": ("hvdlite.torch.sync_batch_norm", "hvdlite.torch"),
+    "horovod": ["hvdlite"],
+    "horovod.common.exceptions": ["hvdlite.common.errors"],
+    "horovod.runner": ["hvdlite.launcher"],
+    **{
+        f"horovod.{package}.{part}": [f"hvdlite.{package}.{part}", f"hvdlite.{package}"]
+        for package, parts in PARTS.items()
+        for part in parts
+    },
 }
 
 
@@ -53,7 +66,7 @@ class Finder:
 
 def _own_name(fullname: str) -> str | None:
     same = "hvdlite" + fullname.removeprefix(HOROVOD)
-    for name in NAMES.get(fullname, (same,)):
+    for name in NAMES.get(fullname, [same]):
         if exists(name):
             return name
     return None

@@ -23,7 +23,7 @@ assert horovod is hvdlite and horovod.common is hvdlite.common and hvd is hvdlit
 assert horovod.common.exceptions is hvdlite.common.errors
 assert hvdlite.common.errors.__spec__.name == hvdlite.common.errors.__name__
 assert horovod.run is hvdlite.run
-assert "torch" not in sys.modules
+assert not {"torch", "tensorflow", "keras"} & set(sys.modules)
 print("answered", __name__, sys.argv[1:])
 """
 CHILDREN = """
@@ -91,11 +91,32 @@ def test_child_processes_answer_too(tmp_path: Path) -> None:
 def test_torch_is_the_same_module() -> None:
     pytest.importorskip("torch")
     code = (
+        "import sys\n"
         "import horovod.torch as hvd, hvdlite.torch\n"
         "from horovod.torch.mpi_ops import allreduce, rank\n"
         "from horovod.torch.compression import Compression\n"
         "assert hvd is hvdlite.torch and allreduce is hvd.allreduce\n"
         "assert Compression is hvd.Compression\n"
+        "assert 'tensorflow' not in sys.modules\n"
+        "hvd.init(); print(hvd.size())\n"
+    )
+    assert run("-c", code) == "1\n"
+
+
+def test_tensorflow_and_keras_are_the_same_modules() -> None:
+    pytest.importorskip("tensorflow")
+    code = (
+        "import sys\n"
+        "import horovod.tensorflow as hvd, horovod.keras, horovod.tensorflow.keras\n"
+        "import hvdlite.keras, hvdlite.tf\n"
+        "from horovod.tensorflow.mpi_ops import allreduce, rank\n"
+        "from horovod.tensorflow.compression import Compression\n"
+        "from horovod.tensorflow.functions import broadcast_variables\n"
+        "assert hvd is hvdlite.tf and allreduce is hvd.allreduce\n"
+        "assert Compression is hvd.Compression\n"
+        "assert broadcast_variables is hvdlite.tf.functions.broadcast_variables\n"
+        "assert horovod.keras is hvdlite.keras is horovod.tensorflow.keras\n"
+        "assert 'torch' not in sys.modules\n"
         "hvd.init(); print(hvd.size())\n"
     )
     assert run("-c", code) == "1\n"
@@ -107,7 +128,7 @@ def test_modules_without_a_framework() -> None:
         "from horovod.data import AsyncDataLoaderMixin, BaseDataLoader\n"
         "from horovod.common.util import check_extension, env, split_list\n"
         "assert horovod.data is hvdlite.data and horovod.common.util is hvdlite.common.util\n"
-        "assert 'torch' not in sys.modules\n"
+        "assert not {'torch', 'tensorflow', 'keras'} & set(sys.modules)\n"
         "print(split_list([1, 2, 3], 2))\n"
     )
     assert run("-c", code) == "[[1, 2], [3]]\n"
