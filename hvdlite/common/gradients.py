@@ -6,10 +6,10 @@ Parameters are known here by a key, which can be anything hashable; nothing here
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hvdlite.common.basics import size
 from hvdlite.common.collectives.table import split_rows
@@ -83,6 +83,22 @@ def resolve_groups(num_groups: int, groups: object) -> object:
         return groups
     warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=4)
     return num_groups if groups is None else groups
+
+
+def check_groups(groups: object, is_tensor: Callable[[Any], bool], tensor: str) -> None:
+    """Raises `ValueError` unless it is None, a positive number, or a list of lists of tensors.
+
+    `is_tensor` knows a tensor of the framework, which calls it `tensor`.
+    """
+    if groups is None or (isinstance(groups, int) and groups > 0):
+        return
+    if not isinstance(groups, list):
+        raise ValueError(
+            f"groups should be a positive number or a list of lists of {tensor}, not {groups!r}"
+        )
+    for group in groups:
+        if not isinstance(group, (list, tuple)) or not all(map(is_tensor, group)):
+            raise ValueError(f"groups must consist of lists of {tensor}")
 
 
 def split_list(values: Sequence[T], parts: int) -> list[list[T]]:

@@ -107,4 +107,5 @@ def _flights(
 
 
 def _name(name: str) -> str:
-    return name if tf.executing_eagerly() else name_in_graph(name)
+    # Name scopes tell no gradients apart, and hold numbers that Keras counts per process.
+    return name if tf.executing_eagerly() else name_in_graph(name, ignore_name_scope=True)

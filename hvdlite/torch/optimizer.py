@@ -16,6 +16,7 @@ from hvdlite.common.gradients import (
     Schedule,
     Terms,
     buckets_of,
+    check_groups,
     check_names,
     check_passes,
     resolve_groups,
@@ -236,14 +237,11 @@ def _name_parameters(
 
 def _resolve_groups(groups: object, names: Names, terms: Terms) -> list[list[str]]:
     """The names of the parameters of each group."""
-    if groups is None:
-        return []
+    check_groups(groups, lambda each: isinstance(each, torch.Tensor), "torch.Tensor")
     if isinstance(groups, list):
         return [_names_of(group, names) for group in groups]
-    if not isinstance(groups, int) or groups <= 0:
-        raise ValueError(
-            f"groups should be a positive number or a list of lists of torch.Tensor, not {groups!r}"
-        )
+    if not isinstance(groups, int):
+        return []
     order = [names[parameter] for parameter in names if parameter.requires_grad]
     if terms.active:  # the ranks might have made their parameters in different orders
         root = min(terms.process_set.ranks or [0])
@@ -252,10 +250,6 @@ def _resolve_groups(groups: object, names: Names, terms: Terms) -> list[list[str
 
 
 def _names_of(group: Sequence[torch.Tensor], names: Names) -> list[str]:
-    if not isinstance(group, (list, tuple)) or not all(
-        isinstance(parameter, torch.Tensor) for parameter in group
-    ):
-        raise ValueError("groups must consist of lists of torch.Tensor")
     if any(parameter not in names for parameter in group):
         raise ValueError("groups has a tensor that is not a parameter of the optimizer")
     return [names[parameter] for parameter in group]

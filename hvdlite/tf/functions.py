@@ -1,0 +1,101 @@
+"""Variables and Python objects from one rank to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.common import objects
+from hvdlite.common.options import Options
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.tf.errors import public
+from hvdlite.tf.sources import plain
+from hvdlite.tf.variables import broadcast_values
+
+
+@public
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> tf.Operation | None:
+    """Assign to each variable its value on the global rank `root_rank`.
+
+    Variables are those of TensorFlow or of Keras; every rank gives some of the same shapes and
+    dtypes, in the same order. When executing eagerly this blocks; in a graph it is an operation
+    to run. `inplace` has no effect: variables keep their memory where TensorFlow allows it.
+    """
+    targets = [plain(variable) for variable in variables]
+    values = broadcast_values(targets, None, Options(process_set, root_rank=root_rank))
+    assigned = [
+        variable.assign(value, read_value=False)
+        for variable, value in zip(targets, values, strict=True)
+    ]
+    return None if tf.executing_eagerly() else tf.group(*assigned)
+
+
+@public
+def broadcast_global_variables(root_rank: int) -> tf.Operation:
+    """An operation that gives all global variables of the graph their value on `root_rank`.
+
+    Raises `RuntimeError` when executing eagerly: there are no global variables then.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() does not support eager execution. Please use "
+            "hvd.broadcast_variables(<model/optimizer variables>) instead"
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+@public
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The object of the global rank `root_rank`, on every rank; blocks.
+
+    `obj` is anything that cloudpickle can pickle, and has no effect on other ranks than the
+    root, which gets its own object back. `session` has no effect: the object travels at once, also
+    while a graph is built.
+    """
+    return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """A function of an object that is `broadcast_object` with these arguments."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+@public
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """The objects of all ranks, in rank order; blocks. A joined rank has none.
+
+    `obj` is anything that cloudpickle can pickle. `session` has no effect.
+    """
+    return objects.allgather_object(obj, name, process_set)
+
+
+__all__ = [
+    "allgather_object",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+]

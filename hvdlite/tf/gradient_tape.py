@@ -1,0 +1,168 @@
+"""`DistributedGradientTape`: a tape whose gradients are reduced over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.common.compression import Compressor
+from hvdlite.common.gradients import Terms, resolve_groups, scaling
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.tf.compression import Compression
+from hvdlite.tf.exchange import Gradient
+from hvdlite.tf.reducer import Reducer
+
+_untraced: Any = tf.autograph.experimental.do_not_convert
+_NO_GRADIENT = tf.UnconnectedGradients.NONE
+Pairs = list[tuple[Any, Gradient]]
+
+
+class _DistributedMixin(tf.GradientTape):
+    """Comes before the class of the wrapped tape, and shares all that the wrapped tape records."""
+
+    __slots__ = ("_reducer", "_wrapped")
+
+    _reducer: Reducer
+    _wrapped: tf.GradientTape
+
+    @_untraced
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: tf.UnconnectedGradients = _NO_GRADIENT,
+        use_generic_names: bool = False,
+    ) -> Any:
+        """The gradients of `target`, reduced over all ranks, in the structure of `sources`.
+
+        Every rank gives the same sources in the same order, and for each of them a gradient or
+        None as the others do. Gradients are named after their variables; only numbered where
+        `use_generic_names` is true. Those of local sources stay on this rank.
+
+        The other arguments are those of `tf.GradientTape.gradient`. Raises `tf.errors.OpError` when
+        a reduction fails.
+        """
+        gradients = self._wrapped.gradient(target, sources, output_gradients, unconnected_gradients)
+        flat = tf.nest.flatten(sources)
+        names = [f"grad_{index}" for index in range(len(flat))] if use_generic_names else None
+        reduced = self._reducer.reduce(tf.nest.flatten(gradients), flat, names)
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+    def get_local_and_global_gradients(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+    ) -> tuple[Pairs, Pairs]:
+        """As `gradient`: ``(source, gradient)`` of the local sources, and of all others."""
+        gradients = self.gradient(
+            target, sources, output_gradients, use_generic_names=use_generic_names
+        )
+        flat = tf.nest.flatten(sources)
+        pairs = list(zip(flat, tf.nest.flatten(gradients), strict=True))
+        is_local = self._reducer.local.pick(flat)
+        local = [pair for pair, own in zip(pairs, is_local, strict=True) if own]
+        return local, [pair for pair, own in zip(pairs, is_local, strict=True) if not own]
+
+    def register_local_source(self, source: Any) -> None:
+        """The gradient of this variable or tensor is not reduced from now on."""
+        self._reducer.local.add(source)
+
+    @_untraced
+    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """As `tf.GradientTape.jacobian`, of this rank alone: nothing is reduced."""
+        return self._wrapped.jacobian(*args, **kwargs)
+
+    @_untraced
+    def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """As `tf.GradientTape.batch_jacobian`, of this rank alone: nothing is reduced."""
+        return self._wrapped.batch_jacobian(*args, **kwargs)
+
+
+@_untraced
+def DistributedGradientTape(  # noqa: N802
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[tf.Variable]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A tape of the same class that reduces over all ranks what ``gradient()`` computes.
+
+    - `gradtape`: the tape to wrap. Both are one tape: what one records, the other has recorded.
+    - `compression`: `Compression.fp16` or `Compression.bf16` makes what travels smaller.
+    - `sparse_as_dense`: `tf.IndexedSlices` travel as dense tensors, otherwise by their rows.
+    - `op`: Average, Sum, Min, Max, Product or Adasum.
+    - `gradient_predivide_factor` f: gradients are divided by f before the sum, and by size / f
+      after it.
+    - `groups`: how many groups, or lists of variables: gradients that travel together.
+      `num_groups` is its deprecated name.
+    - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
+    - `scale_local_gradients`: gradients of local sources, which ``register_local_source()`` tells,
+      are divided by the number of ranks, as an average would divide them.
+
+    `device_dense` and `device_sparse` have no effect. Raises `ValueError` for arguments that
+    contradict each other.
+    """
+    if isinstance(gradtape, _DistributedMixin):
+        raise ValueError("this tape is a DistributedGradientTape already: wrap it once")
+    terms = Terms(compression, scaling(op, gradient_predivide_factor), sparse_as_dense, process_set)
+    chosen = resolve_groups(num_groups, groups)
+    cls: Any = type(type(gradtape).__name__, (_DistributedMixin, type(gradtape)), {})
+    tape: Any = object.__new__(cls)
+    tape.__dict__ = gradtape.__dict__
+    tape._wrapped = gradtape
+    tape._reducer = Reducer("DistributedGradientTape", terms, chosen, scale_local_gradients)
+    return tape
+
+
+@_untraced
+def PartialDistributedGradientTape(  # noqa: N802
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[tf.Variable]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As `DistributedGradientTape`; the weights of `local_layers` are local sources.
+
+    `local_layers` is a Keras layer, or a list of them; they need not be built yet. Raises
+    `ValueError` for anything else.
+    """
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    if local_layers is not None:
+        tape._reducer.local.add_layers(local_layers)
+    return tape
+
+
+__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
