@@ -43,14 +43,14 @@ def test_a_second_name_holds_for_all_below_it() -> None:
 def test_second_names_give_the_same_modules() -> None:
     pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
     frameworks = imported(
-        "import hvdlite.tensorflow.mpi_ops, hvdlite.tf, hvdlite.tensorflow.keras.framework\n"
-        "import hvdlite.keras, hvdlite.tf.keras\n"
+        "import hvdlite.tensorflow.mpi_ops, hvdlite.tf, hvdlite.tensorflow.keras.callbacks\n"
+        "import hvdlite.keras, hvdlite.tf.keras.callbacks\n"
         "from hvdlite.tensorflow import compression, mpi_ops\n"
         "assert hvdlite.tensorflow is hvdlite.tf\n"
         "assert mpi_ops is hvdlite.tensorflow.mpi_ops is hvdlite.tf.mpi_ops\n"
         "assert compression is hvdlite.tf.compression\n"
         "assert hvdlite.tensorflow.keras is hvdlite.keras is hvdlite.tf.keras\n"
-        "assert hvdlite.tensorflow.keras.framework is hvdlite.keras.framework\n"
+        "assert hvdlite.tensorflow.keras.callbacks is hvdlite.keras.callbacks\n"
         "assert hvdlite.tf.__spec__.name == hvdlite.tf.__name__ == 'hvdlite.tf'\n"
         "hvdlite.tf.init(); hvdlite.tf.shutdown()"
     )
@@ -85,5 +85,16 @@ def test_a_framework_is_imported_only_for_its_own_users() -> None:
 
 def test_editors_find_the_second_names() -> None:
     for second in (*OWN_NAMES, "hvdlite.tensorflow.keras"):
-        stub = PACKAGE.joinpath(*second.split(".")[1:], "__init__.pyi")
-        assert f"from {own_name(second)} import *\n" in stub.read_text()
+        folder = PACKAGE.joinpath(*second.split(".")[1:])
+        for stub in folder.glob("*.pyi"):
+            module = f"{second}.{stub.stem}".removesuffix(".__init__")
+            assert f"from {own_name(module)} import *\n" in stub.read_text()
+        assert (folder / "__init__.pyi").exists()
+
+
+def test_every_package_is_installed() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="new in Python 3.11")
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    folders = [path.parent.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("__init__.py")]
+    packages = {".".join(folder.parts) for folder in folders} | {"hvdlite.launcher"}
+    assert packages == set(settings["tool"]["setuptools"]["packages"])
