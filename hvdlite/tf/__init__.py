@@ -12,6 +12,7 @@ from __future__ import annotations
 from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import add_process_set, remove_process_set
+from hvdlite.tf import data
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.functions import (
     allgather_object,
@@ -96,6 +97,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "data",
     "ddl_built",
     "global_process_set",
     "gloo_built",

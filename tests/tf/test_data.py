@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdlite.common.runtime import init, shutdown
+import hvdlite.tf as hvd
 from hvdlite.tf.data import Remainder, shard
 from tests.ranks import run_ranks
 
@@ -216,8 +216,8 @@ def test_wrong_arguments_are_refused() -> None:
 def test_the_job_must_be_initialized() -> None:
     with pytest.raises(ValueError, match="has not been initialized"):
         shard(known(4), "drop")
-    init()
+    hvd.init()
     try:
-        assert elements(shard(known(4), "drop")) == [0, 1, 2, 3]
+        assert elements(hvd.data.shard(known(4), "drop")) == [0, 1, 2, 3]
     finally:
-        shutdown()
+        hvd.shutdown()
