@@ -15,17 +15,25 @@ keras: Any = import_module("tf_keras" if LEGACY else "keras")  # Keras 2, or Ker
 _ADAPTERS = {"tensorflow": "hvdlite.tf", "torch": "hvdlite.torch"}
 
 
-@cache
-def adapter() -> ModuleType:
-    """The module whose collectives take the tensors of Keras' backend.
+def backend_of(package: Any) -> str:
+    """The name of the backend of this Keras.
 
     Raises `NotImplementedError` for a backend that hvdlite has no adapter for.
     """
-    backend = keras.backend.backend()
+    backend: str = package.backend.backend()
     if backend not in _ADAPTERS:
         supported = " and ".join(sorted(_ADAPTERS))
         raise NotImplementedError(
             f"hvdlite.keras works with the Keras backends {supported}, and this is {backend}: set "
             "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch"
         )
-    return import_module(_ADAPTERS[backend])
+    return backend
+
+
+@cache
+def adapter() -> ModuleType:
+    """The module whose collectives take the tensors of Keras' backend.
+
+    Raises `NotImplementedError` as `backend_of` does.
+    """
+    return import_module(_ADAPTERS[backend_of(keras)])

@@ -1,0 +1,101 @@
+"""The gradients of one optimizer of Keras on their way to the other ranks, and into the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from hvdlite.common.gradients import Terms
+
+Then = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `DistributedOptimizer` was told. It stands in the class, so that copies have it too."""
+
+    backend: str  # of Keras: which kind of tensors the gradients are
+    prefix: str  # of all names
+    terms: Terms
+    groups: object
+    passes: int
+    average_passes: bool
+    scale_local_gradients: bool
+    local_layers: Any
+
+
+class Exchange:
+    """What is done with gradients before an optimizer applies them.
+
+    gradients -> accumulate, if several passes make a step -> reduce over all ranks -> apply
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        tools = import_module(f"hvdlite.keras.on_{settings.backend}")
+        self.untraced: Callable[[Any], Any] = tools.untraced
+        self._reducer = tools.Reducer(
+            settings.prefix, settings.terms, settings.groups, settings.scale_local_gradients
+        )
+        if settings.local_layers is not None:
+            self._reducer.local.add_layers(settings.local_layers)
+        self._accumulator = (
+            tools.Accumulator(settings.passes, settings.average_passes, settings.terms)
+            if settings.passes > 1
+            else None
+        )
+        self._reduced = False
+
+    @property
+    def local(self) -> Any:
+        """The variables whose gradients stay on this rank."""
+        return self._reducer.local
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients, reduced over all ranks."""
+        reduced: list[Any] = self._reducer.reduce(gradients, variables)
+        return reduced
+
+    def through(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        then: Then,
+        skip: Callable[[], Any],
+    ) -> Any:
+        """What ``then(reduced gradients)`` returns; ``skip()`` in a pass that only accumulates.
+
+        Within `then`, gradients count as reduced: they pass through this once.
+        """
+        if self._reduced:
+            return then(list(gradients))
+        if self._accumulator is None:
+            return self._apply(gradients, variables, then)
+        return self._accumulator.add(
+            gradients, lambda totals: self._apply(totals, variables, then), skip
+        )
+
+    def _apply(self, gradients: Sequence[Any], variables: Sequence[Any], then: Then) -> Any:
+        reduced = self.reduce(gradients, variables)
+        with self._gradients_are_reduced():
+            return then(reduced)
+
+    @contextmanager
+    def _gradients_are_reduced(self) -> Iterator[None]:
+        self._reduced = True
+        try:
+            yield
+        finally:
+            self._reduced = False
+
+    def check(self, method: str) -> None:
+        """Raises `RuntimeError` when gradients are about to be applied that were not reduced."""
+        if not self._reduced and self.settings.terms.active:
+            raise RuntimeError(
+                f"{method}() of a DistributedOptimizer would apply gradients of this rank alone, "
+                "and the ranks' weights would drift apart: call apply_gradients(), or make such "
+                "updates with an optimizer that is not wrapped"
+            )

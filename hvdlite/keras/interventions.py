@@ -1,0 +1,92 @@
+"""What Keras does with an optimizer, and the optimizer alone cannot see.
+
+Two methods of Keras are replaced when the first optimizer is wrapped. For models and optimizers
+that are not distributed they do what they did before.
+
+- A LossScaleOptimizer, which ``compile()`` puts around an optimizer for mixed precision, skips a
+  step in which a gradient has overflowed. It has to look at the reduced gradients: if each rank
+  decided for itself, some would wait for others that have skipped the step.
+- A model makes its training step, perhaps with XLA, which cannot contain a collective.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any
+
+from hvdlite.keras.exchange import Exchange
+from hvdlite.keras.kinds import Kind, parts_of
+from hvdlite.keras.wrapping import Distributed, exchange_of
+
+_MADE_FOR = "_hvdlite_exchange"  # of a model: the one that its training step was made with
+Method = Callable[..., Any]
+
+
+def intervene(kind: Kind) -> None:
+    """Replace the methods of this Keras; once."""
+    for name, entry in kind.entries.items():
+        if hasattr(kind.loss_scaler_class, name):
+            _replace(kind.loss_scaler_class, name, partial(_scaling, entry))
+    _replace(kind.module.Model, "make_train_function", _making_step)
+
+
+def _replace(cls: type, name: str, make: Callable[[Method], Method]) -> None:
+    owner = next(each for each in cls.__mro__ if name in vars(each))
+    method = vars(owner)[name]
+    if not hasattr(method, "_hvdlite"):
+        replacement: Any = wraps(method)(make(method))
+        replacement._hvdlite = True
+        setattr(owner, name, replacement)
+
+
+def _scaling(entry: Any, method: Method) -> Method:
+    """An entry of a loss scaler, which reduces for the optimizer that it has inside."""
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.inner_optimizer, Distributed):
+            return entry(method, exchange_of(self.inner_optimizer), self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return apply
+
+
+def _making_step(method: Method) -> Method:
+    """``Model.make_train_function()``."""
+
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        exchange = _exchange_in(self.optimizer)
+        if exchange is not None and exchange.settings.terms.active:
+            if self.jit_compile:
+                _warn_once()
+                self.jit_compile = False
+            force = force or _is_stale(self, exchange)
+            vars(self)[_MADE_FOR] = exchange
+        return method(self, force)
+
+    return make_train_function
+
+
+def _exchange_in(optimizer: Any) -> Exchange | None:
+    """That of a distributed optimizer whose gradients are tensors of TensorFlow."""
+    for each in parts_of(optimizer):
+        if isinstance(each, Distributed) and each._hvdlite_settings.backend == "tensorflow":
+            return exchange_of(each)
+    return None
+
+
+def _is_stale(model: Any, exchange: Exchange) -> bool:
+    """Whether Keras has made the step before the optimizer was wrapped, and would use it again."""
+    step = getattr(model.train_function, "python_function", model.train_function)
+    made_by_keras = getattr(step, "__module__", "").startswith(("keras.", "tf_keras."))
+    return made_by_keras and vars(model).get(_MADE_FOR) is not exchange
+
+
+@cache
+def _warn_once() -> None:
+    warnings.warn(
+        "XLA cannot compile a training step that reduces gradients over ranks: the model is "
+        "compiled without it, as with jit_compile=False",
+        stacklevel=4,
+    )

@@ -1,0 +1,131 @@
+"""`DistributedOptimizer` for the optimizers of Keras 3 and of Keras 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdlite.common.basics import size
+from hvdlite.common.compression import Compressor, NoneCompressor
+from hvdlite.common.gradients import Terms, check_passes, resolve_groups, scaling
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.keras.exchange import Exchange, Settings
+from hvdlite.keras.framework import backend_of
+from hvdlite.keras.interventions import intervene
+from hvdlite.keras.kinds import kind_of, parts_of
+from hvdlite.keras.wrapping import Distributed, distribute
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """The optimizer, which from now on reduces gradients over all ranks before it applies them.
+
+    It is the same object, with its variables and its state; only its class is another one, derived
+    from its own. Wrap an optimizer before ``model.compile()``. Gradients are clipped, accumulated
+    by Keras and checked for overflow after the reduction, hence alike on all ranks. What Keras
+    saves of it names the original class: a saved model can be loaded without hvdlite, and has a
+    plain optimizer then; `load_model` wraps it again.
+
+    - `optimizer`: an optimizer of Keras 3 (with TensorFlow or PyTorch as backend) or of Keras 2. A
+      LossScaleOptimizer may be around it, inside it, or come from ``compile()``.
+    - `name`: begins the names of all its reductions.
+    - `compression`: `Compression.fp16` or `Compression.bf16` makes what travels smaller.
+    - `sparse_as_dense`: sparse gradients travel as dense ones, otherwise by their rows.
+    - `gradient_predivide_factor` f: gradients are divided by f before the sum, and by size / f
+      after it.
+    - `op`: Average or Sum.
+    - `backward_passes_per_step`: how many passes add up before gradients travel and are applied;
+      `average_aggregated_gradients` divides the sum by their number. ``iterations`` counts passes.
+    - `groups`: how many groups, or lists of variables: gradients that travel together.
+      `num_groups` is its deprecated name.
+    - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
+    - `scale_local_gradients`: gradients of the variables that ``register_local_var()`` tells, which
+      stay on this rank, are divided by the number of ranks.
+
+    `device_dense` and `device_sparse` have no effect. Raises `ValueError` for arguments that
+    contradict each other and before `init`, and `NotImplementedError` for another backend of Keras.
+    """
+    return PartialDistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        resolve_groups(num_groups, groups),
+        process_set,
+        None,
+        scale_local_gradients,
+    )
+
+
+def PartialDistributedOptimizer(  # noqa: N802
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As `DistributedOptimizer`; the weights of `local_layers` are each rank's own.
+
+    `local_layers` is a Keras layer, or a list of them; they need not be built yet.
+    """
+    kind = kind_of(optimizer)
+    _check(optimizer, op, backward_passes_per_step)
+    settings = Settings(
+        backend_of(kind.module),
+        name or f"Distributed{type(optimizer).__name__}",
+        Terms(compression, scaling(op, gradient_predivide_factor), sparse_as_dense, process_set),
+        groups,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        scale_local_gradients,
+        local_layers,
+    )
+    exchange = Exchange(settings)
+    size()  # raises before init
+    intervene(kind)
+    distribute(optimizer, kind, exchange)
+    return optimizer
+
+
+def _check(optimizer: Any, op: int, passes: int) -> None:
+    for each in parts_of(optimizer):
+        if isinstance(each, Distributed):
+            raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
+        if passes > 1 and getattr(each, "gradient_accumulation_steps", None):
+            raise ValueError(
+                "backward_passes_per_step and gradient_accumulation_steps of Keras both accumulate "
+                "gradients: use one of them"
+            )
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError("op of a Keras optimizer must be Average or Sum")
+    check_passes(passes)

@@ -1,0 +1,98 @@
+"""How an optimizer of Keras becomes a distributed one: it gets a class derived from its own.
+
+The object, its variables and its state stay what they are. Settings stand in the new class, so that
+what ``from_config(get_config())`` or ``type(optimizer)(...)`` make of it is distributed as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+from hvdlite.keras.exchange import Exchange, Settings
+from hvdlite.keras.kinds import Kind
+
+_EXCHANGE = "_hvdlite_exchange"
+Method = Callable[..., Any]
+
+
+class Distributed:
+    """What comes before the class of the wrapped optimizer."""
+
+    _hvdlite_settings: Settings
+
+    def _allreduce(self, grads: Any, vars: Any) -> list[Any]:
+        """The gradients of these variables, reduced over all ranks; nothing is applied."""
+        return exchange_of(self).reduce(list(grads), list(vars))
+
+    def register_local_var(self, var: Any) -> None:
+        """The gradient of this variable is not reduced from now on: each rank has its own."""
+        exchange_of(self).local.add(var)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A copy that Keras makes would be a plain optimizer, which synchronizes nothing."""
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: save the model, or make "
+            "another optimizer with from_config(get_config()) and give it the variables"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce_ex__(4)
+
+
+def exchange_of(optimizer: Any) -> Exchange:
+    """The exchange of a distributed optimizer; made when it is first needed."""
+    state: dict[str, Any] = optimizer.__dict__  # Keras would track what is set as an attribute
+    if _EXCHANGE not in state:
+        state[_EXCHANGE] = Exchange(optimizer._hvdlite_settings)
+    exchange: Exchange = state[_EXCHANGE]
+    return exchange
+
+
+def distribute(optimizer: Any, kind: Kind, exchange: Exchange) -> None:
+    """Make it distributed, as an instance of a class with the name of its own."""
+    base: Any = type(optimizer)
+    metaclass: Any = type(base)
+    namespace: dict[str, Any] = {
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "_hvdlite_settings": exchange.settings,
+    }
+    for name, entry in kind.entries.items():
+        if hasattr(base, name):
+            namespace[name] = exchange.untraced(_entering(getattr(base, name), entry))
+    for name in kind.guarded:
+        if hasattr(base, name):
+            namespace[name] = _guarded(getattr(base, name))
+    cls = metaclass(base.__name__, (Distributed, base), namespace)
+    _keep_registered_name(kind, base, cls)
+    object.__setattr__(optimizer, "__class__", cls)
+    optimizer.__dict__[_EXCHANGE] = exchange
+
+
+def _entering(method: Method, entry: Method) -> Method:
+    @wraps(method)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return entry(method, exchange_of(self), self, *args, **kwargs)
+
+    return apply
+
+
+def _guarded(method: Method) -> Method:
+    @wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        exchange_of(self).check(method.__name__)
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
+def _keep_registered_name(kind: Kind, base: type, cls: type) -> None:
+    """Have Keras save the new class under the name that the user's was registered with."""
+    registration = sys.modules[f"{kind.package}.src.saving.object_registration"]
+    for names in ("GLOBAL_CUSTOM_NAMES", "_GLOBAL_CUSTOM_NAMES"):
+        known = getattr(registration, names, {})
+        if base in known:
+            known[cls] = known[base]
