@@ -83,6 +83,19 @@ def test_a_framework_is_imported_only_for_its_own_users() -> None:
         assert imported(f"import hvdlite.torch {start}") == {"torch"}
 
 
+@pytest.mark.parametrize(("backend", "other"), [("torch", "tensorflow"), ("tensorflow", "torch")])
+def test_keras_imports_only_its_backend(backend: str, other: str) -> None:
+    for needed in ("keras", backend):
+        if find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    code = f"import os; os.environ['KERAS_BACKEND'] = {backend!r}\n"
+    code += "import hvdlite.keras.callbacks\n"
+    code += "from hvdlite.keras.framework import adapter; hvd = adapter()\n"
+    code += "hvd.init(); hvd.shutdown()"
+    frameworks = imported(code)
+    assert backend in frameworks and other not in frameworks
+
+
 def test_editors_find_the_second_names() -> None:
     for second in (*OWN_NAMES, "hvdlite.tensorflow.keras"):
         folder = PACKAGE.joinpath(*second.split(".")[1:])
