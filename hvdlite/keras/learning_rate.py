@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.keras.variables import inner_optimizers
+from hvdlite.keras.kinds import parts_of
 
 
 def get_learning_rate(model: Any, asked_by: str) -> float:
@@ -14,7 +14,7 @@ def get_learning_rate(model: Any, asked_by: str) -> float:
 
     Raises `ValueError` for one that cannot be set, because the optimizer calculates it itself.
     """
-    innermost = inner_optimizers(model.optimizer)[-1]
+    *_, innermost = parts_of(model.optimizer)
     given = _given_learning_rate(innermost)
     if callable(given) and not hasattr(given, "assign"):
         raise ValueError(
@@ -43,7 +43,7 @@ def scale_velocities(model: Any, factor: float) -> None:
 
     Others have velocities that the learning rate is not a factor of.
     """
-    optimizer = inner_optimizers(model.optimizer)[-1]
+    *_, optimizer = parts_of(model.optimizer)
     if not {"SGD", "RMSprop"} & {kind.__name__ for kind in type(optimizer).__mro__}:
         return
     for velocity in _velocities(optimizer, model):

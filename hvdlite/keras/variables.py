@@ -12,20 +12,12 @@ from typing import Any
 import numpy as np
 
 from hvdlite import numpy as hvd
+from hvdlite.keras.kinds import parts_of
 
 
 def is_variable(thing: Any) -> bool:
     """Whether it is a variable of Keras or of TensorFlow."""
     return callable(getattr(thing, "assign", None)) and callable(getattr(thing, "numpy", None))
-
-
-def inner_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizer, and what it wraps (as a LossScaleOptimizer does), from the outside in."""
-    found: list[Any] = []
-    while optimizer is not None and not any(optimizer is each for each in found):
-        found.append(optimizer)
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-    return found
 
 
 def model_variables(model: Any) -> list[Any]:
@@ -45,7 +37,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     variables = variables() if callable(variables) else variables
     own = [
         gradient
-        for each in inner_optimizers(optimizer)
+        for each in parts_of(optimizer)
         for gradient in getattr(each, "_accumulated_gradients", None) or ()
     ]
     return without(variables, own)

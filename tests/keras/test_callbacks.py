@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import pytest
 
 from hvdlite.keras import callbacks
 from hvdlite.keras.framework import LEGACY, keras
+from tests.keras.environments import elsewhere
 from tests.ranks import run_ranks
 
 RATE, MOMENTUM = 0.1, 0.9
@@ -481,26 +478,4 @@ def test_callbacks_of_one_keras_serve_models_of_the_other() -> None:
         np.testing.assert_allclose(weights, oracle([1, 1], rates), rtol=1e-5)
 
 
-ELSEWHERE = [
-    pytest.param({"KERAS_BACKEND": "torch"}, "torch", id="torch"),
-    pytest.param({"TF_USE_LEGACY_KERAS": "1"}, "tf_keras", id="Keras 2"),
-]
-
-
-@pytest.mark.skipif(
-    bool({"KERAS_BACKEND", "TF_USE_LEGACY_KERAS"} & os.environ.keys()), reason="it is"
-)
-@pytest.mark.parametrize("environment, needed", ELSEWHERE)
-def test_all_of_this_elsewhere(environment: dict[str, str], needed: str) -> None:
-    if find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command,
-        check=False,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+test_elsewhere = elsewhere(__file__)
