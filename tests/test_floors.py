@@ -32,8 +32,8 @@ FLOORS = [
     ["common.operations"],
     ["common.verbs"],
     ["common.forms"],
-    ["common.objects", "common.gradients"],
-    ["common.util"],
+    ["common.objects", "common.gradients", "common.sources"],
+    ["common.util", "common.reducer"],
     ["data", "numpy", "tf", "torch"],
     ["keras"],
 ]  # fmt: skip

@@ -194,12 +194,12 @@ class GradientExchange:
         """
         if self.terms.active:
             self.watch()
-            parameters = {
-                self.names[each]: each
+            gradients = {
+                self.names[each]: each.grad
                 for each, _ in self._parameters()
                 if each.requires_grad or each.grad is not None
             }
-            known = self._layouts.agree(parameters)
+            known = self._layouts.agree(gradients)
             for bucket in self._schedule.rest(known):
                 self._send(bucket)
             self._land()

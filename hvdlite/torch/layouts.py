@@ -29,15 +29,15 @@ class Layouts:
         self._label = label  # the same on all ranks, whichever parameters they train
         self._codes: dict[str, int] = {}
 
-    def agree(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
-        """Those of `parameters` that have a gradient on some rank; blocks while some are unknown.
+    def agree(self, gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
+        """The names of gradients that some rank has; blocks while there are unknown ones.
 
         Raises `HorovodInternalError` on all ranks for one that is dense here and sparse there.
         """
-        unknown = [name for name in parameters if name not in self._codes]
+        unknown = [name for name in gradients if name not in self._codes]
         if unknown:
-            self._ask(unknown, [_code(parameters[name].grad) for name in unknown])
-        return [name for name in parameters if name in self._codes]
+            self._ask(unknown, [_code(gradients[name]) for name in unknown])
+        return [name for name in gradients if name in self._codes]
 
     def _ask(self, names: list[str], local: list[int]) -> None:
         codes = np.array(local, np.uint8)
