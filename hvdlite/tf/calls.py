@@ -17,6 +17,7 @@ from tensorflow.python.framework.ops import EagerTensor  # tf.constant would cop
 from hvdlite.common.arrays import Array, NumpyAdapter
 from hvdlite.common.collectives.table import ROWS
 from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.handles import Handle
 from hvdlite.common.operations import Operation, submit
 from hvdlite.common.options import Options
 from hvdlite.common.process_sets import ProcessSet
@@ -35,6 +36,10 @@ class Flight(Protocol):
     @property
     def error(self) -> Exception | None:
         """Why it has failed; None while it runs, and when it has ended well."""
+
+    @property
+    def handles(self) -> Sequence[Handle]:
+        """It has ended when all of these have."""
 
     def ended_within(self, seconds: float) -> bool:
         """Sleep until it has ended, at most so long; whether it has."""
@@ -58,8 +63,21 @@ class Call(Protocol):
     def outputs(self) -> Sequence[tf.TensorSpec]:
         """The dtypes of the outputs, and their shapes as far as they are known."""
 
-    def start(self, *arrays: Array) -> Flight:
-        """Enqueue it for the values of `inputs`; never waits."""
+    @property
+    def in_place(self) -> bool:
+        """Whether an output has the shape of its input, and may have its memory."""
+
+    def start(
+        self,
+        arrays: Sequence[Array],
+        adapter: NumpyAdapter = ADAPTER,
+        targets: Sequence[Array] | None = None,
+    ) -> Flight:
+        """Enqueue it for the values of `inputs`; never waits.
+
+        The outputs are written to `targets` where they are given and the collective is `in_place`;
+        otherwise `adapter` makes them.
+        """
 
 
 @dataclass(frozen=True)
@@ -70,11 +88,15 @@ class TensorFlight:
     with_rows: bool
 
     @property
+    def handles(self) -> list[Handle]:
+        return [entry.handle for entry in self.operation.entries]
+
+    @property
     def error(self) -> Exception | None:
-        return next((e.handle.error for e in self.operation.entries if e.handle.error), None)
+        return next((handle.error for handle in self.handles if handle.error), None)
 
     def ended_within(self, seconds: float) -> bool:
-        return all(entry.handle.ended_within(seconds) for entry in self.operation.entries)
+        return all(handle.ended_within(seconds) for handle in self.handles)
 
     def arrays(self) -> list[Array]:
         """The results, and for each of them the rows of each member where those may differ."""
@@ -118,12 +140,21 @@ class TensorCall:
         return outputs
 
     def _shape(self, tensor: tf.Tensor) -> tf.TensorShape:
-        same_rows = ROWS[self.collective].scalars  # what takes a scalar does not cut rows
-        if same_rows or tensor.shape.rank in (None, 0):
+        if self.in_place or tensor.shape.rank in (None, 0):
             return tensor.shape
         return tf.TensorShape([None, *tensor.shape[1:]])
 
-    def start(self, *arrays: Array) -> TensorFlight:
+    @property
+    def in_place(self) -> bool:
+        """Whether the outputs have the shapes of the inputs."""
+        return ROWS[self.collective].scalars  # what takes a scalar does not cut rows
+
+    def start(
+        self,
+        arrays: Sequence[Array],
+        adapter: NumpyAdapter = ADAPTER,
+        targets: Sequence[Array] | None = None,
+    ) -> TensorFlight:
         runtime, options = self.runtime(), self.options
         tensors = arrays[: len(self.tensors)]
         if options.splits is not None:
@@ -131,7 +162,7 @@ class TensorCall:
         label = f"grouped_{self.collective}" if options.grouped else self.collective
         with runtime.named(self.name, options.process_set) as known:
             entries = submit(
-                runtime, ADAPTER, self.collective, f"{label}.{known}", tensors, options
+                runtime, adapter, self.collective, f"{label}.{known}", tensors, options, targets
             )
         return TensorFlight(Operation(entries, lambda _, results: results), self.with_rows)
 
@@ -141,6 +172,10 @@ class SignalFlight:
     """join, or barrier."""
 
     signal: Signal
+
+    @property
+    def handles(self) -> list[Handle]:
+        return [self.signal.handle]
 
     @property
     def error(self) -> Exception | None:
@@ -163,8 +198,14 @@ class SignalCall:
     runtime: Callable[[], Runtime] = field(default_factory=finder)
     inputs: Sequence[tf.Tensor] = ()
     outputs: Sequence[tf.TensorSpec] = (tf.TensorSpec([], tf.int32),)
+    in_place = False
 
-    def start(self, *arrays: Array) -> SignalFlight:
+    def start(
+        self,
+        arrays: Sequence[Array] = (),
+        adapter: NumpyAdapter = ADAPTER,
+        targets: Sequence[Array] | None = None,
+    ) -> SignalFlight:
         return SignalFlight(Signal(self.collective, self.process_set, self.runtime()))
 
 
@@ -174,7 +215,7 @@ def run_now(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     The outputs are not copied: they are the memory that the engine has written.
     """
     with as_tensorflow_errors():
-        flights = [call.start(*map(np.asarray, call.inputs)) for call in calls]
+        flights = [call.start([*map(array_of, call.inputs)]) for call in calls]
         results: list[list[tf.Tensor]] = []
         failures: list[HorovodInternalError] = []
         for flight in flights:
@@ -185,6 +226,11 @@ def run_now(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
         if failures:
             raise failures[0]
         return results
+
+
+def array_of(tensor: tf.Tensor) -> Array:
+    """A host view of an eager tensor; a scalar is copied."""
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
 
 
 def tensor_of(array: Array) -> tf.Tensor:

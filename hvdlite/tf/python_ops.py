@@ -72,7 +72,7 @@ def run_in_graph(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
 def _start(call: Call) -> tf.Tensor:
     def start(*arrays: Array) -> Any:
         handles = call.runtime().handles
-        flight = call.start(*arrays)
+        flight = call.start(arrays)
         number = handles.reserve()
         handles.put(number, flight)
         return np.int64(number)
@@ -115,8 +115,9 @@ def _give_way() -> Callable[[], tf.Tensor]:
     """
     with tf.init_scope(), _one_at_a_time:
         iterator = _eager_iterator() if tf.executing_eagerly() else _new_iterator()
-    next_element: Callable[[], tf.Tensor] = iterator.get_next
-    return next_element
+    return lambda: tf.raw_ops.IteratorGetNext(  # get_next() itself warns when called often
+        iterator=iterator._iterator_resource, output_types=[tf.int32], output_shapes=[[]]
+    )[0]
 
 
 def _new_iterator() -> Any:
