@@ -68,12 +68,14 @@ from hvdlite.tf.mpi_ops import (
     start_timeline,
     stop_timeline,
 )
+from hvdlite.tf.optimizer import DistributedOptimizer
 
 __all__ = [
     "Adasum",
     "Average",
     "Compression",
     "DistributedGradientTape",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",

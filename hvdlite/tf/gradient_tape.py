@@ -14,6 +14,7 @@ from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.exchange import Gradient
 from hvdlite.tf.reducer import Reducer
+from hvdlite.tf.wrapping import wrap
 
 _untraced: Any = tf.autograph.experimental.do_not_convert
 _NO_GRADIENT = tf.UnconnectedGradients.NONE
@@ -119,10 +120,7 @@ def DistributedGradientTape(  # noqa: N802
         raise ValueError("this tape is a DistributedGradientTape already: wrap it once")
     terms = Terms(compression, scaling(op, gradient_predivide_factor), sparse_as_dense, process_set)
     chosen = resolve_groups(num_groups, groups)
-    cls: Any = type(type(gradtape).__name__, (_DistributedMixin, type(gradtape)), {})
-    tape: Any = object.__new__(cls)
-    tape.__dict__ = gradtape.__dict__
-    tape._wrapped = gradtape
+    tape = wrap(_DistributedMixin, gradtape)
     tape._reducer = Reducer("DistributedGradientTape", terms, chosen, scale_local_gradients)
     return tape
 

@@ -48,7 +48,8 @@ def test_variables_of_a_process_set_and_of_keras() -> None:
         if rank != 1:
             hvd.broadcast_variables(layer.weights, root_rank=2, process_set=pair)
         np.testing.assert_array_equal(layer.bias.numpy(), [max(rank, 2 * (rank != 1))] * 2)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="invalid root rank 1|not a member"):
+        wrong = "not a member" if rank == 1 else "invalid root rank 1"
+        with pytest.raises(tf.errors.InvalidArgumentError, match=wrong):
             hvd.broadcast_variables(layer.weights, root_rank=1, process_set=pair)
 
     run_ranks(3, main)

@@ -1,0 +1,84 @@
+"""`DistributedOptimizer`: an optimizer whose gradients are reduced over all ranks before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.common.compression import Compressor
+from hvdlite.common.gradients import Terms, check_passes, resolve_groups, scaling
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.tf.compression import Compression
+from hvdlite.tf.reducer import Reducer
+from hvdlite.tf.v1_optimizer import distributed
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[tf.Variable]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """An optimizer of the same class that reduces gradients over all ranks before each step.
+
+    - `optimizer`: one of Keras, for which `hvdlite.keras.DistributedOptimizer` does the work, or of
+      `tf.compat.v1.train`; do not use it yourself afterwards. The latter reduces in
+      ``compute_gradients()``, and ``apply_gradients()`` refuses gradients that were not reduced.
+    - `name`: begins the names of the gradients.
+    - `compression`: `Compression.fp16` or `Compression.bf16` makes what travels smaller.
+    - `sparse_as_dense`: `tf.IndexedSlices` travel as dense tensors, otherwise by their rows.
+    - `backward_passes_per_step`: how many passes add up before gradients travel and are applied;
+      `average_aggregated_gradients` divides their sum by that number. What adds up is in local
+      variables, which a session initializes with ``tf.compat.v1.local_variables_initializer()``.
+    - `op`: Average, Sum, Min, Max, Product, or Adasum, which combines the steps that the ranks
+      make on their own instead of the gradients. With Keras, Average or Sum.
+    - `gradient_predivide_factor` f: gradients are divided by f before the sum, and by size / f
+      after it.
+    - `groups`: how many groups, or lists of variables: gradients that travel together.
+      `num_groups` is its deprecated name.
+    - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
+    - `scale_local_gradients`: gradients of local variables, which ``register_local_var()`` tells,
+      are divided by the number of ranks, as an average would divide them.
+
+    `use_locking`, `device_dense` and `device_sparse` have no effect. Raises `ValueError` for
+    arguments that contradict each other.
+    """
+    chosen = resolve_groups(num_groups, groups)
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return import_module("hvdlite.keras").DistributedOptimizer(
+            optimizer,
+            name=name,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            op=op,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
+            groups=chosen,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+    terms = Terms(compression, scaling(op, gradient_predivide_factor), sparse_as_dense, process_set)
+    reducer = Reducer(
+        name or f"Distributed{type(optimizer).__name__}", terms, chosen, scale_local_gradients
+    )
+    passes = check_passes(backward_passes_per_step)
+    return distributed(optimizer, reducer, passes, average_aggregated_gradients)
+
+
+__all__ = ["DistributedOptimizer"]

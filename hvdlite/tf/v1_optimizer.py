@@ -1,0 +1,211 @@
+"""Optimizers of `tf.compat.v1.train` whose gradients are reduced over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.tf.aggregation import LocalGradientAggregationHelper, Passes, local_variable
+from hvdlite.tf.exchange import Gradient
+from hvdlite.tf.provenance import Provenance
+from hvdlite.tf.reducer import Reducer
+from hvdlite.tf.sources import key_of
+from hvdlite.tf.wrapping import wrap
+
+Pairs = list[tuple[Gradient, Any]]
+
+
+class DistributedMixin(tf.compat.v1.train.Optimizer):
+    """Comes before the class of the wrapped optimizer, and shares its attributes."""
+
+    __slots__ = ("_aggregation", "_provenance", "_reducer", "_wrapped")
+
+    _aggregation: LocalGradientAggregationHelper | None
+    _provenance: Provenance
+    _reducer: Reducer
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
+        """As the wrapped optimizer's, reduced over all ranks: ``(gradient, variable)``.
+
+        Gradients may then be clipped or scaled before ``apply_gradients()``. In passes that only
+        add gradients up they have no meaning, and are not applied. Raises `tf.errors.OpError` when
+        a reduction fails.
+        """
+        pairs = super().compute_gradients(*args, **kwargs)
+        gradients, variables = [each for each, _ in pairs], [each for _, each in pairs]
+        reduced = self._reduce(gradients, variables)
+        self._provenance.note(reduced, variables)
+        return list(zip(reduced, variables, strict=True))
+
+    def _reduce(self, gradients: list[Gradient], variables: list[Any]) -> list[Gradient]:
+        if self._aggregation is None:
+            return self._reducer.reduce(gradients, variables)
+        reduced: list[Gradient] = self._aggregation.add(
+            gradients,
+            variables,
+            lambda sums: self._reducer.reduce(sums, variables),
+            lambda sums: sums,
+        )
+        return reduced
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Gradient, Any]],
+        global_step: Any = None,
+        name: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """As the wrapped optimizer's, in the last pass of a step; otherwise nothing.
+
+        Raises `RuntimeError` for gradients that ``compute_gradients()`` has not reduced.
+        """
+        pairs = list(grads_and_vars)
+        self._check(pairs)
+        apply = super().apply_gradients
+        if self._aggregation is None:
+            return apply(pairs, global_step, name, **options)
+        applied = self._aggregation.when_due(lambda: apply(pairs, global_step, **options), tf.no_op)
+        return tf.group(applied, name=name)
+
+    def _check(self, pairs: Pairs) -> None:
+        if not self._reducer.terms.active:
+            return
+        is_local = self._reducer.local.pick([variable for _, variable in pairs])
+        shared = [pair for pair, local in zip(pairs, is_local, strict=True) if not local]
+        foreign = self._provenance.foreign(shared)
+        if foreign:
+            raise RuntimeError(
+                "apply_gradients() of a DistributedOptimizer was given gradients of this rank "
+                f"alone, of {', '.join(each.name for each in foreign[:3])}: the ranks' variables "
+                "would drift apart. Take those that its compute_gradients() returns, in the same "
+                "graph and anew for each step"
+            )
+        self._provenance.forget(variable for _, variable in shared)
+
+    def register_local_var(self, var: Any) -> None:
+        """The gradient of this variable is not reduced from now on: each rank has its own."""
+        self._reducer.local.add(var)
+
+
+class AdasumMixin(tf.compat.v1.train.Optimizer):
+    """Comes before the class of the wrapped optimizer, and shares its attributes.
+
+    Each pass makes a step with the gradients of this rank. What the steps since the last exchange
+    have changed is then combined with what those of the other ranks have changed.
+    """
+
+    __slots__ = ("_passes", "_reducer", "_starts", "_wrapped")
+
+    _passes: Passes
+    _reducer: Reducer
+    _starts: dict[int, tf.Variable]  # what variables were after the last exchange
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Gradient, Any]],
+        global_step: Any = None,
+        name: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Make the wrapped optimizer's step, and in the last pass replace it by the Adasum.
+
+        Raises `tf.errors.OpError` when the exchange fails.
+        """
+        pairs = list(grads_and_vars)
+        if not self._reducer.terms.active:
+            return super().apply_gradients(pairs, global_step, name, **options)
+        variables = self._shared(pairs)
+        starts = [self._start(variable) for variable in variables]
+        number = self._passes.next()
+        # A copy: an optimizer writes to the memory of a variable that is no resource.
+        values = [tf.raw_ops.DeepCopy(x=variable.read_value()) for variable in variables]
+        begun = self._passes.in_first(number, lambda: _assign(starts, values), tf.no_op)
+        with _after(begun):
+            applied = super().apply_gradients(pairs, global_step, **options)
+        with _after(applied):
+            began = [start.read_value() for start in starts]
+            steps = [
+                each.read_value() - start for each, start in zip(variables, began, strict=True)
+            ]
+        ended = self._passes.in_last(
+            number, lambda: self._exchange(variables, began, steps), tf.no_op
+        )
+        return None if tf.executing_eagerly() else tf.group(applied, ended, name=name)
+
+    def _shared(self, pairs: Pairs) -> list[Any]:
+        is_local = self._reducer.local.pick([variable for _, variable in pairs])
+        return [
+            variable
+            for (gradient, variable), local in zip(pairs, is_local, strict=True)
+            if gradient is not None and not local
+        ]
+
+    def _start(self, variable: Any) -> tf.Variable:
+        """What holds the variable as it was after the last exchange."""
+        key = key_of(variable)
+        if key not in self._starts:
+            shape, dtype = variable.shape, variable.dtype.base_dtype
+            self._starts[key] = local_variable(lambda: tf.zeros(shape, dtype), "adasum_start")
+        return self._starts[key]
+
+    def _exchange(
+        self, variables: Sequence[Any], starts: Sequence[tf.Tensor], steps: Sequence[tf.Tensor]
+    ) -> Any:
+        combined = self._reducer.reduce(steps, variables)
+        return _assign(
+            variables, [start + step for start, step in zip(starts, combined, strict=True)]
+        )
+
+    def register_local_var(self, var: Any) -> None:
+        """This variable is not combined from now on: each rank has its own."""
+        self._reducer.local.add(var)
+
+
+def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> Any:
+    assigned = [
+        variable.assign(value, read_value=False)
+        for variable, value in zip(variables, values, strict=True)
+    ]
+    return None if tf.executing_eagerly() else tf.group(*assigned)
+
+
+def _after(operation: Any) -> Any:
+    """Operations made within this run after that one."""
+    return tf.control_dependencies([] if operation is None else [operation])
+
+
+def distributed(
+    optimizer: tf.compat.v1.train.Optimizer,
+    reducer: Reducer,
+    passes: int,
+    average_passes: bool,
+) -> Any:
+    """The optimizer, whose gradients the reducer reduces once in so many passes.
+
+    Raises `ValueError` for arguments that contradict each other.
+    """
+    adasum = reducer.terms.scaling.op is ReduceOp.ADASUM
+    if passes > 1 and tf.executing_eagerly():
+        raise ValueError(
+            "backward_passes_per_step > 1 of an optimizer of tf.compat.v1.train needs a graph: it "
+            "is not possible when executing eagerly"
+        )
+    if adasum and average_passes:
+        raise ValueError("Adasum does not support average_aggregated_gradients")
+    if isinstance(optimizer, (DistributedMixin, AdasumMixin)):
+        raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
+    wrapped = wrap(AdasumMixin if adasum else DistributedMixin, optimizer)
+    wrapped._reducer = reducer
+    if adasum:
+        wrapped._passes, wrapped._starts = Passes(passes), {}
+        return wrapped
+    wrapped._provenance = Provenance("hvdlite_reduced")
+    wrapped._aggregation = (
+        LocalGradientAggregationHelper(passes, average_passes, reducer.terms.sparse_as_dense)
+        if passes > 1
+        else None
+    )
+    return wrapped
