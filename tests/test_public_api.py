@@ -16,6 +16,7 @@ from typing import Any
 HERE = Path(__file__).parent
 NUMPY_FILE = HERE / "public_api_numpy.txt"
 TORCH_FILE = HERE / "torch" / "public_api.txt"
+KERAS_FILE = HERE / "keras" / "public_api.txt"
 
 
 def signatures(module: ModuleType) -> list[str]:
@@ -31,6 +32,8 @@ def _line(name: str, value: Any) -> str:
         return f"class {name}{_parameters(value)}"
     if callable(value):
         return f"{name}{_parameters(value)}"
+    if isinstance(value, ModuleType):
+        return f"module {name}: {', '.join(sorted(value.__all__))}"
     return f"{name} = {_text(value)}"
 
 
@@ -68,6 +71,11 @@ def test_numpy() -> None:
 
 
 if __name__ == "__main__":
-    for name, path in (("hvdlite.numpy", NUMPY_FILE), ("hvdlite.torch", TORCH_FILE)):
+    files = {
+        "hvdlite.numpy": NUMPY_FILE,
+        "hvdlite.torch": TORCH_FILE,
+        "hvdlite.keras": KERAS_FILE,
+    }
+    for name, path in files.items():
         path.write_text("\n".join(signatures(importlib.import_module(name))) + "\n")
         sys.stdout.write(f"{path}\n")

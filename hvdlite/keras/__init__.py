@@ -1,1 +1,114 @@
-"""hvdlite for Keras."""
+"""hvdlite for Keras 3, with TensorFlow or PyTorch as backend, and for Keras 2.
+
+import hvdlite.keras as hvd
+
+hvd.init()
+model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss=loss)
+model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hvdlite.common.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.runtime import add_process_set, init, remove_process_set, shutdown
+from hvdlite.keras import callbacks
+from hvdlite.keras.framework import adapter
+from hvdlite.keras.models import load_model
+from hvdlite.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from hvdlite.keras.verbs import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    reducescatter,
+)
+
+if TYPE_CHECKING:
+    from hvdlite.tf.compression import Compression
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+
+def __getattr__(name: str) -> Any:
+    """`Compression` of the framework that is the backend of Keras; it is not imported before."""
+    if name == "Compression":
+        return adapter().Compression
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "PartialDistributedOptimizer",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]

@@ -43,7 +43,9 @@ class Exchange:
         if settings.local_layers is not None:
             self._reducer.local.add_layers(settings.local_layers)
         self._accumulator = (
-            tools.Accumulator(settings.passes, settings.average_passes, settings.terms)
+            tools.Accumulator(
+                settings.passes, settings.average_passes, settings.terms.sparse_as_dense
+            )
             if settings.passes > 1
             else None
         )
@@ -74,9 +76,11 @@ class Exchange:
             return then(list(gradients))
         if self._accumulator is None:
             return self._apply(gradients, variables, then)
-        return self._accumulator.add(
-            gradients, lambda totals: self._apply(totals, variables, then), skip
-        )
+
+        def due(sums: list[Any]) -> None:
+            self._apply(sums, variables, then)
+
+        return self._accumulator.add(gradients, variables, due, lambda sums: skip())
 
     def _apply(self, gradients: Sequence[Any], variables: Sequence[Any], then: Then) -> Any:
         reduced = self.reduce(gradients, variables)

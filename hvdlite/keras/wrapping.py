@@ -6,9 +6,9 @@ what ``from_config(get_config())`` or ``type(optimizer)(...)`` make of it is dis
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any, NoReturn
 
 from hvdlite.keras.exchange import Exchange, Settings
@@ -57,7 +57,6 @@ def distribute(optimizer: Any, kind: Kind, exchange: Exchange) -> None:
     metaclass: Any = type(base)
     namespace: dict[str, Any] = {
         "__doc__": base.__doc__,
-        "__module__": base.__module__,
         "_hvdlite_settings": exchange.settings,
     }
     for name, entry in kind.entries.items():
@@ -67,7 +66,7 @@ def distribute(optimizer: Any, kind: Kind, exchange: Exchange) -> None:
         if hasattr(base, name):
             namespace[name] = _guarded(getattr(base, name))
     cls = metaclass(base.__name__, (Distributed, base), namespace)
-    _keep_registered_name(kind, base, cls)
+    _save_as(base, cls, kind)
     object.__setattr__(optimizer, "__class__", cls)
     optimizer.__dict__[_EXCHANGE] = exchange
 
@@ -89,10 +88,13 @@ def _guarded(method: Method) -> Method:
     return checked
 
 
-def _keep_registered_name(kind: Kind, base: type, cls: type) -> None:
-    """Have Keras save the new class under the name that the user's was registered with."""
-    registration = sys.modules[f"{kind.package}.src.saving.object_registration"]
-    for names in ("GLOBAL_CUSTOM_NAMES", "_GLOBAL_CUSTOM_NAMES"):
-        known = getattr(registration, names, {})
-        if base in known:
-            known[cls] = known[base]
+def _save_as(base: type, cls: type, kind: Kind) -> None:
+    """Have Keras save optimizers of the class `cls` as those of the class `base`."""
+    saving = f"{kind.package}.src.saving"
+    saved = import_module(f"{saving}.serialization_lib").serialize_with_public_class(base)
+    cls.__module__ = saved["module"]
+    registration = import_module(f"{saving}.object_registration")
+    for attribute in ("GLOBAL_CUSTOM_NAMES", "_GLOBAL_CUSTOM_NAMES"):  # of Keras 3, of Keras 2
+        names = getattr(registration, attribute, {})
+        if base in names:
+            names[cls] = names[base]
