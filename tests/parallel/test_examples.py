@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,37 +14,63 @@ import pytest
 from hvdlite.timeline_cli import main as timeline
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
 
-pytest.importorskip("torch", reason="the extra 'torch' is not installed")
-
 RANKS = [
     1,
     pytest.param(2, marks=pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)),
 ]
+TORCH = ("torch", {"KERAS_BACKEND": "torch"})
+TENSORFLOW = ("tensorflow", {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"})
+Framework = tuple[str, dict[str, str]]
 
 
-def run(ranks: int, script: str, *words: object, launcher: tuple[str, ...] = ()) -> str:
+def needs(*modules: str) -> None:
+    """Skip the test where one of them is not installed."""
+    for module in modules:
+        if find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+
+
+def run(
+    ranks: int, script: str, *words: object, launcher: tuple[str, ...] = (), **variables: str
+) -> str:
     """The output of an example that ends well."""
     command = [sys.executable, str(ROOT / "examples" / script), *map(str, words)]
     if ranks > 1:
         start = [sys.executable, "-m", "hvdlite.launcher", "-np", str(ranks), *launcher]
         command = [*start, *command]
-    done = run_command(command, timeout=110)
+    done = run_command(command, timeout=110, **variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_digits_are_read(ranks: int) -> None:
-    pytest.importorskip("sklearn", reason="the extra 'examples' is not installed")
-    output = run(ranks, "torch_digits.py")
+@pytest.mark.parametrize(
+    "script, framework",
+    [
+        ("torch_digits.py", TORCH),
+        ("tf_digits.py", TENSORFLOW),
+        ("keras_digits.py", TENSORFLOW),
+        ("keras_digits.py", TORCH),
+    ],
+    ids=["torch", "tf", "keras-tf", "keras-torch"],
+)
+def test_digits_are_read(ranks: int, script: str, framework: Framework, tmp_path: Path) -> None:
+    module, variables = framework
+    needs("sklearn", module)
+    words: list[object] = []
+    if script == "keras_digits.py":
+        needs("keras")
+        words = ["--checkpoint", tmp_path / "best.keras"]
+    output = run(ranks, script, *words, **variables)
     found = re.findall(r"test accuracy ([\d.]+)%, \d+ images/s, ranks (\d+)", output)
     assert len(found) == 1, output
     assert float(found[0][0]) > 97 and int(found[0][1]) == ranks
+    assert sorted(tmp_path.iterdir()) == words[1:]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_transformer_learns_and_goes_on_from_a_checkpoint(ranks: int, tmp_path: Path) -> None:
-    pytest.importorskip("rich", reason="the extra 'examples' is not installed")
+    needs("rich", "torch")
     small = ("--width", 32, "--layers", 1, "--heads", 2, "--context", 16, "--check-every", 20)
     small += ("--sample", 5, "--checkpoint", tmp_path / "gpt.pt")
     output = run(ranks, "torch_gpt.py", "--steps", 40, *small)
@@ -60,16 +87,24 @@ def test_a_transformer_learns_and_goes_on_from_a_checkpoint(ranks: int, tmp_path
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_resnet_is_measured(ranks: int) -> None:
+@pytest.mark.parametrize(
+    "script, framework",
+    [("torch_synthetic_benchmark.py", TORCH), ("tf_synthetic_benchmark.py", TENSORFLOW)],
+    ids=["torch", "tf"],
+)
+def test_resnet_is_measured(ranks: int, script: str, framework: Framework) -> None:
+    module, variables = framework
+    needs(module)
     quick = ("--batch-size", 1, "--image-size", 64, "--num-warmup-batches", 1)
     quick += ("--num-batches-per-iter", 1, "--num-iters", 2)
-    output = run(ranks, "torch_synthetic_benchmark.py", *quick, "--no-cuda", "--use-adasum")
+    output = run(ranks, script, *quick, "--no-cuda", "--use-adasum", **variables)
     assert len(re.findall(r"Iter #\d: [\d.]+ img/sec per CPU", output)) == 2, output
     assert re.search(rf"Total img/sec on {ranks} CPU\(s\): [\d.]+ \+-[\d.]+", output), output
 
 
 @pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 def test_the_timelines_of_all_ranks_can_be_merged(tmp_path: Path) -> None:
+    needs("torch")
     flags = ("--timeline-filename", str(tmp_path / "t.json"), "--timeline-all-ranks")
     quick = ("--batch-size", 1, "--image-size", 64, "--num-warmup-batches", 0)
     quick += ("--num-batches-per-iter", 2, "--num-iters", 1, "--no-cuda", "--bf16-allreduce")
