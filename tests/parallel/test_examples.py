@@ -68,6 +68,21 @@ def test_digits_are_read(ranks: int, script: str, framework: Framework, tmp_path
     assert sorted(tmp_path.iterdir()) == words[1:]
 
 
+@pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+@pytest.mark.parametrize(
+    "package, framework",
+    [("torch", TORCH), ("tensorflow", TENSORFLOW), ("keras", TENSORFLOW)],
+    ids=["torch", "tf", "keras"],
+)
+def test_the_scripts_of_the_readme_run(package: str, framework: Framework, tmp_path: Path) -> None:
+    module, variables = framework
+    needs(package, module)
+    readme = (ROOT / "README.md").read_text()
+    (script,) = re.findall(rf"```python\n(import {package}\b.*?)```", readme, re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    assert "loss" in run(2, str(tmp_path / "train.py"), **variables)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_transformer_learns_and_goes_on_from_a_checkpoint(ranks: int, tmp_path: Path) -> None:
     needs("rich", "torch")
