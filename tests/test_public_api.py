@@ -16,6 +16,7 @@ from typing import Any
 HERE = Path(__file__).parent
 NUMPY_FILE = HERE / "public_api_numpy.txt"
 TORCH_FILE = HERE / "torch" / "public_api.txt"
+TF_FILE = HERE / "tf" / "public_api.txt"
 KERAS_FILE = HERE / "keras" / "public_api.txt"
 
 
@@ -74,6 +75,7 @@ if __name__ == "__main__":
     files = {
         "hvdlite.numpy": NUMPY_FILE,
         "hvdlite.torch": TORCH_FILE,
+        "hvdlite.tf": TF_FILE,
         "hvdlite.keras": KERAS_FILE,
     }
     for name, path in files.items():

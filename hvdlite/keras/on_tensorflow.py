@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.tf.aggregation import LocalGradientAggregationHelper as Accumulator
+from hvdlite.tf.aggregation import Accumulator
 from hvdlite.tf.reducer import Reducer
 
 __all__ = ["Accumulator", "Reducer", "untraced"]

@@ -9,6 +9,11 @@ hvd.broadcast_variables(model.variables, root_rank=0)
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
 from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import add_process_set, remove_process_set
@@ -69,10 +74,37 @@ from hvdlite.tf.mpi_ops import (
     stop_timeline,
 )
 from hvdlite.tf.optimizer import DistributedOptimizer
+from hvdlite.tf.session_hook import BroadcastGlobalVariablesHook
+from hvdlite.tf.util import (
+    check_extension,
+    check_num_rank_power_of_2,
+    gpu_available,
+    handle_average_backwards_compatibility,
+    refs_to_vars,
+    split_list,
+    vars_to_refs,
+)
+
+if TYPE_CHECKING:
+    from hvdlite.tf.sync_batch_norm import SyncBatchNormalization
+
+
+def __getattr__(name: str) -> Any:
+    """`SyncBatchNormalization` is made when it is asked for: Keras is not imported before."""
+    if name == "SyncBatchNormalization":
+        return import_module("hvdlite.tf.sync_batch_norm").SyncBatchNormalization
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _check_has_gpu() -> bool:
+    """Whether TensorFlow sees a GPU."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
 
 __all__ = [
     "Adasum",
     "Average",
+    "BroadcastGlobalVariablesHook",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
@@ -83,6 +115,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",
@@ -96,6 +129,8 @@ __all__ = [
     "broadcast_object_fn",
     "broadcast_variables",
     "ccl_built",
+    "check_extension",
+    "check_num_rank_power_of_2",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -104,9 +139,11 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "gpu_available",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -123,11 +160,14 @@ __all__ = [
     "rank",
     "rank_op",
     "reducescatter",
+    "refs_to_vars",
     "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
     "size_op",
+    "split_list",
     "start_timeline",
     "stop_timeline",
+    "vars_to_refs",
 ]

@@ -55,7 +55,7 @@ class Passes:
         return tf.cond(tf.equal(number, self._passes - 1), last, otherwise)
 
 
-class LocalGradientAggregationHelper:
+class Accumulator:
     """Adds up gradients until the last pass of a step.
 
     `average` divides their sum by the number of passes. `sparse_as_dense` allows
@@ -127,4 +127,4 @@ def _after(assigned: Any) -> tf.Tensor:
     return tf.convert_to_tensor(assigned)
 
 
-__all__ = ["LocalGradientAggregationHelper"]
+__all__ = ["Accumulator"]

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.reduce_op import ReduceOp
-from hvdlite.tf.aggregation import LocalGradientAggregationHelper, Passes, local_variable
+from hvdlite.tf.aggregation import Accumulator, Passes, local_variable
 from hvdlite.tf.exchange import Gradient
 from hvdlite.tf.provenance import Provenance
 from hvdlite.tf.reducer import Reducer
@@ -23,7 +23,7 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
 
     __slots__ = ("_aggregation", "_provenance", "_reducer", "_wrapped")
 
-    _aggregation: LocalGradientAggregationHelper | None
+    _aggregation: Accumulator | None
     _provenance: Provenance
     _reducer: Reducer
 
@@ -204,8 +204,6 @@ def distributed(
         return wrapped
     wrapped._provenance = Provenance("hvdlite_reduced")
     wrapped._aggregation = (
-        LocalGradientAggregationHelper(passes, average_passes, reducer.terms.sparse_as_dense)
-        if passes > 1
-        else None
+        Accumulator(passes, average_passes, reducer.terms.sparse_as_dense) if passes > 1 else None
     )
     return wrapped

@@ -1,0 +1,83 @@
+"""Mean and variance over the batches of all ranks, with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.common.options import Options
+from hvdlite.common.process_sets import ProcessSet
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.tf.errors import public
+from hvdlite.tf.verbs import TensorFlowVerbs
+
+_VERBS = TensorFlowVerbs(ignore_name_scope=True)  # Keras numbers scopes, not alike on all ranks
+_NAME = "sync_batch_norm"
+
+
+@public
+def moments(
+    inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None, process_set: ProcessSet
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and biased variance over `axes` of the inputs of all ranks, as one batch.
+
+    Only where `mask` is true, which has the dimensions of the inputs without the last. Ranks may
+    have batches of different sizes, and empty ones. Both results have the dtype of the inputs and
+    their dimensions without `axes`, and are zero where there is nothing at all.
+    """
+    mean, variance, count = _own_moments(inputs, axes, mask)
+    shape = tf.shape(mean)
+    own = [tf.reshape(tf.cast(each, tf.float64), [-1]) for each in (mean, variance, count)]
+    means, variances, counts = tf.unstack(_gather(tf.stack([own]), process_set), 3, axis=1)
+    total = tf.reduce_sum(counts, 0)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(means * counts, 0), total)
+    squares = tf.reduce_sum((variances + tf.square(means - mean)) * counts, 0)
+    variance = tf.math.divide_no_nan(squares, total)
+    whole_mean, whole_variance = (
+        tf.cast(tf.reshape(each, shape), inputs.dtype) for each in (mean, variance)
+    )
+    return whole_mean, whole_variance
+
+
+def _own_moments(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None) -> list[tf.Tensor]:
+    """Mean, biased variance, and the number of values, of each channel on this rank.
+
+    They are combined in place of sums of squares, which lose precision.
+    """
+    wide = tf.cast(inputs, tf.float32) if inputs.dtype.size == 2 else inputs
+    valid = None
+    if mask is None:
+        count = tf.cast(tf.reduce_prod(tf.gather(tf.shape(wide), axes)), wide.dtype)
+    else:
+        valid = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(wide))
+        count = tf.reduce_sum(tf.cast(valid, wide.dtype), axes, keepdims=True)
+
+    def average(values: tf.Tensor) -> tf.Tensor:
+        known = values if valid is None else tf.where(valid, values, 0)
+        return tf.math.divide_no_nan(tf.reduce_sum(known, axes, keepdims=True), count)
+
+    mean = average(wide)
+    variance = average(tf.square(wide - mean))
+    counts = tf.broadcast_to(count, tf.shape(mean))
+    return [tf.squeeze(each, axes) for each in (mean, variance, counts)]
+
+
+def _gather(own: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
+    """The rows of all ranks. The gradient is that of the losses of all ranks together."""
+    plain = Options(process_set)
+    rows: list[Any] = []
+
+    def forward(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        outcome = _VERBS.run("allgather", inputs, f"{_NAME}.statistics", plain)
+        rows[:] = outcome.rows
+        return outcome.tensors
+
+    def adjoint(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        summed = Options(process_set, ReduceOp.SUM)
+        outcome = _VERBS.run("allreduce", gradients, f"{_NAME}.gradient", summed)
+        position = process_set.rank() or 0
+        return [_VERBS.own_rows(outcome.tensors[0], rows[0], position)]
+
+    return _VERBS.differentiable([own], forward, adjoint)[0]
