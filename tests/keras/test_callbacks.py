@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.keras import callbacks
+from hvdlite.keras import DistributedOptimizer, callbacks
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.environments import elsewhere
 from tests.ranks import run_ranks
@@ -67,6 +67,27 @@ def test_the_first_step_is_that_of_the_root() -> None:
         for steps, weights in enumerate(seen):
             expected = oracle([1, 2], [RATE] * steps)
             np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
+
+def test_ranks_with_an_optimizer_of_their_job_train_as_one() -> None:
+    def main(rank: int) -> np.ndarray:
+        model = line([rank, -rank], DistributedOptimizer(sgd(0.01)))
+        model.fit(
+            INPUTS[rank : rank + 1],
+            TARGETS[rank : rank + 1],
+            epochs=3,
+            verbose=0,
+            callbacks=[callbacks.BroadcastGlobalVariablesCallback(0)],
+        )
+        return np.array(model.get_weights()[0])
+
+    weights, velocity = np.zeros((2, 1)), 0.0
+    for _ in range(3):
+        gradient = 2 * INPUTS.T @ (INPUTS @ weights - TARGETS) / 2
+        velocity = MOMENTUM * velocity - 0.01 * gradient
+        weights = weights + velocity
+    for result in run_ranks(2, main):
+        np.testing.assert_allclose(result, weights, rtol=1e-5)
 
 
 def test_the_state_of_the_optimizer_may_be_on_the_root_alone() -> None:
@@ -330,13 +351,14 @@ def test_the_warmup_reaches_the_rate_with_its_last_batch(
 
 
 def kinds_of_sgd() -> list[Callable[[], Any]]:
-    if LEGACY:
-        return [
-            sgd,
-            lambda: keras.optimizers.legacy.SGD(RATE, MOMENTUM),
-            lambda: keras.mixed_precision.LossScaleOptimizer(sgd()),
-        ]
-    return [sgd, lambda: keras.optimizers.LossScaleOptimizer(sgd())]
+    scaling = (keras.mixed_precision if LEGACY else keras.optimizers).LossScaleOptimizer
+    kinds: list[Callable[[], Any]] = [
+        sgd,
+        lambda: scaling(sgd()),
+        lambda: DistributedOptimizer(sgd()),
+        lambda: scaling(DistributedOptimizer(sgd())),
+    ]
+    return [*kinds, lambda: keras.optimizers.legacy.SGD(RATE, MOMENTUM)] if LEGACY else kinds
 
 
 @pytest.mark.parametrize("make", kinds_of_sgd())
