@@ -1,0 +1,36 @@
+"""TensorFlow on real ranks: few threads, other orders, and gradients that travel early."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN, mpirun, run_command
+
+pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
+LIMIT_SECONDS = 240  # to build graphs of hundreds of operations takes its time
+pytestmark = [
+    pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN),
+    pytest.mark.timeout(LIMIT_SECONDS + 20),
+]
+
+
+def run(size: int, *arguments: str, **variables: str) -> None:
+    command = mpirun(size, sys.executable, "-m", "tests.parallel.worker_tf_graph", *arguments)
+    result = run_command(command, timeout=LIMIT_SECONDS, TF_CPP_MIN_LOG_LEVEL="2", **variables)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("is content") == size, result.stdout
+
+
+@pytest.mark.parametrize("native", ["off", "auto"])
+def test_no_collective_keeps_another_from_its_start(native: str) -> None:
+    run(2, "starvation", INTER_OP_THREADS="1", HVDLITE_TF_NATIVE=native)
+
+
+@pytest.mark.parametrize("native", ["off", "auto"])
+def test_gradients_travel_while_backward_runs(native: str, tmp_path: Path) -> None:
+    # Two threads: one of them sits in the gate that backward has to pass.
+    path = str(tmp_path / "timeline.json")
+    run(2, "overlap", path, INTER_OP_THREADS="2", HVDLITE_TF_NATIVE=native)

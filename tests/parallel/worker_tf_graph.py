@@ -1,0 +1,139 @@
+"""One rank with one thread for TensorFlow's operations: nothing may wait for what cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hvdlite.tf as hvd
+
+COLLECTIVES = 200
+LIMIT_SECONDS = 60
+
+
+def own_order() -> list[int]:
+    """Another order on every rank."""
+    order = list(range(COLLECTIVES))
+    random.Random(hvd.rank()).shuffle(order)
+    return order
+
+
+def totals(tensor: Any) -> dict[int, Any]:
+    """Independent collectives, made in the order of this rank."""
+    return {
+        number: hvd.allreduce(tensor + float(number), op=hvd.Sum, name=f"total.{number}")
+        for number in own_order()
+    }
+
+
+def check(results: dict[int, Any]) -> None:
+    size = hvd.size()
+    for number, result in results.items():
+        expected = size * (size - 1) / 2 + size * number
+        np.testing.assert_array_equal(result, np.full(3, expected, np.float32))
+
+
+def run_in_functions() -> None:
+    """In one graph without loops, and in loops that run one after the other."""
+    own = tf.fill([3], float(hvd.rank()))
+    check({n: tensor.numpy() for n, tensor in tf.function(totals)(own).items()})
+
+    @tf.function
+    def loops(tensor: Any) -> Any:
+        first, second = tensor, tensor
+        for _ in tf.range(5):
+            first = hvd.allreduce(first, name="first")
+        for _ in tf.range(5):
+            second = hvd.allreduce(second, name="second")
+        return first, second
+
+    mean = (hvd.size() - 1) / 2
+    for tensor in loops(own):
+        np.testing.assert_allclose(tensor.numpy(), np.full(3, mean))
+
+
+def run_in_a_session() -> None:
+    one_thread = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1)
+    with tf.Graph().as_default(), tf.compat.v1.Session(config=one_thread) as session:
+        results = totals(tf.fill([3], float(hvd.rank())))
+        for _ in range(2):
+            check(session.run(results))
+
+
+def has_travelled(path: Path, tensor: str) -> bool:
+    """Whether rank 0 has written to the timeline that this tensor was reduced."""
+    try:
+        events = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):  # it is being written
+        return False
+    tracks = {
+        event["args"]["name"]: event["pid"]
+        for event in events
+        if event["ph"] == "M" and event["name"] == "process_name" and "name" in event["args"]
+    }
+    pid = next((tracks[name] for name in tracks if name.endswith(tensor)), None)
+    own = [event for event in events if event.get("pid") == pid and event["ph"] in "BE"]
+    started = any(event.get("name") == "ALLREDUCE" for event in own)
+    return started and own[-1]["ph"] == "E" and "args" in own[-1]
+
+
+def run_gradients_during_backward(path: Path) -> None:
+    """Backward goes on below the last layer only when that layer's gradient has arrived."""
+    hvd.start_timeline(str(path))
+    arrived = []
+
+    def wait_for_the_last_layer() -> Any:
+        end = time.monotonic() + LIMIT_SECONDS
+        pause = threading.Event()
+        while time.monotonic() < end and not arrived:
+            if has_travelled(path, "grad_1"):
+                arrived.append(True)
+            pause.wait(0.01)
+        return np.float32(1)
+
+    @tf.custom_gradient
+    def gate(tensor: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            opened = tf.numpy_function(wait_for_the_last_layer, [], tf.float32)
+            opened.set_shape([])
+            return upstream * opened
+
+        return tf.identity(tensor), gradient
+
+    first, last = (tf.Variable(tf.ones([4, 4])) for _ in range(2))
+
+    @tf.function
+    def step(inputs: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(gate(inputs @ first) @ last)
+        tape = hvd.DistributedGradientTape(tape)
+        return tape.gradient(loss, [first, last], use_generic_names=True)
+
+    step(tf.ones([2, 4]))
+    assert arrived, "the gradient of the last layer did not travel while backward ran"
+    hvd.stop_timeline()
+
+
+def main() -> None:
+    tf.config.threading.set_inter_op_parallelism_threads(int(os.environ["INTER_OP_THREADS"]))
+    hvd.init()
+    if sys.argv[1] == "starvation":
+        run_in_functions()
+        run_in_a_session()
+    else:
+        run_gradients_during_backward(Path(sys.argv[2]))
+    print(f"rank {hvd.rank()} is content", flush=True)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
