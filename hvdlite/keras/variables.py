@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite import numpy as hvd
-from hvdlite.keras.kinds import parts_of
+from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.keras.kinds import KINDS, parts_of
 
 
 def is_variable(thing: Any) -> bool:
@@ -29,6 +30,12 @@ def model_variables(model: Any) -> list[Any]:
         return list(model.weights)
     except ValueError:  # Keras 2, for a model that is not built
         return []
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """That which the model was compiled with, and all that are attributes of it."""
+    others = [each for each in vars(model).values() if any(kind.owns(each) for kind in KINDS)]
+    return [model.optimizer, *others]
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
@@ -61,7 +68,12 @@ def _parts(variable: Any) -> list[Any]:
     return [variable] if inner is None or callable(inner) else [variable, inner]
 
 
-def broadcast_values(variables: Sequence[Any], root_rank: int, name: str) -> None:
+def broadcast_values(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str,
+    process_set: ProcessSet = global_process_set,
+) -> None:
     """Assign to each variable its value on `root_rank`; all values are under way together.
 
     Every rank gives variables of the same shapes and dtypes in the same order. Raises `ValueError`
@@ -69,7 +81,7 @@ def broadcast_values(variables: Sequence[Any], root_rank: int, name: str) -> Non
     """
     values = [np.asarray(each.numpy()) for each in variables]
     handles = [
-        hvd.broadcast_async(value, root_rank, f"{name}.{index}")
+        hvd.broadcast_async(value, root_rank, f"{name}.{index}", process_set)
         for index, value in enumerate(values)
     ]
     results = [hvd.synchronize(handle) for handle in handles]

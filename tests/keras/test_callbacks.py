@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdlite import numpy as hvd
 from hvdlite.keras import DistributedOptimizer, callbacks
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.environments import elsewhere
@@ -177,6 +178,33 @@ def test_local_variables_are_left_alone(registered: bool) -> None:
         return [sorted(set(each.ravel())) for each in model.get_weights()]
 
     assert run_ranks(2, main) == [[[0]] * 4, [[1], [1], [0], [0]]]
+
+
+def test_optimizers_that_are_attributes_of_the_model() -> None:
+    def main(rank: int) -> float:
+        model = line([1, 2], sgd())
+        model.second = keras.optimizers.Adam()
+        model.second.build(model.trainable_variables)
+        for each in model.second._momentums:
+            each.assign(np.full(each.shape, float(rank)))
+        fit(model, callbacks.BroadcastGlobalVariablesCallback(1))
+        return float(np.mean(model.second._momentums[0].numpy()))
+
+    assert run_ranks(2, main) == [1, 1]
+
+
+def test_ranks_of_a_process_set_train_a_model_of_their_own() -> None:
+    def main(rank: int) -> tuple[list[float], float, float]:
+        own = hvd.add_process_set([1, 2])
+        model = line([rank, rank], sgd(0.0))
+        warmup = callbacks.LearningRateWarmupCallback(0.0, 1, process_set=own)
+        fit(model, callbacks.BroadcastGlobalVariablesCallback(2, process_set=own), warmup)
+        logs = {"loss": float(rank)}
+        callbacks.MetricAverageCallback(process_set=own).on_epoch_end(0, logs)
+        return list(model.get_weights()[0].ravel()), logs["loss"], warmup.multiplier(0.0)
+
+    expected = [([0, 0], 0, 1), ([2, 2], 1.5, 0.75), ([2, 2], 1.5, 0.75)]
+    assert run_ranks(3, main) == expected
 
 
 def test_a_local_variable_must_be_one() -> None:

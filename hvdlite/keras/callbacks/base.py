@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdlite import numpy as hvd
+from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.framework import keras
 
 
 class Callback(keras.callbacks.Callback):
     """A callback for models of either Keras, whichever of them its base class is from.
 
-    A script may use the package tf_keras without having set TF_USE_LEGACY_KERAS.
+    A script may use the package tf_keras without having set TF_USE_LEGACY_KERAS. `process_set` are
+    the ranks that train one model together; on a rank outside of it nothing is exchanged.
     """
 
     _supports_tf_logs = True  # Keras 2: logs need not be made numbers for this callback
 
-    def __init__(self) -> None:
+    def __init__(self, process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
+        self.process_set = process_set
         self.params: dict[str, Any] | None = None
         self._trained: Any = None
 
@@ -32,6 +36,15 @@ class Callback(keras.callbacks.Callback):
     @model.setter
     def model(self, model: Any) -> None:
         self._trained = model
+
+    def ranks(self) -> list[int]:
+        """The global ranks that train this model together: this one, and others if there are any.
+
+        Raises `ValueError` before `init`, and for a set that is not registered.
+        """
+        self.process_set.size()  # raises
+        assert self.process_set.ranks is not None
+        return self.process_set.ranks if self.process_set.included() else [hvd.rank()]
 
     def _implements_train_batch_hooks(self) -> bool:  # what Keras 2 asks for
         return True

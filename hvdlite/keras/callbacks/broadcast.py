@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite import numpy as hvd
+from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
 from hvdlite.keras.variables import (
     broadcast_values,
@@ -15,6 +16,7 @@ from hvdlite.keras.variables import (
     is_variable,
     model_variables,
     optimizer_variables,
+    optimizers_of,
     without,
 )
 
@@ -22,22 +24,27 @@ NAME = "BroadcastGlobalVariablesCallback"
 
 
 class BroadcastGlobalVariablesCallback(Callback):
-    """Gives the variables of the model and of its optimizer on `root_rank` to all ranks, once.
+    """Gives the variables of the model and of its optimizers on `root_rank` to all ranks, once.
 
     It does so before the first batch, so that already the first step is the same everywhere.
     Variables that come into being in the first batch are made equal at its end, and all others
     then once more: on the root only may the state have been loaded from a checkpoint.
 
-    `local_variables` are left alone: variables, whose values each rank keeps for itself. `device`
-    has no effect. Raises `ValueError` for what is no variable. `fit` raises `ValueError` when ranks
-    have different numbers of variables after the first batch, and `HorovodInternalError` when
-    they have other shapes or dtypes, or a rank is lost.
+    `local_variables` are left alone: variables, whose values each rank keeps for itself.
+    `process_set` are the ranks that train the model together; `root_rank` is a global rank, one of
+    them. `device` has no effect. Raises `ValueError` for what is no variable. `fit` raises
+    `ValueError` when ranks have different numbers of variables after the first batch, and
+    `HorovodInternalError` when they have other shapes or dtypes, or a rank is lost.
     """
 
     def __init__(
-        self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Sequence[Any] | None = None,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
-        super().__init__()
+        super().__init__(process_set)
         self.root_rank = root_rank
         self.broadcast_done = False
         self._broadcast_count = 0  # of variables, before the first batch
@@ -56,13 +63,13 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Make equal what there is, where that is the same on all ranks."""
-        if self.broadcast_done or hvd.size() == 1:
+        if self.broadcast_done or len(self.ranks()) == 1:
             return
         build_optimizer(self.model)
         variables = self._variables()
         counts = self._gather([len(variables)])
         if (counts == len(variables)).all():
-            broadcast_values(variables, self.root_rank, NAME)
+            broadcast_values(variables, self.root_rank, NAME, self.process_set)
             self._broadcast_count = len(variables)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -70,7 +77,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         if self.broadcast_done:
             return
         self.broadcast_done = True
-        if hvd.size() > 1:
+        if len(self.ranks()) > 1:
             self._broadcast_what_has_come()
 
     def _broadcast_what_has_come(self) -> None:
@@ -81,16 +88,20 @@ class BroadcastGlobalVariablesCallback(Callback):
             return
         other = int(np.argmax(now != now[0]))
         if now[other] != now[0]:
+            first_rank, other_rank = self.ranks()[0], self.ranks()[other]
             raise ValueError(
-                f"{NAME}: rank 0 has {now[0]} variables in its model and optimizer, rank {other} "
-                f"has {now[other]}: build the same model with the same optimizer on all ranks"
+                f"{NAME}: rank {first_rank} has {now[0]} variables in its model and optimizer, "
+                f"rank {other_rank} has {now[other]}: build the same model with the same optimizer "
+                "on all ranks"
             )
-        broadcast_values(variables, self.root_rank, NAME)
+        broadcast_values(variables, self.root_rank, NAME, self.process_set)
 
     def _variables(self) -> list[Any]:
-        variables = model_variables(self.model) + optimizer_variables(self.model.optimizer)
+        variables = model_variables(self.model)
+        for optimizer in optimizers_of(self.model):
+            variables += optimizer_variables(optimizer)
         return without(variables, self._local_variables)
 
     def _gather(self, numbers: list[int]) -> Any:
         """The numbers of all ranks, a row each."""
-        return hvd.allgather(np.array([numbers]), f"{NAME}.counts")
+        return hvd.allgather(np.array([numbers]), f"{NAME}.counts", self.process_set)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlite import numpy as hvd
+from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
 from hvdlite.keras.learning_rate import (
     get_learning_rate,
@@ -108,6 +109,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     `initial_lr` is the rate of the whole batch of all ranks, such as that of one rank times
     ``size()``. It is reached with the last batch of `warmup_epochs`; with `verbose` rank 0 says so.
+    `process_set` are the ranks that train the model together, whose size and first rank these are.
     Everything else as in `LearningRateScheduleCallback`.
     """
 
@@ -118,6 +120,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
         verbose: int = 0,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         super().__init__(
             initial_lr,
@@ -128,17 +131,20 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
         )
+        self.process_set = process_set
         self.warmup_epochs = warmup_epochs
         self.verbose = verbose
 
     def _slope(self, epoch: float) -> float:
         assert self.steps_per_epoch
         done = (epoch + 1 / self.steps_per_epoch) / self.warmup_epochs  # 1 in the last batch
-        return (1 + done * (hvd.size() - 1)) / hvd.size()
+        size = len(self.ranks())
+        return (1 + done * (size - 1)) / size
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Write the rate down, and say that it has been reached."""
         super().on_epoch_end(epoch, logs)
-        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and hvd.rank() == 0:
+        is_first = hvd.rank() == self.ranks()[0]
+        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and is_first:
             rate = get_learning_rate(self.model, type(self).__name__)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import numpy as hvd
 from hvdlite.common.objects import allgather_object
+from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
 
 NAME = "MetricAverageCallback"
@@ -20,19 +20,20 @@ class MetricAverageCallback(Callback):
     EarlyStopping, ModelCheckpoint, TensorBoard, CSVLogger. All ranks then see the same numbers and
     decide alike. A number that is not a number (NaN) on one rank is so on all afterwards.
 
-    `device` has no effect. `fit` raises `ValueError` when ranks have different metrics.
+    `process_set` are the ranks that train the model together. `device` has no effect. `fit` raises
+    `ValueError` when ranks have different metrics.
     """
 
-    def __init__(self, device: str = "") -> None:
-        super().__init__()
+    def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
+        super().__init__(process_set)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Average the logs in place."""
-        if logs is None or hvd.size() == 1:
+        if logs is None or len(self.ranks()) == 1:
             return
         own = {key: np.asarray(value, np.float64) for key, value in numbers(logs).items()}
-        of_ranks = allgather_object(own, NAME)
-        check_same_metrics(of_ranks, epoch)
+        of_ranks = allgather_object(own, NAME, self.process_set)
+        check_same_metrics(dict(zip(self.ranks(), of_ranks, strict=True)), epoch)
         for key in own:
             mean = np.mean([each[key] for each in of_ranks], axis=0)
             logs[key] = float(mean) if mean.ndim == 0 else mean
@@ -49,14 +50,14 @@ def numbers(logs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_same_metrics(of_ranks: list[dict[str, Any]], epoch: int) -> None:
+def check_same_metrics(of_ranks: dict[int, dict[str, Any]], epoch: int) -> None:
     """Raises `ValueError` that names what one rank has and another has not."""
-    first = of_ranks[0]
-    for rank, other in enumerate(of_ranks):
+    first_rank, first = next(iter(of_ranks.items()))
+    for rank, other in of_ranks.items():
         shapes = {key: np.shape(value) for key, value in other.items()}
         if shapes != {key: np.shape(value) for key, value in first.items()}:
             raise ValueError(
-                f"{NAME}: ranks disagree on the metrics of epoch {epoch}: rank 0 has "
+                f"{NAME}: ranks disagree on the metrics of epoch {epoch}: rank {first_rank} has "
                 f"{describe(first)}, rank {rank} has {describe(other)}. Compile the same metrics, "
                 "and validate (validation_data, validation_freq) in the same epochs, on all ranks"
             )
