@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,18 +12,21 @@ from hvdlite.common.options import Options
 from hvdlite.tf.calls import TensorCall
 from hvdlite.tf.graph import name_in_graph, run_calls
 from hvdlite.tf.sparse import averaged, check_sparse
+from hvdlite.tf.verbs import TensorFlowVerbs
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices | None
 Outputs = list[list[tf.Tensor]]
+
+_VERBS = TensorFlowVerbs()
 
 
 class _DenseBucket:
     """Gradients that travel together."""
 
-    def __init__(self, names: Sequence[str], gradients: Sequence[Gradient], terms: Terms) -> None:
+    def __init__(self, names: Sequence[str], gradients: Sequence[tf.Tensor], terms: Terms) -> None:
         self.names = names
         self._compression = terms.compression
-        packed = [terms.compression.compress(tf.convert_to_tensor(each)) for each in gradients]
+        packed = [terms.compression.compress(each) for each in gradients]
         self._contexts = [context for _, context in packed]
         options = Options(
             terms.process_set,
@@ -80,30 +83,50 @@ def reduce_gradients(
         for name, gradient in zip(names, gradients, strict=True)
         if gradient is not None
     }
-    travels = _flights(wanted, terms, groups)
-    outputs = iter(run_calls([call for each in travels for call in each.calls]))
+    slices = [
+        _Slices(name, gradient, terms)
+        for name, gradient in wanted.items()
+        if isinstance(gradient, tf.IndexedSlices) and not terms.sparse_as_dense
+    ]
+    apart = {name for each in slices for name in each.names}
+    dense = {name: tf.convert_to_tensor(wanted[name]) for name in wanted if name not in apart}
     results: dict[str, Gradient] = {}
-    for each in travels:
-        received = each.receive([next(outputs) for _ in each.calls])
-        results.update(zip(each.names, received, strict=True))
+
+    def forward(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        buckets = _buckets(dict(zip(dense, tensors, strict=True)), terms, groups)
+        results.update(_travel([*buckets, *slices]))
+        return [results[name] for name in dense]
+
+    def adjoint(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        back = [[_backward(name) for name in group] for group in groups]
+        return reduce_gradients(upstream, [_backward(name) for name in dense], terms, back)
+
+    # For gradients of gradients. Those of slices end here, as TensorFlow's own often do.
+    recorded = _VERBS.differentiable(list(dense.values()), forward, adjoint) or forward([])
+    results.update(zip(dense, recorded, strict=True))
     return [results.get(name) for name in names]
 
 
-def _flights(
-    gradients: dict[str, Gradient], terms: Terms, groups: Sequence[Sequence[str]]
-) -> list[_DenseBucket | _Slices]:
-    slices = {
-        name: gradient
-        for name, gradient in gradients.items()
-        if isinstance(gradient, tf.IndexedSlices) and not terms.sparse_as_dense
-    }
-    dense = [name for name in gradients if name not in slices]
-    known = set(dense)
-    buckets = buckets_of(dense, [[name for name in group if name in known] for group in groups])
+def _buckets(
+    gradients: Mapping[str, tf.Tensor], terms: Terms, groups: Sequence[Sequence[str]]
+) -> list[_DenseBucket]:
+    known = [[name for name in group if name in gradients] for group in groups]
     return [
-        *(_DenseBucket(bucket, [gradients[name] for name in bucket], terms) for bucket in buckets),
-        *(_Slices(name, gradient, terms) for name, gradient in slices.items()),
+        _DenseBucket(bucket, [gradients[name] for name in bucket], terms)
+        for bucket in buckets_of(gradients, known)
     ]
+
+
+def _travel(travels: Sequence[_DenseBucket | _Slices]) -> Iterator[tuple[str, Gradient]]:
+    """The reduced gradients by their names; all are under way at the same time."""
+    outputs = iter(run_calls([call for each in travels for call in each.calls]))
+    for each in travels:
+        received = each.receive([next(outputs) for _ in each.calls])
+        yield from zip(each.names, received, strict=True)
+
+
+def _backward(name: str) -> str:
+    return f"{name}.gradient"
 
 
 def _name(name: str) -> str:

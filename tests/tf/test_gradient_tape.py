@@ -231,6 +231,33 @@ def test_it_is_the_tape_that_it_wraps() -> None:
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("mode", [*MODES, "around a function"])
+def test_gradients_of_gradients(mode: str) -> None:
+    def main(rank: int) -> None:
+        cube, other = tf.Variable(3.0), tf.Variable(1.0)
+
+        def inner() -> Any:
+            with tf.GradientTape() as tape:
+                loss = cube**3 * (1.0 + rank) * other
+            return DistributedGradientTape(tape, groups=1).gradient(loss, [cube, other])
+
+        traced = tf.function(inner) if mode == "around a function" else inner
+
+        def outer() -> Any:
+            with tf.GradientTape() as tape:
+                first, _ = traced()
+            return first, tape.gradient(first, cube)
+
+        function = tf.function(outer) if mode == "graph" else outer
+        first, second = function()
+        assert float(first) == 27 * 1.5
+        assert float(second) == 18 * (
+            1 + rank
+        )  # reduced as the first: what came was 1 on all ranks
+
+    run_ranks(2, main)
+
+
 def test_misuse() -> None:
     def main(rank: int) -> None:
         tape = tf.GradientTape()
