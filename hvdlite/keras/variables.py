@@ -7,18 +7,28 @@ Variables of Keras 3 (of any backend), of Keras 2 and of TensorFlow are alike he
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from hvdlite import numpy as hvd
 from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.sources import Sources
+from hvdlite.keras.framework import backend_of, keras
 from hvdlite.keras.kinds import KINDS, parts_of
 
 
-def is_variable(thing: Any) -> bool:
-    """Whether it is a variable of Keras or of TensorFlow."""
-    return callable(getattr(thing, "assign", None)) and callable(getattr(thing, "numpy", None))
+@cache
+def sources() -> Sources:
+    """What is a variable, and who is who, for the backend of Keras.
+
+    Raises `NotImplementedError` for a backend that hvdlite has no adapter for.
+    """
+    tools = import_module(f"hvdlite.keras.on_{backend_of(keras)}")
+    found: Sources = tools.Reducer.sources
+    return found
 
 
 def model_variables(model: Any) -> list[Any]:
@@ -51,21 +61,12 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 
 def without(variables: Iterable[Any], excluded: Iterable[Any]) -> list[Any]:
-    """`variables`, each once, without those that are `excluded`, or are the value of one."""
-    known = {id(part) for each in excluded for part in _parts(each)}
-    rest = []
-    for each in variables:
-        parts = {id(part) for part in _parts(each)}
-        if not known & parts:
-            rest.append(each)
-            known |= parts
-    return rest
-
-
-def _parts(variable: Any) -> list[Any]:
-    """The variable, and the backend's own that a variable of Keras 3 stands for."""
-    inner = getattr(variable, "_value", None)
-    return [variable] if inner is None or callable(inner) else [variable, inner]
+    """`variables`, each once, without those that are `excluded`."""
+    key_of = sources().key_of
+    rest = {key_of(each): each for each in variables}
+    for each in excluded:
+        rest.pop(key_of(each), None)
+    return list(rest.values())
 
 
 def broadcast_values(

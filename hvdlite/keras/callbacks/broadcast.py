@@ -13,10 +13,10 @@ from hvdlite.keras.callbacks.base import Callback
 from hvdlite.keras.variables import (
     broadcast_values,
     build_optimizer,
-    is_variable,
     model_variables,
     optimizer_variables,
     optimizers_of,
+    sources,
     without,
 )
 
@@ -54,10 +54,10 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable alone. Raises `ValueError` for what is no variable."""
-        if not is_variable(var):
+        if not sources().is_variable(var):
             raise ValueError(
-                f"a local variable must be a variable of Keras or TensorFlow, not {var!r}; those "
-                "of a layer are layer.weights"
+                f"a local variable must be a variable of Keras, not {var!r}; those of a layer are "
+                "layer.weights"
             )
         self._local_variables.append(var)
 
