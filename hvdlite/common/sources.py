@@ -52,6 +52,10 @@ class LocalSources:
         self._known: dict[int, Any] = {}  # holds what it knows: an id is not used again
         self._layers: list[Any] = []
 
+    def __bool__(self) -> bool:
+        """Whether there are any, or layers that may have some."""
+        return bool(self._known or self._layers)
+
     def add(self, source: Any) -> None:
         """A variable, or a tensor."""
         self._known[self._sources.key_of(source)] = self._sources.plain(source)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from hvdlite.common.gradients import Terms
+from hvdlite.common.compression import NoneCompressor
+from hvdlite.common.gradients import Scaling, Terms
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.sources import LocalSources
 
 Then = Callable[[list[Any]], Any]
 
@@ -40,26 +43,39 @@ class Exchange:
         self._reducer = tools.Reducer(
             settings.prefix, settings.terms, settings.groups, settings.scale_local_gradients
         )
-        if settings.local_layers is not None:
-            self._reducer.local.add_layers(settings.local_layers)
-        self._accumulator = (
-            tools.Accumulator(
+        largest = replace(settings.terms, compression=NoneCompressor, scaling=Scaling(ReduceOp.MAX))
+        self._maximizer = tools.Reducer(settings.prefix, largest)
+        self.accumulator: Any = None
+        if settings.passes > 1:
+            self.accumulator = tools.Accumulator(
                 settings.passes, settings.average_passes, settings.terms.sparse_as_dense
             )
-            if settings.passes > 1
-            else None
-        )
+        if settings.local_layers is not None:
+            self.local.add_layers(settings.local_layers)
         self._reduced = False
 
     @property
-    def local(self) -> Any:
+    def local(self) -> LocalSources:
         """The variables whose gradients stay on this rank."""
-        return self._reducer.local
+        local: LocalSources = self._reducer.local
+        return local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients, reduced over all ranks."""
-        reduced: list[Any] = self._reducer.reduce(gradients, variables)
-        return reduced
+        """The gradients, reduced over all ranks; for some variables of 8-bit floats the largest.
+
+        These are overwritten with their gradients: scales, and magnitudes that were met lately.
+        """
+        overwritten = [getattr(each, "overwrite_with_gradient", False) for each in variables]
+        if not any(overwritten):
+            reduced: list[Any] = self._reducer.reduce(gradients, variables)
+            return reduced
+        results = list(gradients)
+        for reducer, kind in ((self._reducer, False), (self._maximizer, True)):
+            places = [place for place, each in enumerate(overwritten) if each is kind]
+            some = [[values[place] for place in places] for values in (gradients, variables)]
+            for place, result in zip(places, reducer.reduce(*some), strict=True):
+                results[place] = result
+        return results
 
     def through(
         self,
@@ -74,13 +90,13 @@ class Exchange:
         """
         if self._reduced:
             return then(list(gradients))
-        if self._accumulator is None:
+        if self.accumulator is None:
             return self._apply(gradients, variables, then)
 
         def due(sums: list[Any]) -> None:
             self._apply(sums, variables, then)
 
-        return self._accumulator.add(gradients, variables, due, lambda sums: skip())
+        return self.accumulator.add(gradients, variables, due, lambda sums: skip())
 
     def _apply(self, gradients: Sequence[Any], variables: Sequence[Any], then: Then) -> Any:
         reduced = self.reduce(gradients, variables)

@@ -45,8 +45,21 @@ def _scaling(entry: Any, method: Method) -> Method:
     """An entry of a loss scaler, which reduces for the optimizer that it has inside."""
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.inner_optimizer, Distributed):
-            return entry(method, exchange_of(self.inner_optimizer), self, *args, **kwargs)
+        inner = self.inner_optimizer
+        if isinstance(inner, Distributed):
+            exchange = exchange_of(inner)
+            if exchange.local and exchange.settings.terms.active:
+                raise ValueError(
+                    "a LossScaleOptimizer skips a step when any gradient has overflowed, and "
+                    "gradients of local variables are not the same on all ranks: use a fixed "
+                    "loss_scale_factor, and compile(auto_scale_loss=False)"
+                )
+            return entry(method, exchange, self, *args, **kwargs)
+        if any(isinstance(each, Distributed) for each in parts_of(inner)):
+            raise RuntimeError(
+                "a LossScaleOptimizer would skip steps by the gradients of this rank alone: wrap "
+                "the LossScaleOptimizer, not what it has inside"
+            )
         return method(self, *args, **kwargs)
 
     return apply
@@ -56,7 +69,7 @@ def _making_step(method: Method) -> Method:
     """``Model.make_train_function()``."""
 
     def make_train_function(self: Any, force: bool = False) -> Any:
-        exchange = _exchange_in(self.optimizer)
+        exchange = _exchange_in(getattr(self, "optimizer", None))
         if exchange is not None and exchange.settings.terms.active:
             if self.jit_compile:
                 _warn_once()

@@ -73,8 +73,8 @@ def _apply(
     """``apply()`` of Keras 3, which ``apply_gradients()`` calls too."""
     gradients = list(grads)
     variables = None if trainable_variables is None else list(trainable_variables)
-    if variables and not optimizer.built:
-        optimizer.build(variables)  # where it is not in a branch yet
+    if variables and not optimizer.built and exchange.accumulator is not None:
+        optimizer.build(variables)  # here, because the step is a branch
     known = getattr(optimizer, "_trainable_variables", []) if variables is None else variables
     if not gradients or len(known) != len(gradients):
         return method(optimizer, gradients, variables)  # it says what is wrong

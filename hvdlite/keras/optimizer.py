@@ -14,7 +14,7 @@ from hvdlite.keras.exchange import Exchange, Settings
 from hvdlite.keras.framework import backend_of
 from hvdlite.keras.interventions import intervene
 from hvdlite.keras.kinds import kind_of, parts_of
-from hvdlite.keras.wrapping import Distributed, distribute
+from hvdlite.keras.wrapping import Distributed, check_local, distribute
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -96,10 +96,13 @@ def PartialDistributedOptimizer(  # noqa: N802
 ) -> Any:
     """As `DistributedOptimizer`; the weights of `local_layers` are each rank's own.
 
-    `local_layers` is a Keras layer, or a list of them; they need not be built yet.
+    `local_layers` is a Keras layer, or a list of them; they need not be built yet. Raises
+    `ValueError` for anything else, and for an optimizer that clips by a norm of all gradients.
     """
     kind = kind_of(optimizer)
     _check(optimizer, op, backward_passes_per_step)
+    if local_layers is not None:
+        check_local(optimizer)
     settings = Settings(
         backend_of(kind.module),
         name or f"Distributed{type(optimizer).__name__}",

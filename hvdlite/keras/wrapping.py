@@ -12,10 +12,17 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from hvdlite.keras.exchange import Exchange, Settings
-from hvdlite.keras.kinds import Kind
+from hvdlite.keras.kinds import Kind, parts_of
 
 _EXCHANGE = "_hvdlite_exchange"
 Method = Callable[..., Any]
+
+
+class CallableList(list[Any]):
+    """Variables, which may also be called for, as it was with the optimizers of Keras 2."""
+
+    def __call__(self) -> CallableList:
+        return self
 
 
 class Distributed:
@@ -23,12 +30,21 @@ class Distributed:
 
     _hvdlite_settings: Settings
 
+    @property
+    def _agg_helper(self) -> Any:
+        """What adds up gradients where several passes make a step; otherwise None."""
+        return exchange_of(self).accumulator
+
     def _allreduce(self, grads: Any, vars: Any) -> list[Any]:
         """The gradients of these variables, reduced over all ranks; nothing is applied."""
         return exchange_of(self).reduce(list(grads), list(vars))
 
     def register_local_var(self, var: Any) -> None:
-        """The gradient of this variable is not reduced from now on: each rank has its own."""
+        """The gradient of this variable is not reduced from now on: each rank has its own.
+
+        Raises `ValueError` for an optimizer that clips by the norm of all gradients together.
+        """
+        check_local(self)
         exchange_of(self).local.add(var)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -42,6 +58,15 @@ class Distributed:
         self.__reduce_ex__(4)
 
 
+def check_local(optimizer: Any) -> None:
+    """Raises `ValueError` for an optimizer that cannot have local variables."""
+    if any(getattr(each, "global_clipnorm", None) for each in parts_of(optimizer)):
+        raise ValueError(
+            "global_clipnorm scales all gradients by one norm. With gradients in it that stay "
+            "local, it would be another one on each rank: use clipnorm or clipvalue"
+        )
+
+
 def exchange_of(optimizer: Any) -> Exchange:
     """The exchange of a distributed optimizer; made when it is first needed."""
     state: dict[str, Any] = optimizer.__dict__  # Keras would track what is set as an attribute
@@ -52,9 +77,13 @@ def exchange_of(optimizer: Any) -> Exchange:
 
 
 def distribute(optimizer: Any, kind: Kind, exchange: Exchange) -> None:
-    """Make it distributed, as an instance of a class with the name of its own."""
-    base: Any = type(optimizer)
-    metaclass: Any = type(base)
+    """Make it distributed, and what it has inside, with the same exchange."""
+    for each in list(parts_of(optimizer)):
+        object.__setattr__(each, "__class__", _derived_class(type(each), kind, exchange))
+        each.__dict__[_EXCHANGE] = exchange
+
+
+def _derived_class(base: Any, kind: Kind, exchange: Exchange) -> Any:
     namespace: dict[str, Any] = {
         "__doc__": base.__doc__,
         "_hvdlite_settings": exchange.settings,
@@ -65,10 +94,12 @@ def distribute(optimizer: Any, kind: Kind, exchange: Exchange) -> None:
     for name in kind.guarded:
         if hasattr(base, name):
             namespace[name] = _guarded(getattr(base, name))
+    if isinstance(getattr(base, "variables", None), property):
+        namespace["variables"] = property(lambda self: CallableList(base.variables.fget(self)))
+    metaclass: Any = type(base)
     cls = metaclass(base.__name__, (Distributed, base), namespace)
     _save_as(base, cls, kind)
-    object.__setattr__(optimizer, "__class__", cls)
-    optimizer.__dict__[_EXCHANGE] = exchange
+    return cls
 
 
 def _entering(method: Method, entry: Method) -> Method:

@@ -1,0 +1,125 @@
+"""Small models whose training is compared: on several ranks, and in one process without hvdlite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import hvdlite.keras as hvd
+from hvdlite.keras.framework import keras
+from tests.ranks import run_ranks
+
+ROWS, BATCH, WIDTH = 36, 12, 4
+_random = np.random.default_rng(0)
+INPUTS = _random.normal(size=(ROWS, WIDTH)).astype(np.float32)
+TARGETS = _random.normal(size=(ROWS, 2)).astype(np.float32)
+WEIGHTS = [
+    _random.normal(size=shape).astype(np.float32) * 0.4
+    for shape in ((WIDTH, 5), (5,), (5, 2), (2,))
+]
+Weights = list[np.ndarray]
+Make = Callable[[], Any]
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def make_model(dtype: Any = None) -> Any:
+    """A model that has the same weights each time."""
+    model = keras.Sequential(
+        [
+            keras.layers.Input((WIDTH,)),
+            keras.layers.Dense(5, activation="tanh", dtype=dtype),
+            keras.layers.Dense(2, dtype=dtype),
+        ]
+    )
+    model.set_weights(WEIGHTS)
+    return model
+
+
+def share(rows: np.ndarray, rank: int, size: int) -> np.ndarray:
+    """This rank's part of each batch."""
+    batches = rows.reshape(-1, BATCH, rows.shape[-1])
+    return batches[:, rank::size].reshape(-1, rows.shape[-1])
+
+
+def fit(model: Any, optimizer: Any, rank: int = 0, size: int = 1, **compiled: Any) -> Weights:
+    """Train for two epochs on this rank's part of the data."""
+    model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(), **compiled)
+    inputs, targets = share(INPUTS, rank, size), share(TARGETS, rank, size)
+    model.fit(inputs, targets, batch_size=BATCH // size, epochs=2, shuffle=False, verbose=0)
+    return numpy_of(model.get_weights())
+
+
+def fit_together(size: int, optimizer: Make, model: Make = make_model, **compiled: Any) -> Weights:
+    """The weights after the same on `size` ranks, where they must be bitwise the same."""
+    everywhere = run_ranks(size, lambda rank: fit(model(), optimizer(), rank, size, **compiled))
+    assert_same(everywhere)
+    return everywhere[0]
+
+
+def assert_same(everywhere: Sequence[Weights]) -> None:
+    """All ranks have bitwise the same."""
+    for weights in everywhere:
+        for mine, first in zip(weights, everywhere[0], strict=True):
+            np.testing.assert_array_equal(mine, first)
+
+
+def assert_close(weights: Weights, expected: Weights) -> None:
+    for one, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-6)
+
+
+def wrapped(make: Make, **options: Any) -> Make:
+    """Makes a distributed optimizer of what `make` makes."""
+    return lambda: hvd.DistributedOptimizer(make(), **options)
+
+
+def numpy_of(values: Sequence[Any]) -> Weights:
+    """Copies of variables or tensors."""
+    return [
+        value.copy() if isinstance(value, np.ndarray) else value.numpy().copy() for value in values
+    ]
+
+
+def variable(values: Any, name: str = "weights") -> Any:
+    """A variable of this Keras."""
+    values = np.asarray(values, np.float32)
+    if hasattr(keras, "Variable"):
+        return keras.Variable(values, name=name)
+    import tensorflow as tf
+
+    return tf.Variable(values, name=name)
+
+
+def tensor(values: Any) -> Any:
+    """A tensor of the backend."""
+    values = np.asarray(values, np.float32)
+    if hasattr(keras, "ops"):
+        return keras.ops.convert_to_tensor(values)
+    import tensorflow as tf
+
+    return tf.constant(values)
+
+
+def gradients_of(model: Any, inputs: np.ndarray, targets: np.ndarray) -> list[Any]:
+    """The gradients of the mean squared error, as a user's own loop computes them."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        model.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), torch.from_numpy(targets)).backward()
+        return [each.value.grad for each in model.trainable_variables]
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(inputs) - targets))
+    gradients: list[Any] = tape.gradient(loss, model.trainable_variables)
+    return gradients
