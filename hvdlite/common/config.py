@@ -130,6 +130,7 @@ def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **wh
 
 DATA_PLANES = ("auto", "shm", "ring", "mpi")
 ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "mpi")
+TF_NATIVE = ("auto", "on", "off")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
@@ -220,6 +221,11 @@ class Config:
         (), "THREAD_AFFINITY", core_list,
         "Core of the engine thread, one number for each local rank.",
         flag="--thread-affinity", yaml="library_options.thread_affinity",
+    )  # fmt: skip
+    tf_native: str = setting(
+        "auto", "TF_NATIVE", choice(*TF_NATIVE),
+        "Compiled operations in TensorFlow's graphs: auto (where there is a compiler), on or off.",
+        alias=False,
     )  # fmt: skip
     log_level: str = setting(
         "warning", "LOG_LEVEL", choice(*LOG_LEVELS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from hvdlite.common.errors import HorovodInternalError
@@ -11,7 +12,7 @@ from hvdlite.common.errors import HorovodInternalError
 class Handle:
     """Completed or failed once, by the engine; waited for by any thread, asleep."""
 
-    __slots__ = ("_done", "_error", "_gate", "_value")
+    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_value")
 
     def __init__(self) -> None:
         self._gate = threading.Lock()  # locked until the result is there
@@ -19,18 +20,40 @@ class Handle:
         self._done = False
         self._value: Any = None
         self._error: Exception | None = None
+        self._callbacks: list[Callable[[], None]] = []
 
     def complete(self, value: Any = None) -> None:
         """The collective has ended well."""
         self._value = value
-        self._done = True
-        self._gate.release()
+        self._end()
 
     def fail(self, error: Exception) -> None:
         """The collective has failed."""
         self._error = error
+        self._end()
+
+    def _end(self) -> None:
         self._done = True
         self._gate.release()
+        if self._callbacks:
+            self._call_back()
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when it has ended: now, or in the thread that ends it.
+
+        It must neither wait nor raise.
+        """
+        self._callbacks.append(callback)
+        if self._done:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop()
+            except IndexError:  # the other thread has taken it, and calls it
+                return
+            callback()
 
     def poll(self) -> bool:
         """Whether it has ended; never waits."""

@@ -8,8 +8,9 @@ from contextlib import nullcontext
 
 import tensorflow as tf
 
+from hvdlite.tf import native_run, python_ops
 from hvdlite.tf.calls import Call, run_now
-from hvdlite.tf.python_ops import run_in_graph
+from hvdlite.tf.native import library
 
 
 def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
@@ -19,7 +20,15 @@ def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     """
     if not calls:
         return []
-    return run_now(calls) if tf.executing_eagerly() else run_in_graph(calls)
+    if tf.executing_eagerly():
+        return run_now(calls)
+    # However they are run, the names of all other operations in the graph must be the same: names
+    # of collectives are made from them, and another rank may run its own in another way.
+    with tf.name_scope("Hvdlite"):
+        native = library() if all(map(native_run.takes, calls)) else None
+        if native is None:
+            return python_ops.run_in_graph(calls)
+        return native_run.run_in_graph(native, calls)
 
 
 def name_in_graph(name: str, ignore_name_scope: bool = False) -> str:

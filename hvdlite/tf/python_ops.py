@@ -121,7 +121,13 @@ def _give_way() -> Callable[[], tf.Tensor]:
 
 
 def _new_iterator() -> Any:
-    endless = tf.data.Dataset.from_tensors(0).repeat()
+    # Threads that tune and prefetch have nothing to do here, and a session that closes may wait
+    # for them without an end.
+    plain = tf.data.Options()
+    plain.autotune.enabled = False
+    plain.experimental_optimization.apply_default_optimizations = False
+    plain.experimental_optimization.inject_prefetch = False
+    endless = tf.data.Dataset.from_tensors(0).repeat().with_options(plain)
     return (
         iter(endless)
         if tf.executing_eagerly()

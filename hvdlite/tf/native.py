@@ -1,0 +1,77 @@
+"""Whether graphs run collectives by the compiled operations, and these operations, loaded once.
+
+They only make it faster. Ranks of one job may have them or not: what travels between ranks, and
+what a user sees, is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdlite.common.config import Config
+from hvdlite.common.runtime import find
+from hvdlite.tf.native_build import BuildError, compile_once, compiled
+from hvdlite.tf.native_run import Library, serve
+
+log = logging.getLogger("hvdlite")
+
+
+@dataclass
+class _State:
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards the others
+    library: Library | None = None
+    failure: BuildError | None = None
+
+
+_state = _State()
+
+
+def library() -> Library | None:
+    """The operations; None where graphs shall call Python.
+
+    HVDLITE_TF_NATIVE says what is wanted: "off", "on" (raises `BuildError` where it cannot be), or
+    "auto": where they can be had. They are compiled now if they never were; for one rank alone only
+    if they are "on".
+    """
+    wanted = Config.from_environ().tf_native
+    if wanted == "off":
+        return None
+    with _state.lock:
+        if _state.library is None and _state.failure is None:
+            _load(may_compile=wanted == "on" or _size() > 1)
+        if wanted == "on" and _state.failure is not None:
+            raise BuildError(str(_state.failure))
+        return _state.library
+
+
+def _size() -> int:
+    runtime = find()
+    return 1 if runtime is None else runtime.topology.size
+
+
+def _load(may_compile: bool) -> None:
+    try:
+        path = compile_once() if may_compile else compiled()
+        if path is not None:
+            _state.library = _open(path)
+    except BuildError as error:
+        _state.failure = error
+        level = logging.WARNING if _is_first_of_host() else logging.INFO
+        log.log(level, "graphs call Python for every collective, which costs time: %s", error)
+
+
+def _open(path: Path) -> Library:
+    try:
+        opened = Library(path)
+    except Exception as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from None
+    serve(opened)
+    return opened
+
+
+def _is_first_of_host() -> bool:
+    runtime = find()
+    return runtime is None or runtime.topology.local_rank(runtime.rank) == 0

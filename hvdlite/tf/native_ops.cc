@@ -1,0 +1,309 @@
+// Two TensorFlow operations with which a graph runs collectives without calling Python.
+//
+//   HvdliteStart ... HvdliteStart    puts a collective into a queue; never waits, takes no GIL
+//            \   /
+//         HvdliteTake                ends, with the outputs of all, when the last of them has ended;
+//                                    no thread waits for that
+//
+// One thread of Python's empties the queue (hvdlite_next), starts the collectives in the engine, and
+// tells how each has ended (hvdlite_end). native_run.py is the other side of the C functions below.
+
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/variant.h"
+#include "tensorflow/core/framework/variant_tensor_data.h"
+
+namespace hvdlite {
+namespace {
+
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+struct Gathering;
+
+// One collective on its way. The graph holds it by a ticket, Python by a pointer to a shared_ptr: its
+// tensors outlive a step that is cancelled while the engine reads and writes them.
+struct Flight {
+  int64_t call = 0;
+  tensorflow::DataTypeVector output_types;
+  std::vector<Tensor> inputs;
+  std::vector<Tensor> outputs;
+  // All below is guarded by the hub's mutex.
+  bool ended = false;
+  absl::Status status;
+  std::shared_ptr<Gathering> gathering;  // waits for this flight
+};
+
+using FlightPointer = std::shared_ptr<Flight>;
+
+// One execution of HvdliteTake.
+struct Gathering {
+  OpKernelContext* context = nullptr;  // valid until `done` was called
+  tensorflow::AsyncOpKernel::DoneCallback done;
+  std::vector<FlightPointer> flights;
+  tensorflow::CancellationToken token = tensorflow::CancellationManager::kInvalidToken;
+  bool cancellable = false;
+  size_t missing = 0;    // flights that have not ended; guarded by the hub's mutex
+  bool claimed = false;  // by whoever calls `done`; guarded likewise
+};
+
+// What both sides share. Never destroyed: threads may still wait for it when the process ends.
+struct Hub {
+  std::mutex mutex;
+  std::condition_variable arrived;
+  std::vector<FlightPointer> queue;
+  pid_t served_in = -1;  // the process that has the thread of Python's; a forked child has none
+};
+
+Hub& hub() {
+  static Hub* the_hub = new Hub;
+  return *the_hub;
+}
+
+// What a graph passes from HvdliteStart to HvdliteTake.
+struct Ticket {
+  FlightPointer flight;
+  std::string TypeName() const { return "hvdlite::Ticket"; }
+  std::string DebugString() const { return TypeName(); }
+  void Encode(tensorflow::VariantTensorData*) const {}
+  bool Decode(const tensorflow::VariantTensorData&) { return false; }  // it stays in its process
+};
+
+class Start : public tensorflow::OpKernel {
+ public:
+  explicit Start(tensorflow::OpKernelConstruction* construction) : OpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("call", &call_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("in_place", &in_place_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("output_types", &output_types_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    auto flight = std::make_shared<Flight>();
+    flight->call = call_;
+    flight->output_types = output_types_;
+    flight->outputs.resize(output_types_.size());
+    // An input that nobody else will read becomes the output: no memory has to be found and touched.
+    // This comes first, for a reference of our own would be a reader.
+    for (int i = 0; i < in_place_; ++i) {
+      OP_REQUIRES_OK(context, context->forward_input_or_allocate_temp(
+                                  {i}, output_types_[i], context->input(i).shape(),
+                                  &flight->outputs[i]));
+    }
+    for (int i = 0; i < context->num_inputs(); ++i) flight->inputs.push_back(context->input(i));
+    Tensor* ticket = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {}, &ticket));
+    ticket->scalar<tensorflow::Variant>()() = Ticket{flight};
+    bool first, served;
+    {
+      std::lock_guard<std::mutex> lock(hub().mutex);
+      served = hub().served_in == getpid();
+      first = hub().queue.empty();
+      if (served) hub().queue.push_back(std::move(flight));
+    }
+    OP_REQUIRES(context, served,
+                absl::UnknownError("this process was forked from a rank and is no rank itself: "
+                                   "run collectives in the parent, or start it with spawn"));
+    if (first) hub().arrived.notify_one();
+  }
+
+ private:
+  int64_t call_;
+  int in_place_;
+  tensorflow::DataTypeVector output_types_;
+};
+
+// Sets the outputs, or the first error, and ends the execution. Without the mutex.
+void finish(const std::shared_ptr<Gathering>& gathering) {
+  OpKernelContext* context = gathering->context;
+  if (gathering->cancellable) {
+    context->cancellation_manager()->DeregisterCallback(gathering->token);
+  }
+  for (const auto& flight : gathering->flights) context->SetStatus(flight->status);
+  if (context->status().ok()) {
+    int number = 0;
+    for (const auto& flight : gathering->flights) {
+      for (auto& output : flight->outputs) context->set_output(number++, std::move(output));
+    }
+  }
+  gathering->flights.clear();
+  auto done = std::move(gathering->done);
+  done();
+}
+
+class Take : public tensorflow::AsyncOpKernel {
+ public:
+  explicit Take(tensorflow::OpKernelConstruction* construction) : AsyncOpKernel(construction) {}
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    auto gathering = std::make_shared<Gathering>();
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      const auto* ticket = context->input(i).scalar<tensorflow::Variant>()().get<Ticket>();
+      OP_REQUIRES_ASYNC(context, ticket != nullptr, absl::InternalError("no ticket"), done);
+      gathering->flights.push_back(ticket->flight);
+    }
+    gathering->context = context;
+    gathering->done = std::move(done);
+    if (await(gathering)) finish(gathering);
+  }
+
+ private:
+  // Whether all flights have ended already. Otherwise the last of them will end the execution, or the
+  // cancellation of the step: whichever claims it.
+  static bool await(const std::shared_ptr<Gathering>& gathering) {
+    auto* cancellation = gathering->context->cancellation_manager();
+    std::unique_lock<std::mutex> lock(hub().mutex);
+    for (const auto& flight : gathering->flights) {
+      if (!flight->ended) {
+        flight->gathering = gathering;
+        ++gathering->missing;
+      }
+    }
+    if (gathering->missing == 0) return true;
+    if (cancellation == nullptr) return false;
+    gathering->token = cancellation->get_cancellation_token();
+    // Flights end under the mutex, so none can end the execution before this has registered.
+    gathering->cancellable = true;
+    std::weak_ptr<Gathering> weak = gathering;
+    if (cancellation->RegisterCallback(gathering->token, [weak] { cancel(weak.lock()); })) {
+      return false;
+    }
+    gathering->cancellable = false;
+    lock.unlock();
+    cancel(gathering);
+    return false;
+  }
+
+  static void cancel(const std::shared_ptr<Gathering>& gathering) {
+    if (gathering == nullptr) return;
+    {
+      std::lock_guard<std::mutex> lock(hub().mutex);
+      if (gathering->claimed) return;
+      gathering->claimed = true;
+      for (const auto& flight : gathering->flights) flight->gathering = nullptr;
+    }
+    gathering->context->SetStatus(absl::CancelledError("the step was cancelled"));
+    auto done = std::move(gathering->done);
+    done();
+  }
+};
+
+REGISTER_OP("HvdliteStart")
+    .Input("inputs: input_types")
+    .Output("ticket: variant")
+    .Attr("call: int")      // the number of the collective in Python's table
+    .Attr("in_place: int")  // so many inputs have an output of the same dtype and shape
+    .Attr("input_types: list(type) >= 0")
+    .Attr("output_types: list(type) >= 1")
+    .SetIsStateful()  // two with the same inputs are two collectives
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape);
+
+REGISTER_OP("HvdliteTake")
+    .Input("tickets: count * variant")
+    .Output("outputs: output_types")
+    .Attr("count: int >= 1")
+    .Attr("output_types: list(type) >= 1")
+    .SetIsStateful()  // it waits, also where nobody needs an output
+    .SetShapeFn(tensorflow::shape_inference::UnknownShape);
+
+REGISTER_KERNEL_BUILDER(Name("HvdliteStart").Device(tensorflow::DEVICE_CPU), Start);
+REGISTER_KERNEL_BUILDER(Name("HvdliteTake").Device(tensorflow::DEVICE_CPU), Take);
+
+void* data(const Tensor& tensor) { return const_cast<char*>(tensor.tensor_data().data()); }
+
+int64_t number_of(const void* pointer) { return reinterpret_cast<int64_t>(pointer); }
+
+}  // namespace
+}  // namespace hvdlite
+
+using hvdlite::Flight;
+using hvdlite::FlightPointer;
+using hvdlite::hub;
+
+extern "C" {
+
+// This process has a thread that calls hvdlite_next, from now on.
+void hvdlite_serve() {
+  std::lock_guard<std::mutex> lock(hub().mutex);
+  hub().served_in = getpid();
+}
+
+// Sleeps until something is in the queue, and takes all of it. For each flight in turn:
+//   flight, call, number of inputs, number of targets,
+//   for each input: address, number of dimensions, dimensions; for each target: address
+// The memory is good until the next call.
+const int64_t* hvdlite_next(int64_t* length) {
+  static auto* taken = new std::vector<FlightPointer>;
+  static auto* record = new std::vector<int64_t>;
+  {
+    std::unique_lock<std::mutex> lock(hub().mutex);
+    hub().arrived.wait(lock, [] { return !hub().queue.empty(); });
+    taken->swap(hub().queue);
+  }
+  record->clear();
+  for (auto& flight : *taken) {
+    size_t targets = 0;
+    while (targets < flight->outputs.size() && flight->outputs[targets].IsInitialized()) ++targets;
+    record->insert(record->end(), {hvdlite::number_of(new FlightPointer(flight)), flight->call,
+                                   static_cast<int64_t>(flight->inputs.size()),
+                                   static_cast<int64_t>(targets)});
+    for (const auto& input : flight->inputs) {
+      record->push_back(hvdlite::number_of(hvdlite::data(input)));
+      record->push_back(input.dims());
+      for (int i = 0; i < input.dims(); ++i) record->push_back(input.dim_size(i));
+    }
+    for (size_t i = 0; i < targets; ++i) {
+      record->push_back(hvdlite::number_of(hvdlite::data(flight->outputs[i])));
+    }
+  }
+  taken->clear();
+  *length = static_cast<int64_t>(record->size());
+  return record->data();
+}
+
+// Makes the tensor for an output of this shape; its address, or null where there is no memory.
+void* hvdlite_allocate(FlightPointer* pointer, int output, int rank, const int64_t* dims) {
+  Flight& flight = **pointer;
+  tensorflow::TensorShape shape;
+  for (int i = 0; i < rank; ++i) shape.AddDim(dims[i]);
+  tensorflow::Tensor tensor(flight.output_types[output], shape);
+  if (!tensor.IsInitialized()) return nullptr;
+  flight.outputs[output] = tensor;
+  return hvdlite::data(tensor);
+}
+
+// The collective has ended: with all outputs written where `code` is 0, else with an absl::StatusCode
+// and a message. The pointer is no more. Returns null, or what must be given to hvdlite_finish.
+void* hvdlite_end(FlightPointer* pointer, int code, const char* message) {
+  FlightPointer flight = std::move(*pointer);
+  delete pointer;
+  flight->inputs.clear();
+  std::shared_ptr<hvdlite::Gathering> gathering;
+  std::lock_guard<std::mutex> lock(hub().mutex);
+  if (code != 0) flight->status = absl::Status(static_cast<absl::StatusCode>(code), message);
+  flight->ended = true;
+  gathering = std::move(flight->gathering);
+  if (gathering == nullptr || --gathering->missing != 0 || gathering->claimed) return nullptr;
+  gathering->claimed = true;
+  return new std::shared_ptr<hvdlite::Gathering>(std::move(gathering));
+}
+
+// Ends an execution of HvdliteTake, which may run what comes after it.
+void hvdlite_finish(std::shared_ptr<hvdlite::Gathering>* gathering) {
+  hvdlite::finish(*gathering);
+  delete gathering;
+}
+
+}  // extern "C"

@@ -1,0 +1,247 @@
+"""Collectives in a graph, by the operations of `native_ops.cc`.
+
+    TensorFlow's threads            the thread "hvdlite-tf"          the engine
+    HvdliteStart -> queue           hvdlite_next -> Call.start       runs it
+    HvdliteTake sleeps, holds no thread, and is ended by             Handle.on_end -> hvdlite_end
+
+TensorFlow's threads never wait for the GIL. The engine reads and writes the tensors' own memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite.common.arrays import Array, NumpyAdapter
+from hvdlite.common.errors import HorovodInternalError, MismatchError
+from hvdlite.tf.calls import ADAPTER, Call, Flight
+from hvdlite.tf.python_ops import in_any_order
+
+_READ, _READ_AND_WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+
+_memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory.restype = ctypes.py_object
+_memory.argtypes = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: Any, access: int) -> Array:
+    """The array at an address. It must not be used longer than the memory is there."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes == 0:
+        return np.empty(shape, dtype)
+    return np.frombuffer(_memory(address, size_bytes, access), dtype).reshape(shape)
+
+
+class Library:
+    """The compiled operations, and the C functions beside them."""
+
+    def __init__(self, path: Path) -> None:
+        operations: Any = tf.load_op_library(str(path))
+        self.start, self.take = operations.hvdlite_start, operations.hvdlite_take
+        waiting = ctypes.CDLL(str(path))  # its functions are called without the GIL
+        quick = ctypes.PyDLL(str(path))
+        integers = ctypes.POINTER(ctypes.c_int64)
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        self._next = _function(waiting.hvdlite_next, integers, integers)
+        self.serve = _function(quick.hvdlite_serve, None)
+        self.allocate = _function(
+            quick.hvdlite_allocate, pointer, pointer, number, number, integers
+        )
+        self.end = _function(quick.hvdlite_end, pointer, pointer, number, ctypes.c_char_p)
+        self.finish = _function(waiting.hvdlite_finish, None, pointer)
+
+    def next(self) -> list[int]:
+        """Sleep until there is something; the record of all of it."""
+        length = ctypes.c_int64()
+        record: list[int] = self._next(ctypes.byref(length))[: length.value]
+        return record
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+class _Registered:
+    """A call in a graph."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.in_place = len(call.outputs) if call.in_place else 0
+        self.inputs = [_numpy_dtype(tensor) for tensor in call.inputs]
+        self.outputs = [_numpy_dtype(output) for output in call.outputs]
+
+
+def _numpy_dtype(tensor: Any) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(tensor.dtype.as_numpy_dtype)
+    return dtype
+
+
+_registered: weakref.WeakValueDictionary[int, _Registered] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def takes(call: Call) -> bool:
+    """Whether its tensors are plain memory: not strings, for example."""
+    return all(
+        tensor.dtype.is_numpy_compatible and tensor.dtype != tf.string for tensor in call.inputs
+    )
+
+
+def run_in_graph(library: Library, calls: Sequence[Call]) -> list[list[tf.Tensor]]:
+    """Operations in the current graph that start all calls, and wait for all of them."""
+    with in_any_order():
+        tickets = [_start(library, call) for call in calls]
+        outputs = [output for call in calls for output in call.outputs]
+        results = library.take(tickets, [output.dtype for output in outputs], name="HvdliteTake")
+    for result, output in zip(results, outputs, strict=True):
+        result.set_shape(output.shape)
+    remaining = iter(results)
+    return [[next(remaining) for _ in call.outputs] for call in calls]
+
+
+def _start(library: Library, call: Call) -> tf.Tensor:
+    number, registered = next(_numbers), _Registered(call)
+    _registered[number] = registered
+    _keep(registered)
+    return library.start(
+        call.inputs,
+        call=number,
+        in_place=registered.in_place,
+        output_types=[output.dtype for output in call.outputs],
+        name="HvdliteStart",
+    )
+
+
+def _keep(registered: _Registered) -> None:
+    """Let it live as long as the graph that is being built, or a function around that."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if not hasattr(graph, "_hvdlite_calls"):
+            graph._hvdlite_calls = []
+        graph._hvdlite_calls.append(registered)
+        outer = getattr(graph, "outer_graph", None)
+        graph = outer if getattr(outer, "building_function", False) else None
+
+
+# -- the thread
+
+
+def serve(library: Library) -> None:
+    """Have a thread that starts what graphs enqueue."""
+    threading.Thread(target=_serve, args=(library,), name="hvdlite-tf", daemon=True).start()
+    library.serve()
+
+
+def _serve(library: Library) -> None:
+    while True:
+        record = iter(library.next())
+        for pointer in record:
+            _Passage(library, pointer, next(record)).start(record)
+
+
+class _Passage(NumpyAdapter):
+    """One collective between a graph and the engine; the adapter makes outputs in the graph."""
+
+    def __init__(self, library: Library, pointer: int, number: int) -> None:
+        self._library = library
+        self._pointer = pointer
+        self._registered = _registered.get(number)
+        self._inputs: list[Array] = []
+        self._made: set[int] = set()  # outputs that are the graph's memory
+        self._flight: Flight | None = None
+        self._open: list[int] = []  # one for each handle that has not ended
+
+    def start(self, record: Iterator[int]) -> None:
+        """Enqueue it, with what the record tells of its tensors."""
+        try:
+            flight = self._enqueue(record)
+        except Exception as error:
+            self._end(error)
+            return
+        self._flight = flight
+        handles = flight.handles
+        self._open = [*range(len(handles))]
+        for handle in handles:
+            handle.on_end(self._one_has_ended)
+
+    def _enqueue(self, record: Iterator[int]) -> Flight:
+        registered = self._registered
+        inputs, targets = next(record), next(record)
+        places = [_place(record) for _ in range(inputs)]
+        addresses = [next(record) for _ in range(targets)]
+        if registered is None:
+            raise HorovodInternalError("the graph of this collective is no more")
+        self._inputs = [
+            array_at(address, shape, dtype, _READ)
+            for (address, shape), dtype in zip(places, registered.inputs, strict=True)
+        ]
+        if not registered.in_place:
+            return registered.call.start(self._inputs, self)
+        written = [
+            array_at(address, shape, dtype, _READ_AND_WRITE)
+            for address, (_, shape), dtype in zip(
+                addresses, places, registered.outputs, strict=False
+            )
+        ]
+        return registered.call.start(self._inputs, ADAPTER, written)
+
+    def empty_like(self, tensor: Array, shape: tuple[int, ...]) -> Array:
+        """The output for an input."""
+        number = next(i for i, each in enumerate(self._inputs) if each is tensor)
+        return self._make(number, shape)
+
+    def _make(self, number: int, shape: tuple[int, ...]) -> Array:
+        assert self._registered is not None
+        dims = (ctypes.c_int64 * len(shape))(*shape)
+        address = self._library.allocate(self._pointer, number, len(shape), dims)
+        self._made.add(number)
+        return array_at(address, shape, self._registered.outputs[number], _READ_AND_WRITE)
+
+    def _one_has_ended(self) -> None:
+        if self._open.pop() == 0:  # the last one: whoever is told so
+            assert self._flight is not None
+            self._end(self._flight.error)
+
+    def _end(self, error: Exception | None) -> None:
+        try:
+            if error is None:
+                self._fill()
+        except Exception as failure:
+            error = failure
+        code, message = (0, b"") if error is None else (_code(error), str(error).encode())
+        waiting = self._library.end(self._pointer, code, message)
+        if waiting:
+            self._library.finish(waiting)
+
+    def _fill(self) -> None:
+        """Copy what is not in the graph's memory."""
+        assert self._registered is not None and self._flight is not None
+        if self._registered.in_place:
+            return
+        for number, array in enumerate(self._flight.arrays()):
+            if number not in self._made:
+                self._make(number, array.shape)[...] = array
+
+
+def _place(record: Iterator[int]) -> tuple[int, tuple[int, ...]]:
+    address = next(record)
+    return address, tuple(next(record) for _ in range(next(record)))
+
+
+def _code(error: Exception) -> int:
+    """The kind of error that eager execution raises."""
+    if isinstance(error, MismatchError):
+        return int(tf.errors.FAILED_PRECONDITION)
+    if isinstance(error, HorovodInternalError):
+        return int(tf.errors.UNKNOWN)
+    return int(tf.errors.INVALID_ARGUMENT if isinstance(error, ValueError) else tf.errors.UNKNOWN)
