@@ -232,6 +232,22 @@ def test_gradients_of_one_rank_alone_are_refused() -> None:
     run_ranks(2, main)
 
 
+def test_an_optimizer_of_keras_is_wrapped_by_hvdlite_keras() -> None:
+    def main(rank: int) -> None:
+        optimizer = hvd.DistributedOptimizer(
+            tf.keras.optimizers.SGD(1.0), op=hvd.Sum, scale_local_gradients=False
+        )
+        assert isinstance(optimizer, tf.keras.optimizers.SGD)
+        shared, local = (tf.keras.Variable(0.0, name=name) for name in ("shared", "local"))
+        optimizer.build([shared, local])
+        optimizer.register_local_var(local)
+        gradient = tf.constant(1.0 + rank)
+        optimizer.apply_gradients([(gradient, shared), (gradient, local)])
+        assert (float(shared.numpy()), float(local.numpy())) == (-3, -1 - rank)
+
+    run_ranks(2, main)
+
+
 def test_misuse() -> None:
     def main(rank: int) -> None:
         def wrap(**options: Any) -> Any:
