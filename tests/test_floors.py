@@ -15,7 +15,7 @@ FLOORS = [
     ["common.errors"],
     ["common.reduce_op", "common.topology", "common.config", "common.adapter", "common.handles",
      "common.messages", "common.process_set_table", "common.trace", "common.compression",
-     "common.readiness", "common.uncaught"],
+     "common.readiness", "common.uncaught", "common.warn"],
     ["common.timeline", "common.tree", "common.logs", "common.arrays"],
     ["common.transport"],
     ["common.collectives"],

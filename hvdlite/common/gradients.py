@@ -5,7 +5,6 @@ Parameters are known here by a key, which can be anything hashable; nothing here
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +15,7 @@ from hvdlite.common.collectives.table import split_rows
 from hvdlite.common.compression import Compressor
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.warn import warn_user
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def resolve_groups(num_groups: int, groups: object) -> object:
     """`groups`, or the deprecated `num_groups` in its place."""
     if num_groups == 0:
         return groups
-    warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=4)
+    warn_user("num_groups is deprecated; use groups", DeprecationWarning)
     return num_groups if groups is None else groups
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.common.messages import NO_RANK
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.warn import warn_user
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,7 @@ def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
             ) from None
     if average is None:
         return ReduceOp.AVERAGE
-    warnings.warn(
-        "average= is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=4
-    )
+    warn_user("average= is deprecated; use op=Average or op=Sum", DeprecationWarning)
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 

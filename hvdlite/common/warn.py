@@ -1,0 +1,23 @@
+"""Warnings that point at the user's line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+_NOT_THE_USERS = ("hvdlite", "tensorflow", "torch", "keras", "tf_keras")
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, as of the innermost line that is neither hvdlite's nor a framework's."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and _package(frame) in _NOT_THE_USERS:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -1,0 +1,18 @@
+"""Warnings of hvdlite show the line of the user who can do something about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlite.common.gradients import resolve_groups
+from hvdlite.common.options import resolve_op
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: resolve_op(True, None), lambda: resolve_groups(2, None)], ids=["op", "groups"]
+)
+def test_a_warning_points_here(call: object) -> None:
+    assert callable(call)
+    with pytest.warns(DeprecationWarning) as caught:
+        call()
+    assert [warning.filename for warning in caught] == [__file__]
