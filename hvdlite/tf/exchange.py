@@ -74,7 +74,8 @@ def reduce_gradients(
     `names` tells them apart, on all ranks alike; those of one of the `groups` (of names) travel
     together. All are under way at the same time: in a graph each starts as soon as it is computed.
     Raises `tf.errors.OpError` when a reduction fails, `NotImplementedError` for
-    `tf.IndexedSlices` with an op other than Average and Sum.
+    `tf.IndexedSlices` with an op other than Average and Sum, and `ValueError` for a gradient that
+    is ragged or a `tf.SparseTensor`.
     """
     if not terms.active:
         return list(gradients)
@@ -89,7 +90,7 @@ def reduce_gradients(
         if isinstance(gradient, tf.IndexedSlices) and not terms.sparse_as_dense
     ]
     apart = {name for each in slices for name in each.names}
-    dense = {name: tf.convert_to_tensor(wanted[name]) for name in wanted if name not in apart}
+    dense = {name: _dense(name, wanted[name]) for name in wanted if name not in apart}
     results: dict[str, Gradient] = {}
 
     def forward(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -105,6 +106,15 @@ def reduce_gradients(
     recorded = _VERBS.differentiable(list(dense.values()), forward, adjoint) or forward([])
     results.update(zip(dense, recorded, strict=True))
     return [results.get(name) for name in names]
+
+
+def _dense(name: str, gradient: Any) -> tf.Tensor:
+    if isinstance(gradient, (tf.RaggedTensor, tf.SparseTensor)):
+        raise ValueError(
+            f"the gradient '{name}' is a {type(gradient).__name__}, which ranks cannot reduce: take "
+            "the gradient of its values"
+        )
+    return tf.convert_to_tensor(gradient)
 
 
 def _buckets(

@@ -227,6 +227,12 @@ def test_it_is_the_tape_that_it_wraps() -> None:
         assert float(zero) == 0
         assert float(tape.gradient(y, variable, output_gradients=2 * x)) == 9.0
         assert float(tape.jacobian(y, x)) == 3 * 2 * (1 + rank)  # of this rank alone
+        ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
+        with DistributedGradientTape(tf.GradientTape()) as tape:
+            tape.watch(ragged)
+            y = ragged * ragged
+        with pytest.raises(ValueError, match="is a RaggedTensor, which ranks cannot reduce"):
+            tape.gradient(y, ragged)
 
     run_ranks(2, main)
 
