@@ -111,8 +111,8 @@ def reduce_gradients(
 def _dense(name: str, gradient: Any) -> tf.Tensor:
     if isinstance(gradient, (tf.RaggedTensor, tf.SparseTensor)):
         raise ValueError(
-            f"the gradient '{name}' is a {type(gradient).__name__}, which ranks cannot reduce: take "
-            "the gradient of its values"
+            f"the gradient '{name}' is a {type(gradient).__name__}, which ranks cannot reduce: "
+            "take the gradient of its values"
         )
     return tf.convert_to_tensor(gradient)
 
