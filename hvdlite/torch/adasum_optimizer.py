@@ -44,7 +44,8 @@ class AdasumMixin(Wrapped):
             for parameter, _ in named_by_position(self.param_groups)
             if parameter.requires_grad
         }
-        result = super().step(*arguments, **options)
+        with self._own_step():
+            result = super().step(*arguments, **options)
         with torch.no_grad():
             self._combine(starts)
         return result

@@ -76,7 +76,8 @@ class _DistributedMixin(Wrapped):
                 self._exchange.synchronize()
             arguments.append(self._synchronizing(closure))
         self._exchange.synchronized = self._synchronized_for_scaler = False
-        return super().step(*arguments, **options)
+        with self._own_step():
+            return super().step(*arguments, **options)
 
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step calls the user's hooks
 
@@ -195,11 +196,11 @@ def DistributedOptimizer(  # noqa: N802
     names = _name_parameters(optimizer, named_parameters)
     chosen = resolve_groups(num_groups, groups)
     if op == ReduceOp.ADASUM and size() > 1:
-        adasum = wrap(AdasumMixin, optimizer)
+        adasum = wrap(AdasumMixin, optimizer, terms)
         adasum._set_up(names, terms)
         return adasum
     schedule = Schedule(buckets_of(names.values(), _resolve_groups(chosen, names, terms)), passes)
-    wrapped = wrap(_DistributedMixin, optimizer)
+    wrapped = wrap(_DistributedMixin, optimizer, terms)
     wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms)
     return wrapped
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 
+from hvdlite.common.basics import is_initialized
+from hvdlite.common.gradients import Terms
+
 
 class Wrapped(torch.optim.Optimizer):
     """What comes before the class of the wrapped optimizer."""
+
+    _in_own_step = False
+
+    @contextmanager
+    def _own_step(self) -> Iterator[None]:
+        """Within this the wrapped optimizer's step is made as it should be."""
+        self._in_own_step = True
+        try:
+            yield
+        finally:
+            self._in_own_step = False
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Its exchange with other ranks cannot be copied, and a copy without it would go astray."""
@@ -18,10 +34,11 @@ class Wrapped(torch.optim.Optimizer):
         )
 
 
-def wrap(mixin: type[Wrapped], optimizer: torch.optim.Optimizer) -> Any:
+def wrap(mixin: type[Wrapped], optimizer: torch.optim.Optimizer, terms: Terms) -> Any:
     """The optimizer once more, with its groups and its state, as an instance of a new class.
 
-    The class has the name of the optimizer's own, and is derived from it.
+    The class has the name of the optimizer's own, and is derived from it. From now on the
+    optimizer that was wrapped refuses to step.
     """
     base = type(optimizer)
     same = {"__doc__": base.__doc__, "__module__": base.__module__}
@@ -31,4 +48,18 @@ def wrap(mixin: type[Wrapped], optimizer: torch.optim.Optimizer) -> Any:
         # A learning rate scheduler puts its own step() in the way of the method.
         if not callable(getattr(cls, name, None)):
             wrapped.__dict__[name] = value
+    optimizer.register_step_pre_hook(_refuse_other_steps(terms))  # both share their hooks
     return wrapped
+
+
+def _refuse_other_steps(terms: Terms) -> Callable[..., None]:
+    def check(optimizer: Any, *arguments: Any) -> None:
+        own = isinstance(optimizer, Wrapped) and optimizer._in_own_step
+        if not own and is_initialized() and terms.active:
+            raise RuntimeError(
+                f"this step() of {type(optimizer).__name__} would apply gradients of this rank "
+                "alone, and the ranks' weights would drift apart: call step() of the optimizer "
+                "that DistributedOptimizer has returned"
+            )
+
+    return check
