@@ -70,6 +70,12 @@ class ProcessSet:
     def _invalidate(self) -> None:
         self.process_set_id = None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy of the set of all ranks would not be bound by init(), and have no members.
+        if self is global_process_set:
+            return "global_process_set"
+        return super().__reduce_ex__(protocol)
+
     def __str__(self) -> str:
         return (
             f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
