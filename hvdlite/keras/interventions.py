@@ -27,7 +27,7 @@ Method = Callable[..., Any]
 def intervene(kind: Kind) -> None:
     """Replace the methods of this Keras; once."""
     for name, entry in kind.entries.items():
-        if hasattr(kind.loss_scaler_class, name):
+        if name in vars(kind.loss_scaler_class):
             _replace(kind.loss_scaler_class, name, partial(_scaling, entry))
     _replace(kind.module.Model, "make_train_function", _making_step)
 

@@ -73,8 +73,8 @@ def _apply(
     """``apply()`` of Keras 3, which ``apply_gradients()`` calls too."""
     gradients = list(grads)
     variables = None if trainable_variables is None else list(trainable_variables)
-    if variables and not optimizer.built and exchange.accumulator is not None:
-        optimizer.build(variables)  # here, because the step is a branch
+    if variables:
+        _build_for_branches(optimizer, variables, exchange)
     known = getattr(optimizer, "_trainable_variables", []) if variables is None else variables
     if not gradients or len(known) != len(gradients):
         return method(optimizer, gradients, variables)  # it says what is wrong
@@ -108,15 +108,25 @@ def _stateless_apply(
 def _apply_gradients(
     method: Entry, exchange: Exchange, optimizer: Any, grads_and_vars: Any, *args: Any, **kw: Any
 ) -> Any:
-    """``apply_gradients()`` of Keras 2."""
+    """``apply_gradients()``; in Keras 3 for optimizers that do not call ``apply()`` there."""
     pairs = list(grads_and_vars)
+    if not pairs:
+        return method(optimizer, pairs, *args, **kw)
     variables = [variable for _, variable in pairs]
-    return exchange.through(
+    _build_for_branches(optimizer, variables, exchange)
+    result = exchange.through(
         [gradient for gradient, _ in pairs],
         variables,
         lambda reduced: method(optimizer, list(zip(reduced, variables, strict=True)), *args, **kw),
         lambda: _count_pass(optimizer),
     )
+    return result if exchange.accumulator is None else optimizer.iterations
+
+
+def _build_for_branches(optimizer: Any, variables: list[Any], exchange: Exchange) -> None:
+    """Make the variables of an optimizer of Keras 3 before a graph branches."""
+    if exchange.accumulator is not None and not getattr(optimizer, "built", True):
+        optimizer.build(variables)
 
 
 def _count_pass(optimizer: Any) -> None:
@@ -131,7 +141,11 @@ KINDS = [
         "keras",
         "optimizers.Optimizer",
         "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer",
-        {"apply": _apply, "stateless_apply": _stateless_apply},
+        {
+            "apply": _apply,
+            "apply_gradients": _apply_gradients,
+            "stateless_apply": _stateless_apply,
+        },
         (
             "_backend_apply_gradients",
             "_backend_update_step",

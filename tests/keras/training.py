@@ -84,9 +84,11 @@ def wrapped(make: Make, **options: Any) -> Make:
 
 def numpy_of(values: Sequence[Any]) -> Weights:
     """Copies of variables or tensors."""
-    return [
-        value.copy() if isinstance(value, np.ndarray) else value.numpy().copy() for value in values
-    ]
+    copies = []
+    for value in values:
+        detached = value.detach() if hasattr(value, "detach") else value
+        copies.append(np.array(getattr(detached, "numpy", lambda: detached)()))  # noqa: B023
+    return copies
 
 
 def variable(values: Any, name: str = "weights") -> Any:

@@ -1,0 +1,349 @@
+"""No path to the weights applies gradients of one rank alone without saying so."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvdlite.keras as hvd
+from hvdlite.keras.framework import LEGACY, keras
+from tests.keras.environments import elsewhere
+from tests.keras.training import (
+    INPUTS,
+    TARGETS,
+    assert_close,
+    assert_same,
+    fit,
+    make_model,
+    numpy_of,
+    sgd,
+    share,
+    tensor,
+    variable,
+)
+from tests.ranks import run_ranks
+
+BACKEND = keras.backend.backend()
+tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="a matter of TensorFlow")
+keras3_only = pytest.mark.skipif(LEGACY, reason="new in Keras 3")
+keras2_only = pytest.mark.skipif(not LEGACY, reason="not in Keras 3")
+test_elsewhere = elsewhere(__file__)
+
+Path = Callable[[Any, Any, Any], Any]  # of an optimizer, a gradient and its variable
+
+
+class Own(keras.optimizers.SGD):  # type: ignore[misc]
+    """An optimizer that does it all by itself, in a method that it has from Keras."""
+
+    def apply_gradients(self, grads_and_vars: Any, **options: Any) -> None:
+        for gradient, target in grads_and_vars:
+            target.assign(target - gradient)
+
+
+def plain() -> Any:
+    return keras.optimizers.SGD(1.0)
+
+
+def legacy() -> Any:
+    return keras.optimizers.legacy.SGD(1.0)
+
+
+def on_ranks(make: Callable[[], Any], path: Path, refused: str | None = None) -> None:
+    """Gradients of 1 and of 3 reach the weights as 2, or not at all."""
+
+    def step(rank: int) -> None:
+        weights, optimizer = variable([0]), hvd.DistributedOptimizer(make())
+        gradient = tensor([1.0 + 2 * rank])
+        optimizer.build([weights]) if hasattr(optimizer, "build") else None
+        if refused is None:
+            path(optimizer, gradient, weights)
+        else:
+            with pytest.raises(RuntimeError, match=rf"^{refused}\(\) .* of this rank alone"):
+                path(optimizer, gradient, weights)
+        np.testing.assert_array_equal(weights.numpy(), [-2 if refused is None else 0])
+
+    run_ranks(2, step)
+
+
+REDUCED: dict[str, Path] = {
+    "apply_gradients": lambda optimizer, gradient, weights: optimizer.apply_gradients(
+        [(gradient, weights)]
+    ),
+    "an iterator": lambda optimizer, gradient, weights: optimizer.apply_gradients(
+        iter([(gradient, weights)])
+    ),
+    "a copy from its config": lambda optimizer, gradient, weights: optimizer.__class__.from_config(
+        optimizer.get_config()
+    ).apply_gradients([(gradient, weights)]),
+    "another of its class": lambda optimizer, gradient, weights: type(optimizer)(
+        learning_rate=1.0
+    ).apply_gradients([(gradient, weights)]),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+@pytest.mark.parametrize("make", [plain, pytest.param(legacy, marks=keras2_only)])
+def test_ways_that_reduce(make: Callable[[], Any], name: str) -> None:
+    on_ranks(make, REDUCED[name])
+
+
+def test_an_optimizer_with_a_method_of_its_own() -> None:
+    on_ranks(lambda: Own(1.0), REDUCED["apply_gradients"])
+
+
+@keras3_only
+@pytest.mark.parametrize("with_variables", [True, False])
+def test_apply(with_variables: bool) -> None:
+    on_ranks(
+        plain,
+        lambda optimizer, gradient, weights: optimizer.apply(
+            [gradient], *([[weights]] if with_variables else [])
+        ),
+    )
+
+
+@keras3_only
+def test_apply_gradients_of_the_wrapped_class() -> None:
+    on_ranks(
+        plain,
+        lambda optimizer, gradient, weights: keras.optimizers.SGD.apply_gradients(
+            optimizer, [(gradient, weights)]
+        ),
+    )
+
+
+@keras3_only
+def test_stateless_apply() -> None:
+    def step(rank: int) -> None:
+        weights, optimizer = variable([0]), hvd.DistributedOptimizer(plain())
+        optimizer.build([weights])
+        state = [each.value for each in optimizer.variables]
+        arguments = (state, [tensor([1.0 + 2 * rank])], [weights.value])
+        if BACKEND == "tensorflow":
+            with pytest.raises(ValueError, match="not supported with the TensorFlow backend"):
+                optimizer.stateless_apply(*arguments)
+        else:
+            ((result,), _) = optimizer.stateless_apply(*arguments)
+            np.testing.assert_array_equal(numpy_of([result]), [[-2]])
+
+    run_ranks(2, step)
+
+
+@keras3_only
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="which has no stateless_apply()")
+@pytest.mark.parametrize("around", [True, False])
+def test_stateless_apply_of_a_loss_scaler(around: bool) -> None:
+    def step(rank: int) -> None:
+        scaler, wrap = keras.optimizers.LossScaleOptimizer, hvd.DistributedOptimizer
+        optimizer = wrap(scaler(plain())) if around else scaler(wrap(plain()))
+        weights = variable([0])
+        optimizer.build([weights])
+        for gradient in ((1 + 2 * rank) * 2.0**15, np.inf if rank == 1 else 1.0):
+            state = [each.value for each in optimizer.variables]
+            ((result,), _) = optimizer.stateless_apply(state, [tensor([gradient])], [weights.value])
+            np.testing.assert_array_equal(numpy_of([result]), [[-2]])
+
+    run_ranks(2, step)
+
+
+def test_the_optimizer_that_was_given_is_the_one_that_was_returned() -> None:
+    def step(rank: int) -> None:
+        weights, optimizer = variable([0]), plain()
+        hvd.DistributedOptimizer(optimizer)
+        optimizer.apply_gradients([(tensor([1.0 + 2 * rank]), weights)])
+        np.testing.assert_array_equal(weights.numpy(), [-2])
+
+    run_ranks(2, step)
+
+
+@keras3_only
+def test_the_optimizer_inside_a_wrapped_one() -> None:
+    on_ranks(
+        lambda: keras.optimizers.LossScaleOptimizer(plain()),
+        lambda optimizer, gradient, weights: optimizer.inner_optimizer.apply([gradient], [weights]),
+    )
+
+
+@tensorflow_only
+def test_gradients_that_a_tape_has_reduced_are_reduced_once_more() -> None:
+    import tensorflow as tf
+
+    import hvdlite.tf
+
+    def step(rank: int) -> None:
+        weights, optimizer = tf.Variable([0.0]), hvd.DistributedOptimizer(plain())
+        with tf.GradientTape() as tape:
+            loss = weights * (1 + 2 * rank)
+        tape = hvdlite.tf.DistributedGradientTape(tape)
+        optimizer.apply_gradients(zip(tape.gradient(loss, [weights]), [weights], strict=True))
+        np.testing.assert_array_equal(weights.numpy(), [-2])
+
+    run_ranks(2, step)
+
+
+@keras2_only
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(plain, {"skip_gradients_aggregation": True}), (legacy, {}), (plain, {})],
+)
+def test_gradients_that_keras_2_is_not_to_aggregate(make: Any, options: dict[str, Any]) -> None:
+    options = options or {"experimental_aggregate_gradients": False}
+    on_ranks(
+        make,
+        lambda optimizer, gradient, weights: optimizer.apply_gradients(
+            [(gradient, weights)], **options
+        ),
+    )
+
+
+@keras2_only
+@pytest.mark.parametrize("make", [plain, legacy])
+def test_minimize(make: Callable[[], Any]) -> None:
+    on_ranks(
+        make,
+        lambda optimizer, gradient, weights: optimizer.minimize(
+            lambda: weights * gradient, [weights]
+        ),
+    )
+
+
+# -- what lies behind apply()
+
+
+REFUSED: dict[str, Path] = {
+    "update_step": lambda optimizer, gradient, weights: optimizer.update_step(
+        gradient, weights, tensor(1.0)
+    ),
+    "_backend_update_step": lambda optimizer, gradient, weights: optimizer._backend_update_step(
+        [gradient], [weights], tensor(1.0)
+    ),
+    "_backend_apply_gradients": lambda optimizer, gradient, weights: keras.optimizers.SGD.apply(
+        optimizer, [gradient], [weights]
+    ),
+}
+
+
+@keras3_only
+@pytest.mark.parametrize("name", REFUSED)
+def test_ways_that_are_refused(name: str) -> None:
+    on_ranks(plain, REFUSED[name], refused=name)
+
+
+@keras3_only
+@pytest.mark.skipif(BACKEND != "torch", reason="a matter of PyTorch")
+def test_parallel_update_step_is_refused() -> None:
+    on_ranks(
+        plain,
+        lambda optimizer, gradient, weights: optimizer._parallel_update_step(
+            [gradient], [weights], 1.0
+        ),
+        refused="_parallel_update_step",
+    )
+
+
+@keras2_only
+def test_ways_that_are_refused_with_keras_2() -> None:
+    on_ranks(
+        plain,
+        lambda optimizer, gradient, weights: optimizer.update_step(gradient, weights),
+        refused="update_step",
+    )
+    on_ranks(
+        plain,
+        lambda optimizer, gradient, weights: keras.optimizers.SGD.apply_gradients(
+            optimizer, [(gradient, weights)]
+        ),
+        refused="_internal_apply_gradients",
+    )
+    on_ranks(
+        legacy,
+        lambda optimizer, gradient, weights: optimizer._resource_apply_dense(gradient, weights),
+        refused="_resource_apply_dense",
+    )
+    on_ranks(
+        legacy,
+        lambda optimizer, gradient, weights: keras.optimizers.legacy.SGD.apply_gradients(
+            optimizer, [(gradient, weights)]
+        ),
+        refused="_distributed_apply",
+    )
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("make", [plain, pytest.param(legacy, marks=keras2_only)])
+def test_copies_are_refused(make: Callable[[], Any], make_copy: Any) -> None:
+    def wrap(rank: int) -> None:
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            make_copy(hvd.DistributedOptimizer(make()))
+
+    run_ranks(1, wrap)
+
+
+def test_one_rank_has_no_others_to_ask() -> None:
+    def step(rank: int) -> None:
+        weights, optimizer = variable([0]), hvd.DistributedOptimizer(plain())
+        optimizer.build([weights])
+        arguments = () if LEGACY else (tensor(1.0),)
+        optimizer.update_step(tensor([1.0]), weights, *arguments)
+        np.testing.assert_array_equal(weights.numpy(), [-1])
+
+    run_ranks(1, step)
+
+
+# -- steps that Keras has made
+
+
+def test_an_optimizer_that_is_wrapped_after_it_was_trained_with() -> None:
+    """Keras would use the step again that it has made before."""
+
+    def train(rank: int) -> list[np.ndarray]:
+        model = make_model()
+        fit(model, keras.optimizers.SGD(0.1), 0, 2)  # the same on all ranks
+        hvd.DistributedOptimizer(model.optimizer)
+        inputs, targets = share(INPUTS, rank, 2), share(TARGETS, rank, 2)
+        model.fit(inputs, targets, batch_size=6, shuffle=False, verbose=0)
+        return numpy_of(model.get_weights())
+
+    everywhere = run_ranks(2, train)
+    assert_same(everywhere)
+    alone = make_model()
+    fit(alone, keras.optimizers.SGD(0.1), 0, 2)
+    alone.fit(INPUTS, TARGETS, batch_size=12, shuffle=False, verbose=0)
+    assert_close(everywhere[0], numpy_of(alone.get_weights()))
+
+
+def test_single_batches() -> None:
+    def train(rank: int) -> list[np.ndarray]:
+        model = make_model()
+        model.compile(hvd.DistributedOptimizer(sgd()), keras.losses.MeanSquaredError())
+        model.train_on_batch(INPUTS[rank::2], TARGETS[rank::2])
+        return numpy_of(model.get_weights())
+
+    everywhere = run_ranks(2, train)
+    assert_same(everywhere)
+    assert (everywhere[0][0] != make_model().get_weights()[0]).any()
+
+
+@tensorflow_only
+def test_a_step_of_its_own_that_xla_compiles() -> None:
+    """It cannot be compiled without XLA from here, and fails."""
+    import tensorflow as tf
+
+    def train(rank: int) -> None:
+        weights, optimizer = tf.Variable([0.0]), hvd.DistributedOptimizer(plain())
+        optimizer.build([weights])
+
+        @tf.function(jit_compile=True)
+        def step() -> None:
+            optimizer.apply_gradients([(tf.constant([1.0]), weights)])
+
+        with pytest.raises(Exception, match=r"XLA|compile"):
+            step()
+        np.testing.assert_array_equal(weights.numpy(), [0])
+
+    run_ranks(2, train)
