@@ -100,8 +100,8 @@ def test_fit(make: Callable[[], Any], eager: bool) -> None:
 @keras3_only
 def test_compile_puts_a_scaler_around_the_optimizer() -> None:
     def train(rank: int) -> list[np.ndarray]:
-        model = make_model("mixed_float16")
-        model.dtype_policy = keras.dtype_policies.get("mixed_float16")
+        keras.mixed_precision.set_global_policy("mixed_float16")  # of this thread
+        model = make_model()
         weights = fit(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), rank, 2)
         assert type(model.optimizer) is Scaler
         inputs = INPUTS[:6] * (1e30 if rank == 0 else 1)  # no float16 holds this

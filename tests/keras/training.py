@@ -31,13 +31,13 @@ def adam() -> Any:
     return keras.optimizers.Adam(0.01)
 
 
-def make_model(dtype: Any = None) -> Any:
+def make_model() -> Any:
     """A model that has the same weights each time."""
     model = keras.Sequential(
         [
             keras.layers.Input((WIDTH,)),
-            keras.layers.Dense(5, activation="tanh", dtype=dtype),
-            keras.layers.Dense(2, dtype=dtype),
+            keras.layers.Dense(5, activation="tanh"),
+            keras.layers.Dense(2),
         ]
     )
     model.set_weights(WEIGHTS)
