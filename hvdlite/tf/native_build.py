@@ -32,7 +32,7 @@ SOURCE = Path(__file__).with_name("native_ops.cc")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O2", "-fPIC", "-shared", "-w")  # -w: TensorFlow's headers are full of warnings
 _LIMIT_SECONDS = 600  # for the compiler, and for waiting for another process that runs it
-_SAY_AFTER_SECONDS = 3
+_SAY_AFTER_SECONDS = 20
 _LOOK_SECONDS = 0.1
 
 

@@ -38,6 +38,7 @@ struct Gathering;
 // tensors outlive a step that is cancelled while the engine reads and writes them.
 struct Flight {
   int64_t call = 0;
+  int in_place = 0;  // so many outputs are there from the start
   tensorflow::DataTypeVector output_types;
   std::vector<Tensor> inputs;
   std::vector<Tensor> outputs;
@@ -93,6 +94,7 @@ class Start : public tensorflow::OpKernel {
   void Compute(OpKernelContext* context) override {
     auto flight = std::make_shared<Flight>();
     flight->call = call_;
+    flight->in_place = in_place_;
     flight->output_types = output_types_;
     flight->outputs.resize(output_types_.size());
     // An input that nobody else will read becomes the output: no memory has to be found and touched.
@@ -254,17 +256,14 @@ const int64_t* hvdlite_next(int64_t* length) {
   }
   record->clear();
   for (auto& flight : *taken) {
-    size_t targets = 0;
-    while (targets < flight->outputs.size() && flight->outputs[targets].IsInitialized()) ++targets;
     record->insert(record->end(), {hvdlite::number_of(new FlightPointer(flight)), flight->call,
-                                   static_cast<int64_t>(flight->inputs.size()),
-                                   static_cast<int64_t>(targets)});
+                                   static_cast<int64_t>(flight->inputs.size()), flight->in_place});
     for (const auto& input : flight->inputs) {
       record->push_back(hvdlite::number_of(hvdlite::data(input)));
       record->push_back(input.dims());
       for (int i = 0; i < input.dims(); ++i) record->push_back(input.dim_size(i));
     }
-    for (size_t i = 0; i < targets; ++i) {
+    for (int i = 0; i < flight->in_place; ++i) {
       record->push_back(hvdlite::number_of(hvdlite::data(flight->outputs[i])));
     }
   }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import secrets
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,8 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any, access: int) -> A
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes == 0:
         return np.empty(shape, dtype)
+    if not address:
+        raise MemoryError(f"no memory for a tensor of {size_bytes} bytes")
     return np.frombuffer(_memory(address, size_bytes, access), dtype).reshape(shape)
 
 
@@ -87,7 +90,8 @@ def _numpy_dtype(tensor: Any) -> np.dtype[Any]:
 
 
 _registered: weakref.WeakValueDictionary[int, _Registered] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+# Never the numbers of another process, whose graph may have been saved and loaded here.
+_numbers = itertools.count(secrets.randbits(62))
 
 
 def takes(call: Call) -> bool:
