@@ -36,13 +36,16 @@ _SAY_AFTER_SECONDS = 20
 _LOOK_SECONDS = 0.1
 
 
-class BuildError(RuntimeError):
+class BuildError(Exception):
     """The operations cannot be compiled, or loaded; the text says why."""
 
 
 def compiled() -> Path | None:
-    """The compiled operations for this TensorFlow, if they are there."""
-    path = _cache() / _file_name()
+    """The compiled operations for this TensorFlow, if they are there. Raises `BuildError`."""
+    directory = _cache()
+    if not directory.exists():
+        return None
+    path = _private(directory) / _file_name()
     return path if path.exists() else None
 
 
@@ -56,7 +59,7 @@ def compile_once(try_again: bool = False) -> Path:
     if found is not None:
         return found
     compiler = _compiler()
-    path = _private(_cache()) / _file_name()
+    path = _private(_made(_cache())) / _file_name()
     with _locked(path.with_name(path.name + ".lock")):
         if not path.exists():  # another process may have made it meanwhile
             _compile(compiler, path, try_again)
@@ -69,17 +72,19 @@ def _cache() -> Path:
     return base / "hvdlite" / "tf"
 
 
-def _private(directory: Path) -> Path:
-    """The directory, made if need be. Raises `BuildError` where others could put files there."""
+def _made(directory: Path) -> Path:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
     except OSError as error:
         raise BuildError(f"{error}; set XDG_CACHE_HOME to a directory of your own") from None
+    return directory
+
+
+def _private(directory: Path) -> Path:
+    """The directory. Raises `BuildError` where others could put files into it."""
+    status = directory.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise BuildError(
-            f"others can write to {directory}; set XDG_CACHE_HOME to another directory"
-        )
+        raise BuildError(f"others can write to {directory}; set XDG_CACHE_HOME to a safe directory")
     return directory
 
 
