@@ -120,19 +120,26 @@ class LocalMesh:
         """See `Transport.await_signal`."""
         link = self._links[rank]
         while not link.take_token():
-            poll = select.poll()
-            poll.register(link.signal, select.POLLIN)
-            for other in self._links.values():
-                if other.outbox and not other.control_lost:
-                    poll.register(other.control, select.POLLOUT)
-                if other.owed_tokens:
-                    events = select.POLLOUT | (select.POLLIN if other is link else 0)
-                    poll.register(other.signal, events)
+            owes = any(other.outbox or other.owed_tokens for other in self._links.values())
+            poll = self._poll_for_room(link) if owes else link.signal_poll
             if not poll.poll(CHECK_SECONDS * 1000):
                 check()
-            for other in self._links.values():
-                other.pay_tokens()
-                self._flush(other)
+            if owes:
+                for other in self._links.values():
+                    other.pay_tokens()
+                    self._flush(other)
+
+    def _poll_for_room(self, link: _Link) -> select.poll:
+        """Waits for a token of `link`, and for room for what other sockets have not taken yet."""
+        poll = select.poll()
+        poll.register(link.signal, select.POLLIN)
+        for other in self._links.values():
+            if other.outbox and not other.control_lost:
+                poll.register(other.control, select.POLLOUT)
+            if other.owed_tokens:
+                events = select.POLLOUT | (select.POLLIN if other is link else 0)
+                poll.register(other.signal, events)
+        return poll
 
     def gone(self, rank: int) -> bool:
         """Whether `rank`, if it is on this host, has closed its connections."""
@@ -175,6 +182,8 @@ class _Link:
     def __init__(self, rank: int, peer: Peer) -> None:
         self.rank = rank
         self.control, self.signal = peer.control, peer.signal
+        self.signal_poll = select.poll()
+        self.signal_poll.register(self.signal, select.POLLIN)
         self.assembler = Assembler(rank)
         self.outbox: deque[bytes] = deque()  # frames that the socket has not taken yet
         self.owed_tokens = 0  # tokens that the socket has not taken yet
