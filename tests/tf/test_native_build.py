@@ -156,10 +156,10 @@ def test_without_the_operations_python_runs_collectives(
         assert total(tf.constant(1.0)).numpy() == 2
 
     monkeypatch.setattr(logging.getLogger("hvdlite"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO, "hvdlite"):  # a warning only from the first of a host
         run_ranks(2, main)
-    warnings = [each for each in caplog.messages if "graphs call Python" in each]
-    assert len(warnings) == 1, caplog.messages
+    said_once = [each for each in caplog.messages if "graphs call Python" in each]
+    assert len(said_once) == 1, caplog.messages
     monkeypatch.setenv("HVDLITE_TF_NATIVE", "on")
     with pytest.raises(BuildError, match=said):
         run_ranks(1, lambda rank: tf.function(hvd.barrier)())
