@@ -75,7 +75,7 @@ def _apply(
     variables = None if trainable_variables is None else list(trainable_variables)
     if variables:
         _build_for_branches(optimizer, variables, exchange)
-    known = getattr(optimizer, "_trainable_variables", []) if variables is None else variables
+    known = _trainable_variables(optimizer) if variables is None else variables
     if not gradients or len(known) != len(gradients):
         return method(optimizer, gradients, variables)  # it says what is wrong
     return exchange.through(
@@ -84,6 +84,12 @@ def _apply(
         lambda reduced: method(optimizer, reduced, variables),
         lambda: _count_pass(optimizer),
     )
+
+
+def _trainable_variables(optimizer: Any) -> list[Any]:
+    """Those that an optimizer of Keras 3 was built with; a loss scaler may keep none itself."""
+    built = [getattr(each, "_trainable_variables", []) for each in parts_of(optimizer)]
+    return max(built, key=len)
 
 
 def _stateless_apply(
@@ -99,7 +105,7 @@ def _stateless_apply(
         raise ValueError("stateless_apply() keeps no gradients: backward_passes_per_step must be 1")
     return exchange.through(
         list(grads),
-        optimizer._trainable_variables,
+        _trainable_variables(optimizer),
         lambda reduced: method(optimizer, optimizer_variables, reduced, trainable_variables),
         lambda: None,
     )
