@@ -1,0 +1,48 @@
+"""One rank that trains with Keras, and compares with training alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+import hvdlite.keras as hvd
+from hvdlite.keras.framework import keras
+from tests.keras.training import BATCH, INPUTS, TARGETS, adam, make_model, sgd, share
+
+
+def train(optimizer: Any, rank: int, size: int, *callbacks: Any) -> np.ndarray:
+    """The weights after two epochs, of which other ranks begin with other weights."""
+    model = make_model()
+    if callbacks:
+        model.set_weights([weights * (rank + 1) for weights in model.get_weights()])
+    model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
+    model.fit(
+        share(INPUTS, rank, size),
+        share(TARGETS, rank, size),
+        batch_size=BATCH // size,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
+    return np.concatenate([np.asarray(weights).ravel() for weights in model.get_weights()])
+
+
+def main() -> None:
+    hvd.init()
+    for make in (sgd, adam):
+        optimizer = hvd.DistributedOptimizer(make())
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        weights = train(optimizer, hvd.rank(), hvd.size(), broadcast)
+        np.testing.assert_allclose(weights, train(make(), 0, 1), rtol=1e-4, atol=2e-6)
+        everyone = np.asarray(hvd.allgather(weights[None], name="weights"))
+        assert (everyone == weights).all()
+    if keras.backend.backend() == "torch":
+        assert "tensorflow" not in sys.modules
+    sys.stdout.write(f"rank {hvd.rank()} of {hvd.size()} is content\n")
+
+
+if __name__ == "__main__":
+    main()
