@@ -205,28 +205,20 @@ def test_who_leaves_fails_what_waits(path: str, leaver: int) -> None:
     run_ranks(2, main)
 
 
-def test_a_step_that_fails_elsewhere_waits_for_nobody(path: str) -> None:
+def test_a_step_that_is_cancelled_waits_for_nobody(path: str) -> None:
     """And what it has started ends without it."""
-    has_failed = threading.Event()
+    is_cancelled = threading.Event()
 
     def main(rank: int) -> None:
         if rank == 1:
-            assert has_failed.wait(TIME_LIMIT_SECONDS)
+            assert is_cancelled.wait(TIME_LIMIT_SECONDS)
             assert hvd.allreduce(tf.constant([1.0, 2.0]), name="late", op=hvd.Sum).numpy()[0] == 2
         else:
-
-            def step(x: Any) -> Any:
-                before = len(tf.compat.v1.get_default_graph().get_operations())
-                total = hvd.allreduce(x, name="late", op=hvd.Sum)
-                made = tf.compat.v1.get_default_graph().get_operations()[before:]
-                starts = [each for each in made if "HvdliteStart" in each.name]
-                with tf.control_dependencies(starts):
-                    tf.debugging.assert_equal(tf.reduce_sum(x), 0.0, "this step is no good")
-                return total
-
-            error = failure(step, tf.constant([1.0, 2.0]))
-            assert isinstance(error, (tf.errors.InvalidArgumentError, tf.errors.CancelledError))
-            has_failed.set()
+            with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+                late = hvd.allreduce(tf.constant([1.0, 2.0]) * 1.0, name="late", op=hvd.Sum)
+                with pytest.raises(tf.errors.DeadlineExceededError):
+                    session.run(late, options=tf.compat.v1.RunOptions(timeout_in_ms=500))
+            is_cancelled.set()
         total = tf.function(lambda x: hvd.allreduce(x, name="next", op=hvd.Sum))(tf.constant(1.0))
         assert total.numpy() == 2
 
