@@ -82,9 +82,7 @@ class Verbs(Generic[T]):
         return self.differentiable(
             tensors,
             lambda inputs: self.run("allreduce", inputs, name, options).tensors,
-            lambda gradients: (
-                self.run("allreduce", gradients, _gradient_name(name), options).tensors
-            ),
+            lambda gradients: self._allreduce(gradients, _gradient_name(name), options),
         )
 
     def _reducescatter(self, tensors: list[T], name: str | None, options: Options) -> list[T]:
@@ -129,14 +127,23 @@ class Verbs(Generic[T]):
         def adjoint(gradients: list[T]) -> list[T]:
             back = Options(options.process_set)
             averaged = self._allreduce(gradients, _gradient_name(name), back)
-            if for_collective().rank == options.root_rank:
-                return averaged
-            return [self.zeros_like(gradient) for gradient in averaged]
+            return self._only_where(for_collective().rank == options.root_rank, averaged)
 
         def forward(inputs: list[T]) -> list[T]:
             return self.run("broadcast", inputs, name, options).tensors
 
         return self.differentiable([tensor], forward, adjoint)[0]
+
+    def _only_where(self, here: bool, tensors: list[T]) -> list[T]:
+        """The tensors, or zeros on ranks where it is not `here`; gradients flow in the same way.
+
+        All ranks record the same, so that what these gradients come to runs on all of them.
+        """
+        return self.differentiable(
+            tensors,
+            lambda inputs: inputs if here else [self.zeros_like(each) for each in inputs],
+            lambda gradients: self._only_where(here, gradients),
+        )
 
     def exchange(self, tensor: T, name: str | None, options: Options) -> tuple[T, Any]:
         """alltoall: the output, and how many of its rows came from each.

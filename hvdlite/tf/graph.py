@@ -39,11 +39,10 @@ def name_in_graph(name: str, ignore_name_scope: bool = False) -> str:
     graph = tf.compat.v1.get_default_graph()
     with graph.name_scope(None) if ignore_name_scope else nullcontext():
         unique: str = graph.unique_name(name)
-    outer = getattr(graph, "outer_graph", None)
-    if getattr(outer, "building_function", False):
-        # Graphs inside this one have operations of the same names. The number at the end of
-        # their names counts all of a process, and is not the same on every rank.
-        return f"{re.sub(r'_[0-9]+$', '', graph.name)}/{unique}"
+    if len(python_ops.graphs_around()) > 1:
+        # Graphs inside this one have operations of the same names. The numbers in their own names
+        # ("while_body_25_grad_31") count all of a process, and are not the same on every rank.
+        return f"{re.sub(r'_[0-9]+(?=_|$)', '', graph.name)}/{unique}"
     return unique
 
 

@@ -49,6 +49,14 @@ def in_any_order() -> Iterator[None]:
                 manager.run_independently(operation)
 
 
+def graphs_around() -> list[Any]:
+    """The graph that is being built, the function's of which it is a part, and so on."""
+    graphs: list[Any] = [tf.compat.v1.get_default_graph()]
+    while getattr(outer := getattr(graphs[-1], "outer_graph", None), "building_function", False):
+        graphs.append(outer)
+    return graphs
+
+
 def run_in_graph(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     """Operations in the current graph that start all calls, and wait for all of them."""
     with in_any_order():
@@ -115,8 +123,12 @@ def _give_way() -> Callable[[], tf.Tensor]:
     """
     with tf.init_scope(), _one_at_a_time:
         iterator = _eager_iterator() if tf.executing_eagerly() else _new_iterator()
+    resource = iterator._iterator_resource
+    for graph in reversed(graphs_around()):
+        if graph.building_function:  # the loop of a gradient takes nothing that is in no graph
+            resource = graph.capture(resource)
     return lambda: tf.raw_ops.IteratorGetNext(  # get_next() itself warns when called often
-        iterator=iterator._iterator_resource, output_types=[tf.int32], output_shapes=[[]]
+        iterator=resource, output_types=[tf.int32], output_shapes=[[]]
     )[0]
 
 
