@@ -67,6 +67,10 @@ class Call(Protocol):
     def in_place(self) -> bool:
         """Whether an output has the shape of its input, and may have its memory."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether in a function it keeps its place among the collectives before and after it."""
+
     def start(
         self,
         arrays: Sequence[Array],
@@ -119,6 +123,7 @@ class TensorCall:
     name: str | None
     options: Options
     runtime: Callable[[], Runtime] = field(default_factory=finder)
+    in_order = False
 
     @property
     def with_rows(self) -> bool:
@@ -199,6 +204,7 @@ class SignalCall:
     inputs: Sequence[tf.Tensor] = ()
     outputs: Sequence[tf.TensorSpec] = (tf.TensorSpec([], tf.int32),)
     in_place = False
+    in_order = True
 
     def start(
         self,

@@ -11,7 +11,7 @@ from hvdlite.common.gradients import Terms, buckets_of
 from hvdlite.common.options import Options
 from hvdlite.tf.calls import TensorCall
 from hvdlite.tf.graph import name_in_graph, run_calls
-from hvdlite.tf.sparse import averaged, check_sparse
+from hvdlite.tf.sparse import averaged, check_sparse, dense
 from hvdlite.tf.verbs import TensorFlowVerbs
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices | None
@@ -90,31 +90,24 @@ def reduce_gradients(
         if isinstance(gradient, tf.IndexedSlices) and not terms.sparse_as_dense
     ]
     apart = {name for each in slices for name in each.names}
-    dense = {name: _dense(name, wanted[name]) for name in wanted if name not in apart}
+    whole = {
+        name: dense(wanted[name], f"the gradient '{name}'") for name in wanted if name not in apart
+    }
     results: dict[str, Gradient] = {}
 
     def forward(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        buckets = _buckets(dict(zip(dense, tensors, strict=True)), terms, groups)
+        buckets = _buckets(dict(zip(whole, tensors, strict=True)), terms, groups)
         results.update(_travel([*buckets, *slices]))
-        return [results[name] for name in dense]
+        return [results[name] for name in whole]
 
     def adjoint(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         back = [[_backward(name) for name in group] for group in groups]
-        return reduce_gradients(upstream, [_backward(name) for name in dense], terms, back)
+        return reduce_gradients(upstream, [_backward(name) for name in whole], terms, back)
 
     # For gradients of gradients. Those of slices end here, as TensorFlow's own often do.
-    recorded = _VERBS.differentiable(list(dense.values()), forward, adjoint) or forward([])
-    results.update(zip(dense, recorded, strict=True))
+    recorded = _VERBS.differentiable(list(whole.values()), forward, adjoint) or forward([])
+    results.update(zip(whole, recorded, strict=True))
     return [results.get(name) for name in names]
-
-
-def _dense(name: str, gradient: Any) -> tf.Tensor:
-    if isinstance(gradient, (tf.RaggedTensor, tf.SparseTensor)):
-        raise ValueError(
-            f"the gradient '{name}' is a {type(gradient).__name__}, which ranks cannot reduce: "
-            "take the gradient of its values"
-        )
-    return tf.convert_to_tensor(gradient)
 
 
 def _buckets(

@@ -47,7 +47,7 @@ from hvdlite.common.runtime import init, shutdown
 from hvdlite.tf.calls import SignalCall
 from hvdlite.tf.errors import public
 from hvdlite.tf.graph import run_calls
-from hvdlite.tf.sparse import allreduce_mixed
+from hvdlite.tf.sparse import allreduce_mixed, dense
 from hvdlite.tf.topology_ops import (
     local_rank_op,
     local_size_op,
@@ -138,7 +138,7 @@ def reducescatter(
     """
     options = scattering(op, prescale_factor, postscale_factor, process_set)
     verbs = _VERBS[ignore_name_scope]
-    tensors = [tf.convert_to_tensor(tensor)]
+    tensors = [dense(tensor)]
     return verbs.reduce("reducescatter", tensors, name, compression, options)[0]
 
 
@@ -155,7 +155,7 @@ def grouped_reducescatter(
 ) -> list[tf.Tensor]:
     """As `reducescatter` for several tensors, of which all or none are reduced: a list."""
     options = scattering(op, prescale_factor, postscale_factor, process_set, True)
-    converted = [tf.convert_to_tensor(each) for each in tensors]
+    converted = [dense(each) for each in tensors]
     return _VERBS[False].reduce("reducescatter", converted, name, compression, options)
 
 
@@ -171,7 +171,7 @@ def allgather(
     Only the first dimension may differ between ranks. Differentiable: the gradient is averaged
     over the ranks, and each keeps its own rows.
     """
-    tensors = [tf.convert_to_tensor(tensor)]
+    tensors = [dense(tensor)]
     return _VERBS[ignore_name_scope].gather(tensors, name, Options(process_set))[0]
 
 
@@ -183,7 +183,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """As `allgather` for several tensors, of which all or none are gathered: a list."""
-    converted = [tf.convert_to_tensor(each) for each in tensors]
+    converted = [dense(each) for each in tensors]
     options = Options(process_set, grouped=True)
     return _VERBS[ignore_name_scope].gather(converted, name, options)
 
@@ -201,7 +201,7 @@ def broadcast(
     Differentiable: the gradient is averaged on the root, and zero elsewhere.
     """
     options = Options(process_set, root_rank=root_rank)
-    return _VERBS[ignore_name_scope].copy(tf.convert_to_tensor(tensor), name, options)
+    return _VERBS[ignore_name_scope].copy(dense(tensor), name, options)
 
 
 @public
@@ -241,7 +241,7 @@ def alltoall(
     """
     given = None if splits is None else tf.convert_to_tensor(splits, dtype_hint=tf.int32)
     output, received = _VERBS[ignore_name_scope].exchange(
-        tf.convert_to_tensor(tensor), name, Options(process_set, splits=given)
+        dense(tensor), name, Options(process_set, splits=given)
     )
     return output if given is None else (output, tf.cast(received, given.dtype))
 

@@ -103,7 +103,7 @@ def takes(call: Call) -> bool:
 
 def run_in_graph(library: Library, calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     """Operations in the current graph that start all calls, and wait for all of them."""
-    with in_any_order():
+    with in_any_order(calls):
         tickets = [_start(library, call) for call in calls]
         outputs = [output for call in calls for output in call.outputs]
         results = library.take(tickets, [output.dtype for output in outputs], name="HvdliteTake")

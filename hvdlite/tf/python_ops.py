@@ -33,20 +33,33 @@ _LONGEST_POLL_SECONDS = 0.016  # for a rank that waits long: 60 polls a second a
 
 
 @contextmanager
-def in_any_order() -> Iterator[None]:
+def in_any_order(calls: Sequence[Call] = ()) -> Iterator[None]:
     """The operations that are made within this run whenever their inputs are there.
 
     A ``tf.function`` otherwise runs what has side effects in the order of the program, one after
-    the other: the first gradient that travels would be that which backward makes last.
+    the other: the first gradient that travels would be that which backward makes last. Where one
+    of the `calls` is `in_order`, they run after all that comes before them, and before the rest.
     """
-    graph = tf.compat.v1.get_default_graph()
+    graph: Any = tf.compat.v1.get_default_graph()
     manager = getattr(graph, "experimental_acd_manager", None)
-    before = len(graph.get_operations())
-    yield
-    if manager is not None:
-        for operation in graph.get_operations()[before:]:
-            if operation.op_def.is_stateful:
-                manager.run_independently(operation)
+    if manager is None:
+        yield
+        return
+    before = graph.get_operations()
+    in_order = any(call.in_order for call in calls)
+    awaited = _stateful(before) if in_order else getattr(graph, "_hvdlite_in_order", [])
+    with tf.control_dependencies(awaited if calls else []):
+        yield
+    made = _stateful(graph.get_operations()[len(before) :])
+    if in_order:
+        graph._hvdlite_in_order = made
+        return
+    for operation in made:
+        manager.run_independently(operation)
+
+
+def _stateful(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+    return [operation for operation in operations if operation.op_def.is_stateful]
 
 
 def graphs_around() -> list[Any]:
@@ -59,7 +72,7 @@ def graphs_around() -> list[Any]:
 
 def run_in_graph(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     """Operations in the current graph that start all calls, and wait for all of them."""
-    with in_any_order():
+    with in_any_order(calls):
         tickets = tf.stack([_start(call) for call in calls])
         runtime = calls[0].runtime
         state = _poll_until_ended(runtime, tickets)

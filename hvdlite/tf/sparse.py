@@ -14,6 +14,16 @@ from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.tf.verbs import TensorFlowVerbs
 
 
+def dense(value: Any, what: str = "this") -> tf.Tensor:
+    """The value as a tensor. Raises `ValueError` for one that is ragged or a `tf.SparseTensor`."""
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+        raise ValueError(
+            f"{what} is a {type(value).__name__}, which no collective takes: give its values, or "
+            "convert it to a dense tensor"
+        )
+    return tf.convert_to_tensor(value)
+
+
 def check_sparse(options: Options) -> None:
     """Raises `NotImplementedError` for a reduction of slices that gathering cannot make."""
     if options.reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -46,12 +56,9 @@ def allreduce_mixed(
     options: Options,
 ) -> list[Any]:
     """Each tensor reduced over all ranks, the dense ones together where they are a group."""
-    tensors = [
-        each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each)
-        for each in tensors
-    ]
-    dense = [each for each in tensors if not isinstance(each, tf.IndexedSlices)]
-    reduced = iter(verbs.reduce("allreduce", dense, name, compression, options))
+    tensors = [each if isinstance(each, tf.IndexedSlices) else dense(each) for each in tensors]
+    apart = [each for each in tensors if not isinstance(each, tf.IndexedSlices)]
+    reduced = iter(verbs.reduce("allreduce", apart, name, compression, options))
     return [
         _allreduce_slices(verbs, each, _slices_name(name, index), options)
         if isinstance(each, tf.IndexedSlices)

@@ -347,6 +347,30 @@ def test_join(traced: bool) -> None:
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_a_function_joins_and_waits_where_it_says_so(
+    native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDLITE_TF_NATIVE", native)
+
+    def main(rank: int) -> None:
+        @tf.function
+        def epoch(steps: Any) -> Any:
+            total = tf.constant(0.0)
+            for _ in tf.range(steps):
+                total += hvd.allreduce(tf.constant(1.0), op=hvd.Sum, name="step")
+            alone = hvd.allreduce(tf.constant(1.0), op=hvd.Sum) if rank else 0.0
+            last = hvd.join()
+            hvd.barrier()
+            return total, alone, last, hvd.allreduce(total, op=hvd.Sum, name="after")
+
+        for _ in range(2):
+            results = [float(each) for each in epoch(tf.constant(3 + 2 * rank))]
+            assert results == ([8, 1, 1, 14] if rank else [6, 0, 1, 14])
+
+    run_ranks(2, main)
+
+
 def errors_of(mode: Any, function: Collectives, inputs: list[Array]) -> Exception:
     try:
         mode(function, inputs)
@@ -397,6 +421,8 @@ WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "negative splits": ("negative", lambda x: hvd.alltoall(x, [-1, 1])),
     "a scalar to scatter": ("scalar", lambda x: hvd.reducescatter(x[0])),
     "a foreign root": ("root rank", lambda x: hvd.broadcast(x, 7)),
+    "ragged": ("is a RaggedTensor", lambda x: hvd.allgather(tf.ragged.constant([[1], []]))),
+    "sparse": ("is a SparseTensor", lambda x: hvd.allreduce(tf.sparse.eye(2))),
     "strings": ("not supported", lambda x: hvd.allreduce(tf.constant(["a"]))),
 }
 
