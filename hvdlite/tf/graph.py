@@ -48,5 +48,6 @@ def name_in_graph(name: str, ignore_name_scope: bool = False) -> str:
 
 def default_name(collective: str, tensor: tf.Tensor) -> str:
     """Horovod's name for a collective on this tensor of a graph."""
-    normalized = re.sub(r"[^a-zA-Z0-9_]", "_", tensor.name)
+    name = re.sub(r"^[0-9]+:", "captured:", tensor.name)  # a number that ranks need not share
+    normalized = re.sub(r"[^a-zA-Z0-9_]", "_", name)
     return f"Horovod{collective.capitalize()}_{normalized}"
