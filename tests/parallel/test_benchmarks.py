@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,11 +17,13 @@ pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 
 
-def run(path: Path, script: str, *words: str) -> tuple[str, list[dict[str, Any]]]:
+def run(
+    path: Path, script: str, *words: str, limit: float = 60
+) -> tuple[str, list[dict[str, Any]]]:
     """The output of a benchmark on two ranks, and the records of its file."""
     script = str(ROOT / "benchmarks" / script)
     short = ("--ranks", "2", "--seconds", "0", "--json", str(path))
-    done = run_command([sys.executable, script, *short, *words], timeout=60)
+    done = run_command([sys.executable, script, *short, *words], timeout=limit)
     assert done.returncode == 0, done.stdout
     records: list[dict[str, Any]] = json.loads(path.read_text())["records"]
     for each in records:
@@ -46,3 +49,16 @@ def test_training(tmp_path: Path) -> None:
     output, records = run(tmp_path / "t.json", "training.py", "--networks", "digits")
     entries = ["alone", "DDP gloo", "hvdlite", "hvdlite bf16"]
     assert [each["entry"] for each in records] == entries, output
+
+
+@pytest.mark.timeout(220)
+def test_tf_overhead(tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
+    if shutil.which("c++") is None:
+        pytest.skip("there is no C++ compiler")
+    output, records = run(tmp_path / "o.json", "tf_overhead.py", "--share", "0", limit=200)
+    assert [each["entry"] for each in records if "added" in each] == [
+        "TensorFlow, compiled operations",
+        "TensorFlow, Python",
+        "PyTorch",
+    ], output
