@@ -12,7 +12,6 @@ import pytest
 from hvdlite import numpy as hvd
 from hvdlite.keras import DistributedOptimizer, callbacks
 from hvdlite.keras.framework import LEGACY, keras
-from tests.keras.environments import elsewhere
 from tests.ranks import run_ranks
 
 RATE, MOMENTUM = 0.1, 0.9
@@ -526,6 +525,3 @@ def test_callbacks_of_one_keras_serve_models_of_the_other() -> None:
     for logged, weights in run_ranks(2, main):
         np.testing.assert_allclose(logged, RATE, rtol=1e-6)
         np.testing.assert_allclose(weights, oracle([1, 1], rates), rtol=1e-5)
-
-
-test_elsewhere = elsewhere(__file__)

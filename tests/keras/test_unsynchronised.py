@@ -12,7 +12,6 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.keras.framework import LEGACY, keras
-from tests.keras.environments import elsewhere
 from tests.keras.training import (
     INPUTS,
     TARGETS,
@@ -32,7 +31,6 @@ BACKEND = keras.backend.backend()
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="a matter of TensorFlow")
 keras3_only = pytest.mark.skipif(LEGACY, reason="new in Keras 3")
 keras2_only = pytest.mark.skipif(not LEGACY, reason="not in Keras 3")
-test_elsewhere = elsewhere(__file__)
 
 Path = Callable[[Any, Any, Any], Any]  # of an optimizer, a gradient and its variable
 

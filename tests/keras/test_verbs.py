@@ -11,7 +11,6 @@ from hvdlite import numpy as hvd
 from hvdlite.common.errors import HorovodInternalError
 from hvdlite.keras import verbs
 from hvdlite.keras.framework import LEGACY, keras
-from tests.keras.environments import elsewhere
 from tests.ranks import run_ranks
 
 
@@ -92,6 +91,3 @@ def test_global_variables_of_a_session() -> None:
             return list(session.run(variable))
 
     assert run_ranks(2, main) == [[1, 2], [1, 2]]
-
-
-test_elsewhere = elsewhere(__file__)

@@ -65,6 +65,24 @@ def fit_together(size: int, optimizer: Make, model: Make = make_model, **compile
     return everywhere[0]
 
 
+def train(model: Any, optimizer: Any, rank: int = 0, size: int = 1) -> Weights:
+    """Train for four steps in a loop of the user's own."""
+    inputs, targets = share(INPUTS, rank, size), share(TARGETS, rank, size)
+    rows = BATCH // size
+    for step in range(4):
+        batch = slice(rows * (step % 3), rows * (step % 3 + 1))
+        gradients = gradients_of(model, inputs[batch], targets[batch])
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return numpy_of(model.get_weights())
+
+
+def train_together(size: int, optimizer: Make) -> Weights:
+    """The weights after the same on `size` ranks, where they must be bitwise the same."""
+    everywhere = run_ranks(size, lambda rank: train(make_model(), optimizer(), rank, size))
+    assert_same(everywhere)
+    return everywhere[0]
+
+
 def assert_same(everywhere: Sequence[Weights]) -> None:
     """All ranks have bitwise the same."""
     for weights in everywhere:
