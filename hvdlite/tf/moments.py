@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.compression import NoneCompressor
 from hvdlite.common.options import Options
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.reduce_op import ReduceOp
@@ -76,8 +77,8 @@ def _gather(own: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
 
     def adjoint(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         summed = Options(process_set, ReduceOp.SUM)
-        outcome = _VERBS.run("allreduce", gradients, f"{_NAME}.gradient", summed)
-        position = process_set.rank() or 0
-        return [_VERBS.own_rows(outcome.tensors[0], rows[0], position)]
+        name = f"{_NAME}.gradient"
+        (total,) = _VERBS.reduce("allreduce", gradients, name, NoneCompressor, summed)
+        return [_VERBS.own_rows(total, rows[0], process_set.rank() or 0)]
 
     return _VERBS.differentiable([own], forward, adjoint)[0]

@@ -166,3 +166,30 @@ def test_misuse() -> None:
             hvd.SyncBatchNormalization(process_set=[0])
 
     run_ranks(1, main)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_penalty_on_gradients(mode: str) -> None:
+    inputs = whole((CHANNELS,))
+
+    def penalty_gradient(layer: Any, x: Any) -> Array:
+        def compute(x: Any) -> Any:
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    loss = tf.reduce_sum(layer(x, training=True) ** 3)
+                penalty = tf.reduce_sum(inner.gradient(loss, x) ** 2)
+            return outer.gradient(penalty, x)
+
+        layer.build((None, CHANNELS))
+        result: Array = (tf.function(compute) if mode == "graph" else compute)(x).numpy()
+        return result
+
+    expected = penalty_gradient(tf.keras.layers.BatchNormalization(), tf.constant(inputs))
+
+    def main(rank: int) -> None:
+        result = penalty_gradient(hvd.SyncBatchNormalization(), tf.constant(inputs[part(rank)]))
+        np.testing.assert_allclose(result, expected[part(rank)], 1e-3, 1e-3)
+
+    run_ranks(len(ROWS), main)
