@@ -58,17 +58,24 @@ class Reducer(reducer.Reducer):
     def _start_dense(self, bucket: Gradients) -> Wait:
         compression, scaling = self.terms.compression, self.terms.scaling
         packed = [compression.compress(each.detach()) for each in bucket.values()]
-        handle = mpi_ops.grouped_allreduce_async(
-            [tensor for tensor, _ in packed],
-            name=next(iter(bucket)),
-            op=scaling.op,
-            prescale_factor=scaling.prescale_factor,
-            postscale_factor=scaling.postscale_factor,
-            process_set=self.terms.process_set,
+        tensors = [tensor for tensor, _ in packed]
+        options: dict[str, Any] = {
+            "name": next(iter(bucket)),
+            "op": scaling.op,
+            "prescale_factor": scaling.prescale_factor,
+            "postscale_factor": scaling.postscale_factor,
+            "process_set": self.terms.process_set,
+        }
+        alone = len(tensors) == 1
+        handle = (
+            mpi_ops.allreduce_async(tensors[0], **options)
+            if alone
+            else mpi_ops.grouped_allreduce_async(tensors, **options)
         )
 
         def wait() -> Gradients:
-            results = mpi_ops.synchronize(handle)
+            result = mpi_ops.synchronize(handle)
+            results = [result] if alone else result
             contexts = [context for _, context in packed]
             return dict(zip(bucket, map(compression.decompress, results, contexts), strict=True))
 

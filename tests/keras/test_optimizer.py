@@ -325,6 +325,23 @@ def test_local_layers() -> None:
     assert all((mine != other).any() for mine, other in zip(first[2:], second[2:], strict=True))
 
 
+@pytest.mark.skipif(
+    not hasattr(getattr(keras, "Variable", None), "overwrite_with_gradient"),
+    reason="newer than this Keras",
+)
+def test_variables_that_are_overwritten_get_the_largest_gradient() -> None:
+    """Scales of 8-bit floats: half of what the largest magnitude needs would overflow."""
+
+    def step(rank: int) -> list[float]:
+        scale, weights = variable([1], "scale"), variable([0])
+        scale.overwrite_with_gradient = True
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        apply(optimizer, ([rank + 1], scale), ([rank + 1], weights))
+        return [float(each[0]) for each in numpy_of([scale, weights])]
+
+    assert run_ranks(2, step) == [[2, -1.5]] * 2
+
+
 # -- the object that is returned
 
 
