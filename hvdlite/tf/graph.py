@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvdlite.tf import native_run, python_ops
 from hvdlite.tf.calls import Call, run_now
+from hvdlite.tf.errors import InvalidArgumentError
 from hvdlite.tf.native import library
 
 
@@ -22,6 +24,10 @@ def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
         return []
     if tf.executing_eagerly():
         return run_now(calls)
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise InvalidArgumentError(
+            None, None, "XLA cannot compile a collective: make the tf.function without jit_compile"
+        )
     # However they are run, the names of all other operations in the graph must be the same: names
     # of collectives are made from them, and another rank may run its own in another way.
     with tf.name_scope("Hvdlite"):
