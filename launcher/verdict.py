@@ -82,6 +82,7 @@ class Verdict:
         A rank that raised and then hung until we ended it failed with exit code 1.
         """
         failed = [rank for rank, code in self.codes.items() if code]
+        failed.sort(key=lambda rank: rank not in self.raised)  # we may have ended the others
         for rank in [*self._suspects, *failed]:
             if rank in self.lost and rank not in self.raised:
                 return Failure(rank, 128 + signal.SIGKILL, lost=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,39 @@ def oracle(
 
 
 # -- broadcast
+
+
+def test_an_optimizer_that_was_forgotten_is_warned_of() -> None:
+    def main(rank: int) -> list[str]:
+        heard = []
+        for optimizer in (sgd(), DistributedOptimizer(sgd())):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                callback = callbacks.BroadcastGlobalVariablesCallback(0)
+                callback.set_model(line([1, 2], optimizer))
+                callback.on_train_begin()
+            heard += [str(each.message) for each in caught if "distributed" in str(each.message)]
+        return heard
+
+    # What is caught is of the whole process: a thread may catch what belongs to the other rank.
+    heard = [text for texts in run_ranks(1, main) for text in texts]
+    assert not heard  # alone, there is nobody to drift from
+    heard = [text for texts in run_ranks(2, main) for text in texts]
+    assert heard
+    assert all("DistributedOptimizer" in text for text in heard)
+
+
+def test_other_models_are_refused_before_the_first_batch() -> None:
+    def main(rank: int) -> None:
+        layers = [keras.layers.Dense(2) for _ in range(1 + rank)]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        model.compile(DistributedOptimizer(sgd()), loss="mse")
+        callback = callbacks.BroadcastGlobalVariablesCallback(0)
+        callback.set_model(model)
+        with pytest.raises(ValueError, match=r"rank 0 has .* variables .*, rank 1 has"):
+            callback.on_train_begin()
+
+    run_ranks(2, main)
 
 
 def test_the_first_step_is_that_of_the_root() -> None:

@@ -9,7 +9,9 @@ import numpy as np
 
 from hvdlite import numpy as hvd
 from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.warn import warn_user
 from hvdlite.keras.callbacks.base import Callback
+from hvdlite.keras.kinds import parts_of
 from hvdlite.keras.variables import (
     broadcast_values,
     build_optimizer,
@@ -19,6 +21,7 @@ from hvdlite.keras.variables import (
     sources,
     without,
 )
+from hvdlite.keras.wrapping import Distributed
 
 NAME = "BroadcastGlobalVariablesCallback"
 
@@ -33,7 +36,7 @@ class BroadcastGlobalVariablesCallback(Callback):
     `local_variables` are left alone: variables, whose values each rank keeps for itself.
     `process_set` are the ranks that train the model together; `root_rank` is a global rank, one of
     them. `device` has no effect. Raises `ValueError` for what is no variable. `fit` raises
-    `ValueError` when ranks have different numbers of variables after the first batch, and
+    `ValueError` when ranks have different numbers of variables, and
     `HorovodInternalError` when they have other shapes or dtypes, or a rank is lost.
     """
 
@@ -66,11 +69,24 @@ class BroadcastGlobalVariablesCallback(Callback):
         if self.broadcast_done or len(self.ranks()) == 1:
             return
         build_optimizer(self.model)
+        self._warn_of_drift()
         variables = self._variables()
-        counts = self._gather([len(variables)])
+        counts, built = self._gather([len(variables), bool(self.model.built)]).T
+        if built.all():
+            self._check_same(counts)
         if (counts == len(variables)).all():
             broadcast_values(variables, self.root_rank, NAME, self.process_set)
             self._broadcast_count = len(variables)
+
+    def _warn_of_drift(self) -> None:
+        """Say so where `fit` would apply gradients that nobody has reduced."""
+        optimizers = [part for each in optimizers_of(self.model) for part in parts_of(each)]
+        own_step = not type(self.model).train_step.__module__.startswith(("keras.", "tf_keras."))
+        if not own_step and not any(isinstance(each, Distributed) for each in optimizers):
+            warn_user(
+                "the optimizer of this model is not distributed: each rank trains a model of its "
+                "own. Compile it with optimizer=hvd.DistributedOptimizer(optimizer)"
+            )
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Make equal what has come since, if anything has on any rank."""
@@ -86,15 +102,19 @@ class BroadcastGlobalVariablesCallback(Callback):
         before, now = counts[:, 1], counts[:, 0]
         if (now == before).all():
             return
-        other = int(np.argmax(now != now[0]))
-        if now[other] != now[0]:
+        self._check_same(now)
+        broadcast_values(variables, self.root_rank, NAME, self.process_set)
+
+    def _check_same(self, counts: Any) -> None:
+        """Raises `ValueError` where the numbers of variables differ between ranks."""
+        other = int(np.argmax(counts != counts[0]))
+        if counts[other] != counts[0]:
             first_rank, other_rank = self.ranks()[0], self.ranks()[other]
             raise ValueError(
-                f"{NAME}: rank {first_rank} has {now[0]} variables in its model and optimizer, "
-                f"rank {other_rank} has {now[other]}: build the same model with the same optimizer "
-                "on all ranks"
+                f"{NAME}: rank {first_rank} has {counts[0]} variables in its model and optimizer, "
+                f"rank {other_rank} has {counts[other]}: build the same model with the same "
+                "optimizer on all ranks"
             )
-        broadcast_values(variables, self.root_rank, NAME, self.process_set)
 
     def _variables(self) -> list[Any]:
         variables = model_variables(self.model)
