@@ -48,12 +48,8 @@ def _scaling(entry: Any, method: Method) -> Method:
         inner = self.inner_optimizer
         if isinstance(inner, Distributed):
             exchange = exchange_of(inner)
-            if exchange.local and exchange.settings.terms.active:
-                raise ValueError(
-                    "a LossScaleOptimizer skips a step when any gradient has overflowed, and "
-                    "gradients of local variables are not the same on all ranks: use a fixed "
-                    "loss_scale_factor, and compile(auto_scale_loss=False)"
-                )
+            if getattr(self, "dynamic", True) and exchange.local:
+                _refuse_local(exchange)
             return entry(method, exchange, self, *args, **kwargs)
         if any(isinstance(each, Distributed) for each in parts_of(inner)):
             raise RuntimeError(
@@ -63,6 +59,15 @@ def _scaling(entry: Any, method: Method) -> Method:
         return method(self, *args, **kwargs)
 
     return apply
+
+
+def _refuse_local(exchange: Exchange) -> None:
+    if exchange.settings.terms.active:
+        raise ValueError(
+            "a LossScaleOptimizer skips a step when any gradient has overflowed, and gradients of "
+            "local variables are not the same on all ranks: use a fixed scale (loss_scale_factor "
+            "and compile(auto_scale_loss=False), with Keras 2 dynamic=False)"
+        )
 
 
 def _making_step(method: Method) -> Method:

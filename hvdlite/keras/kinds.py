@@ -26,6 +26,7 @@ class Kind:
     loss_scaler: str  # the module, and the name, of the class that scales losses for this kind
     entries: Mapping[str, Entry]
     guarded: Sequence[str]
+    is_replaced: Callable[[], bool] = lambda: False  # by Keras, with an optimizer that it makes
 
     @property
     def module(self) -> Any:
@@ -50,10 +51,16 @@ class Kind:
 
 
 def kind_of(optimizer: Any) -> Kind:
-    """Raises `ValueError` for what is no optimizer of Keras."""
+    """Raises `ValueError` for what is no optimizer of Keras, or one that Keras will not use."""
     for kind in KINDS:
-        if kind.owns(optimizer):
-            return kind
+        if not kind.owns(optimizer):
+            continue
+        if kind.is_replaced():
+            raise ValueError(
+                "without the behavior of TensorFlow 2, Keras replaces this optimizer by another "
+                "one: wrap one of tf_keras.optimizers.legacy"
+            )
+        return kind
     raise ValueError(
         f"hvdlite.keras.DistributedOptimizer wraps an optimizer of Keras, not {optimizer!r}"
     )
@@ -142,6 +149,10 @@ def _count_pass(optimizer: Any) -> None:
             each.iterations.assign_add(1)
 
 
+def _tensorflow_1() -> bool:
+    return not import_module("tensorflow").__internal__.tf2.enabled()
+
+
 KINDS = [
     Kind(
         "keras",
@@ -165,6 +176,7 @@ KINDS = [
         "tf_keras.src.mixed_precision.loss_scale_optimizer.LossScaleOptimizerV3",
         {"apply_gradients": _apply_gradients},
         ("_internal_apply_gradients", "_distributed_apply_gradients_fn", "update_step"),
+        is_replaced=_tensorflow_1,
     ),
     Kind(
         "tf_keras",

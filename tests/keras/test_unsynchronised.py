@@ -272,6 +272,20 @@ def test_ways_that_are_refused_with_keras_2() -> None:
     )
 
 
+@keras2_only
+def test_an_optimizer_that_keras_2_would_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tensorflow as tf
+
+    monkeypatch.setattr(tf.__internal__.tf2, "enabled", lambda: False)
+
+    def wrap(rank: int) -> None:
+        hvd.DistributedOptimizer(legacy())
+        with pytest.raises(ValueError, match=r"tf_keras\.optimizers\.legacy"):
+            hvd.DistributedOptimizer(plain())
+
+    run_ranks(1, wrap)
+
+
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickle.dumps])
 @pytest.mark.parametrize("make", [plain, pytest.param(legacy, marks=keras2_only)])
 def test_copies_are_refused(make: Callable[[], Any], make_copy: Any) -> None:
