@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +28,6 @@ from hvdlite.tf.errors import as_tensorflow_errors
 
 ADAPTER = NumpyAdapter()
 ROWS_DTYPE = tf.int64
-_CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
 class Flight(Protocol):
@@ -241,4 +241,12 @@ def array_of(tensor: tf.Tensor) -> Array:
 
 def tensor_of(array: Array) -> tf.Tensor:
     """The array as a tensor, its own memory where that is aligned."""
-    return EagerTensor(array, _CPU, None)
+    return EagerTensor(array, _cpu(), None)
+
+
+@cache
+def _cpu() -> str:
+    """The full name of the host's device. To ask also starts TensorFlow, where nothing else has."""
+    with tf.device("CPU:0"):
+        name: str = tf.constant(0).device
+    return name

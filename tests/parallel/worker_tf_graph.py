@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -124,12 +125,32 @@ def run_gradients_during_backward(path: Path) -> None:
     hvd.stop_timeline()
 
 
+def run_while_a_rank_is_killed() -> None:
+    """Rank 1 dies while the others wait for it in a graph."""
+
+    @tf.function
+    def total(tensor: Any) -> Any:
+        return hvd.allreduce(tensor, op=hvd.Sum, name="total")
+
+    total(tf.ones(3))
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        total(tf.ones(3))
+    except tf.errors.UnknownError as error:
+        assert "rank 1" in str(error), error
+    else:
+        raise AssertionError("rank 1 is dead, and nobody has noticed")
+
+
 def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(int(os.environ["INTER_OP_THREADS"]))
     hvd.init()
     if sys.argv[1] == "starvation":
         run_in_functions()
         run_in_a_session()
+    elif sys.argv[1] == "killed":
+        run_while_a_rank_is_killed()
     else:
         run_gradients_during_backward(Path(sys.argv[2]))
     print(f"rank {hvd.rank()} is content", flush=True)

@@ -11,7 +11,9 @@ import tensorflow as tf
 
 import hvdlite.tf as hvd
 from hvdlite.common.adapter import numpy_dtype
+from hvdlite.common.arrays import aligned_empty
 from hvdlite.common.collectives.table import split_rows
+from hvdlite.tf.calls import array_of, tensor_of
 from tests.ranks import run_ranks
 
 Array = np.ndarray[Any, Any]
@@ -465,3 +467,12 @@ def test_a_function_is_not_converted_by_autograph() -> None:
         assert converted(tf.ones(2)).numpy().tolist() == [1.0, 1.0]
 
     run_ranks(1, main)
+
+
+def test_tensors_are_seen_and_made_without_a_copy() -> None:
+    array = aligned_empty((1000,), np.dtype(np.float32))
+    tensor = tensor_of(array)
+    array[:] = 7
+    assert float(tensor[0]) == 7
+    # Two copies that live at the same time would have two addresses.
+    assert array_of(tensor).ctypes.data == array_of(tensor).ctypes.data == array.ctypes.data
