@@ -94,6 +94,9 @@ def broadcast_values(
 def build_optimizer(model: Any) -> None:
     """Make the variables that a first step would make, where the model has been built."""
     optimizer = model.optimizer
-    built = getattr(optimizer, "built", getattr(optimizer, "_built", True))
-    if not built and model.built:
-        optimizer.build(model.trainable_variables)
+    if not model.built or getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+        return
+    legacy = getattr(optimizer, "_create_all_weights", None)  # of Keras 2
+    build = getattr(optimizer, "build", legacy)
+    if build is not None:
+        build(model.trainable_variables)

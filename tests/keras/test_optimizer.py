@@ -58,7 +58,7 @@ def passes_of(optimizer: Any) -> int:
 # -- training gives what one process with the whole batch gives
 
 
-@pytest.mark.parametrize(("make", "size"), zip(OPTIMIZERS, [2, 3, 3, 2], strict=False))
+@pytest.mark.parametrize(("make", "size"), list(zip(OPTIMIZERS, [2, 3, 3, 2], strict=False)))
 def test_fit(make: Make, size: int) -> None:
     assert_close(fit_together(size, wrapped(make)), fit(make_model(), make()))
 
@@ -74,7 +74,7 @@ def test_fit_as_compiled(compiled: dict[str, Any]) -> None:
     assert_close(fit_together(2, wrapped(sgd), **compiled), fit(make_model(), sgd(), **compiled))
 
 
-@pytest.mark.parametrize(("make", "size"), zip(OPTIMIZERS, [3, 2, 2, 3], strict=False))
+@pytest.mark.parametrize(("make", "size"), list(zip(OPTIMIZERS, [3, 2, 2, 3], strict=False)))
 def test_own_loop(make: Make, size: int) -> None:
     assert_close(train_together(size, wrapped(make)), train(make_model(), make()))
 
