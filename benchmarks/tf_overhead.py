@@ -2,11 +2,12 @@
 
     python benchmarks/tf_overhead.py                     # 2 ranks, and 1 for scale
     python benchmarks/tf_overhead.py --share 0           # tensors of 1 element: the cost of a call
+    python benchmarks/tf_overhead.py --threads 0         # TensorFlow may compute on all cores
 
 A step makes 161 tensors and hands them to somebody else, with or without a reduction between the
-two. In TensorFlow it is one `tf.function`, and the reductions run by compiled operations or by
-Python's; in PyTorch they are as the optimizer's hooks start them. What a reduction adds is the
-step with it less the step of the same framework without it, in the same round.
+two. A rank has one thread that computes. In TensorFlow a step is one `tf.function`, and reductions
+run by compiled operations or by Python's; in PyTorch they are as the optimizer's hooks start them.
+What they add is the step with them less the step without, of the same framework in the same round.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ def operations(setting: str) -> Iterator[None]:
             os.environ[SETTING] = before
 
 
-def tensorflow_steps(sizes: list[int]) -> dict[str, Step]:
+def tensorflow_steps(sizes: list[int], threads: int = 1) -> dict[str, Step]:
     """name -> a step; each leaves its results in the same variables."""
     import tensorflow as tf
 
     from hvdlite.tf.exchange import reduce_gradients  # what every tape and optimizer calls
 
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
     sources = [tf.Variable(tf.ones([size]), name=f"source{size}") for size in sizes]
     results = [tf.Variable(tf.zeros([size]), name=f"result{size}") for size in sizes]
     factor = tf.Variable(1.0)
@@ -122,12 +125,12 @@ def torch_steps(sizes: list[int]) -> dict[str, Step]:
     return {ALONE[TORCH]: alone, TORCH: reduced}
 
 
-def measure(seconds: float, share: float) -> list[dict[str, Any]]:
+def measure(seconds: float, share: float, threads: int) -> list[dict[str, Any]]:
     """What each rank does; the records are rank 0's."""
     hvd.init()
     sizes = shapes(share)
     say(f"{hvd.size()} ranks, {len(sizes)} tensors of {sum(sizes)} elements in all")
-    steps = {**tensorflow_steps(sizes), **torch_steps(sizes)}
+    steps = {**tensorflow_steps(sizes, threads), **torch_steps(sizes)}
     if hvd.size() == 1:
         steps = {name: steps[name] for name in ALONE.values()}
     for step in steps.values():
@@ -163,10 +166,11 @@ def main() -> None:
     parser = make_parser("What 161 allreduces add to a step.", "tf_overhead", [1, 2])
     parser.add_argument("--seconds", type=float, default=60, help="of measuring, per job")
     parser.add_argument("--share", type=float, default=1, help="size of the tensors")
+    parser.add_argument("--threads", type=int, default=1, help="of TensorFlow; 0 is one per core")
     args = parser.parse_args()
     records: list[dict[str, Any]] = []
     for ranks in args.ranks:
-        records += run_ranks(measure, ranks, args.seconds, args.share)
+        records += run_ranks(measure, ranks, args.seconds, args.share, args.threads)
     print(show(records))
     write(args.json, records)
 
