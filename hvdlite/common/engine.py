@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from hvdlite.common.collectives.select import build_backends
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.config import Config
-from hvdlite.common.errors import HorovodInternalError, MismatchError, PeerLostError
+from hvdlite.common.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.execution import Entry, Executor
 from hvdlite.common.messages import Eviction, Order, Response, Segment
 from hvdlite.common.negotiation import Negotiation
@@ -183,7 +183,8 @@ class Engine:
                 self._timeline.negotiate_end(response.request.name)
         if responses[0].error:
             if entries[0] is not None:
-                entries[0].handle.fail(MismatchError(responses[0].error))
+                error = HorovodInternalError(responses[0].error, job_goes_on=True)
+                entries[0].handle.fail(error)
         elif ROWS[responses[0].request.collective].run is None:
             self._answer(responses[0], entries[0])
         else:

@@ -6,16 +6,16 @@ from __future__ import annotations
 class HorovodInternalError(RuntimeError):
     """A collective failed after it was accepted: a mismatch between ranks, a dead rank, a shutdown.
 
-    ``rank`` is the global rank at fault where one is known.
+    ``rank`` is the global rank at fault where one is known. ``job_goes_on`` says that only this
+    collective has failed, on all ranks alike: they do not agree about it, or one has left.
     """
 
-    def __init__(self, message: str = "", rank: int | None = None) -> None:
+    def __init__(
+        self, message: str = "", rank: int | None = None, *, job_goes_on: bool = False
+    ) -> None:
         super().__init__(message)
         self.rank = rank
-
-
-class MismatchError(HorovodInternalError):
-    """Ranks do not agree about one collective: it has failed on all of them, and nothing else."""
+        self.job_goes_on = job_goes_on
 
 
 class PeerLostError(HorovodInternalError):

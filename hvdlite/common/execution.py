@@ -13,7 +13,7 @@ from hvdlite.common.adapter import numpy_dtype
 from hvdlite.common.collectives.base import Group
 from hvdlite.common.collectives.select import Backends, choose
 from hvdlite.common.collectives.table import ROWS, Run
-from hvdlite.common.errors import ConfigError, HorovodInternalError, MismatchError, PeerLostError
+from hvdlite.common.errors import ConfigError, HorovodInternalError, PeerLostError
 from hvdlite.common.fusion import size_bytes
 from hvdlite.common.handles import Handle
 from hvdlite.common.messages import NO_BIT, Request, Response
@@ -139,7 +139,7 @@ class Executor:
             backend = choose(self._backends, request.collective, dtype, reduce_op, group)
         except (ConfigError, HorovodInternalError) as error:  # the same on every rank
             for entry in present:
-                entry.handle.fail(MismatchError(str(error)))
+                entry.handle.fail(HorovodInternalError(str(error), job_goes_on=True))
             return
         names = [response.request.name for response in responses]
         with _Recorded(self._timeline, names, responses):

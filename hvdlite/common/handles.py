@@ -84,7 +84,7 @@ class Handle:
 def _fresh(error: Exception) -> Exception:
     """A copy to raise: one error may fail many handles, and each raise adds to a traceback."""
     if isinstance(error, HorovodInternalError):
-        return type(error)(str(error), rank=error.rank)
+        return type(error)(str(error), rank=error.rank, job_goes_on=error.job_goes_on)
     return type(error)(*error.args)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hvdlite.common.adapter import Adapter, HostBuffer, TensorSpec
 from hvdlite.common.collectives.table import ROWS
-from hvdlite.common.errors import HorovodInternalError, MismatchError
+from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.execution import Entry
 from hvdlite.common.messages import NO_RANK, Request
 from hvdlite.common.options import Options
@@ -134,9 +134,10 @@ def submit(
     for spec in specs:
         _check(collective, name, spec, options, members)
     if len({spec.device for spec in specs}) > 1:
-        raise MismatchError(
+        raise HorovodInternalError(
             f"{collective} '{name}': the tensors of a group must be on same device, "
-            f"these are on {sorted({spec.device for spec in specs})}"
+            f"these are on {sorted({spec.device for spec in specs})}",
+            job_goes_on=True,
         )
     names = _names(name, len(tensors), options.grouped)
     group = name if options.grouped else ""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from hvdlite.common.errors import HorovodInternalError, MismatchError
+from hvdlite.common.errors import HorovodInternalError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,7 +34,7 @@ def as_tensorflow_errors() -> Iterator[None]:
     except tf.errors.OpError:
         raise
     except HorovodInternalError as error:
-        kind: Any = FailedPreconditionError if isinstance(error, MismatchError) else UnknownError
+        kind: Any = FailedPreconditionError if error.job_goes_on else UnknownError
         failure = kind(None, None, str(error))
         failure.rank = error.rank
         raise failure from None

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.common.arrays import Array, NumpyAdapter
-from hvdlite.common.errors import HorovodInternalError, MismatchError
+from hvdlite.common.errors import HorovodInternalError
 from hvdlite.tf.calls import ADAPTER, Call, Flight
 from hvdlite.tf.python_ops import in_any_order
 
@@ -244,7 +244,7 @@ def _place(record: Iterator[int]) -> tuple[int, tuple[int, ...]]:
 
 def _code(error: Exception) -> int:
     """The kind of error that eager execution raises."""
-    if isinstance(error, MismatchError):
+    if isinstance(error, HorovodInternalError) and error.job_goes_on:
         return int(tf.errors.FAILED_PRECONDITION)
     if isinstance(error, HorovodInternalError):
         return int(tf.errors.UNKNOWN)

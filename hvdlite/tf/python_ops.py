@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.common.arrays import Array
-from hvdlite.common.errors import MismatchError
+from hvdlite.common.errors import HorovodInternalError
 from hvdlite.tf.calls import Call, Flight
 
 _RUNNING, _ENDED, _FAILED = np.int32(0), np.int32(1), np.int32(2)
@@ -172,7 +172,7 @@ def _check(runtime: Any, tickets: tf.Tensor, state: tf.Tensor) -> tf.Operation:
         # variable that does not exist is a FailedPreconditionError, and it names the variable.
         flights = [runtime().handles.take(int(number)) for number in numbers]
         error = next(flight.error for flight in flights if flight.error)
-        if not isinstance(error, MismatchError):
+        if not (isinstance(error, HorovodInternalError) and error.job_goes_on):
             raise error
         with tf.init_scope():
             return tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"\n\n{error}\n\n")
