@@ -25,7 +25,7 @@ import tensorflow as tf
 from hvdlite.common.arrays import Array, NumpyAdapter
 from hvdlite.common.errors import HorovodInternalError
 from hvdlite.tf.calls import ADAPTER, Call, Flight
-from hvdlite.tf.python_ops import in_any_order
+from hvdlite.tf.python_ops import graphs_around, in_any_order
 
 _READ, _READ_AND_WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
@@ -128,13 +128,10 @@ def _start(library: Library, call: Call) -> tf.Tensor:
 
 def _keep(registered: _Registered) -> None:
     """Let it live as long as the graph that is being built, or a function around that."""
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
+    for graph in graphs_around():
         if not hasattr(graph, "_hvdlite_calls"):
             graph._hvdlite_calls = []
         graph._hvdlite_calls.append(registered)
-        outer = getattr(graph, "outer_graph", None)
-        graph = outer if getattr(outer, "building_function", False) else None
 
 
 # -- the thread
