@@ -12,11 +12,12 @@ PACKAGE = Path(hvdlite.__file__).parent
 ROOT = PACKAGE.parent
 
 FLOORS = [
-    ["common.errors"],
+    ["common.errors", "common.bitsets"],
     ["common.reduce_op", "common.topology", "common.config", "common.adapter", "common.handles",
      "common.messages", "common.process_set_table", "common.trace", "common.compression",
-     "common.readiness", "common.uncaught", "common.warn"],
-    ["common.timeline", "common.tree", "common.logs", "common.arrays"],
+     "common.uncaught", "common.warn"],
+    ["common.timeline", "common.tree", "common.logs", "common.arrays",
+     "common.readiness", "common.bit_readiness"],
     ["common.transport"],
     ["common.collectives"],
     ["common.response_cache", "common.fusion", "common.stall", "common.groups"],
@@ -37,7 +38,8 @@ FLOORS = [
     ["data", "numpy", "tf", "torch"],
     ["keras"],
 ]  # fmt: skip
-PURE = ["coordinator", "aggregator", "response_cache", "fusion", "stall", "readiness", "groups"]
+PURE = ["coordinator", "aggregator", "response_cache", "fusion", "stall", "readiness",
+        "bit_readiness", "groups", "bitsets"]  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
 IMPURE = {"os", "time", "socket", "threading", "select", "asyncio", "subprocess", "logging"}
 

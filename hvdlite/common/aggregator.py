@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hvdlite.common.bit_readiness import Arrival, BitReadiness
+from hvdlite.common.bitsets import NumberSet, mask_of
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.messages import (
     NO_BIT,
@@ -19,24 +21,47 @@ from hvdlite.common.messages import (
     Segment,
 )
 from hvdlite.common.process_set_table import GLOBAL_ID, ProcessSetTable, unflatten
-from hvdlite.common.readiness import Readiness, mask_of, oldest, ranks_of
+from hvdlite.common.readiness import Alike, RequestReadiness, earliest
 
 
 class _Set:
     """What a leader knows of one process set."""
 
     def __init__(self, members: int) -> None:
-        self.readiness: Readiness[int | str] = Readiness(members)
-        self.requests: dict[str, list[tuple[int, Request]]] = {}
+        self.asked = RequestReadiness(members)
+        self.bits = BitReadiness(members)
         self.late: set[int | str] = set()  # passed on incomplete: the rest goes at once
-        self.bits: dict[str, int] = {}  # what the members remember, by name
+        self.bit_of: dict[str, int] = {}  # what the members remember, by name
+        self.name_of: dict[int, str] = {}  # and by bit
         self.passes_all = False  # a member has shut down: nothing will be complete
 
-    def add(self, key: int | str, ranks: int, now: float) -> int:
-        """Who is to be passed on for `key`, as bits: 0 while it is incomplete."""
-        if self.passes_all or key in self.late:
-            return self.readiness.take(key) | ranks
-        return self.readiness.add(key, ranks, now)
+    def add_bits(self, bits: NumberSet, ranks: int, now: float) -> list[Arrival]:
+        """What is to be passed on."""
+        arrivals = self.bits.add(bits, ranks, now)
+        if self.passes_all:
+            arrivals += self.bits.take(bits)
+        elif self.late:
+            arrivals += self.bits.take(NumberSet.of(bit for bit in bits if bit in self.late))
+        return arrivals
+
+    def add(self, request: Request, ranks: int, now: float) -> Alike:
+        """What is to be passed on."""
+        requests = self.asked.add(request, ranks, now)
+        if self.passes_all or request.name in self.late:
+            return requests or self.asked.take(request.name)
+        return requests
+
+    def remember(self, name: str, bit: int) -> None:
+        """The members remember the answer for `name` under `bit`."""
+        self.bit_of[name], self.name_of[bit] = bit, name
+
+    def forget(self, bit: int) -> None:
+        """The members forget a bit."""
+        self.bits.discard(bit)
+        self.late.discard(bit)
+        name = self.name_of.pop(bit, None)
+        if name is not None and self.bit_of[name] == bit:
+            del self.bit_of[name]
 
 
 class Aggregator:
@@ -54,13 +79,9 @@ class Aggregator:
         if state is None:
             return
         ranks = mask_of(report.ranks)
-        bits: dict[int, list[int]] = {}
-        for bit in report.bits:
-            arrived = state.add(bit, ranks, now)
-            if arrived:
-                bits.setdefault(arrived, []).append(bit)
-        for arrived, numbers in bits.items():
-            self._pass_bits(report.process_set_id, arrived, numbers)
+        self._pass_bits(
+            report.process_set_id, state.add_bits(NumberSet.of(report.bits), ranks, now)
+        )
         for request in report.requests:
             self._receive_request(state, report.process_set_id, ranks, request, now)
 
@@ -69,9 +90,7 @@ class Aggregator:
         if isinstance(order, Eviction):
             state = self._sets.get(order.process_set_id)
             if state is not None:
-                state.readiness.discard(order.bit)
-                state.late.discard(order.bit)
-                state.bits = {n: bit for n, bit in state.bits.items() if bit != order.bit}
+                state.forget(order.bit)
         elif isinstance(order, Departed):
             self._note_departure(order.rank)
         elif isinstance(order, Segment):
@@ -82,20 +101,18 @@ class Aggregator:
         for number, state in self._sets.items():
             if rank in self._table.members(number):
                 state.passes_all = True
-                for key, arrived in state.readiness.take_partial(float("inf")):
-                    self._pass(state, number, key, arrived)
+                self._pass_partial(state, number, float("inf"))
 
     def flush(self, before: float) -> None:
         """Pass on what has waited since before `before`: rank 0 shall know who is late."""
         for number, state in self._sets.items():
-            for key, arrived in state.readiness.take_partial(before):
-                state.late.add(key)
-                self._pass(state, number, key, arrived)
+            state.late |= self._pass_partial(state, number, before)
 
     @property
     def oldest(self) -> float | None:
         """Since when the oldest incomplete tensor waits."""
-        return oldest(state.readiness for state in self._sets.values())
+        sets = self._sets.values()
+        return earliest(each for s in sets for each in (s.bits.oldest, s.asked.oldest))
 
     def take_reports(self) -> tuple[Report, ...]:
         """What to send up now; each report is given once."""
@@ -106,34 +123,35 @@ class Aggregator:
         self, state: _Set, number: int, ranks: int, request: Request, now: float
     ) -> None:
         if ROWS[request.collective].effect is Effect.JOIN:
-            for key, arrived in state.readiness.excuse(ranks):
-                self._pass(state, number, key, arrived)
-            self._outgoing.append(Report(number, ranks_of(ranks), (), (request,)))
+            self._pass_bits(number, state.bits.excuse(ranks))
+            for requests in state.asked.excuse(ranks):
+                self._pass(number, requests)
+            self._pass(number, {request: ranks})
             return
         name = request.name
-        state.requests.setdefault(name, []).append((ranks, request))
-        bit = state.bits.get(name)
+        bit = state.bit_of.get(name)
         if bit is not None:  # some ranks may send the bit: rank 0 has to hear of both
             state.late |= {bit, name}
-            arrived = state.readiness.take(bit)
-            if arrived:
-                self._pass_bits(number, arrived, [bit])
-        arrived = state.add(name, ranks, now)
-        if arrived:
-            self._pass(state, number, name, arrived)
+            self._pass_bits(number, state.bits.take(NumberSet.of((bit,))))
+        self._pass(number, state.add(request, ranks, now))
 
-    def _pass(self, state: _Set, number: int, key: int | str, arrived: int) -> None:
-        if isinstance(key, int):
-            self._pass_bits(number, arrived, [key])
-            return
-        alike: dict[Request, int] = {}
-        for ranks, request in state.requests.pop(key, []):
-            alike[request] = alike.get(request, 0) | ranks
-        for request, ranks in alike.items():
-            self._outgoing.append(Report(number, ranks_of(ranks), (), (request,)))
+    def _pass(self, number: int, requests: Alike) -> None:
+        for request, ranks in requests.items():
+            self._outgoing.append(Report(number, NumberSet.of_mask(ranks), (), (request,)))
 
-    def _pass_bits(self, number: int, arrived: int, bits: list[int]) -> None:
-        self._outgoing.append(Report(number, ranks_of(arrived), tuple(bits)))
+    def _pass_bits(self, number: int, arrivals: list[Arrival]) -> None:
+        for ranks, bits in arrivals:
+            self._outgoing.append(Report(number, NumberSet.of_mask(ranks), bits))
+
+    def _pass_partial(self, state: _Set, number: int, before: float) -> set[int | str]:
+        """Pass on what has waited since before `before`: which bits and names."""
+        arrivals = state.bits.take_partial(before)
+        asked = state.asked.take_partial(before)
+        self._pass_bits(number, arrivals)
+        for requests in asked:
+            self._pass(number, requests)
+        late: set[int | str] = {bit for _, bits in arrivals for bit in bits}
+        return late | {next(iter(requests)).name for requests in asked}
 
     def _note_item(self, number: int, item: Response | int) -> None:
         state = self._sets.get(number)
@@ -145,14 +163,15 @@ class Aggregator:
         request = item.request
         state.late.discard(request.name)
         if item.bit != NO_BIT:
-            state.bits[request.name] = item.bit
+            state.remember(request.name, item.bit)
         effect = ROWS[request.collective].effect
         if effect is Effect.NONE:
             return
         if item.error:
             return
         if effect is Effect.JOIN:
-            state.readiness.expect_all()
+            state.bits.expect_all()
+            state.asked.expect_all()
         elif effect is Effect.ADD_SET:
             for ranks in unflatten(item.first_dims):
                 self._sets[self._table.add(ranks)] = _Set(mask_of(ranks) & self._below)

@@ -7,8 +7,10 @@ clock: it is a function of the reports it is given and the times that come with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
+from hvdlite.common.bit_readiness import Arrival, BitReadiness
+from hvdlite.common.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.collectives.table import ROWS, Effect, disagreement
 from hvdlite.common.fusion import next_segments
 from hvdlite.common.groups import Groups
@@ -24,7 +26,7 @@ from hvdlite.common.messages import (
     Segment,
 )
 from hvdlite.common.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
-from hvdlite.common.readiness import Readiness, mask_of, oldest, ranks_of
+from hvdlite.common.readiness import Alike, RequestReadiness, earliest, everyone
 from hvdlite.common.response_cache import CoordinatorCache
 from hvdlite.common.stall import Waiting
 
@@ -36,17 +38,17 @@ class _Set:
         self.number = number
         self.members = members
         self.mask = mask_of(members)
-        self.readiness: Readiness[int | str] = Readiness(self.mask)  # by bit, or by name
-        self.requests: dict[str, dict[int, Request]] = {}
+        self.asked = RequestReadiness(self.mask)
+        self.bits = BitReadiness(self.mask)
         self.cache = CoordinatorCache(cache_capacity)
         self.groups = Groups(len(members))
         self.last_joined = NO_RANK
 
-    def request(self, key: int | str) -> Request:
-        """A request for the tensor that `readiness` counts under `key`."""
-        if isinstance(key, int):
-            return self.cache.peek(key)[0].request
-        return next(iter(self.requests[key].values()))
+    def waiting(self) -> Iterator[tuple[Request, int, float]]:
+        """What some ranks have and others have not: a request, who is missing, and since when."""
+        for bit, missing, since in self.bits.waiting():
+            yield self.cache.peek(bit)[0].request, missing, since
+        yield from self.asked.waiting()
 
 
 class Coordinator:
@@ -73,17 +75,11 @@ class Coordinator:
         if state is None:  # removed meanwhile: its members know, and have failed the tensor
             return
         ranks = mask_of(report.ranks)
-        for bit in report.bits:
-            if bit in state.cache:  # else evicted meanwhile: the ranks send it again, in full
-                request = state.request(bit)
-                error = self._group_error(state, report.ranks, request)
-                self._arrive(state, bit, ranks, now)
-                self._fail_group(state, request.group, error)
+        bits = state.cache.known(NumberSet.of(report.bits))
+        if bits:  # others were evicted meanwhile: the ranks send them again, in full
+            self._receive_bits(state, bits, ranks, now)
         for request in report.requests:
-            error = self._group_error(state, report.ranks, request)
-            for rank in report.ranks:
-                self._receive_request(state, rank, request, now)
-            self._fail_group(state, request.group, error)
+            self._receive_request(state, ranks, request, now)
 
     def depart(self, rank: int) -> None:
         """`rank` shuts down: what waits for it fails, now and later."""
@@ -91,8 +87,8 @@ class Coordinator:
         self._leavers.append(rank)
         for state in self._sets.values():
             if state.mask & self._departed:
-                for key, _, _ in list(state.readiness.waiting()):
-                    self._fail_waiting(state, key)
+                for request, _, _ in list(state.waiting()):
+                    self._fail_waiting(state, request)
         self._departures.append(Departed(rank))
 
     def take_orders(self) -> tuple[Order, ...]:
@@ -109,59 +105,81 @@ class Coordinator:
     @property
     def oldest(self) -> float | None:
         """Since when the oldest incomplete tensor waits."""
-        return oldest(state.readiness for state in self._sets.values())
+        sets = self._sets.values()
+        return earliest(each for s in sets for each in (s.bits.oldest, s.asked.oldest))
 
     def waiting(self) -> Iterator[Waiting]:
         """Every tensor that some ranks have and others have not."""
         for state in self._sets.values():
-            for key, missing, since in state.readiness.waiting():
-                yield Waiting(state.request(key).name, ranks_of(missing), since)
+            for request, missing, since in state.waiting():
+                yield Waiting(request.name, tuple(numbers_of(missing)), since)
 
     def _new_set(self, number: int) -> _Set:
         return _Set(number, self._table.members(number), self._capacity)
 
     # -- arrivals
 
-    def _receive_request(self, state: _Set, rank: int, request: Request, now: float) -> None:
+    def _receive_bits(self, state: _Set, bits: NumberSet, ranks: int, now: float) -> None:
+        errors: dict[str, str] = {}
+        for group in state.cache.groups(bits):
+            request = state.cache.peek(next(iter(group)))[0].request
+            errors[request.group] = state.groups.disagreement(ranks, request, len(group))
+        for arrival in state.bits.add(bits, ranks, now):
+            self._complete_bits(state, arrival)
+        if state.mask & self._departed:
+            for bit in bits & state.bits.bits:
+                self._fail_waiting(state, state.cache.peek(bit)[0].request)
+        for name, error in errors.items():
+            self._fail_group(state, name, error)
+
+    def _receive_request(self, state: _Set, ranks: int, request: Request, now: float) -> None:
         if ROWS[request.collective].effect is Effect.JOIN:
-            self._join(state, rank, request)
+            self._join(state, ranks, request)
             return
         bit = state.cache.find(request.name)
         if bit is not None:
-            if state.cache.peek(bit)[1].get(rank) == request:
-                self._arrive(state, bit, 1 << rank, now)
+            if not ranks & ~state.cache.peek(bit)[1].get(request, 0):
+                self._receive_bits(state, NumberSet.of((bit,)), ranks, now)
                 return
             self._evict(state, bit)
-        state.requests.setdefault(request.name, {})[rank] = request
-        self._arrive(state, request.name, 1 << rank, now)
-
-    def _arrive(self, state: _Set, key: int | str, ranks: int, now: float) -> None:
-        if state.readiness.add(key, ranks, now):
-            self._complete(state, key)
+        error = ""
+        if request.group:
+            error = state.groups.disagreement(ranks, request, 1)
+        requests = state.asked.add(request, ranks, now)
+        if requests:
+            self._complete(state, requests)
         elif state.mask & self._departed:
-            self._fail_waiting(state, key)
+            self._fail_waiting(state, request)
+        self._fail_group(state, request.group, error)
 
-    def _join(self, state: _Set, rank: int, request: Request) -> None:
-        state.last_joined = rank
-        for key, _ in state.readiness.excuse(1 << rank):
-            self._complete(state, key)
-        if state.readiness.all_absent:
-            state.readiness.expect_all()
-            self._ready.append(Response(request, last_joined=rank))
+    def _join(self, state: _Set, ranks: int, request: Request) -> None:
+        state.last_joined = ranks.bit_length() - 1
+        for arrival in state.bits.excuse(ranks):
+            self._complete_bits(state, arrival)
+        for requests in state.asked.excuse(ranks):
+            self._complete(state, requests)
+        if state.bits.all_absent:
+            state.bits.expect_all()
+            state.asked.expect_all()
+            self._ready.append(Response(request, last_joined=state.last_joined))
         elif state.mask & self._departed:
             self._ready.append(Response(request, error=self._departure_error(state, request)))
 
     # -- answers
 
-    def _complete(self, state: _Set, key: int | str) -> None:
-        """All ranks of `state` have the tensor, or have joined."""
-        if isinstance(key, int):
-            self._ready += state.groups.hold(self._remembered(state, key))
-            return
-        requests = dict(sorted(state.requests.pop(key).items()))
+    def _complete_bits(self, state: _Set, arrival: Arrival) -> None:
+        """All ranks of `state` have the tensors, or have joined."""
+        for bit in arrival.bits:
+            response = state.cache.use(bit)
+            if arrival.ranks != state.mask:
+                response = self._answer_some(state, response, arrival.ranks)
+            self._ready += state.groups.hold(response)
+
+    def _complete(self, state: _Set, requests: Alike) -> None:
+        """All ranks of `state` have asked for the tensor, or have joined."""
         response = self._answer(state, requests)
         if response.error:
-            for group in {request.group for request in requests.values() if request.group}:
+            for group in {request.group for request in requests if request.group}:
                 state.groups.poison(group, response)
         elif ROWS[response.request.collective].cacheable:
             response = state.cache.remember(response, requests)
@@ -169,20 +187,17 @@ class Coordinator:
                 self._evict(state, bit)
         self._ready += state.groups.hold(self._apply(response, requests))
 
-    def _remembered(self, state: _Set, bit: int) -> Response:
-        response = state.cache.use(bit)
-        absent = state.readiness.absent
-        if not absent:
-            return response
-        requests = state.cache.peek(bit)[1]
-        present = {rank: each for rank, each in requests.items() if not absent >> rank & 1}
-        now = self._answer(state, present)
-        return response if now == response._replace(bit=NO_BIT) else now
+    def _answer_some(self, state: _Set, response: Response, ranks: int) -> Response:
+        """The answer to what only `ranks` have ready: the remembered one, where it is the same."""
+        requests = state.cache.peek(response.bit)[1]
+        own = {request: mask & ranks for request, mask in requests.items() if mask & ranks}
+        answer = self._answer(state, own)
+        return response if answer == response._replace(bit=NO_BIT) else answer
 
-    def _answer(self, state: _Set, requests: dict[int, Request]) -> Response:
-        (rank, request), *others = requests.items()
-        for other in others:
-            why = disagreement((rank, request), other)
+    def _answer(self, state: _Set, requests: Alike) -> Response:
+        (request, ranks), *others = _by_rank(requests)
+        for other, other_ranks in others:
+            why = disagreement((lowest(ranks), request), (lowest(other_ranks), other))
             if why:
                 return Response(request, error=why)
         row = ROWS[request.collective]
@@ -191,32 +206,32 @@ class Coordinator:
                 request, error=f"{row.name} '{request.name}': a tensor without dimensions has "
                 "no rows; reshape it to (1,)",
             )  # fmt: skip
-        if row.rooted and request.root_rank not in requests:
+        if row.rooted and not everyone(requests) >> request.root_rank & 1:
             return Response(
                 request, error=f"{row.name} '{request.name}': root rank {request.root_rank} "
                 "has joined and has no data to give",
             )  # fmt: skip
         if not row.varying_rows:
             return Response(request)
-        dims = [requests[m].shape[0] if m in requests else 0 for m in state.members]
-        return Response(request, first_dims=tuple(dims))
+        rows = {rank: r.shape[0] for r, ranks in requests.items() for rank in numbers_of(ranks)}
+        return Response(request, first_dims=tuple(rows.get(rank, 0) for rank in state.members))
 
-    def _apply(self, response: Response, requests: dict[int, Request]) -> Response:
+    def _apply(self, response: Response, requests: Alike) -> Response:
         """Let the answer change the process sets; it fails where the table refuses."""
         effect = ROWS[response.request.collective].effect
         if response.error or effect is Effect.NONE:
             return response
         if effect is Effect.ADD_SET:
             return self._add_sets(response, requests)
-        numbers = tuple(dict.fromkeys(request.root_rank for request in requests.values()))
+        numbers = tuple(dict.fromkeys(request.root_rank for request, _ in _by_rank(requests)))
         for number in numbers:
             self._table.remove(number)
             del self._sets[number]
         self._announced = {each for each in self._announced if each[0] not in numbers}
         return response._replace(first_dims=numbers)
 
-    def _add_sets(self, response: Response, requests: dict[int, Request]) -> Response:
-        sets = list(dict.fromkeys(request.shape for request in requests.values()))
+    def _add_sets(self, response: Response, requests: Alike) -> Response:
+        sets = list(dict.fromkeys(request.shape for request, _ in _by_rank(requests)))
         try:
             for ranks in sets:
                 self._table.check(ranks)
@@ -227,26 +242,21 @@ class Coordinator:
             self._sets[number] = self._new_set(number)
         return response._replace(first_dims=flatten(sets))
 
-    def _fail_waiting(self, state: _Set, key: int | str, error: str = "") -> None:
+    def _fail_waiting(self, state: _Set, request: Request, error: str = "") -> None:
         """Nobody can complete this any more: a member has shut down, or there is an `error`."""
-        request = state.request(key)
-        state.readiness.discard(key)
-        state.requests.pop(request.name, None)
+        bit = state.cache.find(request.name)
+        if bit is not None:
+            state.bits.discard(bit)
+        state.asked.take(request.name)
         error = error or self._departure_error(state, request)
         self._ready.append(Response(request, error=error))
-
-    def _group_error(self, state: _Set, ranks: Iterable[int], request: Request) -> str:
-        if not request.group:
-            return ""
-        errors = [state.groups.disagreement(rank, request) for rank in ranks]
-        return next(filter(None, errors), "")
 
     def _fail_group(self, state: _Set, group: str, error: str) -> None:
         """Fail what waits of a group of which ranks have different numbers of tensors."""
         if error:
-            for key, _, _ in list(state.readiness.waiting()):
-                if state.request(key).group == group:
-                    self._fail_waiting(state, key, error)
+            for request, _, _ in list(state.waiting()):
+                if request.group == group:
+                    self._fail_waiting(state, request, error)
 
     def _departure_error(self, state: _Set, request: Request) -> str:
         first = next(rank for rank in self._leavers if state.mask >> rank & 1)
@@ -256,7 +266,7 @@ class Coordinator:
         )
 
     def _evict(self, state: _Set, bit: int) -> None:
-        state.readiness.discard(bit)
+        state.bits.discard(bit)
         state.cache.forget(bit)
         self._announced.discard((state.number, bit))
         self._evictions.append(Eviction(state.number, bit))
@@ -272,3 +282,8 @@ class Coordinator:
             return response.bit
         self._announced.add((number, response.bit))
         return response
+
+
+def _by_rank(requests: Alike) -> list[tuple[Request, int]]:
+    """The requests, with their ranks; the one of the first rank first."""
+    return sorted(requests.items(), key=lambda item: lowest(item[1]))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hvdlite.common.bitsets import lowest
 from hvdlite.common.messages import NO_BIT, Request, Response
 
 
@@ -18,49 +19,46 @@ class _Open:
     error: str = ""
 
 
-@dataclass
-class _Told:
-    """What one rank has reported of a group since it was answered last."""
-
-    size: int
-    count: int = 0
-
-    @property
-    def complete(self) -> bool:
-        return self.count >= self.size
-
-
 class Groups:
     """The groups of one process set."""
 
     def __init__(self, members: int) -> None:
         self._members = members  # how many ranks
         self._open: dict[str, _Open] = {}
-        self._told: dict[str, dict[int, _Told]] = {}
+        # What ranks have reported of a group since it was answered last:
+        # group -> (size, number of tensors reported) -> the ranks with just these, as bits.
+        self._told: dict[str, dict[tuple[int, int], int]] = {}
 
-    def disagreement(self, rank: int, request: Request) -> str:
-        """`rank` reports a tensor of a group: why the group cannot be answered, or ''.
+    def disagreement(self, ranks: int, request: Request, count: int) -> str:
+        """`ranks` report `count` tensors of the group of `request`: why the group cannot be
+        answered, or ''.
 
         A group is named by the call and so are its tensors, with their number ("x_1of3"): ranks
         with another number of tensors report other names, and would wait for each other for ever.
         """
         told = self._told.setdefault(request.group, {})
-        if rank in told and told[rank].complete:  # the next call of this name
-            if len(told) == self._members and all(each.complete for each in told.values()):
-                told.clear()
-            else:
-                del told[rank]
-        own = told.setdefault(rank, _Told(request.group_size))
-        own.count += 1
-        for other, each in sorted(told.items()):
-            if each.size != own.size:
-                first, second = sorted([(rank, own.size), (other, each.size)])
-                return (
-                    f"{request.collective} '{request.group}': ranks disagree on the number of "
-                    f"tensors in the group: rank {first[0]} has {first[1]}, "
-                    f"rank {second[0]} has {second[1]}"
-                )
-        return ""
+        self._begin_again(told, ranks)
+        new = ranks
+        for (size, before), mask in [*told.items()]:
+            if mask & ranks:
+                new &= ~mask
+                _move(told, mask & ranks, (size, before), (size, before + count))
+        if new:
+            key = (request.group_size, count)
+            told[key] = told.get(key, 0) | new
+        sizes = _by_size(told)
+        return _disagreement(sizes, lowest(ranks), request) if len(sizes) > 1 else ""
+
+    def _begin_again(self, told: dict[tuple[int, int], int], ranks: int) -> None:
+        """For ranks that had reported their whole group this is the next call of its name."""
+        complete = {key: mask for key, mask in told.items() if key[1] >= key[0]}
+        if not any(mask & ranks for mask in complete.values()):
+            return
+        if complete == told and sum(map(int.bit_count, told.values())) == self._members:
+            told.clear()
+        for key, mask in complete.items():
+            if key in told:
+                _move(told, mask & ranks, key, None)
 
     def hold(self, response: Response) -> list[Response]:
         """A tensor can be answered; what can be ordered now: nothing, or the rest of its group."""
@@ -89,3 +87,35 @@ class Groups:
         if not error or response.error:
             return response
         return response._replace(error=error, bit=NO_BIT)
+
+
+def _move(
+    told: dict[tuple[int, int], int],
+    ranks: int,
+    old: tuple[int, int],
+    new: tuple[int, int] | None,
+) -> None:
+    told[old] &= ~ranks
+    if not told[old]:
+        del told[old]
+    if new:
+        told[new] = told.get(new, 0) | ranks
+
+
+def _by_size(told: dict[tuple[int, int], int]) -> dict[int, int]:
+    sizes: dict[int, int] = {}
+    for (size, _), mask in told.items():
+        sizes[size] = sizes.get(size, 0) | mask
+    return sizes
+
+
+def _disagreement(sizes: dict[int, int], rank: int, request: Request) -> str:
+    """Between `rank` and the first rank that has told another size."""
+    own = next(size for size, mask in sizes.items() if mask >> rank & 1)
+    others = ((lowest(mask), size) for size, mask in sizes.items() if size != own)
+    first, second = sorted([(rank, own), min(others)])
+    return (
+        f"{request.collective} '{request.group}': ranks disagree on the number of "
+        f"tensors in the group: rank {first[0]} has {first[1]}, "
+        f"rank {second[0]} has {second[1]}"
+    )

@@ -8,11 +8,13 @@ Nothing here is ever unpickled, and a message that this version cannot have sent
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
+from hvdlite.common.bitsets import NumberSet, runs_of
 from hvdlite.common.errors import ProtocolError
 
 PROTOCOL_VERSION = 1
@@ -75,8 +77,8 @@ class Report(NamedTuple):
     """What some ranks have ready, in one process set."""
 
     process_set_id: int
-    ranks: tuple[int, ...]  # global ranks for which all of this holds
-    bits: tuple[int, ...] = ()
+    ranks: Collection[int]  # global ranks for which all of this holds
+    bits: Collection[int] = ()
     requests: tuple[Request, ...] = ()
 
 
@@ -155,7 +157,10 @@ def encode(message: Message) -> bytes:
     """The message's bytes."""
     body: Any = message
     if isinstance(message, Reports):
-        body = [(r.process_set_id, runs(r.ranks), runs(r.bits), r.requests) for r in message[0]]
+        body = [
+            (r.process_set_id, runs_of(r.ranks), runs_of(r.bits), r.requests)
+            for r in message.reports
+        ]
     elif isinstance(message, Orders):
         body = [(_ORDER_KIND[type(order)], order) for order in message.orders]
     encoded: bytes = msgpack.packb((_KIND[type(message)], body))
@@ -181,28 +186,27 @@ def decode(data: bytes, sender: int) -> Message:
         ) from None
 
 
-def runs(numbers: Iterable[int]) -> list[int]:
-    """Ascending numbers as [start, length, start, length ...]: a steady step is a few bytes."""
-    pairs: list[int] = []
-    for number in sorted(numbers):
-        if pairs and pairs[-2] + pairs[-1] == number:
-            pairs[-1] += 1
-        else:
-            pairs += (number, 1)
-    return pairs
+_MOST_NUMBERS = 1 << 20  # in one set: more is no message of ours
+_SETS_KEPT = 256  # the ranks below a child are the same in every message
 
 
-_MOST_NUMBERS = 1 << 20  # in one list of runs: more is no message of ours
+def _numbers(runs: Any) -> NumberSet:
+    end, count = 0, 0
+    for start, length in zip(runs[::2], runs[1::2], strict=True):
+        if type(start) is not int or start < end or type(length) is not int or length < 1:
+            raise ValueError(f"{runs!r} where ascending numbers were expected")
+        end = start + length
+        count += length
+    if count > _MOST_NUMBERS:
+        raise ValueError(f"{count} numbers")
+    return NumberSet.of_runs(runs)
 
 
-def unruns(pairs: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of `runs`."""
-    numbers: list[int] = []
-    for start, length in zip(pairs[::2], pairs[1::2], strict=True):
-        if _natural(length) > _MOST_NUMBERS:
-            raise ValueError(f"a run of {length}")
-        numbers.extend(range(_natural(start), start + length))
-    return tuple(numbers)
+@lru_cache(_SETS_KEPT)
+def _ranks(runs: tuple[int, ...]) -> NumberSet:
+    if sum(runs[-2:]) > _MOST_NUMBERS:
+        raise ValueError(f"rank {runs[-2]}")
+    return _numbers(runs)
 
 
 def _natural(value: Any) -> int:
@@ -265,7 +269,7 @@ def _checked(values: Any, checks: tuple[Any, ...]) -> list[Any]:
 def _report(fields: Any) -> Report:
     process_set_id, ranks, bits, requests = fields
     return Report(
-        _natural(process_set_id), unruns(ranks), unruns(bits), tuple(map(_request, requests))
+        _natural(process_set_id), _ranks(ranks), _numbers(bits), tuple(map(_request, requests))
     )
 
 

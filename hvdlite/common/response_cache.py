@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from hvdlite.common.bitsets import NumberSet
 from hvdlite.common.messages import Request, Response
+from hvdlite.common.readiness import Alike
 
 
 @dataclass
@@ -56,16 +58,19 @@ class ResponseCache:
 
 
 class CoordinatorCache:
-    """The coordinator's side: every member's request and the answer, least recently used first."""
+    """The coordinator's side: the members' requests and the answer, least recently used first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._lines: OrderedDict[int, tuple[Response, dict[int, Request]]] = OrderedDict()
+        self._lines: OrderedDict[int, tuple[Response, Alike]] = OrderedDict()
         self._bits: dict[str, int] = {}
+        self._grouped: dict[tuple[str, int], NumberSet] = {}  # group, with its size -> its bits
         self._next = 0
+        self._known = NumberSet({})  # the bits in use
 
-    def __contains__(self, bit: int) -> bool:
-        return bit in self._lines
+    def known(self, bits: NumberSet) -> NumberSet:
+        """Those of `bits` that are remembered."""
+        return bits & self._known
 
     def find(self, name: str) -> int | None:
         """The bit of a tensor."""
@@ -76,26 +81,50 @@ class CoordinatorCache:
         self._lines.move_to_end(bit)
         return self._lines[bit][0]
 
-    def peek(self, bit: int) -> tuple[Response, dict[int, Request]]:
-        """The answer and the requests (rank -> request) under a bit."""
+    def peek(self, bit: int) -> tuple[Response, Alike]:
+        """The answer and the requests under a bit."""
         return self._lines[bit]
 
-    def remember(self, response: Response, requests: dict[int, Request]) -> Response:
+    def groups(self, bits: NumberSet) -> list[NumberSet]:
+        """Those of `bits` that belong to groups, one set for each group."""
+        if not self._grouped:
+            return []
+        own = (bits & group for group in self._grouped.values())
+        return [each for each in own if each]
+
+    def remember(self, response: Response, requests: Alike) -> Response:
         """Give the answer a bit, which the returned answer carries."""
         if self._capacity == 0:
             return response
-        numbered = response._replace(bit=self._next)
+        bit = self._next
         self._next += 1
-        self._lines[numbered.bit] = (numbered, requests)
-        self._bits[response.request.name] = numbered.bit
+        numbered = response._replace(bit=bit)
+        self._lines[bit] = (numbered, requests)
+        self._bits[response.request.name] = bit
+        own = NumberSet.of((bit,))
+        self._known |= own
+        if response.request.group:
+            group = _group(response.request)
+            self._grouped[group] = self._grouped.get(group, NumberSet({})) | own
         return numbered
 
     def forget(self, bit: int) -> None:
         """Forget a bit."""
-        response, _ = self._lines.pop(bit)
-        del self._bits[response.request.name]
+        request = self._lines.pop(bit)[0].request
+        del self._bits[request.name]
+        own = NumberSet.of((bit,))
+        self._known -= own
+        if request.group:
+            group = _group(request)
+            self._grouped[group] -= own
+            if not self._grouped[group]:
+                del self._grouped[group]
 
     def overflow(self) -> list[int]:
         """The bits beyond the capacity, least recently used first."""
         excess = len(self._lines) - self._capacity
         return [bit for bit, _ in zip(self._lines, range(max(excess, 0)), strict=False)]
+
+
+def _group(request: Request) -> tuple[str, int]:
+    return request.group, request.group_size

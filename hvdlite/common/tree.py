@@ -34,24 +34,28 @@ class Tree:
     @cached_property
     def parent(self) -> int:
         """Whom this rank reports to. The root has none: ask `is_root` first."""
-        return self._parent(self.rank)
-
-    def _parent(self, rank: int) -> int:
-        leader = self._topology.leader(rank)
-        if rank != leader:
+        leader = self._topology.leader(self.rank)
+        if self.rank != leader:
             return leader
-        return self._topology.hosts[(self._topology.host_of[rank] - 1) // self._fan_out][0]
+        return self._topology.hosts[(self._topology.host_of[self.rank] - 1) // self._fan_out][0]
 
     @cached_property
     def children(self) -> tuple[int, ...]:
         """Who reports to this rank."""
-        ranks = range(self._topology.size)
-        return tuple(r for r in ranks if r != ROOT and self._parent(r) == self.rank)
+        return self._children(self.rank)
 
     @cached_property
     def subtree(self) -> frozenset[int]:
         """This rank and all below it."""
-        below = {self.rank}
-        for child in self.children:
-            below |= Tree(self._topology, child, self._fan_out).subtree
+        below = [self.rank]
+        for rank in below:  # it grows meanwhile
+            below += self._children(rank)
         return frozenset(below)
+
+    def _children(self, rank: int) -> tuple[int, ...]:
+        leader, *others = self._topology.peers(rank)
+        if rank != leader:
+            return ()
+        first = self._topology.host_of[rank] * self._fan_out + 1
+        hosts = self._topology.hosts[first : first + self._fan_out]
+        return tuple(sorted((*others, *(host[0] for host in hosts))))

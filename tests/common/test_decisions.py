@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.aggregator import Aggregator
+from hvdlite.common.bitsets import NumberSet, runs_of
 from hvdlite.common.coordinator import Coordinator
 from hvdlite.common.errors import ProtocolError
 from hvdlite.common.fusion import next_segments
@@ -32,8 +33,6 @@ from hvdlite.common.messages import (
     StackReply,
     decode,
     encode,
-    runs,
-    unruns,
 )
 from hvdlite.common.response_cache import ResponseCache
 from hvdlite.common.stall import StallInspector, Waiting
@@ -320,7 +319,8 @@ def test_messages_survive_the_wire(message: Message) -> None:
 
 @given(st.lists(st.integers(0, 5000), unique=True))
 def test_runs_hold_numbers(numbers: list[int]) -> None:
-    assert unruns(runs(numbers)) == tuple(sorted(numbers))
+    assert NumberSet.of_runs(runs_of(numbers)) == sorted(numbers)
+    assert runs_of(NumberSet.of(numbers)) == runs_of(numbers)
 
 
 @pytest.mark.parametrize(
