@@ -53,9 +53,9 @@ class Tree:
         return frozenset(below)
 
     def _children(self, rank: int) -> tuple[int, ...]:
-        leader, *others = self._topology.peers(rank)
-        if rank != leader:
+        local = self._topology.peers(rank)
+        if rank != local[0]:
             return ()
         first = self._topology.host_of[rank] * self._fan_out + 1
         hosts = self._topology.hosts[first : first + self._fan_out]
-        return tuple(sorted((*others, *(host[0] for host in hosts))))
+        return tuple(sorted((*local[1:], *(host[0] for host in hosts))))

@@ -62,3 +62,13 @@ def test_tf_overhead(tmp_path: Path) -> None:
         "TensorFlow, Python",
         "PyTorch",
     ], output
+
+
+def test_simulate_coordinator(tmp_path: Path) -> None:
+    words = ("--ranks", "8", "4096", "--tensors", "50", "--flat-most", "8")
+    output, records = run(tmp_path / "s.json", "simulate_coordinator.py", *words)
+    assert [(each["entry"], each["ranks"], each["depth"]) for each in records] == [
+        ("tree", 8, 1), ("flat", 8, 1), ("tree", 4096, 3), ("flat", 4096, 1)
+    ], output  # fmt: skip
+    tree, flat = records[2:]
+    assert tree["messages_in"] < flat["messages_in"] / 10 and flat["estimated"]

@@ -1,0 +1,311 @@
+"""What a training step costs rank 0 to coordinate, in jobs that are far larger than this machine.
+
+    python benchmarks/simulate_coordinator.py            # 8 to 65,536 ranks: 2 minutes, no MPI
+    python benchmarks/simulate_coordinator.py --quick    # 10 s
+
+The decision rooms are the real ones, and so are the messages, which are encoded and decoded as on
+the wire; what carries them is left out. Every rank has the same tensors, which the response cache
+knows. It reports them in several messages, in an order that differs from that of other ranks: a
+tensor comes up to `JITTER` of a step earlier or later than on average. Time goes in rounds, as many
+as a rank sends messages; a leader hears all below it and then passes on what is complete.
+
+Rank 0 is simulated in full, with all that report to it, and so are the leaders on one path from it
+to the deepest host. For what else is below them, only the outcome is drawn by lot: a message for
+each round, with the tensors that the last of so many ranks reports in it. Rank 0 answers every
+message by itself, as if no two had come together.
+
+"Flat" is the same job with every rank reporting to rank 0. It is simulated for up to
+`--flat-most` ranks; figures for more, marked ~, are those of so many in proportion to the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from measuring import Quartiles, duration, make_parser, say, table, write
+
+from hvdlite.common.aggregator import Aggregator
+from hvdlite.common.bitsets import NumberSet
+from hvdlite.common.config import Config
+from hvdlite.common.coordinator import Coordinator
+from hvdlite.common.messages import Orders, Report, Reports, Request, Segment, decode, encode
+from hvdlite.common.topology import Topology
+from hvdlite.common.tree import ROOT, Tree
+
+RANKS = (8, 64, 512, 4096, 16384, 65536)
+TENSORS = (200, 1000, 2000)
+HOST = 8  # ranks of one host
+JITTER = 0.1  # of a step
+LEAST_STEPS = 5
+
+
+@dataclass
+class Traffic:
+    """What one step was for rank 0."""
+
+    cpu_seconds: float = 0
+    leader_cpu_seconds: float = 0  # of the leader on the path that reports to rank 0
+    messages_in: int = 0
+    bytes_in: int = 0
+    messages_out: int = 0
+    bytes_out: int = 0
+
+
+class Below:
+    """A rank, or all ranks below a leader, that report to a node as one."""
+
+    def __init__(self, ranks: NumberSet) -> None:
+        self._ranks = ranks
+
+    def rounds(self, lot: np.random.Generator, tensors: int, rounds: int) -> list[Report]:
+        """What is reported in every round."""
+        # The latest of n that are equally likely anywhere in 0 to 1 is the nth root of one such.
+        late = lot.random(tensors) ** (1 / len(self._ranks))
+        when = np.arange(tensors) / tensors + JITTER * (2 * late - 1)
+        turns = np.clip((when * rounds).astype(int), 0, rounds - 1)
+        chosen = ((turns == turn).nonzero()[0].tolist() for turn in range(rounds))
+        return [Report(0, self._ranks, tuple(bits)) for bits in chosen]
+
+
+class Node:
+    """Rank 0, or a leader on the path, with those that report to it and are not on the path."""
+
+    def __init__(self, topology: Topology, rank: int, path: Sequence[int]) -> None:
+        self.children = Tree(topology, rank).children
+        below = [child for child in self.children if child not in path]
+        self._below = [Below(NumberSet.of(Tree(topology, child).subtree)) for child in below]
+        self._own = Below(NumberSet.of((rank,)))
+
+    def draw(self, lot: np.random.Generator, tensors: int, rounds: int) -> None:
+        """By lot, when the tensors of the next step are reported."""
+        self.own = self._own.rounds(lot, tensors, rounds)
+        self._drawn = [each.rounds(lot, tensors, rounds) for each in self._below]
+
+    def messages(self, turn: int) -> list[bytes]:
+        """What comes from those below in a round."""
+        reports = (drawn[turn] for drawn in self._drawn)
+        return [encode(Reports((report,))) for report in reports if report.bits]
+
+
+class Leader(Node):
+    """A leader on the path."""
+
+    def __init__(self, topology: Topology, rank: int, path: Sequence[int]) -> None:
+        super().__init__(topology, rank, path)
+        self._aggregator = Aggregator(topology.size, Tree(topology, rank).subtree)
+
+    def pass_down(self, answers: Sequence[bytes]) -> list[bytes]:
+        """Orders pass by; what it sends to each of its children."""
+        passed = [decode(answer, ROOT) for answer in answers]
+        for orders in passed:
+            assert isinstance(orders, Orders)
+            for order in orders.orders:
+                self._aggregator.note(order)
+        return [*map(encode, passed)]
+
+    def pass_up(self, turn: int, messages: Sequence[bytes]) -> list[bytes]:
+        """What it sends up in a round in which these came, and its own."""
+        for report in (self.own[turn], *reports_in(messages)):
+            self._aggregator.receive(report, 0.0)
+        reports = self._aggregator.take_reports()
+        return [encode(Reports(reports))] if reports else []
+
+
+class Root(Node):
+    """Rank 0."""
+
+    def __init__(self, topology: Topology, path: Sequence[int], tensors: int) -> None:
+        super().__init__(topology, ROOT, path)
+        self._coordinator = Coordinator(
+            topology.size,
+            cache_capacity=2 * tensors,
+            threshold_bytes=Config().fusion_threshold_bytes,
+        )
+
+    def first(self, ranks: int, tensors: int) -> bytes:
+        """The first step, in which all ranks ask in full; what is ordered."""
+        names = (f"layer{number}.weight" for number in range(tensors))
+        step = [Request(0, name, "allreduce", "float32", (256, 100), "cpu") for name in names]
+        self._coordinator.receive(Report(0, range(ranks), (), tuple(step)), 0.0)
+        return encode(Orders(self._coordinator.take_orders()))
+
+    def answer(self, turn: int, messages: Sequence[bytes]) -> list[bytes]:
+        """What it sends to each of its children in a round in which these came, and its own."""
+        answers = []
+        for report in (self.own[turn], *reports_in(messages)):
+            self._coordinator.receive(report, 0.0)
+            orders = self._coordinator.take_orders()
+            if orders:
+                answers.append(encode(Orders(orders)))
+        return answers
+
+
+def reports_in(messages: Sequence[bytes]) -> Iterator[Report]:
+    """The reports in messages, each decoded when its turn comes."""
+    for message in messages:
+        decoded = decode(message, ROOT)
+        assert isinstance(decoded, Reports)
+        yield from decoded.reports
+
+
+class Job:
+    """A job after its first step, in which everything was negotiated."""
+
+    def __init__(self, topology: Topology, tensors: int, rounds: int) -> None:
+        self._tensors, self._rounds = tensors, rounds
+        path = [topology.hosts[-1][0]]
+        while path[-1] != ROOT:
+            path.append(Tree(topology, path[-1]).parent)
+        self.depth = len(path) - (len(topology.hosts[-1]) == 1)
+        self._leaders = [Leader(topology, rank, path) for rank in path[:-1]]
+        self._root = Root(topology, path, tensors)
+        answer = self._root.first(topology.size, tensors)
+        for leader in self._leaders:
+            leader.pass_down([answer])
+
+    def step(self, lot: np.random.Generator) -> Traffic:
+        """One training step."""
+        for node in (*self._leaders, self._root):
+            node.draw(lot, self._tensors, self._rounds)
+        traffic, ordered = Traffic(), Counter[int]()
+        for turn in range(self._rounds):
+            messages = self._root.messages(turn) + self._up(turn, traffic)
+            lot.shuffle(messages)  # type: ignore[arg-type]
+            start = time.thread_time()
+            answers = self._root.answer(turn, messages)
+            traffic.cpu_seconds += time.thread_time() - start
+            self._count(traffic, messages, answers)
+            self._down(answers, traffic)
+            ordered.update(bit for answer in answers for bit in bits_in(answer))
+        assert ordered == Counter(range(self._tensors)), "a tensor was lost, or came twice"
+        return traffic
+
+    def _up(self, turn: int, traffic: Traffic) -> list[bytes]:
+        """What the last leader on the path sends to rank 0 in a round."""
+        passed: list[bytes] = []
+        for leader in self._leaders:  # the deepest first
+            messages = leader.messages(turn) + passed
+            start = time.thread_time()
+            passed = leader.pass_up(turn, messages)
+            if leader is self._leaders[-1]:
+                traffic.leader_cpu_seconds += time.thread_time() - start
+        return passed
+
+    def _down(self, answers: Sequence[bytes], traffic: Traffic) -> None:
+        for leader in self._leaders:
+            start = time.thread_time()
+            leader.pass_down(answers)
+            if leader is self._leaders[-1]:
+                traffic.leader_cpu_seconds += time.thread_time() - start
+
+    def _count(self, traffic: Traffic, messages: list[bytes], answers: list[bytes]) -> None:
+        children = len(self._root.children)
+        traffic.messages_in += len(messages)
+        traffic.bytes_in += sum(map(len, messages))
+        traffic.messages_out += children * len(answers)
+        traffic.bytes_out += children * sum(map(len, answers))
+
+
+def bits_in(answer: bytes) -> Iterator[int]:
+    """The tensors that are ordered, all by their bits."""
+    decoded = decode(answer, ROOT)
+    assert isinstance(decoded, Orders)
+    for order in decoded.orders:
+        assert isinstance(order, Segment)
+        for item in order.items:
+            assert isinstance(item, int)
+            yield item
+
+
+# -- what is printed
+
+
+def measure(topology: Topology, args: argparse.Namespace, tensors: int) -> dict[str, Any]:
+    """Quartiles of the CPU time of rank 0, and means of everything else."""
+    lot = np.random.default_rng([topology.size, tensors])
+    job = Job(topology, tensors, args.messages)
+    job.step(lot)
+    end = time.perf_counter() + args.seconds
+    steps = []
+    while len(steps) < LEAST_STEPS or time.perf_counter() < end:
+        steps.append(asdict(job.step(lot)))
+    means = {name: fmean(step[name] for step in steps) for name in steps[0]}
+    seconds = asdict(Quartiles.of([step["cpu_seconds"] for step in steps]))
+    return {"ranks": topology.size, "depth": job.depth, "seconds": seconds, **means}
+
+
+def scaled(record: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The figures of a flat job, for more ranks: in proportion."""
+    factor = ranks / record["ranks"]
+    known = {"ranks": ranks, "depth": record["depth"], "estimated": True}
+    seconds = {name: value * factor for name, value in record["seconds"].items()}
+    counts = {n: v * factor for n, v in record.items() if n not in (*known, "seconds", "tensors")}
+    return {**counts, **known, "seconds": seconds}
+
+
+def both(args: argparse.Namespace, tensors: int) -> list[dict[str, Any]]:
+    """The figures of all sizes, as a tree and flat."""
+    records: list[dict[str, Any]] = []
+    flat: dict[str, Any] = {}
+    for ranks in args.ranks:
+        say(f"{tensors} tensors, {ranks} ranks")
+        hosts = tuple(tuple(range(r, min(r + HOST, ranks))) for r in range(0, ranks, HOST))
+        records.append({"entry": "tree", **measure(Topology(hosts), args, tensors)})
+        if ranks <= args.flat_most or not flat:
+            flat = measure(Topology.single_host(ranks), args, tensors)
+        records.append(
+            {"entry": "flat", **(flat if ranks == flat["ranks"] else scaled(flat, ranks))}
+        )
+    return [{"tensors": tensors, **record} for record in records]
+
+
+def line(record: dict[str, Any]) -> list[str]:
+    """One line of the table."""
+    mark = "~" if record.get("estimated") else ""
+    counts = [f"{mark}{record[name]:,.0f}" for name in ("messages_in", "messages_out")]
+    kib = [f"{mark}{record[name] / 1024:,.1f}" for name in ("bytes_in", "bytes_out")]
+    leader = record["leader_cpu_seconds"]
+    return [
+        f"{record['ranks']:,}",
+        record["entry"],
+        str(record["depth"]),
+        counts[0],
+        kib[0],
+        counts[1],
+        kib[1],
+        mark + duration(record["seconds"]["median"]),
+        duration(leader) if leader else "",
+    ]
+
+
+HEAD = ("ranks", "", "depth", "messages in", "KiB in", "messages out", "KiB out", "CPU of rank 0",
+        "of its busiest leader")  # fmt: skip
+
+
+def main() -> None:
+    parser = make_parser("What a step costs rank 0 to coordinate.", "simulate_coordinator", RANKS)
+    parser.add_argument("--tensors", type=int, nargs="+", default=TENSORS)
+    parser.add_argument("--messages", type=int, default=10, help="of each rank, in a step")
+    parser.add_argument("--flat-most", type=int, default=4096, help="ranks of a flat job")
+    parser.add_argument("--seconds", type=float, default=1, help="to simulate each job, at least")
+    parser.add_argument("--quick", action="store_true", help="few sizes, in less time")
+    args = parser.parse_args()
+    if args.quick:
+        args.ranks, args.tensors, args.flat_most, args.seconds = RANKS[::2], TENSORS[:2], 512, 0
+    records = []
+    for tensors in args.tensors:
+        records += both(args, tensors)
+        print(f"\n{tensors} tensors, {args.messages} messages of each rank, in a step\n")
+        print(table(HEAD, [line(each) for each in records if each["tensors"] == tensors]))
+    write(args.json, records)
+
+
+if __name__ == "__main__":
+    main()
