@@ -72,3 +72,24 @@ def test_simulate_coordinator(tmp_path: Path) -> None:
     ], output  # fmt: skip
     tree, flat = records[2:]
     assert tree["messages_in"] < flat["messages_in"] / 10 and flat["estimated"]
+
+
+def test_cost_model(tmp_path: Path) -> None:
+    """On few hosts a ring is best, on many a tree; and a file of hosts.py is understood."""
+    script, path = str(ROOT / "benchmarks" / "cost_model.py"), tmp_path / "m.json"
+    command = [sys.executable, script, "--json", str(path)]
+    assert run_command([*command, "--gbit", "10"], timeout=30).returncode == 0
+    best: dict[int, tuple[float, str]] = {}
+    for each in json.loads(path.read_text())["records"]:
+        found = (each["seconds"], each["way"])
+        best[each["ranks"]] = min(found, best.get(each["ranks"], found))
+    assert best[64][1] == "hierarchical" and best[16384][1] == "tree"
+
+    for file, seconds in (("slow", 0.5), ("fast", 0.1)):
+        measured = {"entry": "hvdlite ring", "seconds": {"median": seconds}}
+        link = {"gbit": 1, "delay_ms": 0, "mib": 32}
+        (tmp_path / file).write_text(json.dumps({"records": [link | measured]}))
+    done = run_command([*command, "--check", str(tmp_path / "slow"), str(tmp_path / "fast")])
+    assert done.returncode == 0, done.stdout
+    (checked,) = json.loads(path.read_text())["records"]
+    assert 32 * 2**20 * 8 * 1.5 / 1e9 < checked["seconds"] < 0.5  # headers come on top
