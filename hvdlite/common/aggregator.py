@@ -28,6 +28,7 @@ class _Set:
     """What a leader knows of one process set."""
 
     def __init__(self, members: int) -> None:
+        self._everyone = NumberSet.of_mask(members)  # in the form in which it is passed on
         self.asked = RequestReadiness(members)
         self.bits = BitReadiness(members)
         self.late: set[int | str] = set()  # passed on incomplete: the rest goes at once
@@ -50,6 +51,10 @@ class _Set:
         if self.passes_all or request.name in self.late:
             return requests or self.asked.take(request.name)
         return requests
+
+    def ranks(self, mask: int) -> NumberSet:
+        """The ranks of a mask, which is mostly that of all members."""
+        return self._everyone if mask == self._everyone.mask else NumberSet.of_mask(mask)
 
     def remember(self, name: str, bit: int) -> None:
         """The members remember the answer for `name` under `bit`."""
@@ -79,9 +84,8 @@ class Aggregator:
         if state is None:
             return
         ranks = mask_of(report.ranks)
-        self._pass_bits(
-            report.process_set_id, state.add_bits(NumberSet.of(report.bits), ranks, now)
-        )
+        arrivals = state.add_bits(NumberSet.of(report.bits), ranks, now)
+        self._pass_bits(state, report.process_set_id, arrivals)
         for request in report.requests:
             self._receive_request(state, report.process_set_id, ranks, request, now)
 
@@ -123,33 +127,45 @@ class Aggregator:
         self, state: _Set, number: int, ranks: int, request: Request, now: float
     ) -> None:
         if ROWS[request.collective].effect is Effect.JOIN:
-            self._pass_bits(number, state.bits.excuse(ranks))
+            self._pass_bits(state, number, state.bits.excuse(ranks))
             for requests in state.asked.excuse(ranks):
-                self._pass(number, requests)
-            self._pass(number, {request: ranks})
+                self._pass(state, number, requests)
+            self._pass(state, number, {request: ranks})
             return
         name = request.name
         bit = state.bit_of.get(name)
         if bit is not None:  # some ranks may send the bit: rank 0 has to hear of both
             state.late |= {bit, name}
-            self._pass_bits(number, state.bits.take(NumberSet.of((bit,))))
-        self._pass(number, state.add(request, ranks, now))
+            self._pass_bits(state, number, state.bits.take(NumberSet.of((bit,))))
+        self._pass(state, number, state.add(request, ranks, now))
 
-    def _pass(self, number: int, requests: Alike) -> None:
-        for request, ranks in requests.items():
-            self._outgoing.append(Report(number, NumberSet.of_mask(ranks), (), (request,)))
+    def _pass(self, state: _Set, number: int, requests: Alike) -> None:
+        for request, mask in requests.items():
+            self._append(Report(number, state.ranks(mask), (), (request,)))
 
-    def _pass_bits(self, number: int, arrivals: list[Arrival]) -> None:
-        for ranks, bits in arrivals:
-            self._outgoing.append(Report(number, NumberSet.of_mask(ranks), bits))
+    def _pass_bits(self, state: _Set, number: int, arrivals: list[Arrival]) -> None:
+        for mask, bits in arrivals:
+            self._append(Report(number, state.ranks(mask), bits))
+
+    def _append(self, report: Report) -> None:
+        """Send it up, as part of the last report where that is of the same ranks."""
+        if self._outgoing:
+            last = self._outgoing[-1]
+            alike = last.ranks is report.ranks and last.process_set_id == report.process_set_id
+            if alike and not (last.requests and report.bits):  # bits come first
+                bits = NumberSet.of(last.bits) | NumberSet.of(report.bits)
+                requests = last.requests + report.requests
+                self._outgoing[-1] = last._replace(bits=bits, requests=requests)
+                return
+        self._outgoing.append(report)
 
     def _pass_partial(self, state: _Set, number: int, before: float) -> set[int | str]:
         """Pass on what has waited since before `before`: which bits and names."""
         arrivals = state.bits.take_partial(before)
         asked = state.asked.take_partial(before)
-        self._pass_bits(number, arrivals)
+        self._pass_bits(state, number, arrivals)
         for requests in asked:
-            self._pass(number, requests)
+            self._pass(state, number, requests)
         late: set[int | str] = {bit for _, bits in arrivals for bit in bits}
         return late | {next(iter(requests)).name for requests in asked}
 

@@ -5,7 +5,8 @@ The same on every level of the tree. This module never sends, sleeps or reads a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdlite.common.bitsets import PAGE, NumberSet, Tally, numbers_of
@@ -18,43 +19,57 @@ class Arrival(NamedTuple):
     bits: NumberSet
 
 
-class _Page:
-    """The bits of one page of a `NumberSet`.
+@dataclass(slots=True)
+class _Source:
+    """Ranks that were reported together: mostly those below one child in the tree, so there are
+    few sources."""
 
-    A source is a set of ranks that were reported together: mostly those below one child in the
-    tree, so there are few.
-    """
+    ranks: int
+    count: int  # of the ranks, without the absent ones
+    bits: int = 0  # for which they are ready
+
+
+class _Page:
+    """The bits of one page of a `NumberSet`."""
 
     def __init__(self) -> None:
         self.waiting = 0  # the bits that some ranks have reported
-        self._sources: dict[int, int] = {}  # ranks -> the bits that they were reported for
+        self._sources: dict[int, _Source] = {}  # by their ranks
         self._known = 0  # the ranks of all sources
         self._overlap = False  # some rank is in two sources
         self._tally = Tally()  # of ranks that are ready, without the absent ones
 
     def add(self, bits: int, ranks: int, absent: int) -> None:
         """`ranks` are ready for `bits`."""
-        for part, own in self._new(bits, ranks):
-            if part not in self._sources:
-                self._overlap |= bool(part & self._known)
-                self._known |= part
-            self._sources[part] = self._sources.get(part, 0) | own
-            self._tally.add(own, (part & ~absent).bit_count())
         self.waiting |= bits
+        source = self._sources.get(ranks)
+        if source is None and not ranks & self._known:
+            self._count(self._new_source(ranks, absent), bits)
+        elif source is not None and not self._overlap:
+            self._count(source, bits & ~source.bits)
+        else:
+            for part, own in self._without_known(ranks, bits).items():
+                source = self._sources.get(part) or self._new_source(part, absent)
+                self._count(source, own)
 
-    def _new(self, bits: int, ranks: int) -> Iterable[tuple[int, int]]:
+    def _new_source(self, ranks: int, absent: int) -> _Source:
+        self._overlap |= bool(ranks & self._known)
+        self._known |= ranks
+        source = self._sources[ranks] = _Source(ranks, (ranks & ~absent).bit_count())
+        return source
+
+    def _count(self, source: _Source, bits: int) -> None:
+        """The ranks of `source` are ready for `bits`, and were not before."""
+        source.bits |= bits
+        self._tally.add(bits, source.count)
+
+    def _without_known(self, ranks: int, bits: int) -> dict[int, int]:
         """Which of `ranks` were not known to be ready, for which of `bits`."""
-        had = self._sources.get(ranks)
-        if had is None and not ranks & self._known:
-            return ((ranks, bits),)
-        if had is not None and not self._overlap:
-            bits &= ~had
-            return ((ranks, bits),) if bits else ()
         parts = {ranks: bits}
-        for source, had in self._sources.items():
-            if source & ranks:
-                parts = _without(parts, source, had)
-        return parts.items()
+        for source in self._sources.values():
+            if source.ranks & ranks:
+                parts = _without(parts, source)
+        return parts
 
     def complete(self, bits: int, target: int) -> int:
         """Those of `bits` for which as many ranks are ready as are needed."""
@@ -63,10 +78,11 @@ class _Page:
     def ready(self, bits: int) -> dict[int, int]:
         """Ranks -> those of `bits` for which exactly these are ready."""
         groups = {0: bits}
-        for source, had in self._sources.items():
+        for source in self._sources.values():
             split: dict[int, int] = {}
             for ranks, own in groups.items():
-                for whose, part in ((ranks | source, own & had), (ranks, own & ~had)):
+                both, rest = own & source.bits, own & ~source.bits
+                for whose, part in ((ranks | source.ranks, both), (ranks, rest)):
                     if part:
                         split[whose] = split.get(whose, 0) | part
             groups = split
@@ -75,22 +91,24 @@ class _Page:
     def discard(self, bits: int) -> None:
         """Forget bits."""
         self.waiting &= ~bits
-        for source, had in self._sources.items():
-            self._sources[source] = had & ~bits
+        for source in self._sources.values():
+            source.bits &= ~bits
         self._tally.clear(bits)
 
     def recount(self, absent: int) -> None:
         """Count again: other ranks are absent now."""
         self._tally = Tally()
-        for ranks, bits in self._sources.items():
-            self._tally.add(bits, (ranks & ~absent).bit_count())
+        for source in self._sources.values():
+            source.count = (source.ranks & ~absent).bit_count()
+            self._tally.add(source.bits, source.count)
 
 
-def _without(parts: dict[int, int], source: int, had: int) -> dict[int, int]:
-    """Ranks -> bits, where the ranks of `source` are taken out for the bits that it had."""
+def _without(parts: dict[int, int], source: _Source) -> dict[int, int]:
+    """Ranks -> bits, where the ranks of `source` are taken out for the bits that they have."""
     split: dict[int, int] = {}
     for ranks, bits in parts.items():
-        for whose, part in ((ranks & ~source, bits & had), (ranks, bits & ~had)):
+        both, rest = bits & source.bits, bits & ~source.bits
+        for whose, part in ((ranks & ~source.ranks, both), (ranks, rest)):
             if whose and part:
                 split[whose] = split.get(whose, 0) | part
     return split

@@ -68,11 +68,12 @@ class NumberSet:
     ``pages[p]`` holds the numbers from ``p * PAGE`` on, as bits; no page is empty.
     """
 
-    __slots__ = ("_mask", "pages")
+    __slots__ = ("_mask", "_runs", "pages")
 
     def __init__(self, pages: dict[int, int]) -> None:
         self.pages = pages
-        self._mask = -1
+        self._mask = -1  # not known yet
+        self._runs: list[int] | None = None
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> NumberSet:
@@ -121,7 +122,12 @@ class NumberSet:
 
     @property
     def runs(self) -> list[int]:
-        """The numbers as [start, length, start, length ...]."""
+        """The numbers as [start, length, start, length ...]. Not to be changed."""
+        if self._runs is None:
+            self._runs = self._find_runs()
+        return self._runs
+
+    def _find_runs(self) -> list[int]:
         pairs: list[int] = []
         for page in sorted(self.pages):
             base = page << _LOG
