@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from hvdlite.common.bitsets import PAGE, NumberSet, Tally, numbers_of
 
+PAGES_KEPT = 4  # while nothing waits: a step has the same sources as the last
+
 
 class Arrival(NamedTuple):
     """Exactly these ranks are ready for these bits."""
@@ -36,7 +38,7 @@ class _Page:
         self.waiting = 0  # the bits that some ranks have reported
         self._sources: dict[int, _Source] = {}  # by their ranks
         self._known = 0  # the ranks of all sources
-        self._overlap = False  # some rank is in two sources
+        self.overlap = False  # some rank is in two sources
         self._tally = Tally()  # of ranks that are ready, without the absent ones
 
     def add(self, bits: int, ranks: int, absent: int) -> None:
@@ -45,7 +47,7 @@ class _Page:
         source = self._sources.get(ranks)
         if source is None and not ranks & self._known:
             self._count(self._new_source(ranks, absent), bits)
-        elif source is not None and not self._overlap:
+        elif source is not None and not self.overlap:
             self._count(source, bits & ~source.bits)
         else:
             for part, own in self._without_known(ranks, bits).items():
@@ -53,7 +55,7 @@ class _Page:
                 self._count(source, own)
 
     def _new_source(self, ranks: int, absent: int) -> _Source:
-        self._overlap |= bool(ranks & self._known)
+        self.overlap |= bool(ranks & self._known)
         self._known |= ranks
         source = self._sources[ranks] = _Source(ranks, (ranks & ~absent).bit_count())
         return source
@@ -137,7 +139,8 @@ class BitReadiness:
     @property
     def bits(self) -> NumberSet:
         """Those that some ranks have and others have not."""
-        return NumberSet({number: page.waiting for number, page in self._pages.items()})
+        pages = ((number, page.waiting) for number, page in self._pages.items())
+        return NumberSet({number: bits for number, bits in pages if bits})
 
     def add(self, bits: NumberSet, ranks: int, now: float) -> list[Arrival]:
         """`ranks` are ready for `bits`; what that completes (and forgets), with who is ready."""
@@ -176,8 +179,8 @@ class BitReadiness:
         for bit in numbers_of(bits):
             del self._since[number * PAGE + bit]
         page = self._pages[number]
-        if bits == page.waiting:
-            del self._pages[number]
+        if bits == page.waiting and (page.overlap or len(self._pages) > PAGES_KEPT):
+            del self._pages[number]  # the next step may have other sources
         else:
             page.discard(bits)
 
