@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hvdlite.common.adapter import numpy_dtype
 from hvdlite.common.collectives import select
 from hvdlite.common.collectives.base import Array, Group, Reduction
+from hvdlite.common.collectives.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.kernels import Arithmetic, Casts, register_casts
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.select import build_backends, choose
@@ -69,15 +71,50 @@ def test_no_bit_depends_on_rank_timing_or_fusion(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_16_bit_sums_are_rounded_once(name: str, dtype: str) -> None:
-    topology = TOPOLOGIES[name]
-    result = reduce_all(topology, [5000], dtype, Reduction(ReduceOp.SUM, 0.1, 3.0))[0][0]
-    parts = [noise(r, 5000, dtype).astype(np.float64) * 0.1 for r in range(topology.size)]
-    exact = np.sum(parts, axis=0) * 3.0
-    spacing = np.finfo(np.float16).eps if dtype == "float16" else 2.0**-7
-    # Half a unit for the rounding; float32 adds next to nothing, relative to the largest part.
-    slack = np.max(np.abs(parts), axis=0) * 3.0 * 2.0**-20 + 2.0**-24
-    assert np.all(np.abs(result.astype(np.float64) - exact) <= np.abs(exact) * spacing / 2 + slack)
+def test_16_bit_sums_are_rounded_once_for_each_host(name: str, dtype: str) -> None:
+    hosts = TOPOLOGIES[name].hosts
+    size, prescale, postscale = 5000, 0.1, 3.0
+    result = reduce_all(
+        TOPOLOGIES[name], [size], dtype, Reduction(ReduceOp.SUM, prescale, postscale)
+    )[0][0]
+    sums = [sum(noise(r, size, dtype).astype(np.float64) for r in host) for host in hosts]
+    exact = np.sum(sums, axis=0) * prescale * postscale
+    spacing, tiny = (2.0**-10, 2.0**-24) if dtype == "float16" else (2.0**-7, 2.0**-133)
+    # Half a unit for each rounding; what is rounded is at most the sum of all hosts' magnitudes.
+    most = np.abs(exact) if len(hosts) == 1 else np.sum(np.abs(sums), axis=0) * prescale * postscale
+    rounding = most * spacing / 2 + tiny * postscale / 2
+    widest = np.max([np.abs(noise(r, size, dtype)) for host in hosts for r in host], axis=0)
+    float32 = widest.astype(np.float64) * prescale * postscale * 2.0**-20
+    error = np.abs(result.astype(np.float64) - exact)
+    assert np.all(error <= len(hosts) * rounding + float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+@pytest.mark.parametrize(
+    "hosts", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 2, 5), (1, 3), (4, 6))], ids=str
+)
+def test_blocks_change_no_bit_of_a_hierarchical_allreduce(hosts: Any, dtype: str) -> None:
+    topology, sizes = Topology(hosts), [7, 1000, 0, 1, 5003]
+    reduction = Reduction(ReduceOp.SUM, 0.5, 0.5)
+
+    def program(transport: Transport, piece_bytes: int) -> tuple[list[Array], list[str]]:
+        phases: list[str] = []
+
+        def noted(phase: str) -> AbstractContextManager[object]:
+            phases.append(phase)
+            return nullcontext()
+
+        arrays = [noise(transport.rank, size, dtype) for size in sizes]
+        backend = HierarchicalBackend(transport, ShmBackend(transport), piece_bytes)
+        backend.allreduce(whole_group(transport), arrays, arrays, reduction, noted)
+        return arrays, phases
+
+    at_once = run_ranks(topology, lambda transport: program(transport, 1 << 20))
+    in_blocks = run_ranks(topology, lambda transport: program(transport, 64))
+    for (arrays, phases), (expected, whole) in zip(in_blocks, at_once, strict=True):
+        assert phases.count("SHM_ALLGATHER") > 5 * whole.count("SHM_ALLGATHER") == 5
+        for array, wanted in zip(arrays, expected, strict=True):
+            assert array.tobytes() == wanted.tobytes()
 
 
 def adasum_oracle(vectors: list[Array]) -> Array:

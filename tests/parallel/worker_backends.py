@@ -14,8 +14,9 @@ import sys
 from mpi4py import MPI
 
 from hvdlite.common.collectives import mpi as mpi_backend
-from hvdlite.common.collectives.base import Group
+from hvdlite.common.collectives.base import Group, Reduction
 from hvdlite.common.config import Config
+from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.transport import bootstrap, mpi
 from hvdlite.common.transport.mpi import MpiTransport, connect
 from hvdlite.common.transport.rendezvous import Meeting
@@ -28,7 +29,7 @@ def main(way: str, hosts: str, option: str = "") -> None:
     if option == "apart" and comm.rank:
         bootstrap.listen = hide
     if option == "small":
-        mpi.PIECE_BYTES = mpi_backend.MOST_ELEMENTS = 1000
+        mpi.PART_BYTES = mpi.PROMPT_PART_BYTES = mpi_backend.MOST_ELEMENTS = 1000
     for _ in range(2):
         transport = connect(comm, Config())
         found = "+".join(str(len(host)) for host in transport.topology.hosts)
@@ -53,6 +54,8 @@ def check(transport: MpiTransport, way: str) -> None:
     for dtype in DTYPES:
         program.everything(dtype, [0, 1, program.group.size, 101])
     program.everything("float32", [300_007])
+    for dtype in ("float32", "bfloat16"):
+        program.allreduce(dtype, [3_000_017, 5], Reduction(ReduceOp.SUM))  # many blocks
     members = tuple(range(1, program.group.size))
     if len(members) > 1 and transport.rank in members:
         topology = transport.topology.restrict(members)

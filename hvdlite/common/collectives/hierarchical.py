@@ -6,25 +6,62 @@ With L slices, L being the number of members on the smallest host, and H hosts:
     2. across the hosts      L rings at a time: members with the same l allreduce their slice
     3. inside each host      allgather by shared memory: everybody gets all slices
 
+What is large goes in blocks, and all three go on at once. Each slice has H chunks, as the ring
+wants them; a block is some pieces of every chunk of every slice. The schedule of the pieces is the
+same in all L rings. It says when a block is needed, which is then reduce-scattered, and when it has
+come back, which is then gathered. So the link is busy while the host adds and copies.
+
 A host sends 2 (H-1)/H S bytes, S being the bytes of the segment. Every tensor is sliced by itself,
-so that the order of summation does not depend on what it is fused with. 16-bit types stay float32
-until the end of the ring's first half, and are rounded once.
+so that the order of summation does not depend on what it is fused with. 16-bit types are summed in
+float32 inside a host, and the ring rounds once for each host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
-from hvdlite.common.collectives.chain import even_part
+from hvdlite.common.collectives.chain import Chain, even_chain, even_part
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.ring import RingBackend
+from hvdlite.common.collectives.ring import PIECE_BYTES, RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
+from hvdlite.common.collectives.trip import Circle, Plan, Trip
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.transport.base import Transport
+
+BLOCK_PIECES = 2
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A group as the hierarchy sees it, at one member."""
+
+    local: Group  # the members on this host
+    circle: Circle  # one member of each host; that of the first slice if this member has none
+    slices: int
+
+    @classmethod
+    def of(cls, group: Group) -> _Layers:
+        """The layers of `group`."""
+        hosts = group.topology.hosts
+        positions = group.topology.peers(group.index)
+        members = tuple(group.members[position] for position in positions)
+        index = positions.index(group.index)
+        local = Group(members, index, group.topology.restrict(positions))
+        slices = min(len(host) for host in hosts)
+        place = index if index < slices else 0
+        ranks = tuple(group.members[host[place]] for host in hosts)
+        circle = Circle(tuple(range(len(hosts))), ranks, hosts.index(positions))
+        return cls(local, circle, slices)
+
+    @property
+    def has_slice(self) -> bool:
+        """Whether this member sends anything to other hosts."""
+        return self.local.index < self.slices
 
 
 class HierarchicalBackend(RingBackend):
@@ -35,8 +72,10 @@ class HierarchicalBackend(RingBackend):
 
     name = "HIERARCHICAL"
 
-    def __init__(self, transport: Transport, shm: ShmBackend) -> None:
-        super().__init__(transport)
+    def __init__(
+        self, transport: Transport, shm: ShmBackend, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        super().__init__(transport, piece_bytes)
         self._shm = shm
 
     def supports(
@@ -58,29 +97,190 @@ class HierarchicalBackend(RingBackend):
         """See `Backend.allreduce`. Summed by local members first, then around the hosts."""
         if not inputs:
             return
+        layers = _Layers.of(group)
         arithmetic = Arithmetic(inputs[0].dtype, reduction)
-        local = _subgroup(group, group.topology.peers(group.index))
-        slices = min(len(host) for host in group.topology.hosts)
-        counts = [_slice_counts(array.size, slices, local.size) for array in inputs]
+        slices, hosts = layers.slices, len(layers.circle.order)
+        block_bytes = BLOCK_PIECES * self._piece_bytes * slices * hosts
+        if sum(array.nbytes for array in inputs) <= block_bytes:
+            self._at_once(layers, inputs, outputs, arithmetic, activity)
+            return
+        plan = _Pipeline(
+            self._shm, layers, inputs, outputs, arithmetic, self._piece_bytes, activity
+        ).plan()
+        with activity("HIERARCHICAL_RING"):
+            if layers.has_slice:
+                Trip(self._transport, plan).run()
+            else:
+                plan.watch()
+
+    def _at_once(
+        self,
+        layers: _Layers,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        arithmetic: Arithmetic,
+        activity: Activity,
+    ) -> None:
+        """One phase after the other."""
+        local = layers.local
+        counts = [_slice_counts(array.size, layers.slices, local.size) for array in inputs]
         mine = [sizes[local.index] for sizes in counts]
         partial = [np.empty(size, arithmetic.accumulator) for size in mine]
         result = [np.empty(size, arithmetic.output_dtype) for size in mine]
         with activity("HIERARCHICAL_REDUCESCATTER"):
             self._shm.reduce_parts(local, inputs, partial, counts, arithmetic.inner())
-        if local.index < slices:
-            across = _subgroup(group, tuple(host[local.index] for host in group.topology.hosts))
+        if layers.has_slice:
             with activity("HIERARCHICAL_RING"):
-                self.allreduce_with(across, partial, result, arithmetic.outer())
+                self.allreduce_around(layers.circle, partial, result, arithmetic.outer())
         self._shm.allgather(local, result, outputs, counts, activity)
+
+
+class _Block(NamedTuple):
+    """What this member holds of a block: a row for each chunk."""
+
+    partial: Array  # sums of the host
+    result: Array  # sums of all hosts; the same memory where that is possible
+
+
+class _Window:
+    """A chunk of which only the blocks that are under way are there; see `trip.Chunk`."""
+
+    def __init__(self, size: int, index: int, length: int, blocks: dict[int, _Block]) -> None:
+        self.size = size
+        self._index = index
+        self._length = length  # elements in a block
+        self._blocks = blocks
+
+    def views(self, start: int, stop: int) -> Iterator[Array]:
+        """One piece of the partial sums."""
+        if start < stop:
+            block, offset = divmod(start, self._length)
+            yield self._blocks[block].partial[self._index, offset : offset + stop - start]
+
+    def unpack(self, start: int, buffer: Array) -> None:
+        """Take one piece of the results."""
+        if buffer.size:
+            block, offset = divmod(start, self._length)
+            self._blocks[block].result[self._index, offset : offset + buffer.size] = buffer
+
+
+class _Pipeline:
+    """A large allreduce in blocks, which the schedule of the ring drives."""
+
+    def __init__(
+        self,
+        shm: ShmBackend,
+        layers: _Layers,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        arithmetic: Arithmetic,
+        piece_bytes: int,
+        activity: Activity,
+    ) -> None:
+        self._shm = shm
+        self._layers = layers
+        self._arithmetic = arithmetic
+        self._piece_bytes = piece_bytes
+        self._activity = activity
+        self._hosts = len(layers.circle.order)
+        self._sources = self._cut(inputs)
+        self._targets = self._cut(outputs)
+        self._blocks: dict[int, _Block] = {}  # those under way
+        self._free: list[_Block] = []
+        length = piece_bytes // arithmetic.output_dtype.itemsize
+        largest = max(chunk.size for chunks in self._sources for chunk in chunks)
+        self._pieces = -(-largest // length)
+        self._length = BLOCK_PIECES * length  # elements of a chunk in a block
+
+    def _cut(self, arrays: Sequence[Array]) -> list[list[Chain]]:
+        """The chunks of every slice."""
+        slices, hosts = self._layers.slices, self._hosts
+        cut = []
+        for index in range(slices):
+            parts = [array[even_part(array.size, slices, index)] for array in arrays]
+            cut.append([even_chain(parts, hosts, chunk) for chunk in range(hosts)])
+        return cut
+
+    @property
+    def _own(self) -> list[Chain]:
+        """The chunks of this member's slice."""
+        return self._sources[self._layers.local.index]
+
+    def plan(self) -> Plan:
+        """The trip around the hosts."""
+        own = self._own if self._layers.has_slice else self._sources[0]
+        windows = [
+            _Window(chunk.size, index, self._length, self._blocks)
+            for index, chunk in enumerate(own)
+        ]
+        return Plan(
+            self._layers.circle,
+            windows,
+            windows,
+            self._arithmetic.outer(),
+            self._hosts - 1,
+            self._hosts - 1,
+            0,
+            self._piece_bytes,
+            self._before,
+            self._after,
+            self._pieces,
+        )
+
+    def _before(self, piece: int) -> None:
+        """The first piece of a block is needed."""
+        if piece % BLOCK_PIECES:
+            return
+        block = piece // BLOCK_PIECES
+        held = self._blocks[block] = self._free.pop() if self._free else self._new_block()
+        arrays, counts = self._parts(self._sources, block)
+        partial = self._rows(held.partial, block)
+        with self._activity("HIERARCHICAL_REDUCESCATTER"):
+            self._shm.reduce_parts(
+                self._layers.local, arrays, partial, counts, self._arithmetic.inner()
+            )
+
+    def _after(self, piece: int) -> None:
+        """The last piece of a block has come back."""
+        if (piece + 1) % BLOCK_PIECES and piece + 1 < self._pieces:
+            return
+        block = piece // BLOCK_PIECES
+        held = self._blocks.pop(block)
+        arrays, counts = self._parts(self._targets, block)
+        result = self._rows(held.result, block)
+        self._shm.allgather(self._layers.local, result, arrays, counts, self._activity)
+        self._free.append(held)
+
+    def _new_block(self) -> _Block:
+        shape = (self._hosts, self._length)
+        partial = np.empty(shape, self._arithmetic.accumulator)
+        if self._arithmetic.output_dtype == self._arithmetic.accumulator:
+            return _Block(partial, partial)
+        return _Block(partial, np.empty(shape, self._arithmetic.output_dtype))
+
+    def _parts(
+        self, slices: Sequence[Sequence[Chain]], block: int
+    ) -> tuple[list[Array], list[list[int]]]:
+        """The parts of the tensors in `block`, and how much of each every local member has."""
+        start, members = block * self._length, self._layers.local.size
+        arrays, counts = [], []
+        for owner, chunks in enumerate(slices):
+            for chunk in chunks:
+                for view in chunk.views(start, min(start + self._length, chunk.size)):
+                    arrays.append(view)
+                    counts.append([view.size if owner == each else 0 for each in range(members)])
+        return arrays, counts
+
+    def _rows(self, rows: Array, block: int) -> list[Array]:
+        """As much of `rows` as this member has of `block`."""
+        if not self._layers.has_slice:
+            return [rows[0, :0]]
+        start = block * self._length
+        sizes = [min(max(chunk.size - start, 0), self._length) for chunk in self._own]
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 def _slice_counts(size: int, slices: int, members: int) -> list[int]:
     """How many of `size` elements each of `members` has; those beyond `slices` have none."""
     parts = [even_part(size, slices, part) for part in range(slices)]
     return [part.stop - part.start for part in parts] + [0] * (members - slices)
-
-
-def _subgroup(group: Group, positions: tuple[int, ...]) -> Group:
-    """The members of `group` at `positions`, of which this rank is one."""
-    members = tuple(group.members[position] for position in positions)
-    return Group(members, positions.index(group.index), group.topology.restrict(positions))

@@ -4,25 +4,44 @@ Chunks are cut into pieces, and the pieces follow each other around the ring: pi
 in wave s + p // DEPTH. The order of the messages is the same for all: by wave; in it, the later
 steps first. So while a piece is added, others are being sent and received, and the memory that is
 held does not depend on the size of the tensors.
+
+Partial sums travel in the type of the tensors. Where that is a 16-bit type, each member widens what
+comes, adds to it in float32, and rounds once before it passes the sum on.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvdlite.common.collectives.base import Array, Group
-from hvdlite.common.collectives.chain import Chain
-from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.kernels import Arithmetic, convert, scale
 from hvdlite.common.transport.base import Pending, Transport
 
 DEPTH = 2  # pieces that start together
 AHEAD = 4  # receives that are posted before they are waited for
+START = -1  # stands for the step of a piece that nobody sends to this member first
+
+
+class Chunk(Protocol):
+    """Part of the tensors, such as a `Chain`; only single pieces of it are asked for."""
+
+    size: int  # elements
+
+    def views(self, start: int, stop: int) -> Iterator[Array]:
+        """The elements [start, stop), in order."""
+
+    def unpack(self, start: int, buffer: Array) -> None:
+        """Copy `buffer` into the elements from `start` on."""
+
+
+def nothing(piece: int) -> None:
+    """What there is to do before and after a piece, by default."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +69,16 @@ class Plan:
     """One trip around the ring: `reduce_steps`, then `gather_steps`."""
 
     circle: Circle
-    sources: Sequence[Chain]  # the chunks of the input that this member has; empty: not its own
-    targets: Sequence[Chain]  # the chunks of the output that this member wants
+    sources: Sequence[Chunk]  # the chunks of the input that this member has; empty: not its own
+    targets: Sequence[Chunk]  # the chunks of the output that this member wants
     arithmetic: Arithmetic  # of the reduce steps; the gather steps copy its output
     reduce_steps: int
     gather_steps: int
     shift: int  # in step s, member i sends chunk (i - s - shift) mod N
+    piece_bytes: int  # on the wire, where the last piece of a chunk may be smaller
+    before: Callable[[int], None] = nothing  # called with a piece when its sources are needed
+    after: Callable[[int], None] = nothing  # called with a piece when its targets are complete
+    fewest_pieces: int = 0  # for rings that have to keep in step
 
     @cached_property
     def steps(self) -> int:
@@ -72,84 +95,104 @@ class Plan:
         pairs = zip(self.sources, self.targets, strict=True)
         return [max(source.size, target.size) for source, target in pairs]
 
-    def wire_dtype(self, step: int) -> np.dtype[Any]:
-        """What travels in `step`."""
-        reduced = step < self.reduce_steps
-        return self.arithmetic.accumulator if reduced else self.arithmetic.output_dtype
+    @property
+    def wire_dtype(self) -> np.dtype[Any]:
+        """What travels."""
+        return self.arithmetic.output_dtype
 
-    def messages(self, pieces: int) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def length(self) -> int:
+        """Elements of a piece."""
+        return max(1, self.piece_bytes // self.wire_dtype.itemsize)
+
+    @cached_property
+    def pieces(self) -> int:
+        """Pieces of the largest chunk; others may end in empty ones."""
+        return max(-(-max(self.sizes) // self.length), self.fewest_pieces)
+
+    def schedule(self) -> Iterator[tuple[int, int]]:
+        """(step, piece) of all that a member does, in order; START is the step of a start."""
+        started = 0
+        for step, piece in self.messages():
+            # All that must have started before this can come from the others.
+            while started < min(self.pieces, (step + piece // DEPTH + 1) * DEPTH):
+                yield START, started
+                started += 1
+            yield step, piece
+
+    def watch(self) -> None:
+        """Call `before` and `after` as the members of the ring do, without being one."""
+        for step, piece in self.schedule():
+            if step == START:
+                self.before(piece)
+            elif step == self.steps - 1:
+                self.after(piece)
+
+    def messages(self) -> Iterator[tuple[int, int]]:
         """(step, piece) of all messages in the order in which everybody sends them."""
-        groups = -(-pieces // DEPTH)
+        groups = -(-self.pieces // DEPTH)
         for wave in range(groups + self.steps - 1):
             for step in range(min(wave, self.steps - 1), max(-1, wave - groups), -1):
                 first = (wave - step) * DEPTH
-                for piece in range(first, min(first + DEPTH, pieces)):
+                for piece in range(first, min(first + DEPTH, self.pieces)):
                     yield step, piece
 
 
 class Trip:
     """A `Plan` under way."""
 
-    def __init__(self, transport: Transport, plan: Plan, piece_bytes: int) -> None:
+    def __init__(self, transport: Transport, plan: Plan) -> None:
         self._transport = transport
         self._plan = plan
         self._arithmetic = plan.arithmetic
-        self._length = max(1, piece_bytes // plan.wire_dtype(0).itemsize)
         self._next, self._previous = plan.circle.rank(1), plan.circle.rank(-1)
         self._free: list[Array] = []
         self._sends: deque[tuple[Pending, Array]] = deque()
-        self._buffer_bytes = piece_bytes
+        self._wide: Array | None = None  # where sums are made that do not travel as they are
 
     def run(self) -> None:
         """Make the trip; all members must."""
-        pieces = max(-(-size // self._length) for size in self._plan.sizes)
-        messages = self._plan.messages(pieces)
-        posted: deque[tuple[int, int, Array, Pending]] = deque()
-        started = 0
-        for step, piece in self._plan.messages(pieces):
+        plan = self._plan
+        messages = plan.messages()
+        posted: deque[tuple[Array, Pending]] = deque()
+        for step, piece in plan.schedule():
+            if step == START:
+                plan.before(piece)
+                self._start(piece)
+                continue
             while len(posted) < AHEAD and (message := next(messages, None)) is not None:
                 posted.append(self._post(*message))
-            while started < min(pieces, self._last_start(step, piece)):
-                self._start(started)
-                started += 1
-            *_, buffer, pending = posted.popleft()
+            buffer, pending = posted.popleft()
             self._transport.wait([pending])
             self._receive(step, piece, buffer)
+            if step == plan.steps - 1:
+                plan.after(piece)
         self._transport.wait([pending for pending, _ in self._sends])
 
-    def _last_start(self, step: int, piece: int) -> int:
-        """How many pieces must have started before (step, piece) can come from the others."""
-        return (step + piece // DEPTH + 1) * DEPTH
-
-    def _size(self, chunk: int, piece: int) -> int:
-        return max(0, min(self._length, self._plan.sizes[chunk] - piece * self._length))
-
-    def _post(self, step: int, piece: int) -> tuple[int, int, Array, Pending]:
-        size = self._size(self._plan.chunk(step), piece)
-        buffer = self._buffer(size, self._plan.wire_dtype(step))
-        return step, piece, buffer, self._transport.irecv(self._previous, buffer)
+    def _post(self, step: int, piece: int) -> tuple[Array, Pending]:
+        buffer = self._buffer(self._plan.chunk(step), piece)
+        return buffer, self._transport.irecv(self._previous, buffer)
 
     def _start(self, piece: int) -> None:
         """Send a piece of the chunk that nobody sends to this member first."""
-        plan, chunk = self._plan, self._plan.chunk(-1)
-        buffer = self._buffer(self._size(chunk, piece), plan.wire_dtype(0))
-        if plan.reduce_steps:
-            for stretch, values in self._own(chunk, piece, buffer):
-                self._arithmetic.load(stretch, values)
-        else:
-            plan.sources[chunk].pack(piece * self._length, buffer)
+        chunk = self._plan.chunk(START)
+        buffer = self._buffer(chunk, piece)
+        for stretch, values in self._own(chunk, piece, buffer):
+            if self._plan.reduce_steps:
+                self._load(stretch, values)
+            else:
+                np.copyto(stretch, values)
         self._send(buffer)
 
     def _receive(self, step: int, piece: int, buffer: Array) -> None:
         """Add to what has come, or copy it out, and pass it on."""
         plan, chunk = self._plan, self._plan.chunk(step)
         if step < plan.reduce_steps:
+            last = step == plan.reduce_steps - 1
             for stretch, values in self._own(chunk, piece, buffer):
-                self._arithmetic.absorb(stretch, values)
-        if step == plan.reduce_steps - 1:
-            buffer = self._finished(buffer)
+                self._add(stretch, values, last)
         if step >= plan.reduce_steps - 1:
-            plan.targets[chunk].unpack(piece * self._length, buffer)
+            plan.targets[chunk].unpack(piece * plan.length, buffer)
         if step < plan.steps - 1:
             self._send(buffer)
         else:
@@ -157,32 +200,53 @@ class Trip:
 
     def _own(self, chunk: int, piece: int, buffer: Array) -> Iterator[tuple[Array, Array]]:
         """Stretches of `buffer`, each with this member's own values for it."""
-        start, offset = piece * self._length, 0
+        start, offset = piece * self._plan.length, 0
         for view in self._plan.sources[chunk].views(start, start + buffer.size):
             yield buffer[offset : offset + view.size], view
             offset += view.size
 
-    def _finished(self, buffer: Array) -> Array:
-        """The result as it is sent around: postscaled and rounded."""
-        if self._arithmetic.plain_output:
-            return buffer
-        output = self._buffer(buffer.size, self._arithmetic.output_dtype)
-        self._arithmetic.store(output, buffer)
-        self._release(buffer)
-        return output
+    # -- arithmetic of a stretch
+
+    def _load(self, stretch: Array, values: Array) -> None:
+        """The first partial sum."""
+        wide = self._widened(stretch)
+        self._arithmetic.load(wide, values)
+        if wide is not stretch:
+            convert(stretch, wide)
+
+    def _add(self, stretch: Array, values: Array, last: bool) -> None:
+        """Add `values` to the partial sum in `stretch`; the `last` sum is postscaled as well."""
+        wide = self._widened(stretch)
+        if wide is not stretch:
+            convert(wide, stretch)
+        self._arithmetic.absorb(wide, values)
+        if last:
+            scale(wide, self._arithmetic.reduction.postscale)
+        if wide is not stretch:
+            convert(stretch, wide)
+
+    def _widened(self, stretch: Array) -> Array:
+        """An accumulator for `stretch`: itself, if that is of the type."""
+        if stretch.dtype == self._arithmetic.accumulator:
+            return stretch
+        if self._wide is None:
+            self._wide = np.empty(self._plan.length, self._arithmetic.accumulator)
+        return self._wide[: stretch.size]
+
+    # -- buffers
 
     def _send(self, buffer: Array) -> None:
         self._sends.append((self._transport.isend(self._next, buffer), buffer))
         while self._sends and self._sends[0][0].done():
             self._release(self._sends.popleft()[1])
 
-    def _buffer(self, size: int, dtype: np.dtype[Any]) -> Array:
-        """A buffer of `size` elements; all are cut from blocks of one size, used again."""
-        block = self._free.pop() if self._free else np.empty(self._buffer_bytes, np.uint8)
-        return block[: size * dtype.itemsize].view(dtype)
+    def _buffer(self, chunk: int, piece: int) -> Array:
+        """A buffer for this piece, of the size that it has."""
+        plan = self._plan
+        block = self._free.pop() if self._free else np.empty(plan.length, plan.wire_dtype)
+        return block[: max(0, min(plan.length, plan.sizes[chunk] - piece * plan.length))]
 
     def _release(self, buffer: Array) -> None:
-        block: Any = buffer.base
-        while block.base is not None:
-            block = block.base
+        block = buffer.base
+        assert block is not None  # it is a view of what `_buffer` made
         self._free.append(block)

@@ -116,13 +116,15 @@ class LocalMesh:
             link.owed_tokens += 1
             link.pay_tokens()
 
-    def await_signal(self, rank: int, check: Callable[[], None]) -> None:
-        """See `Transport.await_signal`."""
+    def await_signal(
+        self, rank: int, check: Callable[[], None], interval: float = CHECK_SECONDS
+    ) -> None:
+        """See `Transport.await_signal`. Calls `check` every `interval` seconds without a signal."""
         link = self._links[rank]
         while not link.take_token():
             owes = any(other.outbox or other.owed_tokens for other in self._links.values())
             poll = self._poll_for_room(link) if owes else link.signal_poll
-            if not poll.poll(CHECK_SECONDS * 1000):
+            if not poll.poll(interval * 1000):
                 check()
             if owes:
                 for other in self._links.values():

@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 
 BODY, GOODBYE = 1, 2  # tags of control messages; a goodbye ends the connection
 DATA = 3
-PIECE_BYTES = 1 << 30  # MPI counts to 2^31
+PART_BYTES = 1 << 30  # MPI counts to 2^31
+# MPI sends a small message at once. For a large one it asks the receiver first, and over TCP both
+# the question and the answer wait behind all the data that is under way: the link runs dry. So what
+# is not too large goes in parts that are small in this sense. The rest asks, so that a receiver
+# that is not ready needs no memory for it.
+PROMPT_BYTES = 256 << 10
+PROMPT_PART_BYTES = 63 << 10  # Open MPI asks from 64 KiB on, with its own header, and others later
 SHORTEST_NAP, LONGEST_NAP = 20e-6, 4e-3  # seconds
 NAP_SHARE = 0.125  # a nap is this share of the time that nothing has come: the delay it can add
 GOODBYE_SECONDS = 2.0
@@ -86,9 +92,10 @@ class _Message:
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        while self._requests and self._transport.test(self._requests[0], self.rank):
-            self._requests.pop(0)
-        return not self._requests
+        requests = self._requests
+        while requests and self._transport.test(requests[-1], self.rank):
+            requests.pop()
+        return not requests
 
 
 class MpiTransport:
@@ -110,6 +117,7 @@ class MpiTransport:
         self._own: deque[Incoming] = deque()  # to this rank itself
         self._sends: deque[tuple[MPI.Request, bytes]] = deque()  # control messages under way
         self._receiving: deque[tuple[MPI.Request, int, int, bytearray]] = deque()
+        self._moving: deque[_Message] = deque()  # arrays to and from remote ranks, maybe all gone
         self._lost: set[int] = set()  # remote ranks that have gone or said goodbye
         self._subcommunicators: dict[tuple[int, ...], MPI.Intracomm] = {}
         self._next_failures = 0.0  # monotonic seconds
@@ -268,12 +276,18 @@ class MpiTransport:
 
     def _start(self, call: Callable[..., MPI.Request], rank: int, array: Array) -> Pending:
         raw = array.view(np.uint8)
-        pieces = [raw[start : start + PIECE_BYTES] for start in range(0, raw.size, PIECE_BYTES)]
+        prompt = rank in self._remote and raw.size <= PROMPT_BYTES
+        length = PROMPT_PART_BYTES if prompt else PART_BYTES
+        parts = [raw[start : start + length] for start in range(0, raw.size, length)]
         try:
-            requests = [call([piece, self.mpi.BYTE], rank, DATA) for piece in pieces]
+            requests = [call([part, self.mpi.BYTE], rank, DATA) for part in parts]
         except self.mpi.Exception as error:
             raise self._lost_or_broken(error, rank) from error
-        return _Message(self, rank, requests)
+        message = _Message(self, rank, requests)
+        if rank in self._remote:
+            self._keep_moving()
+            self._moving.append(message)
+        return message
 
     def test(self, request: MPI.Request, rank: int | None) -> bool:
         """Whether `request` has ended. Raises `PeerLostError` naming `rank`, or who is dead."""
@@ -340,7 +354,27 @@ class MpiTransport:
 
     def await_signal(self, rank: int) -> None:
         """See `Transport.await_signal`."""
-        self._mesh.await_signal(rank, self.check)
+        if self._keep_moving():
+            self._mesh.await_signal(rank, self._check_and_move(), POLL_RESOLUTION)
+        else:
+            self._mesh.await_signal(rank, self.check)
+
+    def _keep_moving(self) -> bool:
+        """Whether arrays are under way between hosts; MPI moves them only while it is called."""
+        while self._moving and self._moving[0].done():
+            self._moving.popleft()
+        return bool(self._moving)
+
+    def _check_and_move(self) -> Callable[[], None]:
+        """A `check` that may be called more often than every CHECK_SECONDS."""
+        nap = Nap()
+
+        def check() -> None:
+            self._keep_moving()
+            if nap.check_is_due():
+                self.check()
+
+        return check
 
     # -- the end
 
