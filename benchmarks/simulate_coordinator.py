@@ -258,8 +258,8 @@ def both(args: argparse.Namespace, tensors: int) -> list[dict[str, Any]]:
         say(f"{tensors} tensors, {ranks} ranks")
         hosts = tuple(tuple(range(r, min(r + HOST, ranks))) for r in range(0, ranks, HOST))
         records.append({"entry": "tree", **measure(Topology(hosts), args, tensors)})
-        if ranks <= args.flat_most or not flat:
-            flat = measure(Topology.single_host(ranks), args, tensors)
+        if flat.get("ranks") != min(ranks, args.flat_most):
+            flat = measure(Topology.single_host(min(ranks, args.flat_most)), args, tensors)
         records.append(
             {"entry": "flat", **(flat if ranks == flat["ranks"] else scaled(flat, ranks))}
         )
