@@ -1,8 +1,10 @@
 """CPU share of every rank while nothing is enqueued, and while one waits for a slow peer.
 
     python benchmarks/idle_cpu.py             # 2 and 8 ranks, 10 seconds each
+    python benchmarks/idle_cpu.py --hosts     # 2 + 2 ranks on two simulated hosts
 
-Prints, for each rank, the CPU time of the process (all threads) over the wall time, in percent.
+Prints, for each rank, the CPU time of the process (all threads) over the wall time, in percent. The
+hosts are network namespaces, as in `hosts.py`, and need the same.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import argparse
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -51,14 +55,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--hosts", action="store_true", help="two hosts with two ranks each")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         rank_main(options.seconds)
         return
+    command = [sys.executable, __file__, "--rank", "--seconds", str(options.seconds)]
+    if options.hosts:
+        run_on_two_hosts(command)
+        return
     for ranks in options.ranks:
-        command = [sys.executable, __file__, "--rank", "--seconds", str(options.seconds)]
         subprocess.run(["hvdlite-run", "-np", str(ranks), *command], check=True)
+
+
+def run_on_two_hosts(command: list[str]) -> None:
+    """Run `command` as two ranks on each of two simulated hosts."""
+    sys.path.append(str(Path(__file__).parent.parent))
+    from tests.parallel.hosts import two_hosts
+    from tests.parallel.jobs import environment, mpirun
+
+    with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder), [2, 2]) as hosts:
+        before, options = hosts
+        job = mpirun(4, *options, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", *command)
+        subprocess.run([*before, *job], env=environment(), check=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from hvdlite.common.transport.base import Incoming, do_nothing
 from hvdlite.common.transport.framing import HEADER, MAGIC, Assembler, frames
 from hvdlite.common.transport.inprocess import InProcessTransport, InProcessWorld
 from hvdlite.common.transport.local import LocalMesh, create_memory
+from hvdlite.common.transport.mpi import Nap
 from hvdlite.common.transport.rendezvous import Meeting, listen, meet
 
 pytestmark = pytest.mark.timeout(20)
@@ -364,3 +365,18 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
         for end in (*done, *ready):
             os.close(end)
         os.waitpid(child, 0)
+
+
+def test_naps_are_short_in_a_busy_job_and_few_in_an_idle_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    nap, looks = Nap(), []
+    while now < 1010.0:
+        waited, seconds = now - 1000.0, nap.seconds()
+        assert seconds <= max(waited / 8, 20e-6), f"after {waited} s"
+        looks.append((waited, seconds))
+        now += seconds
+    assert all(seconds <= 4e-3 for waited, seconds in looks if waited < 0.25)
+    assert len(looks) < 1000  # in 10 s; at 0.1 ms each they take under 1 % of a core

@@ -1,8 +1,9 @@
 """Arithmetic of the backends: scaling, combining and rounding, the same on every rank.
 
-Values of 16-bit types are widened to float32, combined and scaled there, and rounded once. Integers
-are scaled in float64 and truncated toward zero. A bool stays true when it is scaled by anything but
-zero; its sum is "or", its product "and". All other types are scaled and combined in their own type.
+Values of 16-bit types are widened to float32, combined and scaled there, and rounded once; what a
+ring sends on is rounded as well (see `trip`). Integers are scaled in float64 and truncated toward
+zero. A bool stays true when it is scaled by anything but zero; its sum is "or", its product "and".
+All other types are scaled and combined in their own type.
 """
 
 from __future__ import annotations

@@ -41,8 +41,10 @@ PART_BYTES = 1 << 30  # MPI counts to 2^31
 # that is not ready needs no memory for it.
 PROMPT_BYTES = 256 << 10
 PROMPT_PART_BYTES = 63 << 10  # Open MPI asks from 64 KiB on, with its own header, and others later
-SHORTEST_NAP, LONGEST_NAP = 20e-6, 4e-3  # seconds
-NAP_SHARE = 0.125  # a nap is this share of the time that nothing has come: the delay it can add
+# A nap is a share of the time that nothing has come: the delay that it can add. Up to BUSY_NAP the
+# share is large; longer naps, which an idle job takes, are a small share. All in seconds.
+SHORTEST_NAP, BUSY_NAP, LONGEST_NAP = 20e-6, 4e-3, 20e-3
+BUSY_SHARE, IDLE_SHARE = 1 / 8, 1 / 64
 GOODBYE_SECONDS = 2.0
 POLL_RESOLUTION = 1e-3  # seconds; poll() counts milliseconds
 
@@ -71,7 +73,8 @@ class Nap:
     def seconds(self) -> float:
         """How long to sleep now."""
         waited = time.monotonic() - self._start
-        return min(max(waited * NAP_SHARE, SHORTEST_NAP), LONGEST_NAP)
+        busy = min(max(waited * BUSY_SHARE, SHORTEST_NAP), BUSY_NAP)
+        return min(max(waited * IDLE_SHARE, busy), LONGEST_NAP)
 
     def check_is_due(self) -> bool:
         """True every CHECK_SECONDS."""
