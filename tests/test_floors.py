@@ -17,7 +17,7 @@ FLOORS = [
      "common.messages", "common.process_set_table", "common.trace", "common.compression",
      "common.uncaught", "common.warn"],
     ["common.timeline", "common.tree", "common.logs", "common.arrays",
-     "common.readiness", "common.bit_readiness"],
+     "common.readiness", "common.bit_readiness", "common.native_build"],
     ["common.transport"],
     ["common.collectives"],
     ["common.response_cache", "common.fusion", "common.stall", "common.groups"],

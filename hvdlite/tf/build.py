@@ -9,7 +9,8 @@ import argparse
 import sys
 import time
 
-from hvdlite.tf.native_build import BuildError, compile_once
+from hvdlite.common.native_build import BuildError
+from hvdlite.tf.native_recipe import recipe
 
 
 def main() -> int:
@@ -17,7 +18,7 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
     start = time.monotonic()
     try:
-        path = compile_once(try_again=True)
+        path = recipe().compile_once(try_again=True)
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdlite.common.config import Config
+from hvdlite.common.native_build import BuildError
 from hvdlite.common.runtime import find
-from hvdlite.tf.native_build import BuildError, compile_once, compiled
+from hvdlite.tf.native_recipe import recipe
 from hvdlite.tf.native_run import Library, serve
 
 log = logging.getLogger("hvdlite")
@@ -54,7 +55,7 @@ def _size() -> int:
 
 def _load(may_compile: bool) -> None:
     try:
-        path = compile_once() if may_compile else compiled()
+        path = recipe().compile_once() if may_compile else recipe().compiled()
         if path is not None:
             _state.library = _open(path)
     except BuildError as error:

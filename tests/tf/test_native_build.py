@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
+from hvdlite.common.native_build import BuildError
 from hvdlite.tf import native
-from hvdlite.tf.native_build import BuildError, compile_once, compiled
+from hvdlite.tf.native_recipe import recipe
 from tests.parallel.jobs import run_command
 from tests.ranks import run_ranks
 from tests.tf.test_native import needs_compiler
@@ -63,10 +64,11 @@ def test_one_compiles_for_all(cache: Path, tmp_path: Path, monkeypatch: pytest.M
     compiler = Compiler(tmp_path, 'echo half > "$2"; sleep 0.3; echo whole > "$2"')
     use(compiler, monkeypatch)
     seen: list[str] = []
-    assert compiled() is None
+    assert recipe().compiled() is None
     # To a lock on a file, two threads are as two processes.
     threads = [
-        threading.Thread(target=lambda: seen.append(compile_once().read_text())) for _ in range(6)
+        threading.Thread(target=lambda: seen.append(recipe().compile_once().read_text()))
+        for _ in range(6)
     ]
     for thread in threads:
         thread.start()
@@ -74,7 +76,7 @@ def test_one_compiles_for_all(cache: Path, tmp_path: Path, monkeypatch: pytest.M
         thread.join()
     assert seen == ["whole\n"] * 6
     assert compiler.calls == 1
-    assert compiled() == compile_once()
+    assert recipe().compiled() == recipe().compile_once()
     assert files(cache) == [".lock", ".so"]
     assert (cache / "hvdlite" / "tf").stat().st_mode & 0o777 == 0o700
 
@@ -87,18 +89,18 @@ def test_a_failure_is_remembered(
     with pytest.raises(
         BuildError, match=r"compiler 1\.0\) cannot compile .*see (.*\.failed)"
     ) as raised:
-        compile_once()
+        recipe().compile_once()
     log = Path(str(raised.value).rpartition(" ")[2])
     assert "no such header" in log.read_text()
     assert files(cache) == [".failed", ".lock"]
     with pytest.raises(BuildError, match=r"could not compile .* earlier"):
-        compile_once()
+        recipe().compile_once()
     assert broken.calls == 1
     with pytest.raises(BuildError, match="cannot compile"):
-        compile_once(try_again=True)
+        recipe().compile_once(try_again=True)
     assert broken.calls == 2
     use(Compiler(tmp_path, 'echo whole > "$2"', name="another"), monkeypatch)
-    assert compile_once().read_text() == "whole\n"
+    assert recipe().compile_once().read_text() == "whole\n"
     assert files(cache) == [".lock", ".so"]
 
 
@@ -110,19 +112,19 @@ def test_a_directory_that_others_can_write_to_is_refused(
     directory.mkdir(parents=True)
     directory.chmod(0o777)
     with pytest.raises(BuildError, match=r"others can write to .*XDG_CACHE_HOME"):
-        compile_once()
+        recipe().compile_once()
 
 
 def test_what_others_have_put_there_is_not_loaded(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(Compiler(tmp_path, 'echo whole > "$2"'), monkeypatch)
-    path = compile_once()
+    path = recipe().compile_once()
     path.parent.chmod(0o777)
     with pytest.raises(BuildError, match="others can write to"):
-        compile_once()
+        recipe().compile_once()
     with pytest.raises(BuildError, match="others can write to"):
-        compiled()
+        recipe().compiled()
 
 
 def test_a_cache_that_cannot_be_written_is_named(
@@ -131,7 +133,7 @@ def test_a_cache_that_cannot_be_written_is_named(
     use(Compiler(tmp_path, 'echo whole > "$2"'), monkeypatch)
     cache.write_text("this is no directory")
     with pytest.raises(BuildError, match="set XDG_CACHE_HOME"):
-        compile_once()
+        recipe().compile_once()
 
 
 @pytest.mark.parametrize("reason", ["no compiler", "not a library"])
