@@ -130,7 +130,7 @@ def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **wh
 
 DATA_PLANES = ("auto", "shm", "ring", "mpi")
 ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "mpi")
-TF_NATIVE = ("auto", "on", "off")
+NATIVE = ("auto", "on", "off")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
@@ -144,8 +144,8 @@ class Config:
         flag="--fusion-threshold-mb", yaml="params.fusion_threshold_mb", flag_scale=MIB,
     )  # fmt: skip
     cycle_time_ms: float = setting(
-        0.0, "CYCLE_TIME", number(float, 0, "milliseconds"),
-        "Pause after a wake-up in which more tensors may gather; 0 answers at once.",
+        1.0, "CYCLE_TIME", number(float, 0, "milliseconds"),
+        "Longest time in which more tensors may gather while nobody waits for one; 0: none.",
         flag="--cycle-time-ms", yaml="params.cycle_time_ms",
     )  # fmt: skip
     cache_capacity: int = setting(
@@ -222,8 +222,13 @@ class Config:
         "Core of the engine thread, one number for each local rank.",
         flag="--thread-affinity", yaml="library_options.thread_affinity",
     )  # fmt: skip
+    native: str = setting(
+        "auto", "NATIVE", choice(*NATIVE),
+        "Compiled allreduce inside a host: auto (where there is a compiler), on or off.",
+        alias=False,
+    )  # fmt: skip
     tf_native: str = setting(
-        "auto", "TF_NATIVE", choice(*TF_NATIVE),
+        "auto", "TF_NATIVE", choice(*NATIVE),
         "Compiled operations in TensorFlow's graphs: auto (where there is a compiler), on or off.",
         alias=False,
     )  # fmt: skip

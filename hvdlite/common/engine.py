@@ -44,7 +44,7 @@ class Engine:
         self.rank = transport.rank
         self.topology = transport.topology
         self.process_sets = ProcessSetTable(self.topology.size)
-        self.queue = TensorQueue(self.rank, transport.wake)
+        self.queue = TensorQueue(self.rank, transport.wake, config.cycle_time_ms / 1000)
         self.departed = threading.Event()  # this rank takes part in nothing any more
         self.failed = False  # the job ended because something went wrong
         self._transport = transport
@@ -142,9 +142,6 @@ class Engine:
 
     def _take_entries(self) -> None:
         entries = self.queue.take()
-        if entries and self._config.cycle_time_ms:
-            time.sleep(self._config.cycle_time_ms / 1000)  # more may gather
-            entries += self.queue.take()
         if entries:
             self._negotiation.report(self.queue.reports(entries))
         if self._leaving.is_set() and not self._asked_to_leave:

@@ -29,6 +29,7 @@ class Entry:
 
     splits: tuple[int, ...] = ()
     received_splits: tuple[int, ...] = ()
+    size_bytes = 0  # of the input
     response: Response  # set before it is run
 
     def __init__(self, request: Request) -> None:
@@ -160,7 +161,7 @@ class Executor:
                     f"'{request.name}': {type(error).__name__}: {error}",
                     rank=self._rank,
                 ) from error
-        for entry in present:
+        for entry in reversed(present):  # who waits for the first should find all of them ended
             entry.complete()
 
     def _activity(self, names: list[str]) -> Any:

@@ -12,7 +12,7 @@ from hvdlite.common.errors import HorovodInternalError
 class Handle:
     """Completed or failed once, by the engine; waited for by any thread, asleep."""
 
-    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_value")
+    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_value", "hurry")
 
     def __init__(self) -> None:
         self._gate = threading.Lock()  # locked until the result is there
@@ -21,6 +21,7 @@ class Handle:
         self._value: Any = None
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
+        self.hurry: Callable[[], None] = _no_hurry  # called when somebody begins to wait
 
     def complete(self, value: Any = None) -> None:
         """The collective has ended well."""
@@ -46,6 +47,8 @@ class Handle:
         self._callbacks.append(callback)
         if self._done:
             self._call_back()
+        else:
+            self.hurry()
 
     def _call_back(self) -> None:
         while self._callbacks:
@@ -68,17 +71,24 @@ class Handle:
         """Sleep until it has ended, at most so long; whether it has."""
         if self._done:
             return True
+        self.hurry()
         if self._gate.acquire(timeout=seconds):
             self._gate.release()
         return self._done
 
     def wait(self) -> Any:
         """Sleep until it has ended; the value, or its error raised."""
+        if not self._done:
+            self.hurry()
         with self._gate:
             pass
         if self._error is not None:
             raise _fresh(self._error)
         return self._value
+
+
+def _no_hurry() -> None:
+    """The handle is in nobody's queue."""
 
 
 def _fresh(error: Exception) -> Exception:
@@ -96,16 +106,13 @@ class HandleTable:
         self._next = 0
         self._pending: dict[int, Any] = {}
 
-    def reserve(self) -> int:
-        """A number that was never given before."""
+    def add(self, operation: Any) -> int:
+        """Keep `operation`; its number, which was never given before."""
         with self._lock:
+            number = self._next
             self._next += 1
-            return self._next - 1
-
-    def put(self, number: int, operation: Any) -> None:
-        """Keep `operation` under a reserved number."""
-        with self._lock:
             self._pending[number] = operation
+        return number
 
     def get(self, number: int) -> Any:
         """The operation. Raises `ValueError` when it was taken already, or never given."""

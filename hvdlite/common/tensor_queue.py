@@ -1,6 +1,8 @@
 """The tensors of one rank between enqueue and answer, and what it remembers of earlier answers.
 
-Any thread adds; the engine thread takes, resolves and fails.
+Any thread adds; the engine thread takes, resolves and fails. What is enqueued waits a little for
+more, since to negotiate ten tensors together costs little more than one: until somebody waits for
+one of them, until they are many bytes, or until the cycle time is over.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from enum import Enum, auto
 
 from hvdlite.common.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.execution import Entry
@@ -15,19 +18,32 @@ from hvdlite.common.messages import NO_BIT, Eviction, Report, Request, Response,
 from hvdlite.common.response_cache import ResponseCache
 
 Key = tuple[int, str]  # process set, name
+ENOUGH_BYTES = 1 << 20  # to travel takes longer than to agree on it: more need not gather
+
+
+class _Engine(Enum):
+    """What the engine thread does."""
+
+    AWAKE = auto()  # it will look into the inbox by itself
+    ASLEEP = auto()
+    WAKES_SOON = auto()  # it sleeps, and an alarm is set
 
 
 class TensorQueue:
     """Pending entries by process set and name."""
 
-    def __init__(self, rank: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, rank: int, wake: Callable[[float], None], gather_seconds: float = 0.0
+    ) -> None:
         self._rank = rank
         self._wake = wake
-        self._lock = threading.Lock()  # guards the next four
+        self._gather_seconds = gather_seconds
+        self._lock = threading.Lock()  # guards the next five
         self._pending: dict[Key, Entry] = {}
         self._inbox: list[Entry] = []
         self._closed: HorovodInternalError | None = None
-        self._asleep = False  # the engine waits, and must be woken for an entry
+        self._inbox_bytes = 0
+        self._engine = _Engine.AWAKE
         self._caches: dict[int, ResponseCache] = {}  # of the engine thread, as is:
         self._running: list[Entry] = []  # resolved last: their handles may be open
 
@@ -45,21 +61,46 @@ class TensorQueue:
                 added[key] = entry
             self._pending.update(added)
             self._inbox.extend(entries)
-            wake, self._asleep = self._asleep, False
+            for entry in entries:
+                self._inbox_bytes += entry.size_bytes
+                entry.handle.hurry = self.hurry
+            within = self._time_to_wake()
+        if within is not None:
+            self._wake(within)
+
+    def _time_to_wake(self) -> float | None:
+        """In how many seconds the engine must wake for the inbox; None: it does by itself."""
+        if self._engine is _Engine.AWAKE:
+            return None
+        if self._gather_seconds == 0 or self._inbox_bytes >= ENOUGH_BYTES:
+            self._engine = _Engine.AWAKE
+            return 0.0
+        if self._engine is _Engine.ASLEEP:
+            self._engine = _Engine.WAKES_SOON
+            return self._gather_seconds
+        return None
+
+    def hurry(self) -> None:
+        """Somebody waits: gather no more."""
+        with self._lock:
+            wake = self._engine is not _Engine.AWAKE and bool(self._inbox)
+            if wake:
+                self._engine = _Engine.AWAKE
         if wake:
-            self._wake()
+            self._wake(0.0)
 
     def may_sleep(self) -> bool:
         """Whether nothing is waiting to be taken; from now on an entry wakes the engine."""
         with self._lock:
-            self._asleep = not self._inbox
-            return self._asleep
+            self._engine = _Engine.AWAKE if self._inbox else _Engine.ASLEEP
+            return not self._inbox
 
     def take(self) -> list[Entry]:
         """What was enqueued since the last call."""
         with self._lock:
-            self._asleep = False
+            self._engine = _Engine.AWAKE
             taken, self._inbox = self._inbox, []
+            self._inbox_bytes = 0
             return taken
 
     def close(self, error: HorovodInternalError) -> None:
@@ -97,20 +138,21 @@ class TensorQueue:
     def resolve(self, segment: Segment) -> tuple[list[Response], list[Entry | None]]:
         """The answers of a segment, and this rank's entry for each: None if it has joined."""
         cache = self._cache(segment.process_set_id)
-        responses, entries = [], []
-        for item in segment.items:
-            response = self._recall(cache, item) if isinstance(item, int) else item
-            with self._lock:
-                entry = self._pending.pop(_key(response.request), None)
-            if response.bit != NO_BIT:
-                request = None if entry is None else entry.request
-                if not isinstance(item, int) or request is not None:
-                    cache.remember(response, request)
+        responses = [
+            self._recall(cache, item) if isinstance(item, int) else item for item in segment.items
+        ]
+        with self._lock:
+            entries = [self._pending.pop(_key(each.request), None) for each in responses]
+        self._running = []
+        for item, response, entry in zip(segment.items, responses, entries, strict=True):
+            known = isinstance(item, int)
             if entry is not None:
                 entry.response = response
-            responses.append(response)
-            entries.append(entry)
-        self._running = [entry for entry in entries if entry is not None]
+                self._running.append(entry)
+                if response.bit != NO_BIT and not (known and entry.sent_bit == response.bit):
+                    cache.remember(response, entry.request)
+            elif response.bit != NO_BIT and not known:
+                cache.remember(response, None)
         return responses, entries
 
     def evict(self, eviction: Eviction) -> Entry | None:

@@ -28,6 +28,7 @@ ACCEPTED = {
     "stall_shutdown_seconds": ("90", 90.0),
     "start_timeout_seconds": ("45", 45.0),
     "mpi_threads_disable": ("1", True),
+    "native": ("off", "off"),
     "tf_native": ("off", "off"),
     "thread_affinity": ("0,2, 1", (0, 2, 1)),
     "log_level": ("DEBUG", "debug"),

@@ -57,8 +57,8 @@ class Transport(Protocol):
         `wake` for the next receive that sleeps; None has no end.
         """
 
-    def wake(self) -> None:
-        """End the current or the next `receive`. From any thread."""
+    def wake(self, within: float = 0.0) -> None:
+        """End the current or the next `receive`, at the latest in `within` seconds. Any thread."""
 
     # -- data plane between any two ranks: arrays, in order, per pair
     def isend(self, rank: int, array: Array) -> Pending:
@@ -87,6 +87,9 @@ class Transport(Protocol):
 
         All memory that `rank` wrote before `signal` is visible after this. Raises `PeerLostError`.
         """
+
+    def gone(self, rank: int) -> bool:
+        """Whether the local rank `rank` has closed its connections, and nothing is left to read."""
 
     def close(self) -> None:
         """End all connections of this rank; peers see that as the end of the connection."""

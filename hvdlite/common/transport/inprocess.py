@@ -118,7 +118,7 @@ class InProcessTransport:
             box.control.clear()
         return messages
 
-    def wake(self) -> None:
+    def wake(self, within: float = 0.0) -> None:
         """See `Transport.wake`."""
         self._box.update(partial(setattr, self._box, "woken", True))
 
@@ -192,6 +192,10 @@ class InProcessTransport:
         self._sleep_until(lambda: tokens[rank] > 0, rank)
         with self._box.changed:
             tokens[rank] -= 1
+
+    def gone(self, rank: int) -> bool:
+        """See `Transport.gone`."""
+        return rank in self._box.lost or self._closed
 
     def _sleep_until(self, ready: Callable[[], bool], rank: int) -> None:
         """Sleep until `ready`, which is called without the lock; `rank` has to live for it."""

@@ -6,12 +6,10 @@ plane have sockets of their own and never mix.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import select
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -19,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.transport.alarm import Alarm
 from hvdlite.common.transport.base import CHECK_SECONDS, Incoming, connection_lost
 from hvdlite.common.transport.framing import FRAME_BYTES, Assembler, frames
 from hvdlite.common.transport.rendezvous import Peer
@@ -38,11 +37,9 @@ class LocalMesh:
         self._memory = {rank: _Memory(rank, memory)}
         self._memory |= {peer: _Memory(peer, each.memory) for peer, each in peers.items()}
         self._by_descriptor = {link.control.fileno(): link for link in self._links.values()}
-        self._wake_lock = threading.Lock()  # guards _wake: its number may be another file's soon
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._alarm = Alarm()
         self._poll = select.poll()
-        self._poll.register(self._wake, select.POLLIN)
-        for descriptor in self._by_descriptor:
+        for descriptor in (*self._alarm.descriptors, *self._by_descriptor):
             self._poll.register(descriptor, select.POLLIN)
         self.woken = False
 
@@ -55,19 +52,18 @@ class LocalMesh:
             link.outbox.extend(frames(body))
             self._flush(link)
 
-    def wake(self) -> None:
-        """End the current or the next `receive`. From any thread; too late is no error."""
-        with contextlib.suppress(OSError, ValueError), self._wake_lock:
-            os.eventfd_write(self._wake, 1)
+    def wake(self, within: float = 0.0) -> None:
+        """See `Transport.wake`; too late is no error."""
+        self._alarm.ring(within)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
         """Sleep in poll() at most once, `timeout` seconds or (None) without end; read all."""
         milliseconds = None if timeout is None else timeout * 1000
         messages: list[Incoming] = []
         for descriptor, events in self._poll.poll(milliseconds):
-            if descriptor == self._wake:
+            if descriptor in self._alarm.descriptors:
                 self.woken = True
-                os.eventfd_read(self._wake)
+                self._alarm.silence()
                 continue
             link = self._by_descriptor[descriptor]
             if events & select.POLLOUT:
@@ -144,7 +140,7 @@ class LocalMesh:
         return poll
 
     def gone(self, rank: int) -> bool:
-        """Whether `rank`, if it is on this host, has closed its connections."""
+        """See `Transport.gone`. False for what is no local rank."""
         return rank in self._links and self._links[rank].ended()
 
     # -- the end
@@ -163,19 +159,20 @@ class LocalMesh:
 
     def close(self) -> None:
         """Close this process's ends; peers see the end of the connection."""
+        self._close_connections()
+        self._alarm.close()
+
+    def _close_connections(self) -> None:
         for link in self._links.values():
             link.control.close()
             link.signal.close()
         for memory in self._memory.values():
             memory.close()
-        with self._wake_lock:
-            os.close(self._wake)
-            self._wake = -1
 
     def after_fork_in_child(self) -> None:
         """See `Transport.after_fork_in_child`."""
-        self._wake_lock = threading.Lock()  # a thread that is not in the child may hold the old one
-        self.close()
+        self._close_connections()
+        self._alarm.after_fork_in_child()
 
 
 class _Link:

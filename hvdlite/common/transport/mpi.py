@@ -147,9 +147,9 @@ class MpiTransport:
         else:
             self._sends.append((request, body))
 
-    def wake(self) -> None:
+    def wake(self, within: float = 0.0) -> None:
         """See `Transport.wake`."""
-        self._mesh.wake()
+        self._mesh.wake(within)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
         """See `Transport.receive`."""
@@ -378,6 +378,10 @@ class MpiTransport:
                 self.check()
 
         return check
+
+    def gone(self, rank: int) -> bool:
+        """See `Transport.gone`."""
+        return self._mesh.gone(rank)
 
     # -- the end
 

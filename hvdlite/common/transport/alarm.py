@@ -1,0 +1,80 @@
+"""What ends a sleep in poll() from another thread: at once, or after a time.
+
+Both system calls are made without letting the GIL go: whoever rings is about to go on, and the
+thread that is woken would take the GIL from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+_libc.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
+
+
+class _Time(ctypes.Structure):
+    """``struct itimerspec`` of the C library: an interval, and the time to the first end."""
+
+    _fields_ = (
+        ("interval_seconds", ctypes.c_long),
+        ("interval_nanoseconds", ctypes.c_long),
+        ("seconds", ctypes.c_long),
+        ("nanoseconds", ctypes.c_long),
+    )
+
+
+class Alarm:
+    """Two descriptors for poll(), readable when the alarm has rung."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the descriptors: their numbers may be others' soon
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Its flags have the same values as those of files.
+        self._timer = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK)
+        if self._timer < 0:
+            number = ctypes.get_errno()
+            os.close(self._bell)
+            raise OSError(number, os.strerror(number))
+        self.descriptors = frozenset((self._bell, self._timer))
+
+    def ring(self, within: float = 0.0) -> None:
+        """Ring now, or in `within` seconds (less than 1). After `close` it is no error."""
+        with self._lock:
+            if self._bell < 0:
+                return
+            if within > 0:
+                _libc.timerfd_settime(self._timer, 0, ctypes.byref(_after(within)), None)
+            else:
+                _libc.eventfd_write(self._bell, 1)
+
+    def silence(self) -> None:
+        """It has been heard: forget all rings, also those to come."""
+        with self._lock:
+            if self._bell < 0:
+                return
+            _libc.timerfd_settime(self._timer, 0, ctypes.byref(_NEVER), None)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+
+    def close(self) -> None:
+        """Close both."""
+        with self._lock:
+            os.close(self._bell)
+            os.close(self._timer)
+            self._bell = self._timer = -1
+
+    def after_fork_in_child(self) -> None:
+        """Close this process's copies."""
+        self._lock = threading.Lock()  # a thread that is not in the child may hold the old one
+        self.close()
+
+
+def _after(seconds: float) -> _Time:
+    return _Time(0, 0, 0, max(1, int(seconds * 1e9)))
+
+
+_NEVER = _Time(0, 0, 0, 0)
