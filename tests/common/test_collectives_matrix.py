@@ -25,6 +25,9 @@ CASES = [
     ("2", "auto"),
     ("3", "auto"),
     ("8", "auto"),
+    ("2", "python"),
+    ("3", "python"),
+    ("8", "python"),
     ("2", "ring"),
     ("3", "ring"),
     ("4", "ring"),
@@ -41,11 +44,10 @@ CASES = [
 def test_every_collective_equals_numpy(hosts: str, way: str, dtype: str) -> None:
     topology = Topology(HOSTS[hosts])
     n = topology.size
+    settings = {"native": "off"} if way == "python" else {"allreduce": way, "data_plane": way}
 
     def program(transport: Transport) -> None:
-        Program.of(transport, allreduce=way, data_plane=way).everything(
-            dtype, [0, 1, n - 1, n, n + 1, 101]
-        )
+        Program.of(transport, **settings).everything(dtype, [0, 1, n - 1, n, n + 1, 101])
 
     run_ranks(topology, program)
 

@@ -13,6 +13,7 @@ from hvdlite.common.collectives.adasum import AdasumBackend
 from hvdlite.common.collectives.base import Backend, BackendFactory, Group
 from hvdlite.common.collectives.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.mpi import MpiBackend
+from hvdlite.common.collectives.native_shm import library
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.single import SingleBackend
@@ -53,7 +54,9 @@ def build_backends(transport: Transport, config: Config) -> Backends:
     Raises `ConfigError` when a setting wishes for one that cannot exist.
     """
     foreign = [load_factory(point)(transport) for point in entry_points(group=ENTRY_POINTS)]
-    shm, ring = ShmBackend(transport), RingBackend(transport)
+    alone = len(transport.topology.peers(transport.rank)) == 1
+    shm = ShmBackend(transport, library("off" if alone else config.native))
+    ring = RingBackend(transport)
     mpi = MpiBackend(transport) if isinstance(transport, MpiTransport) else None
     local_and_ring: list[Backend] = [shm, HierarchicalBackend(transport, shm), ring]
     backends = Backends([*foreign, SingleBackend(), AdasumBackend(transport, shm)], local_and_ring)

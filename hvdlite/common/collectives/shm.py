@@ -23,6 +23,7 @@ collective begins, which must not touch the slots earlier.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ import numpy as np
 from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
 from hvdlite.common.collectives.chain import Chain, even_part, member_chain
 from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.native_shm import MEMORY_BYTES, Library, NativeShm
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.transport.base import Transport
 
@@ -48,9 +50,18 @@ class ShmBackend:
 
     name = "SHM"
 
-    def __init__(self, transport: Transport, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        library: Library | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
         self._transport = transport
         self._piece_bytes = piece_bytes
+        self._native: NativeShm | None = None
+        if library is not None:
+            self._native = NativeShm(transport, library, SLOTS * piece_bytes)
+        self._agreed: dict[tuple[int, ...], bool] = {}  # by members: all have the same library
         self._memory: dict[int, Array] = {}
         self._unread: tuple[int, ...] = ()  # peers whose last signal is still to be taken
 
@@ -69,6 +80,13 @@ class ShmBackend:
         activity: Activity,
     ) -> None:
         """See `Backend.allreduce`. Summed in the order of the members."""
+        if not inputs:
+            return
+        native = self._native_of(group)
+        if native is not None and native.runs(inputs[0].dtype, reduction.reduce_op, group):
+            with activity("SHM_ALLREDUCE"):
+                native.allreduce(group, inputs, outputs, reduction)
+            return
         source, target = Chain(inputs), Chain(outputs)
         if not source.size:
             return
@@ -105,6 +123,17 @@ class ShmBackend:
                 self._run(self._peers(group), 1, pack, reduce_whole)
             else:
                 self._run(self._peers(group), -(-source.size // length), pack, reduce, unpack)
+
+    def _native_of(self, group: Group) -> NativeShm | None:
+        """The compiled allreduce, where all members have the same. They ask each other once."""
+        agreed = self._agreed.get(group.members)
+        if agreed is None:
+            own = np.array([self._native.identity if self._native else 0], np.uint64)
+            all_of_them = np.empty(group.size, np.uint64)
+            counts = [[1] * group.size]
+            self.allgather(group, [own], [all_of_them], counts, lambda _: nullcontext())
+            agreed = self._agreed[group.members] = bool((all_of_them == own).all())
+        return self._native if agreed else None
 
     def reducescatter(
         self,
@@ -286,7 +315,7 @@ class ShmBackend:
         """The slot of `rank` that `piece` goes through."""
         memory = self._memory.get(rank)
         if memory is None:
-            memory = self._transport.shared(rank, SLOTS * self._piece_bytes)
+            memory = self._transport.shared(rank, SLOTS * self._piece_bytes + MEMORY_BYTES)
             self._memory[rank] = memory
         start = piece % SLOTS * self._piece_bytes
         return memory[start : start + self._piece_bytes].view(dtype)

@@ -1,0 +1,213 @@
+"""The compiled allreduce of one host: `native_shm.cc`, found where it can be, and never needed.
+
+It does what `shm` does in Python: sums in the order of the members, 16-bit floats in float32, so
+the same bits. It lies in the same memory, behind the slots that Python uses. A group uses it when
+all its members have the same library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.collectives.base import Array, Group, Reduction
+from hvdlite.common.native_build import BuildError, Recipe
+from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.transport.base import CHECK_SECONDS, Transport, connection_lost
+
+log = logging.getLogger("hvdlite")
+
+SLOTS = 8
+PIECE_BYTES = 256 << 10
+SMALL_BYTES = 32 << 10  # to add so much takes less time than to wait once more
+MOST_RANKS = 256  # kMaxMembers in native_shm.cc
+BOARD_BYTES = 32 << 10  # room for the board of so many
+
+DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}  # as in `reduce_range`
+MEMORY_BYTES = BOARD_BYTES + SLOTS * PIECE_BYTES  # of each rank
+
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing")
+_Pointer = ctypes.c_void_p
+_Integer = ctypes.c_int64
+
+
+class Job(ctypes.Structure):
+    """`Job` of native_shm.cc."""
+
+    _fields_ = (
+        *((name, _Integer) for name in (
+            "members", "index", "local_size", "own", "tensors", "total", "piece", "slots",
+            "slot_bytes", "slots_start", "whole", "dtype", "itemsize", "timeout_ns",
+        )),
+        ("prescale", ctypes.c_double),
+        ("postscale", ctypes.c_double),
+        *((name, _Pointer) for name in ("local", "memory", "base", "sizes", "inputs", "outputs")),
+        *((name, _Integer) for name in ("packed", "reduced", "unpacked", "missed")),
+    )  # fmt: skip
+
+
+class Library:
+    """The compiled code. `identity` differs between versions that must not work together."""
+
+    def __init__(self, path: Path) -> None:
+        self.identity = int(path.stem.rpartition("-")[2], 16)
+        self.allreduce: Any = ctypes.CDLL(str(path)).hvdlite_allreduce
+        self.allreduce.restype = _Integer
+        self.allreduce.argtypes = (ctypes.POINTER(Job),)
+
+
+def recipe() -> Recipe:
+    """How the library is compiled: for the processor of this machine."""
+    return Recipe(
+        source=Path(__file__).with_name("native_shm.cc"),
+        folder="shm",
+        name="shm",
+        flags=_FLAGS,
+        depends_on=(_processor(),),
+        remark="once (some 2 seconds): allreduce inside a host gets faster by it",
+    )
+
+
+def _processor() -> str:
+    """What the compiler may make use of here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(names)}))
+
+
+@functools.cache
+def _load() -> Library | BuildError:
+    try:
+        path = recipe().compile_once()
+        return Library(path)
+    except BuildError as error:
+        return error
+    except OSError as error:
+        return BuildError(f"{path} cannot be loaded: {error}")
+
+
+def library(wanted: str) -> Library | None:
+    """The library: if `wanted` is "auto", where it can be had; never if it is "off".
+
+    Raises `BuildError` where it is "on" and cannot be had.
+    """
+    if wanted == "off":
+        return None
+    found = _load()
+    if isinstance(found, Library):
+        return found
+    if wanted == "on":
+        raise found
+    log.info("allreduce inside a host runs in Python, which costs time: %s", found)
+    return None
+
+
+class NativeShm:
+    """The compiled allreduce at one rank. It owns a part of the memory that ranks share."""
+
+    def __init__(self, transport: Transport, found: Library, start: int) -> None:
+        self._transport = transport
+        self._library = found
+        self._start = start  # of this part in the memory of every rank, in bytes
+        self._ranks = transport.topology.peers(transport.rank)
+        self._number = {rank: number for number, rank in enumerate(self._ranks)}
+        self._views: dict[int, Array] = {}  # keeps what `_memory` points to
+        self._memory = np.zeros(len(self._ranks), np.uint64)
+        self._base = np.zeros(len(self._ranks), np.uint64)
+        self._locals: dict[tuple[int, ...], Array] = {}
+
+    @property
+    def identity(self) -> int:
+        """Members of a group must have the same."""
+        return self._library.identity
+
+    def runs(self, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group) -> bool:
+        """Whether this is a reduction that it knows."""
+        return dtype.name in DTYPES and reduce_op is ReduceOp.SUM and group.size <= MOST_RANKS
+
+    def allreduce(
+        self,
+        group: Group,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        reduction: Reduction,
+    ) -> None:
+        """See `Backend.allreduce`. All members must have room for it in their memory already."""
+        dtype = inputs[0].dtype
+        sizes = np.array([array.size for array in inputs], np.int64)
+        total = int(sizes.sum())
+        if total == 0:
+            return
+        sources = [_address(array) for array in inputs]
+        targets = [
+            source if given is taken else _address(taken)
+            for source, given, taken in zip(sources, inputs, outputs, strict=True)
+        ]
+        given, taken = np.array(sources, np.uint64), np.array(targets, np.uint64)
+        whole = total * dtype.itemsize <= SMALL_BYTES
+        local = self._local_numbers(group)
+        job = Job(
+            members=group.size,
+            index=group.index,
+            local_size=len(self._ranks),
+            own=self._number[self._transport.rank],
+            tensors=len(inputs),
+            total=total,
+            piece=PIECE_BYTES // dtype.itemsize,
+            slots=SLOTS,
+            slot_bytes=PIECE_BYTES,
+            slots_start=BOARD_BYTES,
+            whole=whole,
+            dtype=DTYPES[dtype.name],
+            itemsize=dtype.itemsize,
+            timeout_ns=int(CHECK_SECONDS * 1e9),
+            prescale=reduction.prescale,
+            postscale=reduction.postscale,
+            local=_address(local),
+            memory=_address(self._memory),
+            base=_address(self._base),
+            sizes=_address(sizes),
+            inputs=_address(given),
+            outputs=_address(taken),
+        )
+        self._run(job)
+
+    def _run(self, job: Job) -> None:
+        gone = -1
+        while self._library.allreduce(ctypes.byref(job)):
+            rank = self._ranks[job.missed]
+            if gone == rank:
+                raise connection_lost(rank)
+            if self._transport.gone(rank):
+                gone = rank  # it may have done its part before it went: look once more
+            self._transport.check()
+
+    def _local_numbers(self, group: Group) -> Array:
+        numbers = self._locals.get(group.members)
+        if numbers is None:
+            numbers = np.array([self._number[rank] for rank in group.members], np.int64)
+            self._locals[group.members] = numbers
+            for rank in group.members:
+                self._map(rank)
+        return numbers
+
+    def _map(self, rank: int) -> None:
+        if rank not in self._views:
+            view = self._transport.shared(rank, self._start + MEMORY_BYTES)[self._start :]
+            self._views[rank] = view
+            self._memory[self._number[rank]] = _address(view)
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
