@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,16 @@ def read_splits(splits: Array) -> list[int]:
     return [int(split) for split in splits]
 
 
+@functools.cache
+def _name(dtype: np.dtype[Any]) -> str:
+    if not dtype.isnative:
+        raise ValueError(
+            f"Tensor type {dtype.str} is not supported: its bytes are in the order of "
+            "another machine; convert it with astype(dtype.newbyteorder('='))"
+        )
+    return str(dtype.name)
+
+
 class _CopiedBuffer(CpuBuffer):
     """The output for an array that is not contiguous."""
 
@@ -52,12 +63,7 @@ class NumpyAdapter:
     def spec(self, tensor: Array) -> TensorSpec:
         """dtype, shape and device; a number or a list is an array too."""
         array = np.asarray(tensor)
-        if not array.dtype.isnative:
-            raise ValueError(
-                f"Tensor type {array.dtype.str} is not supported: its bytes are in the order of "
-                "another machine; convert it with astype(dtype.newbyteorder('='))"
-            )
-        return TensorSpec(array.dtype.name, array.shape, HOST_DEVICE)
+        return TensorSpec(_name(array.dtype), array.shape, HOST_DEVICE)
 
     def input(self, tensor: Array) -> HostBuffer:
         """The array's own memory, or a copy of one that is not contiguous."""

@@ -64,9 +64,7 @@ class Forms(Verbs[T]):
             entries = submit(
                 runtime, self._adapter, collective, f"{label}.{known}", tensors, options, targets
             )
-        number = runtime.handles.reserve()
-        runtime.handles.put(number, Operation(entries, shape_result))
-        return number
+        return runtime.handles.add(Operation(entries, shape_result))
 
     def run(
         self, collective: str, tensors: Tensors[T], name: str | None, options: Options

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from numpy.typing import NDArray
 
-from hvdlite.common.adapter import Adapter, HostBuffer, TensorSpec
+from hvdlite.common.adapter import Adapter, CpuBuffer, HostBuffer, TensorSpec
 from hvdlite.common.collectives.table import ROWS
 from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.execution import Entry
@@ -29,6 +29,7 @@ _COMPLEX = frozenset(("complex64", "complex128"))
 _EXACT = frozenset(
     ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 )
+_MOST_REQUESTS = 10_000  # that are remembered
 DTYPES = _EXACT | _FLOATS | _COMPLEX
 
 
@@ -48,8 +49,12 @@ class TensorEntry(Entry, Generic[T]):
         self.result = target  # None: made when the shape of the output is known
         self._adapter = adapter
         self._tensor = tensor
-        self._input = adapter.input(tensor)
         self._output: HostBuffer | None = None if target is None else adapter.output(target)
+        if target is tensor and type(self._output) is CpuBuffer:  # the tensor's own memory
+            self._input: HostBuffer = self._output
+        else:
+            self._input = adapter.input(tensor)
+        self.size_bytes = self._input.array.nbytes
 
     def wait(self) -> None:
         """Sleep until the input may be read."""
@@ -130,6 +135,12 @@ def submit(
     this rank can see to be wrong, `HorovodInternalError` when the engine has ended.
     """
     members = members_of(runtime, collective, options.process_set)
+    if len(tensors) == 1 and not options.grouped and not ROWS[collective].splits:
+        target = None if targets is None else targets[0]
+        request = _prepared(runtime, collective, name, adapter.spec(tensors[0]), options, members)
+        entries = [TensorEntry(request, adapter, tensors[0], target)]
+        runtime.engine.enqueue(entries)
+        return entries
     specs = [adapter.spec(tensor) for tensor in tensors]
     for spec in specs:
         _check(collective, name, spec, options, members)
@@ -155,6 +166,26 @@ def submit(
     ]
     runtime.engine.enqueue(entries)
     return entries
+
+
+def _prepared(
+    runtime: Runtime,
+    collective: str,
+    name: str,
+    spec: TensorSpec,
+    options: Options,
+    members: tuple[int, ...],
+) -> Request:
+    """The request for one tensor; checked once for a name, as most come again in each step."""
+    known = runtime.requests.get(name)
+    if known is not None and known[0] == spec and known[1] == options:
+        return known[2]
+    _check(collective, name, spec, options, members)
+    request = _request(collective, name, spec, options, "", 1)
+    if len(runtime.requests) >= _MOST_REQUESTS:
+        runtime.requests.clear()
+    runtime.requests[name] = spec, options, request
+    return request
 
 
 def members_of(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[int, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdlite.common.messages import NO_RANK
 from hvdlite.common.process_sets import ProcessSet
@@ -11,8 +10,7 @@ from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.warn import warn_user
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The arguments of one collective."""
 
     process_set: ProcessSet

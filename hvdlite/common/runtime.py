@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from hvdlite.common.config import Config
@@ -43,6 +43,8 @@ class Runtime:
         self.rank = transport.rank
         self.topology: Topology = transport.topology
         self.handles = HandleTable()
+        # What was checked, by name: the tensor's spec, the options, and the request they make.
+        self.requests: dict[str, tuple[Any, Any, Request]] = {}
         self._unnamed: dict[int | None, int] = {}  # by process set: calls without a name
         self._unnamed_lock = threading.Lock()  # guards it
         try:
@@ -69,12 +71,12 @@ class Runtime:
             return
         timeline.record_to(path, mark_cycles)
 
-    @contextmanager
-    def named(self, name: str | None, process_set: ProcessSet) -> Iterator[str]:
+    def named(self, name: str | None, process_set: ProcessSet) -> AbstractContextManager[str]:
         """`name`, or the next number of this set, which is used up unless the call is refused."""
-        if name is not None:
-            yield name
-            return
+        return self._numbered(process_set) if name is None else nullcontext(name)
+
+    @contextmanager
+    def _numbered(self, process_set: ProcessSet) -> Iterator[str]:
         key = process_set.process_set_id
         with self._unnamed_lock:
             number = self._unnamed.get(key, 0)
@@ -133,6 +135,7 @@ class Runtime:
         self._forget_set(number)
 
     def _forget_set(self, number: int) -> None:
+        self.requests.clear()
         process_set = self.known_sets.pop(number, None)
         if process_set is not None:
             process_set._invalidate()

@@ -7,7 +7,7 @@ Everything here sees numpy arrays: host views of tensors, without a copy. The mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
 
@@ -163,7 +163,7 @@ class TensorCall:
         runtime, options = self.runtime(), self.options
         tensors = arrays[: len(self.tensors)]
         if options.splits is not None:
-            options = replace(options, splits=arrays[-1])
+            options = options._replace(splits=arrays[-1])
         label = f"grouped_{self.collective}" if options.grouped else self.collective
         with runtime.named(self.name, options.process_set) as known:
             entries = submit(

@@ -94,9 +94,7 @@ def _start(call: Call) -> tf.Tensor:
     def start(*arrays: Array) -> Any:
         handles = call.runtime().handles
         flight = call.start(arrays)
-        number = handles.reserve()
-        handles.put(number, flight)
-        return np.int64(number)
+        return np.int64(handles.add(flight))
 
     ticket = tf.numpy_function(start, call.inputs, tf.int64, name="HvdliteStart")
     ticket.set_shape([])

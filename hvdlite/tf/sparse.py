@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -75,7 +74,7 @@ def _allreduce_slices(
     verbs: TensorFlowVerbs, slices: tf.IndexedSlices, name: str | None, options: Options
 ) -> tf.IndexedSlices:
     check_sparse(options)
-    plain = replace(options, grouped=False)
+    plain = options._replace(grouped=False)
     values, indices = (
         verbs.gather([part], name and f"{name}.{what}", plain)[0]
         for part, what in ((slices.values, "values"), (slices.indices, "indices"))

@@ -23,6 +23,7 @@ class TorchAdapter:
 
     def __init__(self, find: Callable[[str], Device] = find_device) -> None:
         self._find = cache(find)
+        self._host = find("cpu")
 
     def spec(self, tensor: torch.Tensor) -> TensorSpec:
         """dtype, shape and device. Raises `ValueError` for what no collective takes."""
@@ -43,8 +44,9 @@ class TorchAdapter:
 
     def input(self, tensor: torch.Tensor) -> HostBuffer:
         """The tensor's values, its own memory where possible."""
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        return self._device(tensor).input(plain)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+        return self._device(tensor).input(tensor)
 
     def empty_like(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """A new contiguous tensor of the same dtype and device."""
@@ -55,8 +57,7 @@ class TorchAdapter:
 
         Raises `ValueError` where elements of the tensor share memory.
         """
-        strides = zip(tensor.shape, tensor.stride(), strict=True)
-        if tensor.numel() and any(stride == 0 and length > 1 for length, stride in strides):
+        if not tensor.is_contiguous() and _overlaps(tensor):
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} whose elements share memory (by expand, "
                 "perhaps) cannot be written in place: give a clone"
@@ -83,4 +84,10 @@ class TorchAdapter:
             torch.autograd.graph.increment_version(tensor)
 
     def _device(self, tensor: torch.Tensor) -> Device:
-        return self._find(tensor.device.type)
+        return self._host if tensor.is_cpu else self._find(tensor.device.type)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as after expand."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(stride == 0 and length > 1 for length, stride in strides)

@@ -37,12 +37,13 @@ _BFLOAT16 = numpy_dtype("bfloat16")
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     """The memory of a contiguous host tensor as a flat array."""
-    flat = tensor.detach().view(-1)
-    if flat.dtype is torch.bfloat16:  # torch's numpy() does not know ml_dtypes
-        bits: NDArray[Any] = flat.view(torch.int16).numpy()
-        return bits.view(_BFLOAT16)
-    array: NDArray[Any] = flat.numpy()
-    return array
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:  # torch's numpy() does not know ml_dtypes
+        bits: NDArray[Any] = tensor.view(torch.int16).numpy()
+        return bits.reshape(-1).view(_BFLOAT16)
+    array: NDArray[Any] = tensor.numpy()
+    return array.reshape(-1)
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:

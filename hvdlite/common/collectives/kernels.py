@@ -51,7 +51,9 @@ def register_casts(dtype_name: str, casts: Casts) -> None:
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type in which values of `dtype` are combined."""
-    return np.dtype(np.float32) if dtype.name in _casts else dtype
+    if dtype.itemsize == 2 and dtype.name in _casts:  # the name takes a while to find out
+        return np.dtype(np.float32)
+    return dtype
 
 
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
