@@ -1,6 +1,7 @@
 """Gradients on their way between ranks, from the hook that backward calls to the optimizer's step.
 
-backward -> hook -> Schedule.count -> send       a bucket that is complete starts to travel
+backward -> hook -> Schedule.count -> gather     a bucket that is complete waits for a few others,
+                    -> send                      since to send one costs as much as to send ten
 step -> synchronize -> send what is missing      zeros stand in for a gradient that is not there
                     -> land                      results are written back to ``p.grad``
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,21 +20,25 @@ from hvdlite.torch import mpi_ops
 from hvdlite.torch.layouts import Layouts
 
 ParamGroups = list[dict[str, Any]]
+ENOUGH_BYTES = 4 << 20  # of gradients, to be sent in the middle of backward
 
 
-@dataclass(frozen=True)
 class _Passenger:
-    """One gradient that was sent."""
+    """One gradient that is complete: it waits for others, and then travels."""
 
-    name: str
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    version: int  # of `gradient` when it was sent
+    __slots__ = ("context", "gradient", "name", "packed", "parameter", "version")
+
     packed: torch.Tensor  # what travels; `gradient` itself where nothing makes it smaller
     context: Any  # what `decompress` needs
 
+    def __init__(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.gradient = gradient
+        self.version = gradient._version  # when it was complete
+
     def check(self) -> None:
-        """Raise `RuntimeError` when something has changed the gradient since it was sent."""
+        """Raise `RuntimeError` when something has changed the gradient since it was complete."""
         now = self.parameter.grad
         if now is None or (now is self.gradient and now._version == self.version):
             return
@@ -43,6 +47,11 @@ class _Passenger:
             "clipping or unscaling perhaps. Call optimizer.synchronize() first, then change "
             "gradients, and call step() inside 'with optimizer.skip_synchronize():'"
         )
+
+
+def _size_bytes(passenger: _Passenger) -> int:
+    gradient = passenger.gradient
+    return gradient.numel() * gradient.element_size()  # of a sparse one: as if it were dense
 
 
 class _DenseFlight:
@@ -122,6 +131,8 @@ class GradientExchange:
         self._schedule = schedule
         self._layouts = Layouts(terms.process_set, next(iter(names.values()), ""))
         self._flights: list[_DenseFlight | _SparseFlight] = []
+        self._gathered: list[list[_Passenger]] = []  # buckets that wait to be sent
+        self._gathered_bytes = 0
         self._watched: set[torch.Tensor] = set()
         self._parameter_of = {name: parameter for parameter, name in names.items()}
         if terms.active:
@@ -130,7 +141,7 @@ class GradientExchange:
     @property
     def pending(self) -> bool:
         """Whether gradients travel."""
-        return bool(self._flights)
+        return bool(self._flights or self._gathered)
 
     @property
     def has_gradients(self) -> bool:
@@ -157,16 +168,39 @@ class GradientExchange:
         self.synchronized = False
         bucket = self._schedule.count(self.names[parameter])
         if bucket:
-            self._send(bucket)
+            self._gather(bucket)
+            if self._gathered_bytes >= ENOUGH_BYTES:
+                self._send()
 
-    def _send(self, bucket: Sequence[str]) -> None:
+    def _gather(self, bucket: Sequence[str]) -> None:
         passengers = [self._passenger(name) for name in bucket]
-        dense = [each for each in passengers if not each.packed.is_sparse]
+        self._gathered.append(passengers)
+        self._gathered_bytes += sum(map(_size_bytes, passengers))
+
+    def _send(self) -> None:
+        """Let all that has gathered travel."""
+        gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        for bucket in gathered:
+            self._take_off(bucket)
+
+    def _take_off(self, bucket: Sequence[_Passenger]) -> None:
+        for each in bucket:
+            self._pack(each)
+        dense = [each for each in bucket if not each.packed.is_sparse]
         if dense:
             self._flights.append(_DenseFlight(dense, self.terms))
-        for each in passengers:
+        for each in bucket:
             if each.packed.is_sparse:
                 self._flights.append(_SparseFlight(each, self.terms))
+
+    def _pack(self, passenger: _Passenger) -> None:
+        packed = passenger.gradient
+        passenger.context = None
+        if packed.is_sparse and self.terms.sparse_as_dense:
+            packed = packed.to_dense()
+        if not packed.is_sparse:
+            packed, passenger.context = self.terms.compression.compress(packed)
+        passenger.packed = packed
 
     def _passenger(self, name: str) -> _Passenger:
         parameter = self._parameter_of[name]
@@ -178,12 +212,7 @@ class GradientExchange:
                 f"the gradient of {name} has a graph of its own (create_graph=True); "
                 "such gradients cannot be reduced in place"
             )
-        packed, context = gradient, None
-        if gradient.is_sparse and self.terms.sparse_as_dense:
-            packed = gradient.to_dense()
-        if not packed.is_sparse:
-            packed, context = self.terms.compression.compress(packed)
-        return _Passenger(name, parameter, gradient, gradient._version, packed, context)
+        return _Passenger(name, parameter, gradient)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -201,7 +230,8 @@ class GradientExchange:
             }
             known = self._layouts.agree(gradients)
             for bucket in self._schedule.rest(known):
-                self._send(bucket)
+                self._gather(bucket)
+            self._send()
             self._land()
         self.synchronized = True
 
@@ -219,13 +249,13 @@ class GradientExchange:
 
     def reset(self, backward_passes_per_step: int | None = None) -> None:
         """Forget what travels, and count backward passes from the beginning."""
-        self._flights = []
+        self._flights, self._gathered, self._gathered_bytes = [], [], 0
         self.synchronized = False
         self._schedule.reset(backward_passes_per_step)
 
     def restart_count(self) -> None:
         """The gradients were thrown away before they were complete."""
-        if not self._flights:
+        if not self.pending:
             self._schedule.reset()
 
     def share_loss(self, loss: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 
 import hvdlite.torch as hvd
 from hvdlite.common.runtime import current
+from hvdlite.torch.exchange import ENOUGH_BYTES
 from tests.ranks import run_ranks
 
 SIZE = 3
@@ -722,7 +723,11 @@ def test_num_groups_is_deprecated() -> None:
 
 def test_gradients_travel_while_backward_runs(tmp_path: Path) -> None:
     """The last layer's gradient has arrived before the first layer's is even announced."""
-    models = [net() for _ in range(2)]
+    width = ENOUGH_BYTES // 256  # less would wait for the gradients of other layers
+    models = [
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, width))
+        for _ in range(2)
+    ]
     path = tmp_path / "timeline.json"
 
     def main(rank: int) -> None:
@@ -731,7 +736,7 @@ def test_gradients_travel_while_backward_runs(tmp_path: Path) -> None:
             current().record_timeline(current().timeline, str(path), False)
         hvd.barrier()
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-        hidden = model[1](model[0](data(rank)))
+        hidden = model[1](model[0](torch.ones(2, 64)))
         # Waits in the middle of backward for what was enqueued before, and for nothing else.
         hidden.register_hook(lambda gradient: hvd.barrier())
         model[2](hidden).sum().backward()
