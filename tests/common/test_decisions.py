@@ -331,6 +331,10 @@ def test_runs_hold_numbers(numbers: list[int]) -> None:
         msgpack.packb((99, ())),
         msgpack.packb((-1, ())),
         msgpack.packb((0, ((0, (0, 1 << 60), (), ()),))),
+        msgpack.packb((0, ((0, (1 << 40, 1), (), ()),))),  # no rank
+        msgpack.packb((0, ((0, (0, 1), (5, 1, 3, 1), ()),))),  # descending
+        msgpack.packb((0, ((0, (0, 1), (0, 0), ()),))),
+        msgpack.packb((0, ((0, (0, 1), (0,), ()),))),
         msgpack.packb((0, ((0, (0, 1), (), (("too short",),)),))),
         msgpack.packb((1, ((0, (0, ("not an item",))),))),
         msgpack.packb((2, ("rank", 5))),
