@@ -3,8 +3,9 @@
     python benchmarks/hosts.py                  # 64 MiB of float32, 1 Gbit/s, 1 ms each way
 
 Needs root, iproute2 and the extra test: the hosts are network namespaces, made as the tests make
-them, and tc shapes the link. All entries run in the same processes, in turns. A host has to send
-every byte of the tensor once: that is the bound, without the headers of TCP and IP (5 %).
+them, and tc shapes the link; where the kernel has no netem, `cable` delays what goes over it. All
+entries run in the same processes, in turns. A host has to send every byte of the tensor once: that
+is the bound, without the headers of TCP and IP (5 %).
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cable import cable
 from measuring import Quartiles, make_parser, spread, table, write
 from mpi4py import MPI
 
@@ -57,17 +60,19 @@ def hvdlite_turn(way: str, array: np.ndarray[Any, Any]) -> float:
         hvd.shutdown()
 
 
-def compressed_turn(array: np.ndarray[Any, Any]) -> float:
-    """hvdlite, with bfloat16 on the wire."""
+def bfloat16_turn(compress: bool, array: np.ndarray[Any, Any]) -> float:
+    """hvdlite with bfloat16 on the wire: compressed to it for the trip, or given as it."""
     import torch
 
     import hvdlite.torch as hvd
 
     os.environ["HVDLITE_ALLREDUCE"] = "auto"
+    tensor = torch.from_numpy(array)
+    packed = hvd.Compression.bf16 if compress else hvd.Compression.none
+    given = tensor if compress else tensor.bfloat16()
     hvd.init()
-    tensor, packed = torch.from_numpy(array), hvd.Compression.bf16
     try:
-        return timed(lambda: hvd.allreduce(tensor, name="data", op=hvd.Sum, compression=packed))
+        return timed(lambda: hvd.allreduce(given, name="data", op=hvd.Sum, compression=packed))
     finally:
         hvd.shutdown()
 
@@ -96,7 +101,8 @@ TURNS: dict[str, Turn] = {
     "hvdlite hierarchical": partial(hvdlite_turn, "hierarchical"),
     "hvdlite ring": partial(hvdlite_turn, "ring"),
     "hvdlite mpi": partial(hvdlite_turn, "mpi"),
-    "hvdlite, bf16 compression": compressed_turn,
+    "hvdlite, bfloat16": partial(bfloat16_turn, False),
+    "hvdlite, bf16 compression": partial(bfloat16_turn, True),
     "MPI_Allreduce": mpi_turn,
     "gloo": gloo_turn,
 }
@@ -117,28 +123,56 @@ def rank_main(plan: argparse.Namespace) -> None:
 # -- around them
 
 
-def shape(namespace: str, device: str, args: argparse.Namespace) -> bool:
-    """Shape what leaves through `device`; whether the kernel can delay it as well."""
-    add = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root"]
-    rate = ["rate", f"{args.gbit}gbit"]
-    delayed = [*add, "netem", "delay", f"{args.delay_ms}ms", *rate, "limit", "10000"]
-    if subprocess.run(delayed, capture_output=True, check=False).returncode == 0:
-        return True
-    subprocess.run([*add, "tbf", *rate, "burst", "128kb", "latency", "50ms"], check=True)
-    return False
+def ip(namespace: str, *words: str) -> None:
+    """Run ip in a namespace."""
+    subprocess.run(["ip", "-n", namespace, *words], check=True)
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, list[float]], bool]:
-    """Make the hosts, and run the ranks on them; entry -> seconds, and whether there is a delay."""
+def add_qdisc(namespace: str, device: str, *words: str) -> bool:
+    """Shape what leaves through `device`; whether the kernel can."""
+    command = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root"]
+    return not subprocess.run([*command, *words], capture_output=True, check=False).returncode
+
+
+@contextmanager
+def link(args: argparse.Namespace) -> Iterator[str]:
+    """Shape the link between the hosts as `args` say; gives who makes the delay.
+
+    netem does, where the kernel has it. Otherwise the link is replaced by a `cable`.
+    """
+    from tests.parallel.hosts import ADDRESSES, DEVICES, NAMES
+
+    rate = ("rate", f"{args.gbit}gbit")
+    netem = ("netem", "delay", f"{args.delay_ms}ms", *rate, "limit", "10000")
+    hosts = list(zip(NAMES, DEVICES, ADDRESSES, strict=True))
+    if all(add_qdisc(name, device, *netem) for name, device, _ in hosts):
+        yield "netem"
+        return
+    with ExitStack() as stack:
+        if args.delay_ms:
+            ip(NAMES[0], "link", "del", DEVICES[0])
+            stack.enter_context(cable(DEVICES, args.delay_ms / 1000))
+            for name, device, address in hosts:
+                subprocess.run(["ip", "link", "set", device, "netns", name], check=True)
+                ip(name, "address", "add", f"{address}/24", "dev", device)
+                ip(name, "link", "set", device, "up")
+        for name, device, _ in hosts:
+            if not add_qdisc(name, device, "tbf", *rate, "burst", "128kb", "latency", "50ms"):
+                raise SystemExit("tc cannot shape the link: it needs netem or tbf")
+        yield "a cable in user space" if args.delay_ms else "nobody"
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
+    """Make the hosts, and run the ranks on them; entry -> seconds, and who makes the delay."""
     sys.path.append(str(ROOT))
-    from tests.parallel.hosts import DEVICES, NAMES, two_hosts
+    from tests.parallel.hosts import two_hosts
     from tests.parallel.jobs import environment, mpirun
 
     with (
         tempfile.TemporaryDirectory() as folder,
         two_hosts(Path(folder), [RANKS_PER_HOST] * 2) as (before, options),
+        link(args) as delayed_by,
     ):
-        delayed = [shape(*each, args) for each in zip(NAMES, DEVICES, strict=True)]
         file = Path(folder) / "measured.json"
         words = [sys.executable, __file__, *sys.argv[1:], "--rank-file", str(file)]
         exported = ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
@@ -147,7 +181,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, list[float]], bool]:
         polite = ["--mca", "mpi_yield_when_idle", "1"]
         command = mpirun(2 * RANKS_PER_HOST, *options, *exported, *polite, *words)
         subprocess.run([*before, *command], env=environment(), check=True)
-        return json.loads(file.read_text()), all(delayed)
+        return json.loads(file.read_text()), delayed_by
 
 
 def print_table(measured: dict[str, Quartiles], bound_seconds: float) -> None:
@@ -171,15 +205,15 @@ def main() -> None:
     if args.rank_file:
         rank_main(args)
         return
-    measured, delayed = run(args)
+    measured, delayed_by = run(args)
     quartiles = {name: Quartiles.of(seconds) for name, seconds in measured.items()}
-    delay = f"{args.delay_ms:g} ms" if delayed else "no (the kernel has no netem)"
-    print(f"{args.mib} MiB, {args.gbit:g} Gbit/s, {delay} delay, {RANKS_PER_HOST} ranks a host\n")
+    delay = f"{args.delay_ms:g} ms delay each way (by {delayed_by})"
+    print(f"{args.mib} MiB, {args.gbit:g} Gbit/s, {delay}, {RANKS_PER_HOST} ranks a host\n")
     bound_seconds = (args.mib << 20) * 8 / (args.gbit * 1e9)
     print_table(quartiles, bound_seconds)
     records = [{"entry": name, "seconds": asdict(each)} for name, each in quartiles.items()]
-    link = {"gbit": args.gbit, "delay_ms": args.delay_ms * delayed, "mib": args.mib}
-    write(args.json, [link | record for record in records])
+    line = {"gbit": args.gbit, "delay_ms": args.delay_ms, "by": delayed_by, "mib": args.mib}
+    write(args.json, [line | record for record in records])
 
 
 if __name__ == "__main__":
