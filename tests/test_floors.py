@@ -15,7 +15,7 @@ FLOORS = [
     ["common.errors", "common.bitsets"],
     ["common.reduce_op", "common.topology", "common.config", "common.adapter", "common.handles",
      "common.messages", "common.process_set_table", "common.trace", "common.compression",
-     "common.uncaught", "common.warn"],
+     "common.uncaught", "common.warn", "common.loading"],
     ["common.timeline", "common.tree", "common.logs", "common.arrays",
      "common.readiness", "common.bit_readiness", "common.native_build"],
     ["common.transport"],

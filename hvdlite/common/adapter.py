@@ -8,6 +8,7 @@ promises: for the CPU both are empty.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -79,6 +80,7 @@ class Adapter(Protocol[T]):
         """The user takes `tensor` after `synchronize`: order it behind `commit`. Calling thread."""
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy dtype of a `TensorSpec.dtype`; bfloat16 is ml_dtypes'."""
     if name == "bfloat16":

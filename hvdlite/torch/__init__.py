@@ -12,79 +12,81 @@ from __future__ import annotations
 
 import torch
 
-from hvdlite.common.errors import HorovodInternalError
-from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime import add_process_set, remove_process_set
-from hvdlite.torch.compression import Compression
-from hvdlite.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from hvdlite.torch.mpi_ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    init,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    poll,
-    rank,
-    reducescatter,
-    reducescatter_async,
-    rocm_built,
-    shutdown,
-    size,
-    sparse_allreduce_async,
-    start_timeline,
-    stop_timeline,
-    synchronize,
-)
-from hvdlite.torch.optimizer import DistributedOptimizer
-from hvdlite.torch.sync_batch_norm import SyncBatchNorm
+from hvdlite.common.loading import without_collecting
 
+with without_collecting():
+    from hvdlite.common.errors import HorovodInternalError
+    from hvdlite.common.process_sets import ProcessSet, global_process_set
+    from hvdlite.common.runtime import add_process_set, remove_process_set
+    from hvdlite.torch.compression import Compression
+    from hvdlite.torch.functions import (
+        allgather_object,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+    )
+    from hvdlite.torch.mpi_ops import (
+        Adasum,
+        Average,
+        Max,
+        Min,
+        Product,
+        Sum,
+        allgather,
+        allgather_async,
+        allreduce,
+        allreduce_,
+        allreduce_async,
+        allreduce_async_,
+        alltoall,
+        alltoall_async,
+        barrier,
+        broadcast,
+        broadcast_,
+        broadcast_async,
+        broadcast_async_,
+        ccl_built,
+        cross_rank,
+        cross_size,
+        cuda_built,
+        ddl_built,
+        gloo_built,
+        gloo_enabled,
+        grouped_allgather,
+        grouped_allgather_async,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        init,
+        is_initialized,
+        join,
+        local_rank,
+        local_size,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        poll,
+        rank,
+        reducescatter,
+        reducescatter_async,
+        rocm_built,
+        shutdown,
+        size,
+        sparse_allreduce_async,
+        start_timeline,
+        stop_timeline,
+        synchronize,
+    )
+    from hvdlite.torch.optimizer import DistributedOptimizer
+    from hvdlite.torch.sync_batch_norm import SyncBatchNorm
 
-def _check_has_gpu() -> bool:
-    """Whether torch sees a GPU."""
-    return torch.cuda.is_available()
+    def _check_has_gpu() -> bool:
+        """Whether torch sees a GPU."""
+        return torch.cuda.is_available()
 
 
 __all__ = [

@@ -32,7 +32,6 @@ _NAMES = (
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in _NAMES if hasattr(torch, name)
 }
-_BFLOAT16 = numpy_dtype("bfloat16")
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
@@ -41,14 +40,14 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
         tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:  # torch's numpy() does not know ml_dtypes
         bits: NDArray[Any] = tensor.view(torch.int16).numpy()
-        return bits.reshape(-1).view(_BFLOAT16)
+        return bits.reshape(-1).view(numpy_dtype("bfloat16"))
     array: NDArray[Any] = tensor.numpy()
     return array.reshape(-1)
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:
     """The memory of a flat array as a tensor."""
-    if array.dtype == _BFLOAT16:
+    if array.itemsize == 2 and array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
