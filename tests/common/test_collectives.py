@@ -93,8 +93,12 @@ def test_16_bit_sums_are_rounded_once_for_each_host(name: str, dtype: str) -> No
 @pytest.mark.parametrize(
     "hosts", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 2, 5), (1, 3), (4, 6))], ids=str
 )
-def test_blocks_change_no_bit_of_a_hierarchical_allreduce(hosts: Any, dtype: str) -> None:
-    topology, sizes = Topology(hosts), [7, 1000, 0, 1, 5003]
+@pytest.mark.parametrize("sizes", [[7, 1000, 0, 1, 5003], [2 * 2 * 16 * 20 + 1]], ids=str)
+def test_blocks_change_no_bit_of_a_hierarchical_allreduce(
+    hosts: Any, sizes: list[int], dtype: str
+) -> None:
+    # In the second case one of two slices has a piece of 16 elements more than the other.
+    topology = Topology(hosts)
     reduction = Reduction(ReduceOp.SUM, 0.5, 0.5)
 
     def program(transport: Transport, piece_bytes: int) -> tuple[list[Array], list[str]]:
