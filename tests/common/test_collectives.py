@@ -116,7 +116,7 @@ def test_blocks_change_no_bit_of_a_hierarchical_allreduce(
     at_once = run_ranks(topology, lambda transport: program(transport, 1 << 20))
     in_blocks = run_ranks(topology, lambda transport: program(transport, 64))
     for (arrays, phases), (expected, whole) in zip(in_blocks, at_once, strict=True):
-        assert phases.count("SHM_ALLGATHER") >= 3 * whole.count("SHM_ALLGATHER") == 3
+        assert phases.count("SHM_ALLGATHER") >= 2 * whole.count("SHM_ALLGATHER") == 2
         for array, wanted in zip(arrays, expected, strict=True):
             assert array.tobytes() == wanted.tobytes()
 
