@@ -1,0 +1,134 @@
+"""When the engine is woken for what is enqueued, and by what."""
+
+from __future__ import annotations
+
+import select
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvdlite.numpy as hvd
+from hvdlite.common.config import Config
+from hvdlite.common.execution import Entry
+from hvdlite.common.messages import Request
+from hvdlite.common.tensor_queue import ENOUGH_BYTES, TensorQueue
+from hvdlite.common.transport.alarm import Alarm
+from tests.ranks import run_ranks
+
+SOON = 0.001
+pytestmark = pytest.mark.timeout(30)
+
+
+class Queue:
+    """A queue whose engine sleeps, and what it was woken with."""
+
+    def __init__(self, gather_seconds: float = SOON) -> None:
+        self.woken: list[float] = []
+        self.queue = TensorQueue(0, self.woken.append, gather_seconds)
+        assert self.queue.may_sleep()
+
+    def add(self, name: str, size_bytes: int = 8) -> Entry:
+        entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
+        entry.size_bytes = size_bytes
+        self.queue.add([entry])
+        return entry
+
+
+def test_the_first_tensor_sets_an_alarm_for_all() -> None:
+    queue = Queue()
+    for name in "abc":
+        queue.add(name)
+    assert queue.woken == [SOON]
+    assert len(queue.queue.take()) == 3
+    assert queue.queue.may_sleep()
+    queue.add("d")
+    assert queue.woken == [SOON, SOON]
+
+
+def test_an_engine_that_is_awake_is_not_woken() -> None:
+    queue = Queue()
+    queue.queue.take()
+    queue.add("a")
+    assert not queue.woken
+    assert not queue.queue.may_sleep()
+
+
+def test_who_waits_wakes_the_engine_once() -> None:
+    queue = Queue()
+    first, second = queue.add("a"), queue.add("b")
+    for entry in (first, second):
+        threading.Thread(target=entry.handle.wait, daemon=True).start()
+        assert not entry.handle.ended_within(0.01)
+    assert queue.woken == [SOON, 0.0]
+    for entry in queue.queue.take():
+        entry.complete()
+    assert first.handle.wait() is None
+    assert queue.woken == [SOON, 0.0]
+
+
+def test_who_wants_to_be_called_wakes_the_engine() -> None:
+    queue = Queue()
+    queue.add("a").handle.on_end(lambda: None)
+    assert queue.woken == [SOON, 0.0]
+
+
+def test_many_bytes_wake_the_engine_at_once() -> None:
+    queue = Queue()
+    queue.add("a", ENOUGH_BYTES - 1)
+    queue.add("b", 1)
+    queue.add("c", ENOUGH_BYTES)
+    assert queue.woken == [SOON, 0.0]
+
+
+def test_without_a_cycle_time_every_tensor_wakes_the_engine() -> None:
+    queue = Queue(gather_seconds=0)
+    queue.add("a")
+    assert queue.woken == [0.0]
+
+
+def test_what_nobody_waits_for_is_reduced_all_the_same() -> None:
+    def main(rank: int) -> Any:
+        handle = hvd.allreduce_async(np.ones(3), name="polled", op=hvd.Sum)
+        while not hvd.poll(handle):
+            threading.Event().wait(0.001)
+        return hvd.synchronize(handle).tolist()
+
+    assert run_ranks(2, main, config=Config(cycle_time_ms=5)) == [[2.0] * 3] * 2
+
+
+def readable(alarm: Alarm, milliseconds: int) -> bool:
+    poll = select.poll()
+    for descriptor in alarm.descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(milliseconds))
+
+
+@pytest.mark.parametrize("within", [0.0, 0.02])
+def test_an_alarm_rings_until_it_is_silenced(within: float) -> None:
+    alarm = Alarm()
+    assert not readable(alarm, 0)
+    alarm.ring(within)
+    assert readable(alarm, 5000)
+    assert readable(alarm, 0)
+    alarm.silence()
+    assert not readable(alarm, 0)
+    alarm.close()
+
+
+def test_a_silenced_alarm_forgets_what_is_to_come() -> None:
+    alarm = Alarm()
+    alarm.ring(0.05)
+    alarm.ring()
+    alarm.silence()
+    assert not readable(alarm, 100)
+    alarm.close()
+
+
+def test_an_alarm_that_is_closed_is_rung_in_vain() -> None:
+    alarm = Alarm()
+    alarm.close()
+    for within in (0.0, 0.01):
+        alarm.ring(within)
+    alarm.silence()
