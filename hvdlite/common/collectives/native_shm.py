@@ -133,7 +133,8 @@ class NativeShm:
 
     def runs(self, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group) -> bool:
         """Whether this is a reduction that it knows."""
-        return dtype.name in DTYPES and reduce_op is ReduceOp.SUM and group.size <= MOST_RANKS
+        known = _code(dtype) is not None
+        return known and reduce_op is ReduceOp.SUM and group.size <= MOST_RANKS
 
     def allreduce(
         self,
@@ -144,8 +145,8 @@ class NativeShm:
     ) -> None:
         """See `Backend.allreduce`. All members must have room for it in their memory already."""
         dtype = inputs[0].dtype
-        sizes = np.array([array.size for array in inputs], np.int64)
-        total = int(sizes.sum())
+        sizes = [array.size for array in inputs]
+        total = sum(sizes)
         if total == 0:
             return
         sources = [_address(array) for array in inputs]
@@ -153,7 +154,7 @@ class NativeShm:
             source if given is taken else _address(taken)
             for source, given, taken in zip(sources, inputs, outputs, strict=True)
         ]
-        given, taken = np.array(sources, np.uint64), np.array(targets, np.uint64)
+        lists = np.array([sizes, sources, targets], np.uint64)
         whole = total * dtype.itemsize <= SMALL_BYTES
         local = self._local_numbers(group)
         job = Job(
@@ -168,7 +169,7 @@ class NativeShm:
             slot_bytes=PIECE_BYTES,
             slots_start=BOARD_BYTES,
             whole=whole,
-            dtype=DTYPES[dtype.name],
+            dtype=_code(dtype),
             itemsize=dtype.itemsize,
             timeout_ns=int(CHECK_SECONDS * 1e9),
             prescale=reduction.prescale,
@@ -176,9 +177,9 @@ class NativeShm:
             local=_address(local),
             memory=_address(self._memory),
             base=_address(self._base),
-            sizes=_address(sizes),
-            inputs=_address(given),
-            outputs=_address(taken),
+            sizes=_address(lists[0]),
+            inputs=_address(lists[1]),
+            outputs=_address(lists[2]),
         )
         self._run(job)
 
@@ -206,6 +207,11 @@ class NativeShm:
             view = self._transport.shared(rank, self._start + MEMORY_BYTES)[self._start :]
             self._views[rank] = view
             self._memory[self._number[rank]] = _address(view)
+
+
+@functools.cache
+def _code(dtype: np.dtype[Any]) -> int | None:
+    return DTYPES.get(dtype.name)  # numpy takes microseconds to say a name
 
 
 def _address(array: Array) -> int:
