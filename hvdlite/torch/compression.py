@@ -9,7 +9,7 @@ import torch
 from hvdlite.common.compression import Compressor, NoneCompressor
 
 
-class _CastCompressor(Compressor):
+class CastCompressor(Compressor):
     """Sends floating-point tensors as another, smaller dtype; all others as they are."""
 
     dtype: ClassVar[torch.dtype]
@@ -21,19 +21,31 @@ class _CastCompressor(Compressor):
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 
+    @classmethod
+    def compress_into(cls, memory: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+        """As `compress`, in the memory of an earlier result if it has the right shape.
+
+        The first touch of new memory costs more than the cast. ``copy_`` takes the result back.
+        """
+        if not tensor.is_floating_point():
+            return tensor
+        if memory is None or memory.shape != tensor.shape or memory.device != tensor.device:
+            memory = torch.empty_like(tensor, dtype=cls.dtype)
+        return memory.copy_(tensor)
+
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """The tensor as its own dtype."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
-class FP16Compressor(_CastCompressor):
+class FP16Compressor(CastCompressor):
     """Sends floating-point tensors as float16: values beyond 65504 become infinite."""
 
     dtype = torch.float16
 
 
-class BF16Compressor(_CastCompressor):
+class BF16Compressor(CastCompressor):
     """Sends floating-point tensors as bfloat16: the range of float32 with 8 bits of precision."""
 
     dtype = torch.bfloat16

@@ -17,6 +17,7 @@ import torch
 from hvdlite.common.gradients import Schedule, Terms
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.torch import mpi_ops
+from hvdlite.torch.compression import CastCompressor
 from hvdlite.torch.layouts import Layouts
 
 ParamGroups = list[dict[str, Any]]
@@ -87,8 +88,9 @@ class _DenseFlight:
             self._unpack(each)
 
     def _unpack(self, passenger: _Passenger) -> None:
-        result = self._compression.decompress(passenger.packed, passenger.context)
-        gradient = passenger.gradient
+        result, gradient = passenger.packed, passenger.gradient
+        if gradient.is_sparse or not issubclass(self._compression, CastCompressor):
+            result = self._compression.decompress(result, passenger.context)
         if gradient.is_sparse:
             gradient = result.to_sparse(gradient.sparse_dim())
         elif result is not gradient:
@@ -133,6 +135,7 @@ class GradientExchange:
         self._flights: list[_DenseFlight | _SparseFlight] = []
         self._gathered: list[list[_Passenger]] = []  # buckets that wait to be sent
         self._gathered_bytes = 0
+        self._packed: dict[str, torch.Tensor] = {}  # memory of casts, for the next step
         self._watched: set[torch.Tensor] = set()
         self._parameter_of = {name: parameter for parameter, name in names.items()}
         if terms.active:
@@ -198,8 +201,12 @@ class GradientExchange:
         passenger.context = None
         if packed.is_sparse and self.terms.sparse_as_dense:
             packed = packed.to_dense()
-        if not packed.is_sparse:
-            packed, passenger.context = self.terms.compression.compress(packed)
+        compression = self.terms.compression
+        if issubclass(compression, CastCompressor) and not passenger.gradient.is_sparse:
+            packed = compression.compress_into(self._packed.get(passenger.name), packed)
+            self._packed[passenger.name] = packed
+        elif not packed.is_sparse:
+            packed, passenger.context = compression.compress(packed)
         passenger.packed = packed
 
     def _passenger(self, name: str) -> _Passenger:
