@@ -69,12 +69,13 @@ def bfloat16_turn(compress: bool, array: np.ndarray[Any, Any]) -> float:
 
     gradients = torch.from_numpy(array).split(GRADIENT_ELEMENTS)
     given = [gradient.bfloat16() for gradient in gradients]
+    cast = hvd.Compression.bf16.compress_into
 
     def reduce() -> None:
-        packed = [hvd.Compression.bf16.compress(each) for each in gradients]
-        hvd.grouped_allreduce_([each for each, _ in packed], name="data", op=hvd.Sum)
-        for gradient, (each, context) in zip(gradients, packed, strict=True):
-            gradient.copy_(hvd.Compression.bf16.decompress(each, context))
+        packed = [cast(memory, each) for memory, each in zip(given, gradients, strict=True)]
+        hvd.grouped_allreduce_(packed, name="data", op=hvd.Sum)
+        for gradient, each in zip(gradients, packed, strict=True):
+            gradient.copy_(each)
 
     os.environ["HVDLITE_ALLREDUCE"] = "auto"
     hvd.init()

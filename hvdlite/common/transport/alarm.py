@@ -39,6 +39,7 @@ class Alarm:
             number = ctypes.get_errno()
             os.close(self._bell)
             raise OSError(number, os.strerror(number))
+        self._set = False  # the timer
         self.descriptors = frozenset((self._bell, self._timer))
 
     def ring(self, within: float = 0.0) -> None:
@@ -47,6 +48,7 @@ class Alarm:
             if self._bell < 0:
                 return
             if within > 0:
+                self._set = True
                 _libc.timerfd_settime(self._timer, 0, ctypes.byref(_after(within)), None)
             else:
                 _libc.eventfd_write(self._bell, 1)
@@ -56,7 +58,9 @@ class Alarm:
         with self._lock:
             if self._bell < 0:
                 return
-            _libc.timerfd_settime(self._timer, 0, ctypes.byref(_NEVER), None)
+            if self._set:
+                self._set = False
+                _libc.timerfd_settime(self._timer, 0, ctypes.byref(_NEVER), None)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
 

@@ -153,10 +153,17 @@ class MpiTransport:
 
     def receive(self, timeout: float | None) -> list[Incoming]:
         """See `Transport.receive`."""
+        if timeout == 0:
+            return self._look(0.0)
+        if not self._remote:  # one poll() is enough
+            messages = self._look(0.0 if self._mesh.woken else timeout)
+            self._mesh.woken = False
+            return messages
+        return self._receive_of_any_host(timeout)
+
+    def _receive_of_any_host(self, timeout: float | None) -> list[Incoming]:
         deadline = None if timeout is None else time.monotonic() + timeout
         messages = self._look(0.0)
-        if timeout == 0:
-            return messages
         nap = Nap()
         while not messages and not self._mesh.woken:
             left = None if deadline is None else deadline - time.monotonic()
@@ -166,10 +173,8 @@ class MpiTransport:
         self._mesh.woken = False
         return messages
 
-    def _pause(self, nap: Nap, left: float | None) -> float | None:
+    def _pause(self, nap: Nap, left: float | None) -> float:
         """How long to sleep for local events; what poll() cannot measure is slept here."""
-        if not self._remote:
-            return left
         seconds = nap.seconds() if left is None else min(nap.seconds(), left)
         if seconds >= POLL_RESOLUTION:
             return seconds
