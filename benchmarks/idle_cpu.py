@@ -66,7 +66,8 @@ def main() -> None:
         run_on_two_hosts(command)
         return
     for ranks in options.ranks:
-        subprocess.run(["hvdlite-run", "-np", str(ranks), *command], check=True)
+        launcher = [sys.executable, "-m", "hvdlite.launcher", "-np", str(ranks)]
+        subprocess.run([*launcher, *command], check=True)
 
 
 def run_on_two_hosts(command: list[str]) -> None:
