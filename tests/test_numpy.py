@@ -110,7 +110,7 @@ def test_moves_of_every_dtype(size: int) -> None:
     run_ranks(size, main)
 
 
-def test_sixteen_bit_sums_round_once() -> None:
+def test_sixteen_bit_sums_on_one_host_round_once() -> None:
     """Of 1, and a quarter of the last bit of 1 on seven more ranks, nothing may get lost."""
     size = 8
 
@@ -123,7 +123,23 @@ def test_sixteen_bit_sums_round_once() -> None:
             assert exact > 1 and (total == exact).all()
 
     run_ranks(size, main)
-    run_ranks(size, main, hosts=[[rank] for rank in range(size)])
+
+
+def test_sixteen_bit_sums_round_once_on_each_host() -> None:
+    """What the ranks of one host add keeps all bits: each of two hosts brings half a last bit."""
+    hosts = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    def main(rank: int) -> None:
+        for dtype, last_bit in (("float16", 2.0**-10), ("bfloat16", 2.0**-7)):
+            value = 1.0 if rank % 4 == 0 else last_bit / 4
+            array = np.full(1000, value, dtype_of(dtype))
+            total = hvd.allreduce(array, op=hvd.Sum, name=dtype)
+            hosts_sum = np.float32(1 + 3 * last_bit / 4)
+            sent = hosts_sum.astype(dtype_of(dtype)).astype(np.float32)  # rounded on the wire
+            assert (total == (sent + hosts_sum).astype(dtype_of(dtype))).all()
+            assert (total > 2).all()
+
+    run_ranks(8, main, hosts=hosts)
 
 
 def test_scale_factors() -> None:
@@ -157,6 +173,21 @@ def test_adasum_of_any_number_of_ranks(size: int, dtype: str) -> None:
             assert float(result.astype("float64").sum()) == pytest.approx(1 + size)
 
     run_ranks(size, main)
+
+
+def test_arrays_that_are_not_aligned() -> None:
+    def main(rank: int) -> None:
+        memory = np.zeros(8 * 100 + 1, np.uint8)
+        array = memory[1:].view(np.float64)
+        assert not array.flags.aligned
+        array[:] = rank + 1
+        np.testing.assert_array_equal(
+            hvd.allreduce(array, op=hvd.Sum, name="new"), np.full(100, 3.0)
+        )
+        assert hvd.allreduce_(array, op=hvd.Sum, name="in place") is array
+        np.testing.assert_array_equal(array, np.full(100, 3.0))
+
+    run_ranks(2, main)
 
 
 def test_arrays_that_are_not_contiguous_numbers_and_lists() -> None:

@@ -45,7 +45,7 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 class _CopiedBuffer(CpuBuffer):
-    """The output for an array that is not contiguous."""
+    """The output for an array that is not contiguous and aligned."""
 
     __slots__ = ("_target",)
 
@@ -66,19 +66,20 @@ class NumpyAdapter:
         return TensorSpec(_name(array.dtype), array.shape, HOST_DEVICE)
 
     def input(self, tensor: Array) -> HostBuffer:
-        """The array's own memory, or a copy of one that is not contiguous."""
-        return CpuBuffer(np.ascontiguousarray(tensor).reshape(-1))
+        """The array's own memory, or a copy of one that is not contiguous and aligned."""
+        array = np.ascontiguousarray(tensor)
+        return CpuBuffer((array if array.flags.aligned else array.copy()).reshape(-1))
 
     def empty_like(self, tensor: Array, shape: tuple[int, ...]) -> Array:
         """A new array, aligned for every kernel."""
         return aligned_empty(shape, np.asarray(tensor).dtype)
 
     def output(self, tensor: Array) -> HostBuffer:
-        """The array's own memory, or a buffer that is copied into one that is not contiguous."""
+        """The array's own memory; a buffer where it is not contiguous and aligned."""
         if not isinstance(tensor, np.ndarray) or not tensor.flags.writeable:
             what = "a read-only one" if isinstance(tensor, np.ndarray) else str(type(tensor))
             raise ValueError(f"only a numpy array can be written in place, not {what}")
-        return CpuBuffer(tensor.reshape(-1)) if tensor.flags.c_contiguous else _CopiedBuffer(tensor)
+        return CpuBuffer(tensor.reshape(-1)) if tensor.flags.carray else _CopiedBuffer(tensor)
 
     def read_splits(self, splits: Any) -> list[int]:
         """Splits from a list or an array."""

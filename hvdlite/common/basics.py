@@ -60,8 +60,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises `ValueError` before `init`, `OSError` when the file cannot be written.
     """
-    runtime = current()
-    runtime.record_timeline(runtime.timeline, file_path, mark_cycles)
+    current().record_timeline(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:

@@ -54,10 +54,11 @@ class Recipe:
     def compiled(self) -> Path | None:
         """The library, if it is there. Raises `BuildError`."""
         directory = self._cache()
-        if not directory.exists():
-            return None
-        path = _private(directory) / self._file_name()
-        return path if path.exists() else None
+        with _usable(directory):
+            if not directory.exists():
+                return None
+            path = _private(directory) / self._file_name()
+            return path if path.exists() else None
 
     def compile_once(self, try_again: bool = False) -> Path:
         """The library; compiled now if it is not there.
@@ -69,10 +70,13 @@ class Recipe:
         if found is not None:
             return found
         compiler = _compiler()
-        path = _private(_made(self._cache())) / self._file_name()
-        with _locked(path.with_name(path.name + ".lock"), self.source.name):
-            if not path.exists():  # another process may have made it meanwhile
-                self._compile(compiler, path, try_again)
+        directory = self._cache()
+        with _usable(directory):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = _private(directory) / self._file_name()
+            with _locked(path.with_name(path.name + ".lock"), self.source.name):
+                if not path.exists():  # another process may have made it meanwhile
+                    self._compile(compiler, path, try_again)
         return path
 
     def _cache(self) -> Path:
@@ -133,12 +137,15 @@ class Recipe:
         return text if done.returncode else None
 
 
-def _made(directory: Path) -> Path:
+@contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    """A directory that cannot be read or written, or is full, is a `BuildError` too."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise BuildError(f"{error}; set XDG_CACHE_HOME to a directory of your own") from None
-    return directory
+        raise BuildError(
+            f"{directory} cannot be used: {error}; set XDG_CACHE_HOME to a directory of your own"
+        ) from None
 
 
 def _private(directory: Path) -> Path:

@@ -47,29 +47,29 @@ class Runtime:
         self.requests: dict[str, tuple[Any, Any, Request]] = {}
         self._unnamed: dict[int | None, int] = {}  # by process set: calls without a name
         self._unnamed_lock = threading.Lock()  # guards it
+        self.timeline = Timeline(self.rank)
         try:
-            self.timeline = self._open_timeline()
-        except OSError:
+            self._record_from_the_start()
+            self.engine = Engine(transport, config, self.timeline)
+        except BaseException:
+            self.timeline.close()
             transport.close()
             raise
-        self.engine = Engine(transport, config, self.timeline)
         self.known_sets: dict[int, ProcessSet] = {}
         self.engine.start()
 
-    def _open_timeline(self) -> Timeline:
-        timeline = Timeline(self.rank)
+    def _record_from_the_start(self) -> None:
         path = self.config.timeline
         if path and path.upper() != DYNAMIC.upper():
-            self.record_timeline(timeline, path, self.config.timeline_mark_cycles)
-        return timeline
+            self.record_timeline(path, self.config.timeline_mark_cycles)
 
-    def record_timeline(self, timeline: Timeline, path: str, mark_cycles: bool) -> None:
+    def record_timeline(self, path: str, mark_cycles: bool) -> None:
         """Start to record, on rank 0 or on every rank as the settings say."""
         if self.config.timeline_all_ranks:
             path = path_of_rank(path, self.rank)
         elif self.rank != 0:
             return
-        timeline.record_to(path, mark_cycles)
+        self.timeline.record_to(path, mark_cycles)
 
     def named(self, name: str | None, process_set: ProcessSet) -> AbstractContextManager[str]:
         """`name`, or the next number of this set, which is used up unless the call is refused."""
@@ -221,7 +221,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
     Raises `ValueError` for wrong arguments, `ConfigError` (a `ValueError`) for settings with
     wrong values, `HorovodVersionMismatchError`, `OSError` for a timeline that cannot be written,
-    and `HorovodInternalError` when a rank is lost or has other settings.
+    `BuildError` where ``HVDLITE_NATIVE=on`` and compiled code cannot be had, and
+    `HorovodInternalError` when a rank is lost or has other settings.
     """
     sets = _checked_sets(process_sets, comm)
     if _state.forked_from is not None:

@@ -84,9 +84,10 @@ with without_collecting():
     from hvdlite.torch.optimizer import DistributedOptimizer
     from hvdlite.torch.sync_batch_norm import SyncBatchNorm
 
-    def _check_has_gpu() -> bool:
-        """Whether torch sees a GPU."""
-        return torch.cuda.is_available()
+
+def _check_has_gpu() -> bool:
+    """Whether torch sees a GPU."""
+    return torch.cuda.is_available()
 
 
 __all__ = [

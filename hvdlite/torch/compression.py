@@ -27,7 +27,7 @@ class CastCompressor(Compressor):
 
         The first touch of new memory costs more than the cast. ``copy_`` takes the result back.
         """
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or tensor.dtype is cls.dtype:
             return tensor
         if memory is None or memory.shape != tensor.shape or memory.device != tensor.device:
             memory = torch.empty_like(tensor, dtype=cls.dtype)

@@ -17,11 +17,14 @@ import torch
 from hvdlite.common.gradients import Schedule, Terms
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.compression import CastCompressor
+from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
 from hvdlite.torch.layouts import Layouts
 
 ParamGroups = list[dict[str, Any]]
 ENOUGH_BYTES = 4 << 20  # of gradients, to be sent in the middle of backward
+
+# What only casts needs neither new memory nor `decompress`; a subclass may do anything.
+_CASTS: tuple[type[CastCompressor], ...] = (FP16Compressor, BF16Compressor)
 
 
 class _Passenger:
@@ -89,7 +92,7 @@ class _DenseFlight:
 
     def _unpack(self, passenger: _Passenger) -> None:
         result, gradient = passenger.packed, passenger.gradient
-        if gradient.is_sparse or not issubclass(self._compression, CastCompressor):
+        if gradient.is_sparse or self._compression not in _CASTS:
             result = self._compression.decompress(result, passenger.context)
         if gradient.is_sparse:
             gradient = result.to_sparse(gradient.sparse_dim())
@@ -182,9 +185,9 @@ class GradientExchange:
 
     def _send(self) -> None:
         """Let all that has gathered travel."""
-        gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        for bucket in gathered:
-            self._take_off(bucket)
+        self._gathered_bytes = 0
+        while self._gathered:  # where one is refused, the others are still there
+            self._take_off(self._gathered.pop(0))
 
     def _take_off(self, bucket: Sequence[_Passenger]) -> None:
         for each in bucket:
@@ -202,9 +205,10 @@ class GradientExchange:
         if packed.is_sparse and self.terms.sparse_as_dense:
             packed = packed.to_dense()
         compression = self.terms.compression
-        if issubclass(compression, CastCompressor) and not passenger.gradient.is_sparse:
+        if compression in _CASTS and not passenger.gradient.is_sparse:
             packed = compression.compress_into(self._packed.get(passenger.name), packed)
-            self._packed[passenger.name] = packed
+            if packed is not passenger.gradient:
+                self._packed[passenger.name] = packed
         elif not packed.is_sparse:
             packed, passenger.context = compression.compress(packed)
         passenger.packed = packed
@@ -238,14 +242,19 @@ class GradientExchange:
             known = self._layouts.agree(gradients)
             for bucket in self._schedule.rest(known):
                 self._gather(bucket)
-            self._send()
-            self._land()
+            error: Exception | None = None
+            while self._gathered:  # other ranks wait for what can be sent
+                try:
+                    self._send()
+                except Exception as failure:
+                    error = error or failure
+            self._land(error)
         self.synchronized = True
 
-    def _land(self) -> None:
+    def _land(self, error: Exception | None) -> None:
+        """Wait for all that flies. Raises `error`, or else the first that comes."""
         flights = self._flights
         self.reset()
-        error: RuntimeError | None = None
         for flight in flights:
             try:
                 flight.land()

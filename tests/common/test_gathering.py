@@ -126,8 +126,17 @@ def test_a_silenced_alarm_forgets_what_is_to_come() -> None:
     alarm.close()
 
 
+def test_an_alarm_may_be_set_for_longer_than_a_second() -> None:
+    alarm = Alarm()
+    alarm.ring(1.05)
+    assert not readable(alarm, 100)
+    assert readable(alarm, 5000)
+    alarm.close()
+
+
 def test_an_alarm_that_is_closed_is_rung_in_vain() -> None:
     alarm = Alarm()
+    alarm.close()
     alarm.close()
     for within in (0.0, 0.01):
         alarm.ring(within)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import hvdlite.numpy as hvd
 from hvdlite.common.adapter import numpy_dtype
 from hvdlite.common.collectives import native_shm
 from hvdlite.common.collectives.base import Array, Group, Reduction
 from hvdlite.common.collectives.native_shm import PIECE_BYTES, SLOTS, Library, library
 from hvdlite.common.collectives.shm import ShmBackend
+from hvdlite.common.config import Config
 from hvdlite.common.errors import PeerLostError
 from hvdlite.common.native_build import BuildError
 from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.runtime import Runtime
 from hvdlite.common.topology import Topology
 from hvdlite.common.transport.base import Transport
+from hvdlite.common.transport.inprocess import InProcessWorld
+from tests import ranks
 from tests.backends import quiet, run_ranks, whole_group
 
 SUM = Reduction(ReduceOp.SUM)
@@ -156,14 +161,39 @@ def test_a_member_that_leaves_later_is_named() -> None:
     assert run_ranks(Topology.single_host(2), program) == [1, None]
 
 
-def test_without_a_compiler_python_reduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", "/nowhere/c++")
     native_shm._load.cache_clear()
-    try:
-        assert library("auto") is None
-        assert library("off") is None
-        with pytest.raises(BuildError, match=r"there is no \$CXX \(/nowhere/c\+\+\) here"):
-            library("on")
-    finally:
-        native_shm._load.cache_clear()
+    yield tmp_path
+    native_shm._load.cache_clear()
+
+
+def test_without_a_compiler_python_reduces(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert library("auto") is None
+    assert library("off") is None
+    with pytest.raises(BuildError, match=r"there is no \$CXX \(/nowhere/c\+\+\) here"):
+        library("on")
+
+
+def test_a_cache_of_no_use_ends_no_rank(empty_cache: Path) -> None:
+    (empty_cache / "hvdlite").write_text("this is no directory")
+
+    def main(rank: int) -> list[float]:
+        return hvd.allreduce(np.ones(3), op=hvd.Sum, name="x").tolist()
+
+    assert ranks.run_ranks(2, main) == [[2.0] * 3] * 2
+
+
+def test_a_rank_that_cannot_have_what_it_must_have_closes_its_connections(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    world = InProcessWorld(Topology.single_host(2))
+    transport = world.transport(1)
+    with pytest.raises(BuildError, match="there is no"):
+        Runtime(transport, Config(native="on"))
+    assert world.transport(0).gone(1)

@@ -136,6 +136,19 @@ def test_a_cache_that_cannot_be_written_is_named(
         recipe().compile_once()
 
 
+@pytest.mark.parametrize("broken", ["lock", "failed"])
+def test_a_cache_where_a_file_cannot_be_written_is_named(
+    broken: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(Compiler(tmp_path, "exit 1"), monkeypatch)
+    path = cache / "hvdlite" / recipe().folder / f"{recipe()._file_name()}.{broken}"
+    path.mkdir(parents=True)
+    for directory in (path.parent, path.parent.parent):
+        directory.chmod(0o700)
+    with pytest.raises(BuildError, match=r"cannot be used: .*set XDG_CACHE_HOME"):
+        recipe().compile_once()
+
+
 @pytest.mark.parametrize("reason", ["no compiler", "not a library"])
 def test_without_the_operations_python_runs_collectives(
     reason: str,

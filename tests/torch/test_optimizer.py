@@ -122,6 +122,82 @@ def test_compression(compression: str, tolerance: float, groups: int | None) -> 
     )
 
 
+class _Halved(hvd.Compression.fp16):  # type: ignore[misc, name-defined]
+    """A compression of the user's own that is built on ours."""
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
+        return super().compress(tensor * 0.5)
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor.to(ctx) * 2 + 1
+
+
+@pytest.mark.parametrize("compression", [_Halved, _Halved()], ids=["class", "instance"])
+def test_a_compression_built_on_ours_is_asked(compression: Any) -> None:
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), compression=compression
+        )
+        loss_of(model, rank).backward()
+        optimizer.synchronize()
+        expected = reduced_gradients(size=2) + 1
+        torch.testing.assert_close(gradients(model), expected, rtol=2e-3, atol=2e-3)
+
+    run_ranks(2, main)
+
+
+def test_gradients_of_the_compressed_type_travel_as_they_are() -> None:
+    models = [net().to(torch.bfloat16) for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), compression=hvd.Compression.bf16
+        )
+        for step in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float(rank + 2 * step))
+            given = [parameter.grad for parameter in model.parameters()]
+            optimizer.synchronize()
+            for parameter, gradient in zip(model.parameters(), given, strict=True):
+                assert parameter.grad is gradient
+                assert (gradient == 0.5 + 2 * step).all()
+
+    run_ranks(2, main)
+
+
+class _Picky(hvd.Compression.none):  # type: ignore[misc, name-defined]
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        if tensor.shape == (4,):
+            raise TypeError("no biases of 4")
+        return tensor, None
+
+
+def test_a_gradient_that_is_refused_holds_up_no_other() -> None:
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), compression=_Picky
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float(rank))
+        with pytest.raises(TypeError, match="no biases of 4"):
+            optimizer.synchronize()
+        for parameter in model.parameters():
+            expected = float(rank) if parameter.shape == (4,) else 0.5
+            assert parameter.grad is not None and (parameter.grad == expected).all()
+
+    run_ranks(2, main)
+
+
 def test_the_class_is_the_wrapped_one_and_state_and_options_are_kept() -> None:
     model = net()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -733,7 +809,7 @@ def test_gradients_travel_while_backward_runs(tmp_path: Path) -> None:
     def main(rank: int) -> None:
         model = models[rank]
         if rank == 0:
-            current().record_timeline(current().timeline, str(path), False)
+            current().record_timeline(str(path), False)
         hvd.barrier()
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
         hidden = model[1](model[0](torch.ones(2, 64)))

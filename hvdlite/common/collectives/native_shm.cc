@@ -219,7 +219,7 @@ struct Job {
   char* const* outputs;        // by tensor
   // progress, zero at first
   int64_t packed, reduced, unpacked;  // pieces
-  int64_t missed;                     // the member that did not come in time
+  int64_t missed;                     // the local rank that did not come in time
 };
 
 constexpr int64_t kDone = 0, kWaiting = 1;
@@ -468,11 +468,6 @@ class Run {
 
 extern "C" {
 
-// How large a board is, in bytes.
-int64_t hvdlite_board_bytes(int64_t local_size) {
-  return int64_t(sizeof(Board)) + local_size * int64_t(sizeof(Counters));
-}
-
-// Run a job: 0, or 1 when member `missed` has not come in time; then call it again.
+// Run a job: 0, or 1 when local rank `missed` has not come in time; then call it again.
 int64_t hvdlite_allreduce(Job* job) { return Run(*job).go(); }
 }

@@ -89,9 +89,10 @@ def _processor() -> str:
 def _load() -> Library | BuildError:
     try:
         path = recipe().compile_once()
-        return Library(path)
     except BuildError as error:
         return error
+    try:
+        return Library(path)
     except OSError as error:
         return BuildError(f"{path} cannot be loaded: {error}")
 
@@ -134,7 +135,7 @@ class NativeShm:
     def runs(self, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group) -> bool:
         """Whether this is a reduction that it knows."""
         known = _code(dtype) is not None
-        return known and reduce_op is ReduceOp.SUM and group.size <= MOST_RANKS
+        return known and reduce_op is ReduceOp.SUM and len(self._ranks) <= MOST_RANKS
 
     def allreduce(
         self,

@@ -85,6 +85,7 @@ class ShmBackend:
         native = self._native_of(group)
         if native is not None and native.runs(inputs[0].dtype, reduction.reduce_op, group):
             with activity("SHM_ALLREDUCE"):
+                self._begin()  # a signal that nobody takes would hide that a peer is gone
                 native.allreduce(group, inputs, outputs, reduction)
             return
         source, target = Chain(inputs), Chain(outputs)

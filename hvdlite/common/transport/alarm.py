@@ -43,7 +43,7 @@ class Alarm:
         self.descriptors = frozenset((self._bell, self._timer))
 
     def ring(self, within: float = 0.0) -> None:
-        """Ring now, or in `within` seconds (less than 1). After `close` it is no error."""
+        """Ring now, or in `within` seconds. After `close` it is no error."""
         with self._lock:
             if self._bell < 0:
                 return
@@ -65,11 +65,12 @@ class Alarm:
                 os.eventfd_read(self._bell)
 
     def close(self) -> None:
-        """Close both."""
+        """Close both, once."""
         with self._lock:
-            os.close(self._bell)
-            os.close(self._timer)
-            self._bell = self._timer = -1
+            if self._bell >= 0:
+                os.close(self._bell)
+                os.close(self._timer)
+                self._bell = self._timer = -1
 
     def after_fork_in_child(self) -> None:
         """Close this process's copies."""
@@ -78,7 +79,8 @@ class Alarm:
 
 
 def _after(seconds: float) -> _Time:
-    return _Time(0, 0, 0, max(1, int(seconds * 1e9)))
+    whole, rest = divmod(max(1, int(seconds * 1e9)), 10**9)
+    return _Time(0, 0, whole, rest)
 
 
 _NEVER = _Time(0, 0, 0, 0)
