@@ -12,7 +12,7 @@ PACKAGE = Path(hvdlite.__file__).parent
 ROOT = PACKAGE.parent
 
 FLOORS = [
-    ["common.errors", "common.bitsets"],
+    ["common.errors", "common.bitsets", "common.segmentation"],
     ["common.reduce_op", "common.topology", "common.config", "common.adapter", "common.handles",
      "common.messages", "common.process_set_table", "common.trace", "common.compression",
      "common.uncaught", "common.warn", "common.loading"],

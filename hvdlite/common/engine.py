@@ -18,7 +18,7 @@ from hvdlite.common.collectives.select import build_backends
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.config import Config
 from hvdlite.common.errors import HorovodInternalError, PeerLostError
-from hvdlite.common.execution import Entry, Executor
+from hvdlite.common.execution import Entry, Executor, Observer
 from hvdlite.common.messages import Eviction, Order, Response, Segment
 from hvdlite.common.negotiation import Negotiation
 from hvdlite.common.process_set_table import ProcessSetTable, unflatten
@@ -73,6 +73,24 @@ class Engine:
             for entry in entries:
                 self._timeline.negotiate_start(entry.request.name, entry.request.collective)
         self.queue.add(entries)
+
+    @property
+    def clock_offset_seconds(self) -> float:
+        """How far the monotonic clock of rank 0 is ahead of this one; 0 until it has answered."""
+        return self._negotiation.clock_offset_seconds
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Call `observer` on the engine's thread with each segment that has run from now on.
+
+        Returns what ends that.
+        """
+        executor = self._executor
+        executor.observers = (*executor.observers, observer)
+
+        def end() -> None:
+            executor.observers = tuple(each for each in executor.observers if each is not observer)
+
+        return end
 
     def shutdown(self) -> None:
         """Leave the job. Returns when no other rank waits for this one any more.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,8 +99,21 @@ def neutral(request: Request) -> Any:
     return np.inf if highest else -np.inf
 
 
+class SegmentRun(NamedTuple):
+    """One reduction, or other collective, that has run: what travelled together, and when."""
+
+    names: tuple[str, ...]
+    collective: str
+    bytes: int  # of this rank's inputs
+    start: float  # seconds of `time.monotonic`
+    end: float
+
+
+Observer = Callable[[SegmentRun], None]
+
+
 class Executor:
-    """The backends of one rank, and the timeline that shows what they do."""
+    """The backends of one rank, the timeline that shows what they do, and who else watches."""
 
     def __init__(
         self, rank: int, topology: Topology, backends: Backends, timeline: Timeline
@@ -109,6 +123,8 @@ class Executor:
         self._backends = backends
         self._timeline = timeline
         self._groups: dict[tuple[int, ...], Group] = {}
+        # Told of every segment that has run, before its handles end, on the engine's thread.
+        self.observers: tuple[Observer, ...] = ()
 
     def group(self, members: tuple[int, ...]) -> Group:
         """The process set with these members, as this rank sees it."""
@@ -143,6 +159,7 @@ class Executor:
                 entry.handle.fail(HorovodInternalError(str(error), job_goes_on=True))
             return
         names = [response.request.name for response in responses]
+        start = time.monotonic()
         with _Recorded(self._timeline, names, responses):
             for entry in present:
                 entry.wait()
@@ -161,6 +178,11 @@ class Executor:
                     f"'{request.name}': {type(error).__name__}: {error}",
                     rank=self._rank,
                 ) from error
+        if self.observers:
+            nbytes = sum(entry.size_bytes for entry in present)
+            run = SegmentRun(tuple(names), row.name, nbytes, start, time.monotonic())
+            for observe in self.observers:
+                observe(run)
         for entry in reversed(present):  # who waits for the first should find all of them ended
             entry.complete()
 

@@ -59,6 +59,7 @@ class Negotiation:
         clock: Callable[[], float],
     ) -> None:
         self.orders: deque[Order] = deque()  # to be obeyed by this rank, in this sequence
+        self.clock_offset_seconds = 0.0  # how far rank 0's monotonic clock is ahead, once known
         self._rank = transport.rank
         self._transport = transport
         self._timeline = timeline
@@ -130,7 +131,7 @@ class Negotiation:
         """Ask how far the clock of rank 0 is ahead; the timeline is told when the answer comes."""
         host_of = self._transport.topology.host_of
         if host_of[self._rank] == host_of[ROOT]:
-            self._timeline.set_clock_offset(0.0)  # one host, one monotonic clock
+            self._set_clock_offset(0.0)  # one host, one monotonic clock
         else:
             self._send_up(ClockQuery(self._rank, time.monotonic_ns()))
 
@@ -194,7 +195,11 @@ class Negotiation:
             self._send_down(message)
             return
         middle_ns = (message.asked_ns + time.monotonic_ns()) // 2
-        self._timeline.set_clock_offset((message.answered_ns - middle_ns) / 1e9)
+        self._set_clock_offset((message.answered_ns - middle_ns) / 1e9)
+
+    def _set_clock_offset(self, seconds: float) -> None:
+        self.clock_offset_seconds = seconds
+        self._timeline.set_clock_offset(seconds)
 
     _handlers: ClassVar[dict[type, Callable[..., None]]] = {
         Reports: _on_reports,

@@ -1,0 +1,1 @@
+"""Which gradients travel together: strategies that cut a list of gradients into segments."""
