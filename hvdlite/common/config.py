@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdlite.common.errors import ConfigError
+from hvdlite.common.segmentation.reading import read_strategy
 
 PREFIX = "HVDLITE_"
 ALIAS_PREFIX = "HOROVOD_"
@@ -123,6 +124,12 @@ def core_list(text: str) -> tuple[int, ...]:
     return cores
 
 
+def segmentation(text: str) -> str:
+    """The text of a strategy."""
+    read_strategy(text)
+    return text
+
+
 def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **where: Any) -> Any:
     """A dataclass field that carries its `Setting`."""
     return field(default=default, metadata={"setting": (env, parse, help, where)})
@@ -142,6 +149,12 @@ class Config:
         128 * MIB, "FUSION_THRESHOLD", number(int, 0, "bytes"),
         "Most bytes that are fused into one segment; 0 turns fusion off.",
         flag="--fusion-threshold-mb", yaml="params.fusion_threshold_mb", flag_scale=MIB,
+    )  # fmt: skip
+    segmentation: str = setting(
+        "threshold", "SEGMENTATION", segmentation,
+        "Which gradients travel together: threshold[:MB], size:60,20,20 (percent), "
+        "index:28,60,160, mb:16[,50], count:50, or auto[:FILE].",
+        flag="--segmentation", yaml="params.segmentation", alias=False,
     )  # fmt: skip
     cycle_time_ms: float = setting(
         1.0, "CYCLE_TIME", number(float, 0, "milliseconds"),

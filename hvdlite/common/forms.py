@@ -66,6 +66,15 @@ class Forms(Verbs[T]):
             )
         return runtime.handles.add(Operation(entries, shape_result))
 
+    def start_group(
+        self, tensors: Tensors[T], name: str, options: Options, in_place: bool = False
+    ) -> int:
+        """Start an allreduce of one or more tensors with all that `options` say; a handle.
+
+        Its result is a list of tensors: `tensors` themselves where they are written `in_place`.
+        """
+        return self._start("allreduce", tensors, name, options, _list, in_place)
+
     def run(
         self, collective: str, tensors: Tensors[T], name: str | None, options: Options
     ) -> Outcome:

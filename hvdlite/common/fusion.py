@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hvdlite.common.adapter import numpy_dtype
 from hvdlite.common.collectives.table import ROWS
-from hvdlite.common.messages import Response
+from hvdlite.common.messages import JOB_THRESHOLD, WHOLE_GROUP, Response
 
 
 @dataclass
@@ -26,6 +26,8 @@ def next_segments(
     A tensor joins the youngest segment of its kind if it fits, also past others of another kind
     (look-ahead); a tensor above the threshold is a segment of its own. Segments are ordered by
     their first tensor. With `keep_groups`, a group is fused with nothing but itself.
+
+    A request may have a limit of its own, or ask that its group is exactly one segment.
     """
     segments: list[_Open] = []
     youngest: dict[Hashable, _Open] = {}
@@ -36,7 +38,7 @@ def next_segments(
             continue
         size = size_bytes(response)
         current = youngest.get(kind)
-        if current is None or current.bytes + size > threshold_bytes:
+        if current is None or current.bytes + size > _limit_bytes(response, threshold_bytes):
             current = youngest[kind] = _Open([])
             segments.append(current)
         current.responses.append(response)
@@ -52,11 +54,19 @@ def size_bytes(response: Response) -> int:
     return ROWS[request.collective].bytes(response, numpy_dtype(request.dtype).itemsize)
 
 
+def _limit_bytes(response: Response, threshold_bytes: int) -> float:
+    own = response.request.fusion_bytes
+    if own == WHOLE_GROUP:
+        return float("inf")
+    return threshold_bytes if own == JOB_THRESHOLD else own
+
+
 def _kind(response: Response, keep_groups: bool) -> Hashable | None:
     """What tensors of one segment have in common; None: never fused."""
     request = response.request
     if response.error or not ROWS[request.collective].fusable:
         return None
+    apart = keep_groups or request.fusion_bytes == WHOLE_GROUP
     return (
         request.process_set_id,
         request.collective,
@@ -65,5 +75,6 @@ def _kind(response: Response, keep_groups: bool) -> Hashable | None:
         request.reduce_op,
         request.prescale_factor,
         request.postscale_factor,
-        request.group or request.name if keep_groups else "",
+        request.fusion_bytes,
+        request.group or request.name if apart else "",
     )

@@ -13,8 +13,10 @@ from typing import Any, Generic, TypeVar
 from hvdlite.common.basics import size
 from hvdlite.common.collectives.table import split_rows
 from hvdlite.common.compression import Compressor
+from hvdlite.common.options import Options
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.common.warn import warn_user
 
 K = TypeVar("K", bound=Hashable)
@@ -53,6 +55,29 @@ class Terms:
     scaling: Scaling
     sparse_as_dense: bool
     process_set: ProcessSet
+    segmentation: Strategy | None = None  # None: what was chosen for the process set
+
+    def __post_init__(self) -> None:
+        if self.segmentation is not None and not self.fusable:
+            raise ValueError(
+                f"segmentation {self.segmentation.text}: only Average and Sum travel in segments, "
+                f"not {self.scaling.op.name.capitalize()}"
+            )
+
+    @property
+    def fusable(self) -> bool:
+        """Whether the operation lets gradients travel in segments."""
+        return self.scaling.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
+
+    @property
+    def options(self) -> Options:
+        """What every reduction of a gradient says."""
+        return Options(
+            self.process_set,
+            self.scaling.op,
+            prescale_factor=self.scaling.prescale_factor,
+            postscale_factor=self.scaling.postscale_factor,
+        )
 
     @property
     def active(self) -> bool:
@@ -145,6 +170,14 @@ class Schedule(Generic[K]):
         self._passes = passes
         self._done: dict[K, int] = {}  # passes since the last step
         self._sent: set[K] = set()
+
+    def rearrange(self, buckets: Iterable[Sequence[K]]) -> None:
+        """Between two steps: gradients travel in `buckets` from now on; all others as before."""
+        moved = [list(bucket) for bucket in buckets]
+        taken = {key for bucket in moved for key in bucket}
+        alone = [[key] for key in self._bucket_of if key not in taken]
+        self._buckets = moved + alone
+        self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket}
 
     def add(self, key: K) -> None:
         """One more parameter, alone in its bucket."""

@@ -17,9 +17,11 @@ import msgpack
 from hvdlite.common.bitsets import NumberSet, runs_of
 from hvdlite.common.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NO_BIT = -1
 NO_RANK = -1
+JOB_THRESHOLD = -1  # `Request.fusion_bytes`: as the job is set
+WHOLE_GROUP = -2  # its group is one segment, whatever the size
 
 
 class Request(NamedTuple):
@@ -37,7 +39,8 @@ class Request(NamedTuple):
     postscale_factor: float = 1.0
     group: str = ""  # members of a group have its name, and are answered together
     group_size: int = 0
-    settings: str = ""  # of `init`: what all ranks must have set alike
+    settings: str = ""  # of `init` and gradients: what all ranks must have set alike
+    fusion_bytes: int = JOB_THRESHOLD  # of the segment that it joins, at most; or WHOLE_GROUP
 
 
 class Response(NamedTuple):
@@ -246,7 +249,7 @@ def _request(value: Any) -> Request:
 _FIELDS: dict[type, tuple[Any, ...]] = {
     Request: (
         _natural, _text, _text, _text, _naturals, _text, _natural, _integer, _real, _real,
-        _text, _natural, _text,
+        _text, _natural, _text, _integer,
     ),
     Response: (_request, _naturals, _integer, _text, _integer),
     Eviction: (_natural, _natural),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from numpy.typing import NDArray
 
@@ -141,7 +141,34 @@ def submit(
         entries = [TensorEntry(request, adapter, tensors[0], target)]
         runtime.engine.enqueue(entries)
         return entries
-    specs = [adapter.spec(tensor) for tensor in tensors]
+    specs = tuple(adapter.spec(tensor) for tensor in tensors)
+    if options.grouped:
+        requests = _prepared_group(runtime, collective, name, specs, options, members)
+        splits: tuple[int, ...] = ()
+    else:
+        _check(collective, name, specs[0], options, members)
+        splits = _splits(adapter, name, specs[0], options, len(members))
+        requests = (_request(runtime, collective, name, specs[0], options, "", 1),)
+    entries = [
+        TensorEntry(request, adapter, tensor, None if targets is None else targets[index], splits)
+        for index, (request, tensor) in enumerate(zip(requests, tensors, strict=True))
+    ]
+    runtime.engine.enqueue(entries)
+    return entries
+
+
+def _prepared_group(
+    runtime: Runtime,
+    collective: str,
+    name: str,
+    specs: tuple[TensorSpec, ...],
+    options: Options,
+    members: tuple[int, ...],
+) -> tuple[Request, ...]:
+    """The requests for the tensors of a group; checked once, as `_prepared`."""
+    known = runtime.requests.get(name)
+    if known is not None and known[0] == specs and known[1] == options:
+        return cast("tuple[Request, ...]", known[2])
     for spec in specs:
         _check(collective, name, spec, options, members)
     if len({spec.device for spec in specs}) > 1:
@@ -150,22 +177,12 @@ def submit(
             f"these are on {sorted({spec.device for spec in specs})}",
             job_goes_on=True,
         )
-    names = _names(name, len(tensors), options.grouped)
-    group = name if options.grouped else ""
-    divide = ROWS[collective].splits and len(tensors) > 0
-    splits = _splits(adapter, name, specs[0], options, len(members)) if divide else ()
-    entries = [
-        TensorEntry(
-            _request(collective, each, spec, options, group, len(tensors)),
-            adapter,
-            tensor,
-            None if targets is None else targets[index],
-            splits,
-        )
-        for index, (each, spec, tensor) in enumerate(zip(names, specs, tensors, strict=True))
-    ]
-    runtime.engine.enqueue(entries)
-    return entries
+    requests = tuple(
+        _request(runtime, collective, each, spec, options, name, len(specs))
+        for each, spec in zip(_names(collective, name, len(specs), options), specs, strict=True)
+    )
+    _remember(runtime, name, specs, options, requests)
+    return requests
 
 
 def _prepared(
@@ -179,13 +196,17 @@ def _prepared(
     """The request for one tensor; checked once for a name, as most come again in each step."""
     known = runtime.requests.get(name)
     if known is not None and known[0] == spec and known[1] == options:
-        return known[2]
+        return cast("Request", known[2])
     _check(collective, name, spec, options, members)
-    request = _request(collective, name, spec, options, "", 1)
+    request = _request(runtime, collective, name, spec, options, "", 1)
+    _remember(runtime, name, spec, options, request)
+    return request
+
+
+def _remember(runtime: Runtime, name: str, specs: Any, options: Options, made: Any) -> None:
     if len(runtime.requests) >= _MOST_REQUESTS:
         runtime.requests.clear()
-    runtime.requests[name] = spec, options, request
-    return request
+    runtime.requests[name] = specs, options, made
 
 
 def members_of(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[int, ...]:
@@ -204,7 +225,13 @@ def members_of(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[in
 
 
 def _request(
-    collective: str, name: str, spec: TensorSpec, options: Options, group: str, size: int
+    runtime: Runtime,
+    collective: str,
+    name: str,
+    spec: TensorSpec,
+    options: Options,
+    group: str,
+    size: int,
 ) -> Request:
     row = ROWS[collective]
     return Request(
@@ -220,12 +247,21 @@ def _request(
         postscale_factor=float(options.postscale_factor),
         group=group,
         group_size=size if group else 0,
+        settings=options.settings,
+        fusion_bytes=_fusion_bytes(runtime, collective, options),
     )
 
 
-def _names(name: str, count: int, grouped: bool) -> list[str]:
-    if not grouped:
-        return [name]
+def _fusion_bytes(runtime: Runtime, collective: str, options: Options) -> int:
+    """The option, or what was chosen for this collective and process set."""
+    choice = runtime.choices.get(options.process_set.process_set_id or 0)
+    limit = None if choice is None else choice.limit_bytes(collective)
+    return options.fusion_bytes if limit is None else limit
+
+
+def _names(collective: str, name: str, count: int, options: Options) -> list[str]:
+    if options.names:  # as if each travelled alone
+        return [f"{collective}.{each}" for each in options.names]
     return [f"{name}_{index}of{count}" for index in range(1, count + 1)]
 
 

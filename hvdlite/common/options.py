@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hvdlite.common.messages import NO_RANK
+from hvdlite.common.messages import JOB_THRESHOLD, NO_RANK
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.warn import warn_user
@@ -20,6 +20,9 @@ class Options(NamedTuple):
     postscale_factor: float = 1.0
     splits: Any = None
     grouped: bool = False  # tensors are answered together, also when there is only one
+    names: tuple[str, ...] = ()  # of the tensors of a group, where they have names of their own
+    settings: str = ""  # what all ranks must have set alike
+    fusion_bytes: int = JOB_THRESHOLD  # see `Request.fusion_bytes`
 
 
 def resolve_op(average: bool | None, op: int | None) -> ReduceOp:

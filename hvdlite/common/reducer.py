@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hvdlite.common.gradients import Terms, check_groups, split_evenly
+from hvdlite.common.segmentation.strategies import Gradient
+from hvdlite.common.segments import Segments
 from hvdlite.common.sources import LocalSources, Sources
 
 
@@ -30,6 +32,7 @@ class Reducer(ABC):
         """
         check_groups(groups, self.sources.is_variable, self.variable)
         self.terms = terms
+        self.segments = Segments(terms, groups is not None)
         self.local = LocalSources(self.sources)
         self._prefix = prefix
         self._groups = groups
@@ -83,11 +86,23 @@ class Reducer(ABC):
         """
 
     @abstractmethod
+    def describe(self, name: str, gradient: Any, source: Any) -> Gradient | None:
+        """What decides the segment of a gradient; None for one that travels in none."""
+
+    @abstractmethod
     def divide(self, gradient: Any, divisor: int) -> Any:
         """The gradient, dense or sparse, divided by a number."""
 
     def _name_groups(self, shared: Mapping[str, tuple[Any, Any]]) -> list[list[str]]:
         groups = self._groups
+        strategy = self.segments.strategy
+        if strategy is not None:
+            described = [
+                self.describe(name, gradient, source) for name, (gradient, source) in shared.items()
+            ]
+            gradients = [each for each in described if each is not None]
+            # The last layer comes first, as backward has it.
+            return self.segments.cut(gradients[::-1] if strategy.in_ready_order else gradients)
         if isinstance(groups, int):
             return split_evenly(
                 [name for name, (each, _) in shared.items() if each is not None], groups

@@ -24,6 +24,7 @@ from hvdlite.common.process_sets import (
     global_process_set,
     is_communicator,
 )
+from hvdlite.common.segmentation.choice import Choice
 from hvdlite.common.timeline import Timeline, path_of_rank
 from hvdlite.common.topology import Topology
 from hvdlite.common.transport.base import Transport
@@ -43,8 +44,10 @@ class Runtime:
         self.rank = transport.rank
         self.topology: Topology = transport.topology
         self.handles = HandleTable()
-        # What was checked, by name: the tensor's spec, the options, and the request they make.
-        self.requests: dict[str, tuple[Any, Any, Request]] = {}
+        # What was checked, by the name of a tensor or group: specs, options, and the request or
+        # requests that they make.
+        self.requests: dict[str, tuple[Any, Any, Request | tuple[Request, ...]]] = {}
+        self.choices: dict[int, Choice] = {}  # by process set: how gradients are split
         self._unnamed: dict[int | None, int] = {}  # by process set: calls without a name
         self._unnamed_lock = threading.Lock()  # guards it
         self.timeline = Timeline(self.rank)
@@ -136,6 +139,7 @@ class Runtime:
 
     def _forget_set(self, number: int) -> None:
         self.requests.clear()
+        self.choices.pop(number, None)
         process_set = self.known_sets.pop(number, None)
         if process_set is not None:
             process_set._invalidate()

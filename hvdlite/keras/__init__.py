@@ -37,6 +37,11 @@ from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import add_process_set, init, remove_process_set, shutdown
+from hvdlite.common.splitting import (
+    set_comm_fusion,
+    set_split_strategy_by_idx,
+    set_split_strategy_by_size,
+)
 from hvdlite.keras import callbacks
 from hvdlite.keras.framework import adapter
 from hvdlite.keras.models import load_model
@@ -107,6 +112,9 @@ __all__ = [
     "reducescatter",
     "remove_process_set",
     "rocm_built",
+    "set_comm_fusion",
+    "set_split_strategy_by_idx",
+    "set_split_strategy_by_size",
     "shutdown",
     "size",
     "start_timeline",

@@ -43,7 +43,12 @@ class Exchange:
         self._reducer = tools.Reducer(
             settings.prefix, settings.terms, settings.groups, settings.scale_local_gradients
         )
-        largest = replace(settings.terms, compression=NoneCompressor, scaling=Scaling(ReduceOp.MAX))
+        largest = replace(
+            settings.terms,
+            compression=NoneCompressor,
+            scaling=Scaling(ReduceOp.MAX),
+            segmentation=None,
+        )
         self._maximizer = tools.Reducer(settings.prefix, largest)
         self.accumulator: Any = None
         if settings.passes > 1:

@@ -10,9 +10,11 @@ import torch
 from hvdlite.common import reducer
 from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.gradients import buckets_of
+from hvdlite.common.segmentation.strategies import Gradient
 from hvdlite.common.sources import Sources
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.autograd import untraced
+from hvdlite.torch.dtypes import DTYPE_NAMES
 from hvdlite.torch.layouts import Layouts
 
 __all__ = ["Accumulator", "Reducer", "untraced"]
@@ -56,26 +58,15 @@ class Reducer(reducer.Reducer):
         return waits + [self._start_sparse(name, each) for name, each in sparse]
 
     def _start_dense(self, bucket: Gradients) -> Wait:
-        compression, scaling = self.terms.compression, self.terms.scaling
+        compression = self.terms.compression
         packed = [compression.compress(each.detach()) for each in bucket.values()]
-        tensors = [tensor for tensor, _ in packed]
-        options: dict[str, Any] = {
-            "name": next(iter(bucket)),
-            "op": scaling.op,
-            "prescale_factor": scaling.prescale_factor,
-            "postscale_factor": scaling.postscale_factor,
-            "process_set": self.terms.process_set,
-        }
-        alone = len(tensors) == 1
-        handle = (
-            mpi_ops.allreduce_async(tensors[0], **options)
-            if alone
-            else mpi_ops.grouped_allreduce_async(tensors, **options)
+        names = list(bucket)
+        handle = mpi_ops.forms.start_group(
+            [tensor for tensor, _ in packed], names[0], self.segments.options(names)
         )
 
         def wait() -> Gradients:
-            result = mpi_ops.synchronize(handle)
-            results = [result] if alone else result
+            results = mpi_ops.synchronize(handle)
             contexts = [context for _, context in packed]
             return dict(zip(bucket, map(compression.decompress, results, contexts), strict=True))
 
@@ -85,6 +76,15 @@ class Reducer(reducer.Reducer):
         terms = self.terms
         wait = mpi_ops.sparse_allreduce_async(gradient, name, terms.scaling.op, terms.process_set)
         return lambda: {name: wait()}
+
+    def describe(self, name: str, gradient: Any, source: Any) -> Gradient | None:
+        """See `reducer.Reducer.describe`. What this rank has not, others may have."""
+        if gradient is None:
+            gradient = self.sources.plain(source)
+        if gradient.is_sparse and not self.terms.sparse_as_dense:
+            return None
+        size_bytes = gradient.numel() * gradient.element_size()
+        return Gradient(name, size_bytes, DTYPE_NAMES[gradient.dtype])
 
     def divide(self, gradient: torch.Tensor, divisor: int) -> torch.Tensor:
         """The gradient divided by a number."""

@@ -10,6 +10,8 @@ from hvdlite.common.compression import Compressor, NoneCompressor
 from hvdlite.common.gradients import Terms, check_passes, resolve_groups, scaling
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.segmentation.reading import resolve
+from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.keras.exchange import Exchange, Settings
 from hvdlite.keras.framework import backend_of
 from hvdlite.keras.interventions import intervene
@@ -32,6 +34,8 @@ def DistributedOptimizer(  # noqa: N802
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    segmentation: str | Strategy | None = None,
+    **fusion: Any,
 ) -> Any:
     """The optimizer, which from now on reduces gradients over all ranks before it applies them.
 
@@ -56,6 +60,10 @@ def DistributedOptimizer(  # noqa: N802
     - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
     - `scale_local_gradients`: gradients of the variables that ``register_local_var()`` tells, which
       stay on this rank, are divided by the number of ranks.
+    - `segmentation`: which gradients travel together, as ``--segmentation`` takes it:
+      ``"size:80,20"``, ``"mb:16"``, and others. Without it, what was set for the process set or
+      the job. `fusion` says the same in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
+      `fuse_all_reduce_ops`.
 
     `device_dense` and `device_sparse` have no effect. Raises `ValueError` for arguments that
     contradict each other and before `init`, and `NotImplementedError` for another backend of Keras.
@@ -75,6 +83,8 @@ def DistributedOptimizer(  # noqa: N802
         process_set,
         None,
         scale_local_gradients,
+        segmentation,
+        **fusion,
     )
 
 
@@ -93,6 +103,8 @@ def PartialDistributedOptimizer(  # noqa: N802
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    segmentation: str | Strategy | None = None,
+    **fusion: Any,
 ) -> Any:
     """As `DistributedOptimizer`; the weights of `local_layers` are each rank's own.
 
@@ -106,7 +118,13 @@ def PartialDistributedOptimizer(  # noqa: N802
     settings = Settings(
         backend_of(kind.module),
         name or f"Distributed{type(optimizer).__name__}",
-        Terms(compression, scaling(op, gradient_predivide_factor), sparse_as_dense, process_set),
+        Terms(
+            compression,
+            scaling(op, gradient_predivide_factor),
+            sparse_as_dense,
+            process_set,
+            resolve(segmentation, **fusion),
+        ),
         groups,
         backward_passes_per_step,
         average_aggregated_gradients,

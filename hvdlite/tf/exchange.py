@@ -7,8 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import Terms, buckets_of
 from hvdlite.common.options import Options
+from hvdlite.common.segments import Segments
 from hvdlite.tf.calls import TensorCall
 from hvdlite.tf.graph import name_in_graph, run_calls
 from hvdlite.tf.sparse import averaged, check_sparse, dense
@@ -23,20 +25,20 @@ _VERBS = TensorFlowVerbs()
 class _DenseBucket:
     """Gradients that travel together."""
 
-    def __init__(self, names: Sequence[str], gradients: Sequence[tf.Tensor], terms: Terms) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[tf.Tensor],
+        compression: type[Compressor],
+        segments: Segments,
+    ) -> None:
         self.names = names
-        self._compression = terms.compression
-        packed = [terms.compression.compress(each) for each in gradients]
+        self._compression = compression
+        packed = [compression.compress(each) for each in gradients]
         self._contexts = [context for _, context in packed]
-        options = Options(
-            terms.process_set,
-            terms.scaling.op,
-            prescale_factor=terms.scaling.prescale_factor,
-            postscale_factor=terms.scaling.postscale_factor,
-            grouped=len(packed) > 1,
-        )
         tensors = [tensor for tensor, _ in packed]
-        self.calls = [TensorCall("allreduce", tensors, _name(names[0]), options)]
+        known = [_name(name) for name in names]
+        self.calls = [TensorCall("allreduce", tensors, known[0], segments.options(known))]
 
     def receive(self, outputs: Outputs) -> list[Gradient]:
         return [
@@ -67,13 +69,14 @@ def reduce_gradients(
     gradients: Sequence[Gradient],
     names: Sequence[str],
     terms: Terms,
+    segments: Segments,
     groups: Sequence[Sequence[str]] = (),
 ) -> list[Gradient]:
     """The gradients, reduced over all ranks; None stays None.
 
     `names` tells them apart, on all ranks alike; those of one of the `groups` (of names) travel
-    together. All are under way at the same time: in a graph each starts as soon as it is computed.
-    Raises `tf.errors.OpError` when a reduction fails, `NotImplementedError` for
+    together, as `segments` say. All are under way at the same time: in a graph each starts as soon
+    as it is computed. Raises `tf.errors.OpError` when a reduction fails, `NotImplementedError` for
     `tf.IndexedSlices` with an op other than Average and Sum, and `ValueError` for a gradient that
     is ragged or a `tf.SparseTensor`.
     """
@@ -96,13 +99,15 @@ def reduce_gradients(
     results: dict[str, Gradient] = {}
 
     def forward(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        buckets = _buckets(dict(zip(whole, tensors, strict=True)), terms, groups)
+        buckets = _buckets(dict(zip(whole, tensors, strict=True)), terms, segments, groups)
         results.update(_travel([*buckets, *slices]))
         return [results[name] for name in whole]
 
     def adjoint(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         back = [[_backward(name) for name in group] for group in groups]
-        return reduce_gradients(upstream, [_backward(name) for name in whole], terms, back)
+        return reduce_gradients(
+            upstream, [_backward(name) for name in whole], terms, segments, back
+        )
 
     # For gradients of gradients. Those of slices end here, as TensorFlow's own often do.
     recorded = _VERBS.differentiable(list(whole.values()), forward, adjoint) or forward([])
@@ -111,11 +116,14 @@ def reduce_gradients(
 
 
 def _buckets(
-    gradients: Mapping[str, tf.Tensor], terms: Terms, groups: Sequence[Sequence[str]]
+    gradients: Mapping[str, tf.Tensor],
+    terms: Terms,
+    segments: Segments,
+    groups: Sequence[Sequence[str]],
 ) -> list[_DenseBucket]:
     known = [[name for name in group if name in gradients] for group in groups]
     return [
-        _DenseBucket(bucket, [gradients[name] for name in bucket], terms)
+        _DenseBucket(bucket, [gradients[name] for name in bucket], terms.compression, segments)
         for bucket in buckets_of(gradients, known)
     ]
 

@@ -11,6 +11,8 @@ from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import Terms, resolve_groups, scaling
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.segmentation.reading import resolve
+from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.exchange import Gradient
 from hvdlite.tf.reducer import Reducer
@@ -98,6 +100,8 @@ def DistributedGradientTape(  # noqa: N802
     groups: int | Sequence[Sequence[tf.Variable]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    segmentation: str | Strategy | None = None,
+    **fusion: Any,
 ) -> Any:
     """A tape of the same class that reduces over all ranks what ``gradient()`` computes.
 
@@ -112,13 +116,23 @@ def DistributedGradientTape(  # noqa: N802
     - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
     - `scale_local_gradients`: gradients of local sources, which ``register_local_source()`` tells,
       are divided by the number of ranks, as an average would divide them.
+    - `segmentation`: which gradients travel together, as ``--segmentation`` takes it:
+      ``"size:80,20"``, ``"mb:16"``, and others. Without it, what was set for the process set or
+      the job. `fusion` says the same in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
+      `fuse_all_reduce_ops`.
 
     `device_dense` and `device_sparse` have no effect. Raises `ValueError` for arguments that
     contradict each other.
     """
     if isinstance(gradtape, _DistributedMixin):
         raise ValueError("this tape is a DistributedGradientTape already: wrap it once")
-    terms = Terms(compression, scaling(op, gradient_predivide_factor), sparse_as_dense, process_set)
+    terms = Terms(
+        compression,
+        scaling(op, gradient_predivide_factor),
+        sparse_as_dense,
+        process_set,
+        resolve(segmentation, **fusion),
+    )
     chosen = resolve_groups(num_groups, groups)
     tape = wrap(_DistributedMixin, gradtape)
     tape._reducer = Reducer("DistributedGradientTape", terms, chosen, scale_local_gradients)
@@ -139,6 +153,8 @@ def PartialDistributedGradientTape(  # noqa: N802
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    segmentation: str | Strategy | None = None,
+    **fusion: Any,
 ) -> Any:
     """As `DistributedGradientTape`; the weights of `local_layers` are local sources.
 
@@ -157,6 +173,8 @@ def PartialDistributedGradientTape(  # noqa: N802
         groups,
         process_set,
         scale_local_gradients,
+        segmentation,
+        **fusion,
     )
     if local_layers is not None:
         tape._reducer.local.add_layers(local_layers)

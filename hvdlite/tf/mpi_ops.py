@@ -44,6 +44,11 @@ from hvdlite.common.options import Options, reduction, scattering
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import init, shutdown
+from hvdlite.common.splitting import (
+    set_comm_fusion,
+    set_split_strategy_by_idx,
+    set_split_strategy_by_size,
+)
 from hvdlite.tf.calls import SignalCall
 from hvdlite.tf.errors import public
 from hvdlite.tf.graph import run_calls
@@ -303,6 +308,9 @@ __all__ = [
     "rank_op",
     "reducescatter",
     "rocm_built",
+    "set_comm_fusion",
+    "set_split_strategy_by_idx",
+    "set_split_strategy_by_size",
     "shutdown",
     "size",
     "size_op",

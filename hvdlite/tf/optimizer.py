@@ -12,6 +12,8 @@ from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import Terms, check_passes, resolve_groups, scaling
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.segmentation.reading import resolve
+from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.reducer import Reducer
 from hvdlite.tf.v1_optimizer import distributed
@@ -33,6 +35,8 @@ def DistributedOptimizer(  # noqa: N802
     groups: int | Sequence[Sequence[tf.Variable]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    segmentation: str | Strategy | None = None,
+    **fusion: Any,
 ) -> Any:
     """An optimizer of the same class that reduces gradients over all ranks before each step.
 
@@ -54,6 +58,10 @@ def DistributedOptimizer(  # noqa: N802
     - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
     - `scale_local_gradients`: gradients of local variables, which ``register_local_var()`` tells,
       are divided by the number of ranks, as an average would divide them.
+    - `segmentation`: which gradients travel together, as ``--segmentation`` takes it:
+      ``"size:80,20"``, ``"mb:16"``, and others. Without it, what was set for the process set or
+      the job. `fusion` says the same in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
+      `fuse_all_reduce_ops`.
 
     `use_locking`, `device_dense` and `device_sparse` have no effect. Raises `ValueError` for
     arguments that contradict each other.
@@ -72,8 +80,16 @@ def DistributedOptimizer(  # noqa: N802
             groups=chosen,
             process_set=process_set,
             scale_local_gradients=scale_local_gradients,
+            segmentation=segmentation,
+            **fusion,
         )
-    terms = Terms(compression, scaling(op, gradient_predivide_factor), sparse_as_dense, process_set)
+    terms = Terms(
+        compression,
+        scaling(op, gradient_predivide_factor),
+        sparse_as_dense,
+        process_set,
+        resolve(segmentation, **fusion),
+    )
     reducer = Reducer(
         name or f"Distributed{type(optimizer).__name__}", terms, chosen, scale_local_gradients
     )

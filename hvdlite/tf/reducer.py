@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common import reducer
+from hvdlite.common.segmentation import strategies as segmentation
 from hvdlite.tf.exchange import Gradient, reduce_gradients
 from hvdlite.tf.sources import SOURCES
 
@@ -25,8 +26,19 @@ class Reducer(reducer.Reducer):
         groups: Sequence[Sequence[str]],
     ) -> Mapping[str, Gradient]:
         """Raises `tf.errors.OpError` when a reduction fails."""
-        reduced = reduce_gradients(list(gradients.values()), list(gradients), self.terms, groups)
+        reduced = reduce_gradients(
+            list(gradients.values()), list(gradients), self.terms, self.segments, groups
+        )
         return dict(zip(gradients, reduced, strict=True))
+
+    def describe(self, name: str, gradient: Gradient, source: Any) -> segmentation.Gradient | None:
+        """See `reducer.Reducer.describe`."""
+        sparse = isinstance(gradient, tf.IndexedSlices) and not self.terms.sparse_as_dense
+        if gradient is None or sparse:
+            return None
+        elements = SOURCES.plain(source).shape.num_elements() or 0  # 0: of no known shape
+        dtype = gradient.dtype
+        return segmentation.Gradient(name, elements * dtype.size, dtype.name)
 
     def divide(self, gradient: Gradient, divisor: int) -> Gradient:
         """The gradient divided by a number."""

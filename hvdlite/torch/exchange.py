@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 
+from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import Schedule, Terms
+from hvdlite.common.options import Options
 from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.segmentation.strategies import Gradient
+from hvdlite.common.segments import Segments
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
+from hvdlite.torch.dtypes import DTYPE_NAMES
+from hvdlite.torch.functions import broadcast_object
 from hvdlite.torch.layouts import Layouts
 
 ParamGroups = list[dict[str, Any]]
@@ -61,24 +67,16 @@ def _size_bytes(passenger: _Passenger) -> int:
 class _DenseFlight:
     """A bucket in flight."""
 
-    def __init__(self, passengers: Sequence[_Passenger], terms: Terms) -> None:
+    def __init__(
+        self,
+        passengers: Sequence[_Passenger],
+        compression: type[Compressor],
+        options: Options,
+    ) -> None:
         self._passengers = passengers
-        self._compression = terms.compression
-        first = passengers[0].name
+        self._compression = compression
         packed = [each.packed for each in passengers]
-        scaling = terms.scaling
-        options: dict[str, Any] = {
-            "name": first,
-            "op": scaling.op,
-            "prescale_factor": scaling.prescale_factor,
-            "postscale_factor": scaling.postscale_factor,
-            "process_set": terms.process_set,
-        }
-        self._handle = (
-            mpi_ops.allreduce_async_(packed[0], **options)
-            if len(packed) == 1
-            else mpi_ops.grouped_allreduce_async_(packed, **options)
-        )
+        self._handle = mpi_ops.forms.start_group(packed, passengers[0].name, options, in_place=True)
 
     def land(self) -> None:
         """Wait, and write the results to the gradients."""
@@ -128,9 +126,14 @@ class GradientExchange:
         names: dict[torch.Tensor, str],
         schedule: Schedule[str],
         terms: Terms,
+        segments: Segments,
     ) -> None:
         self.names = names
         self.terms = terms
+        self._segments = segments
+        self._planned = False  # the strategy has been asked for segments
+        self._learned = False  # segments follow the order in which gradients become ready
+        self._ready: dict[str, None] = {}  # that order, as far as it is known
         self.synchronized = False  # no gradient has come since the last synchronize()
         self.param_groups = param_groups
         self._schedule = schedule
@@ -161,6 +164,7 @@ class GradientExchange:
                 self.names[parameter] = default_name
                 self._parameter_of[default_name] = parameter
                 self._schedule.add(default_name)
+                self._learned = False
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
                 register: Any = parameter.register_post_accumulate_grad_hook
@@ -172,11 +176,55 @@ class GradientExchange:
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Backward has added to the gradient of `parameter`. The thread that runs backward."""
         self.synchronized = False
-        bucket = self._schedule.count(self.names[parameter])
+        name = self.names[parameter]
+        if not self._learned:
+            self._plan()
+            self._ready.pop(name, None)  # of several passes the last one counts
+            self._ready[name] = None
+        bucket = self._schedule.count(name)
         if bucket:
             self._gather(bucket)
-            if self._gathered_bytes >= ENOUGH_BYTES:
+            if self._gathered_bytes >= ENOUGH_BYTES or self._segments.strategy is not None:
                 self._send()
+
+    def _plan(self) -> None:
+        """Before anything is known: gradients become ready in the reverse order of parameters."""
+        if self._planned:
+            return
+        self._planned = True
+        strategy = self._segments.strategy
+        if strategy is not None:
+            trained = [name for each, name in self.names.items() if each.requires_grad]
+            order = trained[::-1] if strategy.in_ready_order else trained
+            self._schedule.rearrange(self._segments.cut(self._describe(order)))
+
+    def _learn(self, known: Sequence[str]) -> None:
+        """After a step: dense gradients that some rank has, in the order of the first rank."""
+        self._learned = True
+        strategy = self._segments.strategy
+        if strategy is None:
+            return
+        dense = [name for name in known if self._is_dense(name)]
+        if strategy.in_ready_order:
+            label = next(iter(self._parameter_of), "")
+            root = min(self.terms.process_set.ranks or [0])
+            order = broadcast_object(
+                list(self._ready), root, f"segmentation.{label}", self.terms.process_set
+            )
+            wanted = {*dense}
+            dense = [name for name in dict.fromkeys([*order, *dense[::-1]]) if name in wanted]
+        self._schedule.rearrange(self._segments.cut_again(self._describe(dense)))
+
+    def _is_dense(self, name: str) -> bool:
+        return self.terms.sparse_as_dense or self._layouts.is_dense(name)
+
+    def _describe(self, names: Sequence[str]) -> list[Gradient]:
+        described = []
+        for name in names:
+            parameter = self._parameter_of[name]
+            size_bytes = parameter.numel() * parameter.element_size()
+            described.append(Gradient(name, size_bytes, DTYPE_NAMES[parameter.dtype]))
+        return described
 
     def _gather(self, bucket: Sequence[str]) -> None:
         passengers = [self._passenger(name) for name in bucket]
@@ -194,7 +242,8 @@ class GradientExchange:
             self._pack(each)
         dense = [each for each in bucket if not each.packed.is_sparse]
         if dense:
-            self._flights.append(_DenseFlight(dense, self.terms))
+            options = self._segments.options([each.name for each in dense])
+            self._flights.append(_DenseFlight(dense, self.terms.compression, options))
         for each in bucket:
             if each.packed.is_sparse:
                 self._flights.append(_SparseFlight(each, self.terms))
@@ -234,6 +283,7 @@ class GradientExchange:
         """
         if self.terms.active:
             self.watch()
+            self._plan()
             gradients = {
                 self.names[each]: each.grad
                 for each, _ in self._parameters()
@@ -249,6 +299,8 @@ class GradientExchange:
                 except Exception as failure:
                     error = error or failure
             self._land(error)
+            if not self._learned:
+                self._learn(known)
         self.synchronized = True
 
     def _land(self, error: Exception | None) -> None:

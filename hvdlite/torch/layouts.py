@@ -57,6 +57,10 @@ class Layouts:
                 )
             self._codes[name] = code
 
+    def is_dense(self, name: str) -> bool:
+        """Whether ranks have agreed that this gradient is dense."""
+        return self._codes.get(name) == _DENSE
+
     def zeros(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """What stands in for a gradient that this rank does not have."""
         code = self._codes.get(name, _DENSE)

@@ -26,6 +26,11 @@ from hvdlite.common.basics import (
 )
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import init, shutdown
+from hvdlite.common.splitting import (
+    set_comm_fusion,
+    set_split_strategy_by_idx,
+    set_split_strategy_by_size,
+)
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchForms, untraced
 from hvdlite.torch.dtypes import use_torch_casts
@@ -119,6 +124,9 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "rocm_built",
+    "set_comm_fusion",
+    "set_split_strategy_by_idx",
+    "set_split_strategy_by_size",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -25,6 +25,9 @@ from hvdlite.common.gradients import (
 )
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.segmentation.reading import resolve
+from hvdlite.common.segmentation.strategies import Strategy
+from hvdlite.common.segments import Segments
 from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.exchange import GradientExchange, ParamGroups, named_by_position
@@ -168,6 +171,8 @@ def DistributedOptimizer(  # noqa: N802
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    segmentation: str | Strategy | None = None,
+    **fusion: Any,
 ) -> Any:
     """An optimizer of the same class that reduces gradients over all ranks before each step.
 
@@ -186,12 +191,24 @@ def DistributedOptimizer(  # noqa: N802
       `num_groups` is its deprecated name.
     - `sparse_as_dense`: sparse gradients travel as dense ones, otherwise by their entries.
     - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
+    - `segmentation`: which gradients travel together, as ``--segmentation`` takes it:
+      ``"size:80,20"``, ``"index:60,160"``, ``"mb:16"``, ``"count:50"``, ``"threshold:64"``,
+      ``"auto"``. Without it, what was set for the process set or the job.
+    - `fusion`: the same in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
+      `fuse_all_reduce_ops`.
 
-    Raises `ValueError` for arguments that contradict each other, and before `init`.
+    Raises `ValueError` for arguments that contradict each other, and before `init`; `TypeError`
+    for `fusion` of another type.
     """
     if isinstance(optimizer, (_DistributedMixin, AdasumMixin)):
         raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
-    terms = Terms(compression, scaling(op, gradient_predivide_factor), sparse_as_dense, process_set)
+    terms = Terms(
+        compression,
+        scaling(op, gradient_predivide_factor),
+        sparse_as_dense,
+        process_set,
+        resolve(segmentation, **fusion),
+    )
     passes = check_passes(backward_passes_per_step)
     names = _name_parameters(optimizer, named_parameters)
     chosen = resolve_groups(num_groups, groups)
@@ -199,9 +216,10 @@ def DistributedOptimizer(  # noqa: N802
         adasum = wrap(AdasumMixin, optimizer, terms)
         adasum._set_up(names, terms)
         return adasum
+    segments = Segments(terms, chosen is not None)
     schedule = Schedule(buckets_of(names.values(), _resolve_groups(chosen, names, terms)), passes)
     wrapped = wrap(_DistributedMixin, optimizer, terms)
-    wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms)
+    wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms, segments)
     return wrapped
 
 

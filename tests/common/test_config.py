@@ -29,6 +29,7 @@ ACCEPTED = {
     "start_timeout_seconds": ("45", 45.0),
     "mpi_threads_disable": ("1", True),
     "native": ("off", "off"),
+    "segmentation": ("size:80,20", "size:80,20"),
     "tf_native": ("off", "off"),
     "thread_affinity": ("0,2, 1", (0, 2, 1)),
     "log_level": ("DEBUG", "debug"),

@@ -218,7 +218,7 @@ def test_fleets_arguments() -> None:
 @pytest.mark.parametrize(
     ("text", "strategy"),
     [
-        ("threshold", None),
+        ("threshold", Threshold()),
         ("threshold:64", Threshold(64 * MIB)),
         ("size", Size()),
         ("size:60,20,20", Size((60, 20, 20))),
@@ -230,10 +230,10 @@ def test_fleets_arguments() -> None:
         ("auto:learned.json", Auto("learned.json")),
     ],
 )
-def test_texts(text: str, strategy: Strategy | None) -> None:
+def test_texts(text: str, strategy: Strategy) -> None:
     read = read_strategy(text)
     assert read == strategy
-    assert read is None or read_strategy(read.text) == read
+    assert read_strategy(read.text) == read
 
 
 @pytest.mark.parametrize(

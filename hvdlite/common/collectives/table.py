@@ -172,7 +172,7 @@ def _alltoall_of_counts(run: Run, operand: Operand, allocate: Callable[[list[int
 
 
 _SAME_TENSOR = ("dtype", "shape", "device")
-_SAME_GROUP = ("group", "group_size")
+_SAME_SEGMENT = ("settings", "group", "group_size", "fusion_bytes")
 _SAME_SCALES = ("prescale_factor", "postscale_factor")
 
 ROWS = {
@@ -180,7 +180,7 @@ ROWS = {
     for row in (
         Row(
             "allreduce",
-            agree=(*_SAME_TENSOR, "reduce_op", *_SAME_SCALES, *_SAME_GROUP),
+            agree=(*_SAME_TENSOR, "reduce_op", *_SAME_SCALES, *_SAME_SEGMENT),
             run=_allreduce,
             reduces=True,
             fusable=True,
@@ -188,7 +188,7 @@ ROWS = {
         ),
         Row(
             "reducescatter",
-            agree=(*_SAME_TENSOR, "reduce_op", *_SAME_SCALES, *_SAME_GROUP),
+            agree=(*_SAME_TENSOR, "reduce_op", *_SAME_SCALES, *_SAME_SEGMENT),
             run=_reducescatter,
             reduces=True,
             fusable=True,
@@ -196,7 +196,7 @@ ROWS = {
         ),
         Row(
             "allgather",
-            agree=("dtype", "trailing_shape", "device", *_SAME_GROUP),
+            agree=("dtype", "trailing_shape", "device", *_SAME_SEGMENT),
             run=_allgather,
             fusable=True,
             varying_rows=True,
@@ -234,7 +234,7 @@ _MEANING: dict[
     "process_set": lambda request: request.root_rank,
     "reduce_op": lambda request: ReduceOp(request.reduce_op).name.capitalize(),
     "group": lambda request: request.group or "none",
-    "settings": lambda request: request.settings or "none",
+    "settings": lambda request: request.settings or "none (gradients in no segments)",
 }
 
 _LABEL = {
@@ -245,6 +245,7 @@ _LABEL = {
     "prescale_factor": "prescale factor",
     "postscale_factor": "postscale factor",
     "group_size": "number of tensors in the group",
+    "fusion_bytes": "bytes of a segment",
 }
 
 

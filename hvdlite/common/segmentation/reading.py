@@ -20,7 +20,7 @@ from hvdlite.common.segmentation.strategies import (
 )
 
 _TOLERANCE = 1e-6  # of the sum of percentages
-_KINDS = "threshold:MB, size:PERCENT,..., index:LAST,..., mb:MB[,COUNT], count:N, auto[:FILE]"
+_KINDS = "threshold[:MB], size[:PERCENT,...], index:LAST,..., mb:MB[,COUNT], count:N, auto[:FILE]"
 
 
 def by_size(percentages: Any) -> Size:
@@ -66,11 +66,91 @@ def by_megabytes(
     return Megabytes(size, count) if fuse_all_reduce_ops else Threshold(0)
 
 
-def read_strategy(text: str) -> Strategy | None:
-    """The strategy that `text` names; None for ``threshold``, by which the engine fuses anyway.
+def resolve(segmentation: Any, **fusion: Any) -> Strategy | None:
+    """The strategy that the arguments of an optimizer ask for; None where they ask for none.
 
-    Raises `ValueError` that says what is wrong.
+    `segmentation` is a text as `read_strategy` takes, or a strategy; `fusion` has Fleet's names:
+    `fuse_grad_size_in_MB`, `fuse_grad_count`, `fuse_all_reduce_ops`. Raises `TypeError` for
+    another name or type, `ValueError` for what is wrong otherwise.
     """
+    count = fusion.pop("_fuse_grad_size_in_TFLOPS", None)  # which Fleet calls the count
+    if count is not None:
+        fusion.setdefault("fuse_grad_count", count)
+    if segmentation is None:
+        return by_megabytes(**fusion) if fusion else None
+    if fusion:
+        raise ValueError(f"segmentation={segmentation!r} and {', '.join(fusion)}: give one of them")
+    if isinstance(segmentation, str):
+        try:
+            return read_strategy(segmentation)
+        except ValueError as error:
+            raise ValueError(f"segmentation={segmentation!r}: {error}") from None
+    if not isinstance(segmentation, (Threshold, Size, Index, Megabytes, Count, Auto)):
+        raise TypeError(f"segmentation={segmentation!r} is no text and no strategy")
+    return segmentation
+
+
+def read_comm_fusion(config: Any) -> dict[str, Strategy]:
+    """The strategy for each collective of a ``comm_fusion``, as MindSpore has it.
+
+    Raises `TypeError` for what is no dict, `KeyError` for keys and modes that are not known or
+    missing, `ValueError` for a config that its mode does not take.
+    """
+    if not isinstance(config, dict):
+        raise TypeError(f"comm_fusion: {config!r} is not a dict")
+    return {name: _fusion_of(name, given) for name, given in config.items()}
+
+
+def _fusion_of(collective: str, given: Any) -> Strategy:
+    what = f"comm_fusion[{collective!r}]"
+    modes = _MODES.get(collective)
+    if modes is None:
+        raise KeyError(f"{what}: it must be one of {', '.join(_MODES)}")
+    if not isinstance(given, dict):
+        raise TypeError(f"{what}: {given!r} is not a dict")
+    if set(given) != {"mode", "config"}:
+        raise KeyError(f"{what}: {given!r} must have 'mode' and 'config', and nothing else")
+    mode, config = given["mode"], given["config"]
+    if mode not in modes:
+        raise KeyError(f"{what}: mode {mode!r} is none of {', '.join(modes)}")
+    return _MODE_READERS[mode](config, what)
+
+
+def _auto_fusion(config: Any, what: str) -> Threshold:
+    if config is not None:
+        raise ValueError(f"{what}: mode 'auto' takes the config None, not {config!r}")
+    return Threshold(_AUTO_FUSION_BYTES)
+
+
+def _size_fusion(config: Any, what: str) -> Threshold:
+    if not _is_whole(config) or config < 0:
+        raise ValueError(f"{what}: mode 'size' takes whole MB from 0 on, not {config!r}")
+    return Threshold(config * MIB)
+
+
+def _index_fusion(config: Any, what: str) -> Index:
+    if not isinstance(config, list) or not all(map(_is_whole, config)):
+        raise TypeError(f"{what}: mode 'index' takes a list of whole numbers, not {config!r}")
+    if not config or config[0] < 0 or any(b <= a for a, b in pairwise(config)):
+        raise ValueError(f"{what}: {config!r} must be ascending numbers from 0 on, at least one")
+    return Index(tuple(config), strict=False)
+
+
+_AUTO_FUSION_BYTES = 64 * MIB
+_MODES = {
+    "allreduce": ("auto", "size", "index"),
+    "allgather": ("auto", "size"),
+    "reducescatter": ("auto", "size"),
+}
+_MODE_READERS: dict[str, Callable[[Any, str], Strategy]] = {
+    "auto": _auto_fusion,
+    "size": _size_fusion,
+    "index": _index_fusion,
+}
+
+
+def read_strategy(text: str) -> Strategy:
+    """The strategy that `text` names. `ValueError` that says what is wrong."""
     kind, given, rest = text.strip().partition(":")
     reader = _READERS.get(kind)
     if reader is None or (given and not rest):
@@ -91,16 +171,16 @@ def _read_megabytes(rest: str) -> Megabytes:
     return Megabytes(_number(size, float), _number(count, int) if count else 50)
 
 
-def _read_threshold(rest: str) -> Threshold | None:
+def _read_threshold(rest: str) -> Threshold:
     if not rest:
-        return None
+        return Threshold()
     size = _number(rest, float)
     if size < 0:
         raise ValueError(f"threshold:{rest} must not be negative")
     return Threshold(int(size * MIB))
 
 
-_READERS: dict[str, Callable[[str], Strategy | None]] = {
+_READERS: dict[str, Callable[[str], Strategy]] = {
     "threshold": _read_threshold,
     "size": _read_size,
     "index": _read_index,

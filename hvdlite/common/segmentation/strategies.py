@@ -15,6 +15,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import ClassVar, NamedTuple, Protocol
 
 MIB = 1 << 20
+JOB_THRESHOLD_BYTES = 128 * MIB  # the default of the job's threshold
 MOST_SEGMENTS = 8  # that percentages or indices may ask for
 HCCL_DEFAULT = (96.54, 3.46)  # percent of the bytes
 
@@ -52,22 +53,26 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True)
 class Threshold:
-    """A tensor with which a segment would exceed `bytes` opens the next one."""
+    """A tensor with which a segment would exceed `bytes` opens the next one.
 
-    bytes: int
+    Without `bytes` nothing is planned: what is ready travels, fused up to the job's threshold.
+    """
+
+    bytes: int | None = None
     in_ready_order: ClassVar[bool] = True
 
     @property
     def text(self) -> str:
         """See `Strategy.text`."""
-        return f"threshold:{self.bytes / MIB:g}"
+        return "threshold" if self.bytes is None else f"threshold:{self.bytes / MIB:g}"
 
     def ends(self, gradients: Sequence[Gradient]) -> list[int]:
         """See `Strategy.ends`."""
+        limit = JOB_THRESHOLD_BYTES if self.bytes is None else self.bytes
         ends: list[int] = []
         filled = 0
         for index, gradient in enumerate(gradients):
-            if index and filled + gradient.bytes > self.bytes:
+            if index and filled + gradient.bytes > limit:
                 ends.append(index - 1)
                 filled = 0
             filled += gradient.bytes

@@ -1,0 +1,92 @@
+"""The segments in which the gradients of one optimizer travel, in every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from hvdlite.common.gradients import Terms
+from hvdlite.common.messages import WHOLE_GROUP
+from hvdlite.common.options import Options
+from hvdlite.common.segmentation.strategies import (
+    Gradient,
+    Index,
+    Strategy,
+    Threshold,
+    segments_of,
+)
+from hvdlite.common.splitting import chosen
+from hvdlite.common.warn import warn_user
+
+
+class Segments:
+    """Finds out, when gradients travel for the first time, how they are cut."""
+
+    def __init__(self, terms: Terms, grouped: bool) -> None:
+        """`grouped`: the user has named groups, which travel as they are."""
+        if grouped and terms.segmentation is not None:
+            raise ValueError(f"groups and segmentation {terms.segmentation.text}: give one of them")
+        self._terms = terms
+        self._grouped = grouped
+        self._known = False
+        self._strategy: Strategy | None = None
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """None: what is ready travels. Raises `ValueError` before `init`."""
+        if not self._known:
+            self._known = True
+            found = self._terms.segmentation or chosen(self._terms.process_set)
+            planned = not self._grouped and self._terms.fusable and found != Threshold()
+            self._strategy = found if planned else None
+        return self._strategy
+
+    def cut(self, gradients: Sequence[Gradient]) -> list[list[str]]:
+        """The names of the gradients of each segment.
+
+        Raises `ValueError` where the strategy cannot be followed with these gradients.
+        """
+        strategy = self.strategy
+        assert strategy is not None  # the caller has looked
+        if isinstance(strategy, Index) and not strategy.strict:
+            _warn_of_what_is_ignored(strategy, len(gradients))
+        return _names(strategy, gradients)
+
+    def cut_again(self, gradients: Sequence[Gradient]) -> list[list[str]]:
+        """As `cut`, when more is known: sparse and unused gradients may be missing among them."""
+        strategy = self.strategy
+        assert strategy is not None  # the caller has looked
+        if isinstance(strategy, Index):
+            strategy = replace(strategy, strict=False)
+        return _names(strategy, gradients)
+
+    def options(self, names: Sequence[str]) -> Options:
+        """What the reduction of gradients with these names says, which are to travel together."""
+        options = self._terms.options
+        if self.strategy is None:
+            return options._replace(grouped=len(names) > 1)
+        return options._replace(
+            grouped=True,
+            names=tuple(names),
+            settings=f"segmentation={self.strategy.text}",
+            fusion_bytes=WHOLE_GROUP,
+        )
+
+
+def _names(strategy: Strategy, gradients: Sequence[Gradient]) -> list[list[str]]:
+    return _names_of(strategy, tuple(gradients))
+
+
+@lru_cache(maxsize=64)  # a tape that executes eagerly asks in each step
+def _names_of(strategy: Strategy, gradients: tuple[Gradient, ...]) -> list[list[str]]:
+    return [[each.name for each in segment] for segment in segments_of(strategy, gradients)]
+
+
+def _warn_of_what_is_ignored(strategy: Index, gradients: int) -> None:
+    ignored = [str(last) for last in strategy.last if last >= gradients]
+    if ignored:
+        warn_user(
+            f"{strategy.text}: {', '.join(ignored)} lies past the last of {gradients} gradients "
+            "and is ignored"
+        )

@@ -1,0 +1,426 @@
+"""Gradients that travel in segments: how many reductions the engine makes, and of what."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvdlite.torch as hvd
+from hvdlite.common.config import Config
+from hvdlite.common.execution import SegmentRun
+from hvdlite.common.runtime import current
+from tests.ranks import run_ranks
+from tests.resnet50 import PARAMETERS
+
+pytestmark = pytest.mark.timeout(120)
+SIZE = 2
+Runs = list[list[str]]
+
+
+class Watch:
+    """What the engine of this rank reduces, until asked."""
+
+    def __init__(self) -> None:
+        self._runs: list[SegmentRun] = []
+        current().engine.observe(self._runs.append)
+
+    def take(self) -> Runs:
+        """The names of the gradients of each reduction since the last call."""
+        runs = [run for run in self._runs if run.collective == "allreduce"]
+        self._runs.clear()
+        names = [[name.removeprefix("allreduce.") for name in run.names] for run in runs]
+        return [run for run in names if not run[0].startswith(("trainable_", "segmentation."))]
+
+
+class Scaled(nn.Module):
+    """One number for each of the tensors of a big model, in the same order, with its names."""
+
+    def __init__(self, names: list[str], sizes: list[int]) -> None:
+        super().__init__()
+        self.named = {
+            name: nn.Parameter(torch.full((size,), 0.5))
+            for name, size in zip(names, sizes, strict=True)
+        }
+
+    def forward(self, factor: float) -> torch.Tensor:
+        total = torch.zeros(())
+        for number, parameter in enumerate(self.named.values()):
+            total = total + parameter.sum() * (number + 1) * factor
+        return total
+
+
+def resnet(share: float = 0.01) -> Scaled:
+    """The parameters of ResNet-50, each with a hundredth of its elements."""
+    sizes = [max(1, round(share * torch.Size(shape).numel())) for _, shape in PARAMETERS]
+    return Scaled([name for name, _ in PARAMETERS], sizes)
+
+
+def step(model: Scaled, optimizer: Any, rank: int) -> None:
+    optimizer.zero_grad()
+    model(float(rank + 1)).backward()
+    optimizer.step()
+
+
+def check(model: Scaled) -> None:
+    """One step of SGD with rate 1 from 0.5, with the mean of the factors 1 and 2."""
+    for number, parameter in enumerate(model.named.values()):
+        torch.testing.assert_close(parameter, torch.full_like(parameter, 0.5 - 1.5 * (number + 1)))
+
+
+def distributed(model: Scaled, **options: Any) -> Any:
+    inner = torch.optim.SGD(list(model.named.values()), lr=1.0)
+    return hvd.DistributedOptimizer(inner, list(model.named.items()), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"segmentation": "size:60,20,20"}, 3),
+        ({"segmentation": "index:28,60,160"}, [29, 32, 100]),
+        ({"fuse_grad_size_in_MB": 0.16, "fuse_grad_count": 50}, [51, 49, 33, 9, 9, 10]),
+        ({"segmentation": "count:50"}, [51, 51, 51, 8]),
+        ({"segmentation": "mb:-1"}, 107),
+        ({"fuse_all_reduce_ops": False}, 161),
+        ({"segmentation": "threshold:0.32"}, None),
+    ],
+    ids=str,
+)
+def test_the_engine_reduces_as_many_times_as_there_are_segments(
+    options: dict[str, Any], counts: int | list[int] | None
+) -> None:
+    models = [resnet() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model, watch = models[rank], Watch()
+        optimizer = distributed(model, **options)
+        for number in range(3):
+            step(model, optimizer, rank)
+            runs = watch.take()
+            assert sorted(name for run in runs for name in run) == sorted(model.named)
+            if isinstance(counts, int):
+                assert len(runs) == counts
+            elif counts is not None:
+                assert sorted(map(len, runs)) == sorted(counts)
+            else:
+                assert 3 <= len(runs) <= 10
+            if number == 0:
+                check(model)
+
+    run_ranks(SIZE, main)
+
+
+def test_without_a_segmentation_what_is_ready_travels() -> None:
+    models = [resnet() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        watch = Watch()
+        step(models[rank], distributed(models[rank]), rank)
+        assert sorted(name for run in watch.take() for name in run) == sorted(models[rank].named)
+        check(models[rank])
+
+    run_ranks(SIZE, main)
+
+
+def small() -> Scaled:
+    return Scaled(["a.weight", "a.bias", "b.weight", "b.bias"], [4, 2, 4, 2])
+
+
+ORDER = ["b.bias", "b.weight", "a.bias", "a.weight"]
+
+
+def sequential() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("how", ["call by size", "call by index", "fusion", "environment"])
+def test_what_was_set_for_the_process_set_holds_for_all_optimizers(how: str) -> None:
+    models = [small() for _ in range(SIZE)]
+    config = Config(segmentation="size:50,50") if how == "environment" else None
+
+    def main(rank: int) -> None:
+        if how == "call by size":
+            hvd.set_split_strategy_by_size([50, 50])
+        elif how == "call by index":
+            hvd.set_split_strategy_by_idx([1, 3])
+        elif how == "fusion":
+            hvd.set_comm_fusion({"allreduce": {"mode": "index", "config": [1]}})
+        watch = Watch()
+        optimizer = distributed(models[rank])
+        for _ in range(2):
+            step(models[rank], optimizer, rank)
+            assert sorted(map(len, watch.take())) == [2, 2]
+
+    run_ranks(SIZE, main, config=config)
+
+
+def test_an_argument_wins_over_what_was_set() -> None:
+    models = [small() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        watch = Watch()
+        optimizer = distributed(models[rank], segmentation="size:100")
+        step(models[rank], optimizer, rank)
+        assert [len(run) for run in watch.take()] == [4]
+
+    run_ranks(SIZE, main, config=Config(segmentation="size:50,50"))
+
+
+def test_a_later_call_and_sizes_win_with_a_warning() -> None:
+    models = [small() for _ in range(SIZE)]
+    warned = threading.Lock()
+
+    def main(rank: int) -> None:
+        with warned, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hvd.set_split_strategy_by_idx([0, 1, 2, 3])
+            hvd.set_split_strategy_by_size([50, 50])
+            hvd.set_split_strategy_by_size([100])
+            texts = [str(each.message) for each in caught]
+        assert texts == [
+            "size:50,50 wins over index:0,1,2,3: both are set",
+            "size:100 takes the place of size:50,50, which was set before",
+        ]
+        watch = Watch()
+        step(models[rank], distributed(models[rank]), rank)
+        assert [len(run) for run in watch.take()] == [4]
+        for late in (
+            lambda: hvd.set_split_strategy_by_size([100]),
+            lambda: hvd.set_split_strategy_by_idx([3]),
+            lambda: hvd.set_comm_fusion({"allreduce": {"mode": "auto", "config": None}}),
+        ):
+            with pytest.raises(ValueError, match="reduced already"):
+                late()
+
+    run_ranks(SIZE, main)
+
+
+@pytest.mark.parametrize("other", ["size:100", "index:1,3", "threshold"])
+def test_another_segmentation_on_one_rank_is_an_error_that_names_both(other: str) -> None:
+    models = [small() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        optimizer = distributed(models[rank], segmentation=other if rank else "size:50,50")
+        theirs = "none" if other == "threshold" else f"segmentation={other}"
+        text = f"rank 0 has segmentation=size:50,50, rank 1 has {theirs}"
+        models[rank](1.0).backward()
+        with pytest.raises(hvd.HorovodInternalError, match=text):
+            optimizer.step()
+
+    run_ranks(SIZE, main)
+
+
+def test_a_segment_of_gradients_of_two_types_is_two() -> None:
+    models = [small() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        for name in ("a.weight", "b.bias"):
+            model.named[name].data = model.named[name].data.to(torch.float64)
+        watch = Watch()
+        optimizer = distributed(model, segmentation="size:100")
+        for _ in range(2):
+            step(model, optimizer, rank)
+            assert sorted(map(sorted, watch.take())) == [  # type: ignore[type-var]
+                ["a.bias", "b.weight"],
+                ["a.weight", "b.bias"],
+            ]
+
+    run_ranks(SIZE, main)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.never, self.table = nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True)
+
+    def forward(self, second: bool) -> torch.Tensor:
+        output = self.first(torch.ones(2)) + self.table(torch.tensor(3))
+        return (self.second(output) if second else output).sum()
+
+
+def test_missing_sparse_and_unused_gradients_hold_up_no_segment() -> None:
+    """`second` is used by one rank, and in some steps by none; `never` by nobody."""
+    torch.manual_seed(0)
+    start = Branches()
+    models = [copy.deepcopy(start) for _ in range(SIZE)]
+    alone = copy.deepcopy(start)
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            inner, model.named_parameters(), segmentation="size:50,50"
+        )
+        watch = Watch()
+        for number in range(4):
+            optimizer.zero_grad()
+            model(second=rank == 1 and number != 2).backward()
+            optimizer.step()
+            dense = [run for run in watch.take() if "table" not in run[0]]
+            assert len(dense) == (2 if number else 1)  # at first `never` has a segment with others
+        assert sorted(map(len, dense)) == [2, 2]
+
+    run_ranks(SIZE, main)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for number in range(4):
+        plain.zero_grad()
+        ((alone(second=False) + alone(second=number != 2)) / 2).backward()
+        plain.step()
+    for model in models:
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+class Reversed(nn.Module):
+    """Used in another order than that in which it is defined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(2, 2, bias=False)
+        self.middle = nn.Linear(2, 2, bias=False)
+        self.first = nn.Linear(2, 2, bias=False)
+
+    def forward(self) -> torch.Tensor:
+        return self.last(self.middle(self.first(torch.ones(2)))).sum()
+
+
+def test_after_the_first_step_segments_follow_the_order_of_readiness() -> None:
+    models = [Reversed() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            segmentation="index:0,2",
+        )
+        watch, runs = Watch(), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+            runs.append(watch.take())
+        assert sorted(map(sorted, runs[0])) == [  # type: ignore[type-var]
+            ["first.weight"], ["last.weight", "middle.weight"],
+        ]  # fmt: skip
+        assert runs[1] == runs[2] == [["last.weight"], ["middle.weight", "first.weight"]]
+
+    run_ranks(SIZE, main)
+
+
+def test_segments_are_ready_while_backward_runs() -> None:
+    """The first segment has ended before the gradient that closes the second one is there."""
+    models = [small() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = distributed(model, segmentation="index:1,3")
+        reduced = threading.Event()
+        current().engine.observe(lambda run: reduced.set() if "b." in run.names[0] else None)
+
+        def wait(gradient: torch.Tensor) -> None:
+            assert reduced.wait(30), "nothing was reduced while backward ran"
+
+        first = model.named["a.weight"]
+        total = (model.named["b.weight"].sum() + model.named["b.bias"].sum()) * 1.0
+        before = first * 1.0
+        before.register_hook(wait)
+        # Autograd goes through what was made last first: b, and then a.
+        loss = before.sum() + model.named["a.bias"].sum() + total
+        loss.backward()
+        optimizer.step()
+
+    run_ranks(SIZE, main)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_compression_and_several_passes(compression: str) -> None:
+    models = [small() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model, watch = models[rank], Watch()
+        optimizer = distributed(
+            model,
+            segmentation="size:50,50",
+            compression=getattr(hvd.Compression, compression),
+            backward_passes_per_step=2,
+        )
+        for _ in range(2):
+            model((rank + 1) / 2).backward()
+        optimizer.step()
+        assert len(watch.take()) == 2
+        check(model)
+
+    run_ranks(SIZE, main)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "text": ({"segmentation": "size:10"}, ValueError, "segmentation='size:10': .*sum to 10"),
+    "type": ({"segmentation": 5}, TypeError, "segmentation=5"),
+    "two": (
+        {"segmentation": "size", "fuse_grad_count": 5}, ValueError, "fuse_grad_count: give one"
+    ),
+    "groups": ({"segmentation": "size", "groups": 2}, ValueError, "groups and segmentation"),
+    "op": ({"segmentation": "size", "op": hvd.Max}, ValueError, "only Average and Sum"),
+    "count": ({"fuse_grad_count": "5"}, TypeError, "fuse_grad_count='5'"),
+    "unknown": ({"fuse_grad": 5}, TypeError, "fuse_grad"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_arguments_that_are_refused(case: str) -> None:
+    options, error, text = BAD[case]
+
+    def main(rank: int) -> None:
+        with pytest.raises(error, match=text):
+            distributed(small(), **options)
+
+    run_ranks(1, main)
+
+
+def test_indices_that_do_not_fit_the_model_are_refused_in_the_first_step() -> None:
+    models = [small() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        optimizer = distributed(models[rank], segmentation="index:1,2")
+        with pytest.raises(ValueError, match="the last index must be 3"):
+            models[rank](1.0).backward()
+        del optimizer
+
+    run_ranks(SIZE, main)
+
+
+def test_fleets_name_of_the_count() -> None:
+    models = [small() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        watch = Watch()
+        step(models[rank], distributed(models[rank], _fuse_grad_size_in_TFLOPS=2), rank)
+        assert [len(run) for run in watch.take()] == [4]
+
+    run_ranks(SIZE, main)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "reducescatter"])
+def test_fusion_of_other_collectives(collective: str) -> None:
+    def main(rank: int) -> None:
+        hvd.set_comm_fusion({collective: {"mode": "size", "config": 1}})
+        runs: list[int] = []
+        current().engine.observe(lambda run: runs.append(len(run.names)))
+        tensors = [torch.full((1 << 17,), float(rank)) for _ in range(6)]  # of half a MiB
+        call: Callable[..., Any] = getattr(hvd, f"grouped_{collective}")
+        results = call(tensors, name="some")
+        assert len(results) == 6
+        # The inputs of all ranks count for what is gathered.
+        assert runs == ([1] * 6 if collective == "allgather" else [2, 2, 2])
+
+    run_ranks(SIZE, main)
