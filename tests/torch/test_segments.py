@@ -330,13 +330,12 @@ def test_segments_are_ready_while_backward_runs() -> None:
         def wait(gradient: torch.Tensor) -> None:
             assert reduced.wait(30), "nothing was reduced while backward ran"
 
-        first = model.named["a.weight"]
-        total = (model.named["b.weight"].sum() + model.named["b.bias"].sum()) * 1.0
-        before = first * 1.0
-        before.register_hook(wait)
         # Autograd goes through what was made last first: b, and then a.
-        loss = before.sum() + model.named["a.bias"].sum() + total
-        loss.backward()
+        waiting = model.named["a.weight"] * 1.0
+        waiting.register_hook(wait)
+        a = waiting.sum() + model.named["a.bias"].sum()
+        b = model.named["b.weight"].sum() + model.named["b.bias"].sum()
+        (a + b).backward()
         optimizer.step()
 
     run_ranks(SIZE, main)
