@@ -35,13 +35,17 @@ class Sources:
 
         They are the same on all ranks that give the same sources in the same order.
         """
-        return [f"{prefix}.{index}.{self._path(source)}" for index, source in enumerate(sources)]
+        return [
+            f"{prefix}.{index}.{_AUTOMATIC_NUMBER.sub('', path)}"
+            for index, path in enumerate(map(self.path_of, sources))
+        ]
 
-    def _path(self, source: Any) -> str:
+    def path_of(self, source: Any) -> str:
+        """The name of a variable in its model. It may hold numbers that differ between ranks."""
         if not self.is_variable(source):
             return "tensor"
         path: str = getattr(source, "path", None) or re.sub(r":\d+$", "", source.name)
-        return _AUTOMATIC_NUMBER.sub("", path)
+        return path
 
 
 class LocalSources:

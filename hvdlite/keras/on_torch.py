@@ -84,7 +84,8 @@ class Reducer(reducer.Reducer):
         if gradient.is_sparse and not self.terms.sparse_as_dense:
             return None
         size_bytes = gradient.numel() * gradient.element_size()
-        return Gradient(name, size_bytes, DTYPE_NAMES[gradient.dtype])
+        path = self.sources.path_of(source)
+        return Gradient(name, size_bytes, DTYPE_NAMES[gradient.dtype], path)
 
     def divide(self, gradient: torch.Tensor, divisor: int) -> torch.Tensor:
         """The gradient divided by a number."""

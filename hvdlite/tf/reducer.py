@@ -38,7 +38,8 @@ class Reducer(reducer.Reducer):
             return None
         elements = SOURCES.plain(source).shape.num_elements() or 0  # 0: of no known shape
         dtype = gradient.dtype
-        return segmentation.Gradient(name, elements * dtype.size, dtype.name)
+        path = SOURCES.path_of(source)
+        return segmentation.Gradient(name, elements * dtype.size, dtype.name, path)
 
     def divide(self, gradient: Gradient, divisor: int) -> Gradient:
         """The gradient divided by a number."""

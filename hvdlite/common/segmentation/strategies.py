@@ -26,12 +26,14 @@ class Gradient(NamedTuple):
     name: str
     bytes: int
     dtype: str
+    path: str = ""  # of the parameter in its model, where that is not the name
 
     @property
     def layer(self) -> str:
         """The owner of the parameter, as names tell it: ``layer1.0.conv1`` of its ``weight``."""
-        head, _, _ = self.name.replace("/", ".").rpartition(".")
-        return head or self.name
+        path = self.path or self.name
+        head, _, _ = path.replace("/", ".").rpartition(".")
+        return head or path
 
 
 class Strategy(Protocol):

@@ -1,0 +1,69 @@
+"""Optimizers of Keras whose gradients travel in segments; in all environments that Keras has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import hvdlite.keras as hvd
+from hvdlite.common.runtime import current
+from tests.keras.training import (
+    Weights,
+    adam,
+    assert_close,
+    assert_same,
+    fit,
+    make_model,
+    train,
+    wrapped,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+SIZE = 2
+STEPS = 4
+
+
+@pytest.mark.parametrize(
+    ("options", "segments"),
+    [
+        ({"segmentation": "size:50,50"}, 2),
+        ({"segmentation": "index:0,1,3"}, 3),
+        ({"fuse_grad_count": 50}, 1),
+        ({"fuse_all_reduce_ops": False}, 4),
+    ],
+    ids=str,
+)
+def test_steps_reduce_as_many_times_as_there_are_segments(
+    options: dict[str, Any], segments: int
+) -> None:
+    def main(rank: int) -> Weights:
+        optimizer = wrapped(adam, **options)()
+        runs: list[str] = []
+        current().engine.observe(lambda run: runs.append(run.names[0]))
+        weights = train(make_model(), optimizer, rank, SIZE)
+        gradients = [name for name in runs if "trainable_parameters" not in name]
+        assert len(gradients) == STEPS * segments
+        return weights
+
+    everywhere = run_ranks(SIZE, main)
+    assert_same(everywhere)
+    assert_close(everywhere[0], train(make_model(), adam()))
+
+
+def test_fit_in_segments_is_fit() -> None:
+    everywhere = run_ranks(
+        SIZE,
+        lambda rank: fit(make_model(), wrapped(adam, segmentation="mb:-1")(), rank, SIZE),
+    )
+    assert_same(everywhere)
+    assert_close(everywhere[0], fit(make_model(), adam()))
+
+
+def test_a_partial_optimizer_takes_a_segmentation_too() -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(ValueError, match="sum to 10"):
+            hvd.PartialDistributedOptimizer(adam(), segmentation="size:10")
+
+    run_ranks(1, main)
