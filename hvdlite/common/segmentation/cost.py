@@ -1,0 +1,116 @@
+"""What a segmentation costs, by a model that is fitted from measurements.
+
+A gradient is ready at a known time of backward; one reduction takes latency + bytes / bandwidth;
+segments run one after another. This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+# Of a reduction, as far as one size of segments cannot tell; no more than half of its time.
+TYPICAL_LATENCY_SECONDS = 1e-4
+
+
+class Iteration(NamedTuple):
+    """What one rank measured of one iteration: seconds of one clock, from its start."""
+
+    ready: tuple[float, ...]  # when gradient i, in ready order, was complete
+    segments: tuple[tuple[int, float, float], ...]  # bytes, start, end of each reduction
+    backward_end: float
+    end: float  # the last reduction has ended, and the results are back
+
+    @property
+    def tail(self) -> float:
+        """Seconds of communication that backward does not hide."""
+        return self.end - self.backward_end
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all reductions."""
+        return sum(end - start for _, start, end in self.segments)
+
+
+class CostModel:
+    """Predicts when each reduction of a segmentation runs.
+
+    A segment is counted as one reduction, also where it holds two dtypes.
+    """
+
+    def __init__(
+        self,
+        ready: Sequence[float] | Floats,
+        sizes: Sequence[int],
+        backward_end: float,
+        latency: float,
+        seconds_per_byte: float,
+    ) -> None:
+        """`ready` seconds and `sizes` in bytes of the gradients, in the order in which they go."""
+        self.ready: Floats = np.maximum.accumulate(np.asarray(ready, dtype=np.float64))
+        self.sums: Floats = np.cumsum(np.asarray(sizes, dtype=np.float64))
+        self.backward_end = backward_end
+        self.latency = latency
+        self.seconds_per_byte = seconds_per_byte
+
+    def runs(self, ends: Sequence[int]) -> list[tuple[float, float]]:
+        """Start and end of each reduction, seconds."""
+        runs: list[tuple[float, float]] = []
+        free = 0.0
+        for before, last in pairwise([-1, *ends]):
+            start = max(free, float(self.ready[last]))
+            nbytes = self.sums[last] - (self.sums[before] if before >= 0 else 0.0)
+            free = start + self.latency + self.seconds_per_byte * float(nbytes)
+            runs.append((start, free))
+        return runs
+
+    def tail(self, ends: Sequence[int]) -> float:
+        """Seconds from the end of backward to the end of the last reduction."""
+        return self.runs(ends)[-1][1] - self.backward_end
+
+
+def fit(iterations: Sequence[Iteration], sizes: Sequence[int]) -> CostModel:
+    """The model of these iterations, at least one, with a reduction in it; medians throughout."""
+    ready = np.median([each.ready for each in iterations], axis=0)
+    backward_end = float(np.median([each.backward_end for each in iterations]))
+    latency, seconds_per_byte = fit_reductions(
+        [
+            (nbytes, end - start)
+            for iteration in iterations
+            for nbytes, start, end in iteration.segments
+        ]
+    )
+    return CostModel(ready, sizes, backward_end, latency, seconds_per_byte)
+
+
+def fit_reductions(reductions: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Latency in seconds, and seconds per byte, of (bytes, seconds), at least one of them.
+
+    The line is that of Theil and Sen, through the median of each size: a pair of sizes counts by
+    their distance, and a reduction for the latency by how short it is. Neither is ever negative.
+    """
+    by_size: dict[int, list[float]] = {}
+    for nbytes, seconds in reductions:
+        by_size.setdefault(nbytes, []).append(seconds)
+    sizes = np.array(sorted(by_size), dtype=np.float64)
+    times = np.array([np.median(by_size[int(size)]) for size in sizes])
+    if len(sizes) == 1:
+        latency = min(TYPICAL_LATENCY_SECONDS, times[0] / 2)
+        return float(latency), float((times[0] - latency) / max(sizes[0], 1))
+    first, second = np.triu_indices(len(sizes), 1)
+    distances = sizes[second] - sizes[first]
+    slope = max(_weighted_median((times[second] - times[first]) / distances, distances), 0.0)
+    latency = _weighted_median(times - slope * sizes, 1 / np.maximum(times, 1e-9))
+    return max(latency, 0.0), slope
+
+
+def _weighted_median(values: Floats, weights: Any) -> float:
+    order = np.argsort(values)
+    reached = np.cumsum(np.asarray(weights)[order])
+    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])

@@ -1,0 +1,80 @@
+"""Tries segmentations in turns, and ranks them by what was measured.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from hvdlite.common.segmentation.cost import Iteration
+
+TURN_ITERATIONS = 3  # that count, of one segmentation before it is the turn of the next one
+PASSES = 3  # turns of each
+LOST = 1.5  # who has such a multiple of the best tail after a pass gets no further turn
+EQUAL = 0.01  # tails that differ by less than this share are equal
+DEVIATION = 1.4826  # standard deviations of a normal distribution in its median deviation
+MEDIAN_ERROR = 1.2533  # of the standard error of the mean: that of the median
+
+
+class Trials:
+    """Short turns, one after another and several times, so that a drifting machine is fair."""
+
+    def __init__(self, candidates: Sequence[tuple[int, ...]]) -> None:
+        """Try these, at least one, which are distinct."""
+        self._tails: dict[tuple[int, ...], list[float]] = {each: [] for each in candidates}
+        self._left = list(candidates)  # for turns in this pass
+        self._passes = 1
+        self._in_turn = 0
+
+    @property
+    def current(self) -> tuple[int, ...]:
+        """The ends that the next iteration shall have."""
+        return self._left[0]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all turns are over."""
+        return not self._left
+
+    def observe(self, iteration: Iteration) -> None:
+        """Take in an iteration of `current`; the first of each turn does not count."""
+        if self._in_turn:
+            self._tails[self.current].append(iteration.tail)
+        self._in_turn += 1
+        if self._in_turn > TURN_ITERATIONS:
+            self._in_turn = 0
+            del self._left[0]
+            if not self._left and self._passes < PASSES:
+                self._passes += 1
+                self._left = self._promising()
+
+    def ranking(self) -> list[tuple[int, ...]]:
+        """The best first: of those that equal the shortest tail within noise, the fewest segments.
+
+        After them the others, by their tails.
+        """
+        by_tail = sorted(self._tails, key=lambda ends: median(self._tails[ends]))
+        best = self._tails[by_tail[0]]
+        equal = [ends for ends in by_tail if _equal(best, self._tails[ends])]
+        chosen = min(equal, key=len)
+        return [chosen, *(ends for ends in by_tail if ends != chosen)]
+
+    def _promising(self) -> list[tuple[int, ...]]:
+        tails = {ends: median(values) for ends, values in self._tails.items()}
+        limit = LOST * min(tails.values())
+        return [ends for ends, tail in tails.items() if tail <= limit]
+
+
+def _equal(best: Sequence[float], other: Sequence[float]) -> bool:
+    noise = math.hypot(_error(best), _error(other))
+    return median(other) - median(best) <= max(noise, EQUAL * median(best))
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of the median, by a measure that outliers do not change."""
+    middle = median(values)
+    deviation = DEVIATION * median(abs(each - middle) for each in values)
+    return float(MEDIAN_ERROR * deviation / len(values) ** 0.5)
