@@ -34,7 +34,7 @@ FLOORS = [
     ["common.verbs"],
     ["common.forms"],
     ["common.objects", "common.gradients", "common.sources"],
-    ["common.segments", "common.util"],
+    ["common.segments", "common.tuning", "common.util"],
     ["common.reducer"],
     ["data", "numpy", "tf", "torch"],
     ["keras"],

@@ -102,7 +102,7 @@ class Reducer(ABC):
             ]
             gradients = [each for each in described if each is not None]
             # The last layer comes first, as backward has it.
-            return self.segments.cut(gradients[::-1] if strategy.in_ready_order else gradients)
+            return self.segments.cut_once(gradients[::-1] if strategy.in_ready_order else gradients)
         if isinstance(groups, int):
             return split_evenly(
                 [name for name, (each, _) in shared.items() if each is not None], groups

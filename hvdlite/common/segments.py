@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from hvdlite.common.gradients import Terms
 from hvdlite.common.messages import WHOLE_GROUP
 from hvdlite.common.options import Options
+from hvdlite.common.segmentation.learned import load
 from hvdlite.common.segmentation.strategies import (
+    Auto,
     Gradient,
     Index,
+    Size,
     Strategy,
     Threshold,
     segments_of,
@@ -31,6 +35,7 @@ class Segments:
         self._grouped = grouped
         self._known = False
         self._strategy: Strategy | None = None
+        self._ends = ""  # that a file has given: ranks may have different files
 
     @property
     def strategy(self) -> Strategy | None:
@@ -53,6 +58,21 @@ class Segments:
             _warn_of_what_is_ignored(strategy, len(gradients))
         return _names(strategy, gradients)
 
+    def cut_once(self, gradients: Sequence[Gradient]) -> list[list[str]]:
+        """As `cut`, where nothing can be learned: `auto` only knows what its file says."""
+        strategy = self.strategy
+        if not isinstance(strategy, Auto):
+            return self.cut(gradients)
+        ends = load(strategy.file, gradients) if strategy.file else None
+        if ends is None:
+            ends = strategy.ends(gradients)
+            warn_user(
+                "segmentation auto learns from the hooks of PyTorch: here gradients are cut as "
+                f"{Size().text} says. Give another segmentation, or auto:FILE with what was learned"
+            )
+        self._ends = f" (ends {','.join(map(str, ends))})"
+        return self.cut_at(ends, gradients)
+
     def cut_again(self, gradients: Sequence[Gradient]) -> list[list[str]]:
         """As `cut`, when more is known: sparse and unused gradients may be missing among them."""
         strategy = self.strategy
@@ -69,9 +89,13 @@ class Segments:
         return options._replace(
             grouped=True,
             names=tuple(names),
-            settings=f"segmentation={self.strategy.text}",
+            settings=f"segmentation={self.strategy.text}{self._ends}",
             fusion_bytes=WHOLE_GROUP,
         )
+
+    def cut_at(self, ends: Sequence[int], gradients: Sequence[Gradient]) -> list[list[str]]:
+        """As `cut`, with segments that end at these numbers."""
+        return _names(Index(tuple(ends), strict=False), gradients)
 
 
 def _names(strategy: Strategy, gradients: Sequence[Gradient]) -> list[list[str]]:
@@ -79,7 +103,7 @@ def _names(strategy: Strategy, gradients: Sequence[Gradient]) -> list[list[str]]
 
 
 @lru_cache(maxsize=64)  # a tape that executes eagerly asks in each step
-def _names_of(strategy: Strategy, gradients: tuple[Gradient, ...]) -> list[list[str]]:
+def _names_of(strategy: Any, gradients: tuple[Gradient, ...]) -> list[list[str]]:
     return [[each.name for each in segment] for segment in segments_of(strategy, gradients)]
 
 

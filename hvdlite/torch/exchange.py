@@ -18,8 +18,9 @@ from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import Schedule, Terms
 from hvdlite.common.options import Options
 from hvdlite.common.reduce_op import ReduceOp
-from hvdlite.common.segmentation.strategies import Gradient
+from hvdlite.common.segmentation.strategies import Auto, Gradient
 from hvdlite.common.segments import Segments
+from hvdlite.common.tuning import Tuning
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
 from hvdlite.torch.dtypes import DTYPE_NAMES
@@ -134,6 +135,7 @@ class GradientExchange:
         self._planned = False  # the strategy has been asked for segments
         self._learned = False  # segments follow the order in which gradients become ready
         self._ready: dict[str, None] = {}  # that order, as far as it is known
+        self._tuning: Tuning | None = None
         self.synchronized = False  # no gradient has come since the last synchronize()
         self.param_groups = param_groups
         self._schedule = schedule
@@ -181,6 +183,8 @@ class GradientExchange:
             self._plan()
             self._ready.pop(name, None)  # of several passes the last one counts
             self._ready[name] = None
+        elif self._tuning is not None:
+            self._tuning.note(name)
         bucket = self._schedule.count(name)
         if bucket:
             self._gather(bucket)
@@ -213,7 +217,16 @@ class GradientExchange:
             )
             wanted = {*dense}
             dense = [name for name in dict.fromkeys([*order, *dense[::-1]]) if name in wanted]
-        self._schedule.rearrange(self._segments.cut_again(self._describe(dense)))
+        gradients = self._describe(dense)
+        self._schedule.rearrange(self._segments.cut_again(gradients))
+        if isinstance(strategy, Auto) and gradients:
+            label = next(iter(self._parameter_of))
+            self._tuning = Tuning(gradients, label, self.terms.process_set, strategy.file)
+
+    def _tune(self, tuning: Tuning) -> None:
+        ends = tuning.step()
+        if ends is not None:
+            self._schedule.rearrange(self._segments.cut_at(ends, tuning.gradients))
 
     def _is_dense(self, name: str) -> bool:
         return self.terms.sparse_as_dense or self._layouts.is_dense(name)
@@ -301,6 +314,8 @@ class GradientExchange:
             self._land(error)
             if not self._learned:
                 self._learn(known)
+            elif self._tuning is not None:
+                self._tune(self._tuning)
         self.synchronized = True
 
     def _land(self, error: Exception | None) -> None:

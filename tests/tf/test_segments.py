@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import tensorflow as tf
 import hvdlite.tf as hvd
 from hvdlite.common.config import Config
 from hvdlite.common.runtime import current
+from hvdlite.common.segmentation.learned import save
+from hvdlite.common.segmentation.strategies import Gradient
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -105,3 +108,23 @@ def test_slices_travel_apart() -> None:
         np.testing.assert_allclose(dense, [1, 1])
 
     run_ranks(SIZE, main)
+
+
+def test_auto_says_that_it_cannot_learn_here_and_takes_what_a_file_has(tmp_path: Path) -> None:
+    file = tmp_path / "learned.json"
+    sources = variables()
+    described = [
+        Gradient(f"DistributedGradientTape.{n}.{name}", 4 * int(np.prod(shape)), "float32", name)
+        for n, (name, shape) in enumerate(zip(NAMES, SHAPES, strict=True))
+    ]
+    save(str(file), [1, 5], described[::-1])
+
+    def main(rank: int) -> list[int]:
+        runs: list[int] = []
+        current().engine.observe(lambda run: runs.append(len(run.names)))
+        gradients_of("eager", rank, sources, segmentation=f"auto:{file}")()
+        return runs
+
+    assert [sorted(runs) for runs in run_ranks(SIZE, main)] == [[2, 4]] * SIZE
+    with pytest.warns(UserWarning, match="auto learns from the hooks of PyTorch"):
+        run_ranks(SIZE, lambda rank: gradients_of("eager", rank, sources, segmentation="auto")())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -360,6 +362,32 @@ def test_compression_and_several_passes(compression: str) -> None:
         check(model)
 
     run_ranks(SIZE, main)
+
+
+def test_auto_switches_on_all_ranks_at_once_and_settles(tmp_path: Path) -> None:
+    """Ranks that switched at different steps would report different groups, and fail."""
+    file = tmp_path / "learned.json"
+    models = [resnet(0.001) for _ in range(SIZE)]
+
+    def main(rank: int, steps: int, text: str) -> list[int]:
+        optimizer = distributed(models[rank], segmentation=text)
+        watch, counts = Watch(), []
+        for _ in range(steps):
+            step(models[rank], optimizer, rank)
+            counts.append(len(watch.take()))
+        return counts
+
+    text = f"auto:{file}"
+    steps = 150
+    counts = run_ranks(SIZE, lambda rank: main(rank, steps, text))
+    assert counts[0] == counts[1]
+    assert len(set(counts[0])) > 1  # it has tried something
+    assert file.exists()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+    again = run_ranks(SIZE, lambda rank: main(rank, 5, text))
+    learned = len(json.loads(file.read_text())["ends"])
+    assert again[0][2:] == again[1][2:] == [learned] * 3
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

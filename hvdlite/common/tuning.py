@@ -1,0 +1,113 @@
+"""`auto` at work: what an iteration took is measured, and all ranks cut anew at the same step.
+
+The first rank of the process set measures and decides; it tells the others after a step, so that
+the next one is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdlite.common.arrays import Array, NumpyAdapter
+from hvdlite.common.execution import SegmentRun
+from hvdlite.common.forms import Forms
+from hvdlite.common.process_sets import ProcessSet
+from hvdlite.common.runtime import for_collective
+from hvdlite.common.segmentation.cost import Iteration
+from hvdlite.common.segmentation.learned import load, save
+from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient
+from hvdlite.common.segmentation.tuner import Decision, Tuner
+
+STEPS_WHEN_FROZEN = 20  # from one question whether something has changed to the next
+_NOTHING, _TRY, _KEEP = range(3)  # what the first rank says
+
+_forms: Forms[Array] = Forms(NumpyAdapter())
+
+
+class Tuning:
+    """The segmentation of the gradients of one optimizer, as it is found."""
+
+    def __init__(
+        self, gradients: Sequence[Gradient], label: str, process_set: ProcessSet, file: str = ""
+    ) -> None:
+        """`gradients` in the order in which they become ready; `label` is the same on all ranks.
+
+        `file` is read and written by the first rank.
+        """
+        runtime = for_collective()
+        self.gradients = tuple(gradients)
+        self._label = label
+        self._process_set = process_set
+        self._file = file
+        self._root = min(process_set.ranks or [0])
+        self._frozen = False
+        self._steps = 0
+        self._ready: dict[str, float] = {}
+        self._runs: list[SegmentRun] = []
+        self._tuner: Tuner | None = None
+        if runtime.rank == self._root:
+            self._tuner = Tuner(gradients, load(file, gradients) if file else None)
+            weakref.finalize(self, runtime.engine.observe(self._runs.append))
+
+    def note(self, name: str) -> None:
+        """This gradient is complete."""
+        self._ready[name] = time.monotonic()
+
+    def step(self) -> list[int] | None:
+        """All gradients are reduced. Where segments end from now on; None: as before.
+
+        Every rank of the set calls it after each step.
+        """
+        if self._tuner is not None:
+            self._observe(self._tuner)
+        self._steps += 1
+        if self._frozen and self._steps % STEPS_WHEN_FROZEN:
+            return None
+        said = np.zeros(1 + MOST_SEGMENTS, np.int64)
+        if self._tuner is not None:
+            self._say(self._tuner, said)
+        name = f"segmentation.auto.{self._label}"
+        kind, *ends = _forms.broadcast(said, self._root, name, self._process_set).tolist()
+        if kind == _NOTHING:
+            return None
+        self._frozen = kind == _KEEP
+        return [end for end in ends if end >= 0]
+
+    def _observe(self, tuner: Tuner) -> None:
+        runs, ready = self._runs.copy(), self._ready
+        self._runs.clear()
+        self._ready = {}
+        end = time.monotonic()
+        mine = [run for run in runs if run.names[0].partition(".")[2] in ready]
+        if len(ready) < len(self.gradients) or not mine:
+            return  # one was missing: this iteration is like no other
+        times = [ready[each.name] for each in self.gradients]
+        start = min(times)
+        tuner.observe(
+            Iteration(
+                tuple(each - start for each in times),
+                tuple((run.bytes, run.start - start, run.end - start) for run in mine),
+                max(times) - start,
+                end - start,
+            )
+        )
+
+    def _say(self, tuner: Tuner, said: Array) -> None:
+        decision = tuner.decide()
+        if decision is None:
+            return
+        said[0] = _KEEP if decision.frozen else _TRY
+        said[1:] = -1
+        said[1 : 1 + len(decision.ends)] = decision.ends
+        if decision.frozen:
+            self._tell(tuner, decision)
+
+    def _tell(self, tuner: Tuner, decision: Decision) -> None:
+        """In words, once for each choice; and to the file."""
+        print(f"hvdlite: gradients travel best in {len(decision.ends)} segments: {tuner.text}")
+        if self._file:
+            save(self._file, decision.ends, self.gradients)
