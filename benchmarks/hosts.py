@@ -172,8 +172,11 @@ def link(args: argparse.Namespace) -> Iterator[str]:
         yield "a cable in user space" if args.delay_ms else "nobody"
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
-    """Make the hosts, and run the ranks on them; entry -> seconds, and who makes the delay."""
+def run(args: argparse.Namespace, script: str = __file__) -> tuple[Any, str]:
+    """Make the hosts, and run the ranks of `script` on them.
+
+    Gives what rank 0 has written to the rank file, and who makes the delay.
+    """
     sys.path.append(str(ROOT))
     from tests.parallel.hosts import two_hosts
     from tests.parallel.jobs import environment, mpirun
@@ -184,7 +187,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
         link(args) as delayed_by,
     ):
         file = Path(folder) / "measured.json"
-        words = [sys.executable, __file__, *sys.argv[1:], "--rank-file", str(file)]
+        words = [sys.executable, script, *sys.argv[1:], "--rank-file", str(file)]
         exported = ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
         # MPI does not know that both hosts have the same cores: without this, its ranks that wait
         # take them from those that work.
@@ -192,6 +195,13 @@ def run(args: argparse.Namespace) -> tuple[dict[str, list[float]], str]:
         command = mpirun(2 * RANKS_PER_HOST, *options, *exported, *polite, *words)
         subprocess.run([*before, *command], env=environment(), check=True)
         return json.loads(file.read_text()), delayed_by
+
+
+def add_link_options(parser: argparse.ArgumentParser) -> None:
+    """What `run` needs."""
+    parser.add_argument("--gbit", type=float, default=1, help="a second, each way")
+    parser.add_argument("--delay-ms", type=float, default=1, help="each way")
+    parser.add_argument("--rank-file", type=Path, help=argparse.SUPPRESS)
 
 
 def print_table(measured: dict[str, Quartiles], bound_seconds: float) -> None:
@@ -207,10 +217,8 @@ def main() -> None:
     parser = make_parser("Allreduce between two simulated hosts.", "hosts")
     parser.add_argument("--entries", nargs="+", choices=TURNS, default=[*TURNS], metavar="ENTRY")
     parser.add_argument("--mib", type=int, default=64, help="size of the tensor")
-    parser.add_argument("--gbit", type=float, default=1, help="a second, each way")
-    parser.add_argument("--delay-ms", type=float, default=1, help="each way")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rank-file", type=Path, help=argparse.SUPPRESS)
+    add_link_options(parser)
     args = parser.parse_args()
     if args.rank_file:
         rank_main(args)

@@ -44,7 +44,7 @@ class Tuning:
         self._process_set = process_set
         self._file = file
         self._root = min(process_set.ranks or [0])
-        self._frozen = False
+        self.frozen = False  # nothing is tried any more; the same on all ranks
         self._steps = 0
         self._ready: dict[str, float] = {}
         self._runs: list[SegmentRun] = []
@@ -65,7 +65,7 @@ class Tuning:
         if self._tuner is not None:
             self._observe(self._tuner)
         self._steps += 1
-        if self._frozen and self._steps % STEPS_WHEN_FROZEN:
+        if self.frozen and self._steps % STEPS_WHEN_FROZEN:
             return None
         said = np.zeros(1 + MOST_SEGMENTS, np.int64)
         if self._tuner is not None:
@@ -74,7 +74,7 @@ class Tuning:
         kind, *ends = _forms.broadcast(said, self._root, name, self._process_set).tolist()
         if kind == _NOTHING:
             return None
-        self._frozen = kind == _KEEP
+        self.frozen = kind == _KEEP
         return [end for end in ends if end >= 0]
 
     def _observe(self, tuner: Tuner) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.parallel.hosts import two_hosts
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
 
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
@@ -62,6 +63,23 @@ def test_tf_overhead(tmp_path: Path) -> None:
         "TensorFlow, Python",
         "PyTorch",
     ], output
+
+
+@pytest.mark.timeout(200)
+def test_segmentation(tmp_path: Path) -> None:
+    """Every way of cutting gives as many reductions as it should; two hosts, not slowed down."""
+    pytest.importorskip("sklearn", reason="the extra 'examples' is not installed")
+    with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
+        pass
+    words = ("--networks", "digits", "--rounds", "2", "--gbit", "100", "--delay-ms", "0")
+    path, script = tmp_path / "g.json", str(ROOT / "benchmarks" / "segmentation.py")
+    ways = ("--ways", "one segment", "96.54 / 3.46 %", "16 MiB / 50")
+    done = run_command([sys.executable, script, *words, *ways, "--json", str(path)], timeout=180)
+    assert done.returncode == 0, done.stdout
+    records = json.loads(path.read_text())["records"]
+    assert [each["reductions"] for each in records] == [1, 2, 1], done.stdout
+    for each in records:
+        assert 0 < each["tail_seconds"]["median"] < each["seconds"]["median"]
 
 
 def test_simulate_coordinator(tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ class Strategy(Protocol):
     in_ready_order: ClassVar[bool]
     """Whether gradients are given as they become ready; otherwise in the order of the model."""
 
+    def __hash__(self) -> int:
+        """Equal strategies are the same."""
+
     @property
     def text(self) -> str:
         """What a user can give to have this strategy."""
