@@ -108,6 +108,7 @@ class Tuning:
 
     def _tell(self, tuner: Tuner, decision: Decision) -> None:
         """In words, once for each choice; and to the file."""
-        print(f"hvdlite: gradients travel best in {len(decision.ends)} segments: {tuner.text}")
+        count = f"{len(decision.ends)} segment{'s' if len(decision.ends) > 1 else ''}"
+        print(f"hvdlite: gradients travel best in {count}: {tuner.text}", flush=True)
         if self._file:
             save(self._file, decision.ends, self.gradients)
