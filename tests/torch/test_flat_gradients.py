@@ -1,0 +1,195 @@
+"""Gradients that live in one buffer: what backward leaves there, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hvdlite.torch.flat_gradients import ALIGNMENT_BYTES, FlatGradients
+
+Tensor = torch.Tensor
+
+torch.manual_seed(0)
+NET = nn.Sequential(
+    nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 2, 1), nn.Flatten(), nn.Linear(8, 3)
+)
+IMAGES = torch.randn(4, 3, 4, 4)
+
+
+def net(dtype: torch.dtype = torch.float32, channels_last: bool = False) -> nn.Sequential:
+    made = copy.deepcopy(NET).to(dtype)
+    return made.to(memory_format=torch.channels_last) if channels_last else made
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    images = IMAGES.to(next(model.parameters()).dtype).roll(step, 0)
+    model(images + step).square().sum().backward()
+
+
+def taken(model: nn.Module) -> FlatGradients:
+    flat = FlatGradients(list(model.parameters()))
+    backward(model)
+    for parameter in model.parameters():
+        flat.take(parameter)
+    return flat
+
+
+def check_same(model: nn.Module, oracle: nn.Module) -> None:
+    for mine, other in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
+        assert mine.grad.stride() == other.grad.stride()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_are_as_without_the_buffer(dtype: torch.dtype, channels_last: bool) -> None:
+    model, oracle = net(dtype, channels_last), net(dtype, channels_last)
+    flat = taken(model)
+    backward(oracle)
+    check_same(model, oracle)
+    begin, end = flat.buffer.data_ptr(), flat.buffer.data_ptr() + flat.nbytes
+    for parameter in model.parameters():
+        assert parameter.grad is not None and flat.owns(parameter) and flat.holds(parameter)
+        assert begin <= parameter.grad.data_ptr() < end
+        assert parameter.grad.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def test_backward_accumulates_into_the_buffer() -> None:
+    model, oracle = net(), net()
+    flat = taken(model)
+    backward(oracle)
+    backward(model, 1)
+    backward(oracle, 1)
+    check_same(model, oracle)
+    assert all(map(flat.holds, model.parameters()))
+
+
+def test_the_buffer_holds_the_gradients_and_zeros() -> None:
+    model = net()
+    flat = taken(model)
+    inside = sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None)
+    torch.testing.assert_close(flat.buffer.double().square().sum(), inside)
+    assert flat.nbytes == flat.buffer.numel() * 4
+    assert flat.nbytes < sum(4 * p.numel() + ALIGNMENT_BYTES for p in model.parameters())
+
+
+def test_what_is_done_to_the_buffer_is_done_to_the_gradients() -> None:
+    model, oracle = net(), net()
+    flat = taken(model)
+    backward(oracle)
+    flat.buffer.mul_(2)  # as a reduction does
+    for parameter in oracle.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+    check_same(model, oracle)
+
+
+def test_zero_keeps_the_gradients_in_the_buffer() -> None:
+    model, oracle = net(), net()
+    flat = taken(model)
+    flat.zero()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert all(map(flat.holds, model.parameters()))
+    backward(model, 1)
+    backward(oracle, 1)
+    check_same(model, oracle)
+
+
+def test_a_gradient_that_was_set_to_none_comes_back() -> None:
+    model, oracle = net(), net()
+    flat = taken(model)
+    model.zero_grad(set_to_none=True)
+    backward(model, 1)
+    backward(oracle, 1)
+    assert not any(map(flat.holds, model.parameters()))
+    for parameter in model.parameters():
+        assert flat.take(parameter) is parameter.grad
+    check_same(model, oracle)
+
+
+def test_another_name_for_the_same_memory_is_not_copied() -> None:
+    model = net()
+    flat = taken(model)
+    parameter = next(model.parameters())
+    assert parameter.grad is not None
+    expected = parameter.grad.clone()
+    parameter.grad = parameter.grad.detach()
+    assert not flat.holds(parameter)
+    assert torch.equal(flat.take(parameter), expected)
+    assert flat.holds(parameter)
+
+
+def test_a_missing_gradient_is_zero_in_the_buffer_and_none_outside() -> None:
+    model = net()
+    flat = taken(model)
+    first, *others = model.parameters()
+    kept = [p.grad.clone() for p in others if p.grad is not None]
+    first.grad = None
+    assert not flat.zero_missing(first).any()
+    assert first.grad is None
+    assert all(torch.equal(flat.view(p), old) for p, old in zip(others, kept, strict=True))
+
+
+def test_one_gradient_does_not_look_changed_when_another_is() -> None:
+    model = net()
+    flat = taken(model)
+    first, second, *_ = (flat.view(parameter) for parameter in model.parameters())
+    version = second._version
+    first.mul_(2)
+    assert second._version == version
+
+
+def test_scalars_and_empty_parameters_have_a_place() -> None:
+    parameters = [nn.Parameter(torch.tensor(3.0)), nn.Parameter(torch.zeros(0, 2))]
+    flat = FlatGradients(parameters)
+    (parameters[0] * 2 + parameters[1].sum()).backward()
+    for parameter in parameters:
+        flat.take(parameter)
+    assert flat.buffer[flat.buffer != 0].tolist() == [2.0]
+    assert parameters[1].grad is not None and parameters[1].grad.shape == (0, 2)
+
+
+def test_a_parameter_with_gaps_has_a_dense_gradient() -> None:
+    parameter = torch.zeros(4, 6)[:, ::2].requires_grad_()
+    flat = FlatGradients([parameter])
+    parameter.sum().backward()
+    assert flat.take(parameter).is_contiguous()
+    assert torch.equal(flat.buffer, torch.ones(12))
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    flat = FlatGradients([embedding.weight])
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"parameter 0 .* of shape \(5, 2\), is sparse"):
+        flat.take(embedding.weight)
+
+
+def test_a_gradient_of_another_dtype_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    flat = FlatGradients(list(model.parameters()))
+    model.double()
+    model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    with pytest.raises(TypeError, match=r"parameter 1 .*float64.*float32.*convert the model"):
+        flat.take(model.bias)
+
+
+def test_no_gradient_to_take_is_an_error() -> None:
+    model = nn.Linear(2, 2)
+    flat = FlatGradients(list(model.parameters()))
+    with pytest.raises(ValueError, match="has no gradient"):
+        flat.take(model.weight)
+
+
+def test_parameters_that_cannot_share_a_buffer_are_refused() -> None:
+    single, double = torch.zeros(2), torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"tensor 1 is torch.float64 on cpu"):
+        FlatGradients([single, double])
+    with pytest.raises(ValueError, match="twice"):
+        FlatGradients([single, single])
+    with pytest.raises(ValueError, match="at least one"):
+        FlatGradients([])
