@@ -12,6 +12,7 @@ from hvdlite.common.messages import WHOLE_GROUP
 from hvdlite.common.options import Options
 from hvdlite.common.segmentation.learned import load
 from hvdlite.common.segmentation.strategies import (
+    MIB,
     Auto,
     Gradient,
     Index,
@@ -23,18 +24,30 @@ from hvdlite.common.segmentation.strategies import (
 from hvdlite.common.splitting import chosen
 from hvdlite.common.warn import warn_user
 
+VIEWED = Threshold(25 * MIB)  # of gradients that live in segments; PyTorch's buckets are so large
+
 
 class Segments:
     """Finds out, when gradients travel for the first time, how they are cut."""
 
-    def __init__(self, terms: Terms, grouped: bool) -> None:
-        """`grouped`: the user has named groups, which travel as they are."""
+    def __init__(self, terms: Terms, grouped: bool, as_views: bool = False) -> None:
+        """`grouped`: the user has named groups, which travel as they are.
+
+        `as_views`: gradients are views of their segment, which has to be planned for that.
+        """
         if grouped and terms.segmentation is not None:
             raise ValueError(f"groups and segmentation {terms.segmentation.text}: give one of them")
         self._terms = terms
+        if as_views and (grouped or not terms.fusable):
+            raise ValueError(
+                "gradient_as_bucket_view: gradients that live in a segment need op=Average or Sum, "
+                "and no groups"
+            )
+        self.as_views = as_views
         self._grouped = grouped
         self._known = False
         self._strategy: Strategy | None = None
+        self._views = " as views" if as_views else ""
         self._ends = ""  # that a file has given: ranks may have different files
 
     @property
@@ -43,6 +56,8 @@ class Segments:
         if not self._known:
             self._known = True
             found = self._terms.segmentation or chosen(self._terms.process_set)
+            if self.as_views and found == Threshold():
+                found = VIEWED
             planned = not self._grouped and self._terms.fusable and found != Threshold()
             self._strategy = found if planned else None
         return self._strategy
@@ -89,7 +104,7 @@ class Segments:
         return options._replace(
             grouped=True,
             names=tuple(names),
-            settings=f"segmentation={self.strategy.text}{self._ends}",
+            settings=f"segmentation={self.strategy.text}{self._ends}{self._views}",
             fusion_bytes=WHOLE_GROUP,
         )
 

@@ -73,8 +73,8 @@ class _ScatteredBuffer(CpuBuffer):
         super().__init__(as_array(self._host))
 
     def commit(self) -> None:
-        with torch.no_grad():
-            self._target.copy_(self._host)
+        # `data`, since who looks at the version must not see this before `finish`.
+        self._target.data.copy_(self._host)
 
 
 class Event(Protocol):
@@ -135,8 +135,8 @@ class StagedDevice:
     def copy_out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Start to copy pinned memory to the device. Engine thread."""
         stream = self._copy_stream(tensor.device)
-        with self._streams.stream(stream), torch.no_grad():
-            tensor.copy_(host, non_blocking=True)
+        with self._streams.stream(stream):
+            tensor.data.copy_(host, non_blocking=True)
         self._done[tensor] = self._event_on(stream)
 
     def finish(self, tensor: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from hvdlite.common.tuning import Tuning
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
 from hvdlite.torch.dtypes import DTYPE_NAMES
+from hvdlite.torch.flat_gradients import FlatGradients
 from hvdlite.torch.functions import broadcast_object
 from hvdlite.torch.layouts import Layouts
 
@@ -47,6 +48,11 @@ class _Passenger:
         self.parameter = parameter
         self.gradient = gradient
         self.version = gradient._version  # when it was complete
+
+    def move_to(self, flat: FlatGradients) -> None:
+        """Let the gradient live in a segment's buffer."""
+        self.gradient = flat.take(self.parameter)
+        self.version = self.gradient._version
 
     def check(self) -> None:
         """Raise `RuntimeError` when something has changed the gradient since it was complete."""
@@ -100,6 +106,34 @@ class _DenseFlight:
         passenger.parameter.grad = gradient
 
 
+class _FlatFlight:
+    """A segment in flight whose gradients live in one buffer."""
+
+    def __init__(
+        self,
+        passengers: Sequence[_Passenger],
+        flat: FlatGradients,
+        packed: torch.Tensor,
+        options: Options,
+    ) -> None:
+        self._passengers = passengers
+        self._buffer = flat.buffer
+        self._packed = packed
+        self._handle = mpi_ops.forms.start_group(
+            [packed], passengers[0].name, options, in_place=True
+        )
+
+    def land(self) -> None:
+        """Wait; the results are where the gradients are, unless they were compressed."""
+        try:
+            for each in self._passengers:
+                each.check()
+        finally:
+            mpi_ops.synchronize(self._handle)
+        if self._packed is not self._buffer:
+            self._buffer.copy_(self._packed)
+
+
 class _SparseFlight:
     """One sparse gradient in flight."""
 
@@ -136,6 +170,7 @@ class GradientExchange:
         self._learned = False  # segments follow the order in which gradients become ready
         self._ready: dict[str, None] = {}  # that order, as far as it is known
         self._tuning: Tuning | None = None
+        self._flat: dict[str, FlatGradients] = {}  # by the name of the first gradient of a segment
         self.synchronized = False  # no gradient has come since the last synchronize()
         self.param_groups = param_groups
         self._schedule = schedule
@@ -218,7 +253,8 @@ class GradientExchange:
             wanted = {*dense}
             dense = [name for name in dict.fromkeys([*order, *dense[::-1]]) if name in wanted]
         gradients = self._describe(dense)
-        self._schedule.rearrange(self._segments.cut_again(gradients))
+        tunes = isinstance(strategy, Auto) and bool(gradients)
+        self._arrange(self._segments.cut_again(gradients), settled=not tunes)
         if isinstance(strategy, Auto) and gradients:
             label = next(iter(self._parameter_of))
             self._tuning = Tuning(gradients, label, self.terms.process_set, strategy.file)
@@ -226,7 +262,15 @@ class GradientExchange:
     def _tune(self, tuning: Tuning) -> None:
         ends = tuning.step()
         if ends is not None:
-            self._schedule.rearrange(self._segments.cut_at(ends, tuning.gradients))
+            self._arrange(self._segments.cut_at(ends, tuning.gradients), tuning.frozen)
+
+    def _arrange(self, segments: Sequence[Sequence[str]], settled: bool) -> None:
+        """From the next step on gradients travel in these segments."""
+        self._schedule.rearrange(segments)
+        self._flat.clear()
+        if settled and self._segments.as_views:
+            for names in segments:
+                self._flat[names[0]] = FlatGradients([self._parameter_of[n] for n in names])
 
     def _is_dense(self, name: str) -> bool:
         return self.terms.sparse_as_dense or self._layouts.is_dense(name)
@@ -251,6 +295,10 @@ class GradientExchange:
             self._take_off(self._gathered.pop(0))
 
     def _take_off(self, bucket: Sequence[_Passenger]) -> None:
+        flat = self._flat.get(bucket[0].name)
+        if flat is not None and len(bucket) == len(flat.parameters):
+            self._take_off_flat(bucket, flat)
+            return
         for each in bucket:
             self._pack(each)
         dense = [each for each in bucket if not each.packed.is_sparse]
@@ -260,6 +308,19 @@ class GradientExchange:
         for each in bucket:
             if each.packed.is_sparse:
                 self._flights.append(_SparseFlight(each, self.terms))
+
+    def _take_off_flat(self, bucket: Sequence[_Passenger], flat: FlatGradients) -> None:
+        for each in bucket:
+            each.move_to(flat)
+        first = bucket[0].name
+        packed = flat.buffer
+        compression = self.terms.compression
+        if compression in _CASTS:
+            packed = compression.compress_into(self._packed.get(first), packed)
+            if packed is not flat.buffer:
+                self._packed[first] = packed
+        options = self._segments.options([first])
+        self._flights.append(_FlatFlight(bucket, flat, packed, options))
 
     def _pack(self, passenger: _Passenger) -> None:
         packed = passenger.gradient

@@ -172,6 +172,7 @@ def DistributedOptimizer(  # noqa: N802
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     segmentation: str | Strategy | None = None,
+    gradient_as_bucket_view: bool = False,
     **fusion: Any,
 ) -> Any:
     """An optimizer of the same class that reduces gradients over all ranks before each step.
@@ -194,7 +195,9 @@ def DistributedOptimizer(  # noqa: N802
     - `segmentation`: which gradients travel together, as ``--segmentation`` takes it:
       ``"size:80,20"``, ``"index:60,160"``, ``"mb:16"``, ``"count:50"``, ``"threshold:64"``,
       ``"auto"``. Without it, what was set for the process set or the job.
-    - `fusion`: the same in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
+    - `gradient_as_bucket_view`: after the first step gradients are views of the buffer of their
+      segment, which is what travels; segments of 25 MiB where no other segmentation was chosen.
+    - `fusion`: segmentation in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
       `fuse_all_reduce_ops`.
 
     Raises `ValueError` for arguments that contradict each other, and before `init`; `TypeError`
@@ -216,7 +219,7 @@ def DistributedOptimizer(  # noqa: N802
         adasum = wrap(AdasumMixin, optimizer, terms)
         adasum._set_up(names, terms)
         return adasum
-    segments = Segments(terms, chosen is not None)
+    segments = Segments(terms, chosen is not None, gradient_as_bucket_view)
     schedule = Schedule(buckets_of(names.values(), _resolve_groups(chosen, names, terms)), passes)
     wrapped = wrap(_DistributedMixin, optimizer, terms)
     wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms, segments)

@@ -16,6 +16,7 @@ from torch import nn
 
 import hvdlite.torch as hvd
 from hvdlite.common.runtime import current
+from hvdlite.torch import exchange
 from hvdlite.torch.exchange import ENOUGH_BYTES
 from tests.ranks import run_ranks
 
@@ -401,6 +402,30 @@ def test_gradients_that_were_set_by_hand_are_reduced() -> None:
         torch.testing.assert_close(before - flat(model), torch.full_like(before, 0.5))
 
     run_ranks(2, main)
+
+
+def test_gradients_of_other_strides_are_not_taken_for_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are copied when they arrive, which may be long before anybody waits for them."""
+    monkeypatch.setattr(exchange, "ENOUGH_BYTES", 0)
+    torch.manual_seed(0)
+    start = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    models = [copy.deepcopy(start) for _ in range(2)]
+    inputs = torch.randn(2, 2, 4, 4).contiguous(memory_format=torch.channels_last)
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        model(inputs[rank : rank + 1]).square().sum().backward()
+        hvd.barrier()  # all that was sent before has arrived
+        optimizer.step()
+
+    run_ranks(2, main)
+    start(inputs).square().sum().div(2).backward()
+    sgd(start).step()
+    torch.testing.assert_close(flat(models[0]), flat(start))
+    assert torch.equal(flat(models[0]), flat(models[1]))
 
 
 def test_zero_grad_while_gradients_travel() -> None:

@@ -451,3 +451,110 @@ def test_fusion_of_other_collectives(collective: str) -> None:
         assert runs == ([1] * 6 if collective == "allgather" else [2, 2, 2])
 
     run_ranks(SIZE, main)
+
+
+def conv_net() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)
+    ).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def images(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    return torch.randn(3, 2, 4, 4, generator=generator).contiguous(
+        memory_format=torch.channels_last
+    )
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"segmentation": "size:50,50"},
+        {"segmentation": "mb:-1", "backward_passes_per_step": 2},
+        {"segmentation": "size:50,50", "compression": hvd.Compression.bf16},
+        {"segmentation": "auto"},
+    ],
+    ids=str,
+)
+def test_gradients_that_live_in_segments(options: dict[str, Any], set_to_none: bool) -> None:
+    models = [conv_net() for _ in range(SIZE)]
+    passes = options.get("backward_passes_per_step", 1)
+    tolerance = 2e-2 if "compression" in options else 1e-5
+
+    def train(model: nn.Module, optimizer: Any, ranks: list[int]) -> None:
+        for number in range(6):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for rank in ranks:
+                for part in range(passes):
+                    (model(images(rank, 2 * number + part)).square().sum() / len(ranks)).backward()
+            optimizer.step()
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(
+            inner, model.named_parameters(), gradient_as_bucket_view=True, **options
+        )
+        watch = Watch()
+        train(model, optimizer, [rank])
+        if options.get("segmentation") != "auto":
+            storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+            sent = [len(run) for run in watch.take()][-len(storages) :]
+            assert sent == [1] * len(storages)  # one tensor each: the buffer itself
+            assert len(storages) == {"size:50,50": 2, "mb:-1": 3}.get(
+                options.get("segmentation", ""), 1
+            )
+
+    run_ranks(SIZE, main)
+    alone = conv_net()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.01, momentum=0.9)
+    train(alone, plain, [*range(SIZE)])
+    for ours, theirs in zip(models[0].parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradients_in_segments_are_protected_and_may_be_missing() -> None:
+    """Clipping before synchronize() is refused as ever; what a rank has not is zero."""
+    torch.manual_seed(0)
+    start = Branches()
+    models = [copy.deepcopy(start) for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            gradient_as_bucket_view=True,
+        )
+        for number in range(4):
+            optimizer.zero_grad()
+            model(second=rank == 1 and number != 2).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        model(second=True).backward()
+        torch.nn.utils.clip_grad_norm_(model.first.parameters(), 1e-3)
+        with pytest.raises(RuntimeError, match="was changed after it was sent"):
+            optimizer.step()
+
+    run_ranks(SIZE, main)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_views_on_one_rank_alone_are_an_error() -> None:
+    models = [small() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        optimizer = distributed(
+            models[rank], segmentation="size:100", gradient_as_bucket_view=rank == 0
+        )
+        models[rank](1.0).backward()
+        with pytest.raises(hvd.HorovodInternalError, match="size:100 as views, rank 1 has"):
+            optimizer.step()
+
+    run_ranks(SIZE, main)
