@@ -69,8 +69,8 @@ class Trainee:
     @property
     def tuning(self) -> bool:
         """Whether `auto` still tries; it says so on all ranks alike."""
-        tuning = self._optimizer._exchange._tuning
-        return tuning is None or not tuning.frozen
+        auto = self._optimizer._exchange._auto
+        return auto is None or not auto.frozen
 
     def step(self) -> Step:
         """Make one step."""

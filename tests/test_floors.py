@@ -34,7 +34,7 @@ FLOORS = [
     ["common.verbs"],
     ["common.forms"],
     ["common.objects", "common.gradients", "common.sources"],
-    ["common.segments", "common.tuning", "common.util"],
+    ["common.segments", "common.auto_segments", "common.util"],
     ["common.reducer"],
     ["data", "numpy", "tf", "torch"],
     ["keras"],

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from hvdlite.common.auto_segments import AutoSegments
 from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import Schedule, Terms
 from hvdlite.common.options import Options
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.segmentation.strategies import Auto, Gradient
 from hvdlite.common.segments import Segments
-from hvdlite.common.tuning import Tuning
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
 from hvdlite.torch.dtypes import DTYPE_NAMES
@@ -169,7 +169,7 @@ class GradientExchange:
         self._planned = False  # the strategy has been asked for segments
         self._learned = False  # segments follow the order in which gradients become ready
         self._ready: dict[str, None] = {}  # that order, as far as it is known
-        self._tuning: Tuning | None = None
+        self._auto: AutoSegments | None = None
         self._flat: dict[str, FlatGradients] = {}  # by the name of the first gradient of a segment
         self.synchronized = False  # no gradient has come since the last synchronize()
         self.param_groups = param_groups
@@ -218,8 +218,8 @@ class GradientExchange:
             self._plan()
             self._ready.pop(name, None)  # of several passes the last one counts
             self._ready[name] = None
-        elif self._tuning is not None:
-            self._tuning.note(name)
+        elif self._auto is not None:
+            self._auto.note(name)
         bucket = self._schedule.count(name)
         if bucket:
             self._gather(bucket)
@@ -257,12 +257,12 @@ class GradientExchange:
         self._arrange(self._segments.cut_again(gradients), settled=not tunes)
         if isinstance(strategy, Auto) and gradients:
             label = next(iter(self._parameter_of))
-            self._tuning = Tuning(gradients, label, self.terms.process_set, strategy.file)
+            self._auto = AutoSegments(gradients, label, self.terms.process_set, strategy.file)
 
-    def _tune(self, tuning: Tuning) -> None:
-        ends = tuning.step()
+    def _tune(self, auto: AutoSegments) -> None:
+        ends = auto.step()
         if ends is not None:
-            self._arrange(self._segments.cut_at(ends, tuning.gradients), tuning.frozen)
+            self._arrange(self._segments.cut_at(ends, auto.gradients), auto.frozen)
 
     def _arrange(self, segments: Sequence[Sequence[str]], settled: bool) -> None:
         """From the next step on gradients travel in these segments."""
@@ -375,8 +375,8 @@ class GradientExchange:
             self._land(error)
             if not self._learned:
                 self._learn(known)
-            elif self._tuning is not None:
-                self._tune(self._tuning)
+            elif self._auto is not None:
+                self._tune(self._auto)
         self.synchronized = True
 
     def _land(self, error: Exception | None) -> None:

@@ -28,7 +28,7 @@ _NOTHING, _TRY, _KEEP = range(3)  # what the first rank says
 _forms: Forms[Array] = Forms(NumpyAdapter())
 
 
-class Tuning:
+class AutoSegments:
     """The segmentation of the gradients of one optimizer, as it is found."""
 
     def __init__(
