@@ -17,14 +17,15 @@ FLOORS = [
      "common.messages", "common.process_set_table", "common.trace", "common.compression",
      "common.uncaught", "common.warn", "common.loading"],
     ["common.timeline", "common.tree", "common.logs", "common.arrays",
-     "common.readiness", "common.bit_readiness", "common.native_build"],
+     "common.readiness", "common.bit_readiness", "common.native_build",
+     "common.gaussian_process"],
     ["common.transport"],
     ["common.collectives"],
     ["common.response_cache", "common.fusion", "common.stall", "common.groups"],
-    ["common.coordinator", "common.aggregator"],
+    ["common.coordinator", "common.aggregator", "common.autotune"],
     ["common.execution"],
     ["common.tensor_queue"],
-    ["common.negotiation"],
+    ["common.negotiation", "common.tuning"],
     ["common.engine"],
     ["common.process_sets"],
     ["common.job"],
@@ -40,7 +41,7 @@ FLOORS = [
     ["keras"],
 ]  # fmt: skip
 PURE = ["coordinator", "aggregator", "response_cache", "fusion", "stall", "readiness",
-        "bit_readiness", "groups", "bitsets"]  # fmt: skip
+        "bit_readiness", "groups", "bitsets", "autotune", "gaussian_process"]  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
 IMPURE = {"os", "time", "socket", "threading", "select", "asyncio", "subprocess", "logging"}
 

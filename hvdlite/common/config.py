@@ -6,6 +6,7 @@ the key in the YAML file, the help text and the row of the table in the docs.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -85,8 +86,10 @@ def boolean(text: str) -> bool:
         raise ValueError("must be 0 or 1 (or true, false, yes, no, on, off)") from None
 
 
-def number(kind: type, minimum: float, unit: str) -> Callable[[str], Any]:
-    """A parser of an int or float of at least `minimum`, in `unit`."""
+def number(
+    kind: type, minimum: float, unit: str, maximum: float = math.inf
+) -> Callable[[str], Any]:
+    """A parser of an int or float of at least `minimum`, at most `maximum`, in `unit`."""
     what = "a whole number" if kind is int else "a number"
 
     def parse(text: str) -> Any:
@@ -94,8 +97,9 @@ def number(kind: type, minimum: float, unit: str) -> Callable[[str], Any]:
             value = kind(text)
         except ValueError:
             raise ValueError(f"must be {what} ({unit})") from None
-        if not minimum <= value < float("inf"):
-            raise ValueError(f"must be {what} of at least {minimum:g} ({unit})")
+        if not minimum <= value <= maximum or math.isinf(value):
+            most = "" if math.isinf(maximum) else f" and at most {maximum:g}"
+            raise ValueError(f"must be {what} of at least {minimum:g}{most} ({unit})")
         return value
 
     return parse
@@ -203,6 +207,36 @@ class Config:
         flag="--timeline-all-ranks", no_flag="--no-timeline-all-ranks",
         yaml="timeline.all_ranks", alias=False,
     )  # fmt: skip
+    autotune: bool = setting(
+        False, "AUTOTUNE", boolean,
+        "Try other settings while the job runs, and keep the best (see autotune.md).",
+        flag="--autotune", no_flag="--no-autotune", yaml="autotune.enabled",
+    )  # fmt: skip
+    autotune_log: str = setting(
+        "", "AUTOTUNE_LOG", str,
+        "Write what autotuning tries to this CSV file; the last line is what it keeps.",
+        flag="--autotune-log-file", yaml="autotune.log_file",
+    )  # fmt: skip
+    autotune_warmup_samples: int = setting(
+        3, "AUTOTUNE_WARMUP_SAMPLES", number(int, 0, "samples"),
+        "Samples that autotuning drops at the start.",
+        flag="--autotune-warmup-samples", yaml="autotune.warmup_samples",
+    )  # fmt: skip
+    autotune_steps_per_sample: int = setting(
+        10, "AUTOTUNE_STEPS_PER_SAMPLE", number(int, 1, "steps"),
+        "Steps of one measurement; a sample of autotuning is the median of five.",
+        flag="--autotune-steps-per-sample", yaml="autotune.steps_per_sample",
+    )  # fmt: skip
+    autotune_max_samples: int = setting(
+        20, "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", number(int, 1, "samples"),
+        "Samples after which autotuning knows the fusion threshold and the cycle time.",
+        flag="--autotune-bayes-opt-max-samples", yaml="autotune.bayes_opt_max_samples",
+    )  # fmt: skip
+    autotune_noise: float = setting(
+        0.8, "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", number(float, 0, "share of the variance", 1),
+        "How much of what samples differ by is noise, from 0 to 1.",
+        flag="--autotune-gaussian-process-noise", yaml="autotune.gaussian_process_noise",
+    )  # fmt: skip
     stall_check_disable: bool = setting(
         False, "STALL_CHECK_DISABLE", boolean,
         "Do not look for tensors that some ranks never submit.",
@@ -257,6 +291,9 @@ class Config:
         yaml="logging.with_timestamp", yaml_inverted=True,
     )  # fmt: skip
 
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    """The settings that the user has made, by name: autotuning leaves them as they are."""
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read the settings from `environ` (``os.environ``); an empty variable counts as unset.
@@ -271,6 +308,7 @@ class Config:
                 if text:
                     values[entry.name] = entry.read(text, variable)
                     break
+        values["given"] = frozenset(values)
         if values.get("hierarchical_allreduce") and "allreduce" not in values:
             values["allreduce"] = "hierarchical"
         return cls(**values)
@@ -279,5 +317,7 @@ class Config:
 def settings() -> Iterator[Setting]:
     """All settings, in the order of their declaration."""
     for each in fields(Config):
+        if "setting" not in each.metadata:
+            continue
         env, parse, help, where = each.metadata["setting"]
         yield Setting(each.name, each.default, env, parse, help, **where)

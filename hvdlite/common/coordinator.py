@@ -23,6 +23,7 @@ from hvdlite.common.messages import (
     Report,
     Request,
     Response,
+    Retune,
     Segment,
 )
 from hvdlite.common.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
@@ -66,6 +67,7 @@ class Coordinator:
         self._announced: set[tuple[int, int]] = set()  # (process set, bit) that members know
         self._evictions: list[Eviction] = []
         self._departures: list[Departed] = []
+        self._retunes: list[Retune] = []
         self._departed = 0  # ranks, as bits
         self._leavers: list[int] = []  # the same, in the order of leaving: the first is to blame
 
@@ -91,15 +93,26 @@ class Coordinator:
                     self._fail_waiting(state, request)
         self._departures.append(Departed(rank))
 
+    def retune(self, retune: Retune) -> None:
+        """Decide by these settings from now on, and let all ranks follow."""
+        self._threshold_bytes = retune.fusion_threshold_bytes
+        self._capacity = retune.cache_capacity
+        for state in self._sets.values():
+            state.cache.capacity = retune.cache_capacity
+            for bit in state.cache.overflow():
+                self._evict(state, bit)
+        self._retunes.append(retune)
+
     def take_orders(self) -> tuple[Order, ...]:
         """What all ranks shall do next, in this order; each order is given once."""
-        if not (self._ready or self._evictions or self._departures):
+        if not (self._ready or self._evictions or self._departures or self._retunes):
             return ()
         segments = next_segments(self._ready, self._threshold_bytes, self._keep_groups)
         orders: list[Order] = [self._segment(responses) for responses in segments]
         orders += self._evictions
         orders += self._departures
-        self._ready, self._evictions, self._departures = [], [], []
+        orders += self._retunes
+        self._ready, self._evictions, self._departures, self._retunes = [], [], [], []
         return tuple(orders)
 
     @property

@@ -19,12 +19,14 @@ from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.config import Config
 from hvdlite.common.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.execution import Entry, Executor, Observer
-from hvdlite.common.messages import Eviction, Order, Response, Segment
+from hvdlite.common.messages import Eviction, Order, Response, Retune, Segment
 from hvdlite.common.negotiation import Negotiation
 from hvdlite.common.process_set_table import ProcessSetTable, unflatten
 from hvdlite.common.tensor_queue import TensorQueue
 from hvdlite.common.timeline import Timeline
 from hvdlite.common.transport.base import Transport
+from hvdlite.common.tree import ROOT
+from hvdlite.common.tuning import Tuning
 
 log = logging.getLogger("hvdlite")
 
@@ -54,8 +56,12 @@ class Engine:
         self._negotiation = Negotiation(
             transport, config, timeline, self.queue, self.process_sets, clock
         )
-        backends = build_backends(transport, config)
-        self._executor = Executor(self.rank, self.topology, backends, timeline)
+        self._backends = build_backends(transport, config)
+        self._executor = Executor(self.rank, self.topology, self._backends, timeline)
+        self._tuning: Tuning | None = None
+        if config.autotune and self.rank == ROOT and self.topology.size > 1:
+            self._tuning = Tuning(config, self.topology, self._negotiation.retune)
+            self._tuning.end = self.observe(self._tuning.observe)
         self._leaving = threading.Event()  # this rank wants to shut down
         self._asked_to_leave = False
         self._thread = threading.Thread(target=self._run, name="hvdlite-engine", daemon=True)
@@ -184,6 +190,8 @@ class Engine:
             entry = self.queue.evict(order)
             if entry is not None:
                 self._negotiation.report(self.queue.reports([entry]))
+        elif isinstance(order, Retune):
+            self._retune(order)
         elif order.rank == self.rank:
             self.queue.close(HorovodInternalError(SHUT_DOWN))
             self.departed.set()
@@ -222,6 +230,12 @@ class Engine:
                 self.queue.drop_set(removed)
         if entry is not None:
             entry.complete(value)
+
+    def _retune(self, retune: Retune) -> None:
+        self.queue.gather_for(retune.cycle_time_ms / 1000)
+        self._backends.retune(retune.allreduce, retune.piece_bytes)
+        if self._tuning is not None:
+            self._tuning.in_force()
 
     # -- the end
 

@@ -107,6 +107,7 @@ class SegmentRun(NamedTuple):
     bytes: int  # of this rank's inputs
     start: float  # seconds of `time.monotonic`
     end: float
+    members: tuple[int, ...] = ()  # the ranks that took part
 
 
 Observer = Callable[[SegmentRun], None]
@@ -180,7 +181,7 @@ class Executor:
                 ) from error
         if self.observers:
             nbytes = sum(entry.size_bytes for entry in present)
-            run = SegmentRun(tuple(names), row.name, nbytes, start, time.monotonic())
+            run = SegmentRun(tuple(names), row.name, nbytes, start, time.monotonic(), members)
             for observe in self.observers:
                 observe(run)
         for entry in reversed(present):  # who waits for the first should find all of them ended

@@ -8,6 +8,7 @@ Nothing here is ever unpickled, and a message that this version cannot have sent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -22,6 +23,8 @@ NO_BIT = -1
 NO_RANK = -1
 JOB_THRESHOLD = -1  # `Request.fusion_bytes`: as the job is set
 WHOLE_GROUP = -2  # its group is one segment, whatever the size
+PLANES = ("", "auto", "ring")  # to which allreduce may change while ranks run; "": not at all
+SMALLEST_PIECE, LARGEST_PIECE = 1 << 12, 1 << 24  # bytes
 
 
 class Request(NamedTuple):
@@ -73,7 +76,17 @@ class Departed(NamedTuple):
     rank: int
 
 
-Order: TypeAlias = Segment | Eviction | Departed
+class Retune(NamedTuple):
+    """From here on, these are the settings: what comes after is run with them on every rank."""
+
+    fusion_threshold_bytes: int
+    cycle_time_ms: float
+    cache_capacity: int
+    allreduce: str  # one of PLANES
+    piece_bytes: int  # that rings between hosts send at a time
+
+
+Order: TypeAlias = Segment | Eviction | Departed | Retune
 
 
 class Report(NamedTuple):
@@ -151,7 +164,7 @@ _MESSAGES: tuple[type, ...] = (
     ClockQuery,
     ClockReply,
 )
-_ORDERS: tuple[type, ...] = (Segment, Eviction, Departed)
+_ORDERS: tuple[type, ...] = (Segment, Eviction, Departed, Retune)
 _KIND = {kind: number for number, kind in enumerate(_MESSAGES)}
 _ORDER_KIND = {kind: number for number, kind in enumerate(_ORDERS)}
 
@@ -242,6 +255,25 @@ def _real(value: Any) -> float:
     return float(value)
 
 
+def _duration(value: Any) -> float:
+    if not 0 <= _real(value) < math.inf:
+        raise ValueError(f"{value!r} where a duration was expected")
+    return float(value)
+
+
+def _plane(value: Any) -> str:
+    if value not in PLANES:
+        raise ValueError(f"{value!r} where one of {', '.join(PLANES)} was expected")
+    return _text(value)
+
+
+def _piece(value: Any) -> int:
+    size = _natural(value)
+    if not SMALLEST_PIECE <= size <= LARGEST_PIECE:
+        raise ValueError(f"pieces of {size} bytes")
+    return size
+
+
 def _request(value: Any) -> Request:
     return Request(*_checked(value, _FIELDS[Request]))
 
@@ -254,6 +286,7 @@ _FIELDS: dict[type, tuple[Any, ...]] = {
     Response: (_request, _naturals, _integer, _text, _integer),
     Eviction: (_natural, _natural),
     Departed: (_natural,),
+    Retune: (_natural, _duration, _natural, _plane, _piece),
     Abort: (_integer, _text),
     Depart: (_natural,),
     StackQuery: (_naturals,),

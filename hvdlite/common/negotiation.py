@@ -29,6 +29,7 @@ from hvdlite.common.messages import (
     Orders,
     Report,
     Reports,
+    Retune,
     StackQuery,
     StackReply,
     decode,
@@ -115,6 +116,11 @@ class Negotiation:
             self._coordinator.depart(rank)
         else:
             self._send_up(Depart(rank))
+
+    def retune(self, retune: Retune) -> None:
+        """All ranks shall go on with these settings. On rank 0 only."""
+        assert self._coordinator is not None
+        self._coordinator.retune(retune)
 
     def pass_on(self) -> None:
         """Send what the coordinator or the aggregator of this rank has decided."""

@@ -61,7 +61,7 @@ class CoordinatorCache:
     """The coordinator's side: the members' requests and the answer, least recently used first."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._lines: OrderedDict[int, tuple[Response, Alike]] = OrderedDict()
         self._bits: dict[str, int] = {}
         self._grouped: dict[tuple[str, int], NumberSet] = {}  # group, with its size -> its bits
@@ -94,7 +94,7 @@ class CoordinatorCache:
 
     def remember(self, response: Response, requests: Alike) -> Response:
         """Give the answer a bit, which the returned answer carries."""
-        if self._capacity == 0:
+        if self.capacity == 0:
             return response
         bit = self._next
         self._next += 1
@@ -122,7 +122,7 @@ class CoordinatorCache:
 
     def overflow(self) -> list[int]:
         """The bits beyond the capacity, least recently used first."""
-        excess = len(self._lines) - self._capacity
+        excess = len(self._lines) - self.capacity
         return [bit for bit, _ in zip(self._lines, range(max(excess, 0)), strict=False)]
 
 

@@ -89,6 +89,11 @@ class TensorQueue:
         if wake:
             self._wake(0.0)
 
+    def gather_for(self, seconds: float) -> None:
+        """From now on, let what is enqueued wait so long for more."""
+        with self._lock:
+            self._gather_seconds = seconds
+
     def may_sleep(self) -> bool:
         """Whether nothing is waiting to be taken; from now on an entry wakes the engine."""
         with self._lock:

@@ -23,6 +23,12 @@ ACCEPTED = {
     "timeline": ("/tmp/t.json", "/tmp/t.json"),
     "timeline_mark_cycles": ("yes", True),
     "timeline_all_ranks": ("on", True),
+    "autotune": ("1", True),
+    "autotune_log": ("/tmp/a.csv", "/tmp/a.csv"),
+    "autotune_warmup_samples": ("0", 0),
+    "autotune_steps_per_sample": ("5", 5),
+    "autotune_max_samples": ("30", 30),
+    "autotune_noise": ("0.5", 0.5),
     "stall_check_disable": ("2", True),
     "stall_warning_seconds": ("0.5", 0.5),
     "stall_shutdown_seconds": ("90", 90.0),
@@ -109,3 +115,14 @@ def test_no_two_settings_share_a_name() -> None:
     for attribute in ("variable", "flag", "no_flag", "yaml"):
         names = [getattr(entry, attribute) for entry in ALL if getattr(entry, attribute)]
         assert len(names) == len(set(names))
+
+
+def test_what_was_given_is_known() -> None:
+    environ = {"HOROVOD_CYCLE_TIME": "1", "HVDLITE_HIERARCHICAL_ALLREDUCE": "0"}
+    assert Config.from_environ(environ).given == {"cycle_time_ms", "hierarchical_allreduce"}
+    assert not Config().given
+
+
+def test_noise_is_a_share() -> None:
+    with pytest.raises(ConfigError, match="at least 0 and at most 1"):
+        Config.from_environ({"HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "1.5"})

@@ -28,6 +28,7 @@ from hvdlite.common.messages import (
     Reports,
     Request,
     Response,
+    Retune,
     Segment,
     StackQuery,
     StackReply,
@@ -304,6 +305,7 @@ MESSAGES: list[Message] = [
     Orders(
         (Segment(0, (5, Response(request("a"), (1, 2), 4, "", 1))), Eviction(1, 2), Departed(3))
     ),
+    Orders((Retune(1 << 20, 2.5, 0, "ring", 1 << 18),)),
     Abort(-1, "reason"),
     Depart(2),
     StackQuery((1, 2)),
@@ -337,6 +339,11 @@ def test_runs_hold_numbers(numbers: list[int]) -> None:
         msgpack.packb((0, ((0, (0, 1), (0,), ()),))),
         msgpack.packb((0, ((0, (0, 1), (), (("too short",),)),))),
         msgpack.packb((1, ((0, (0, ("not an item",))),))),
+        msgpack.packb((1, ((3, (1 << 20, float("nan"), 0, "ring", 1 << 18)),))),
+        msgpack.packb((1, ((3, (1 << 20, -1.0, 0, "ring", 1 << 18)),))),
+        msgpack.packb((1, ((3, (1 << 20, 2.5, 0, "mpi", 1 << 18)),))),
+        msgpack.packb((1, ((3, (1 << 20, 2.5, 0, "ring", 0)),))),
+        msgpack.packb((1, ((3, (1 << 20, 2.5, 0, ["ring"], 1 << 18)),))),
         msgpack.packb((2, ("rank", 5))),
         encode(MESSAGES[0])[:-1],
     ],

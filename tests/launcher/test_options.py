@@ -49,7 +49,7 @@ def test_flags_without_a_meaning_say_what_replaces_them(flag: str) -> None:
     assert error(f"{flag}=2") == f"{flag}: {REPLACED[flag]}"
 
 
-@pytest.mark.parametrize("flag", ["--bogus", "--bogus=1", "-z", "--autotune", "--verb", "--host"])
+@pytest.mark.parametrize("flag", ["--bogus", "--bogus=1", "-z", "--auto", "--verb", "--host"])
 def test_an_unknown_flag_is_named(flag: str) -> None:
     assert flag in error(flag)
     with pytest.raises(ConfigError, match="unknown flag"):
@@ -91,7 +91,8 @@ def test_garbage_in_a_variable_is_found_before_a_start() -> None:
 
 
 VALUES = {"allreduce": "ring", "data_plane": "mpi", "log_level": "info", "timeline": "t.json",
-          "thread_affinity": "0,1,2,3", "segmentation": "size:80,20"}  # fmt: skip
+          "thread_affinity": "0,1,2,3", "segmentation": "size:80,20", "autotune_log": "a",
+          "autotune_noise": "0.5"}  # fmt: skip
 
 
 @pytest.mark.parametrize("entry", [e for e in settings() if e.flag], ids=lambda entry: entry.name)
@@ -116,6 +117,13 @@ params:
 timeline:
   filename: t.json
   mark_cycles: true
+autotune:
+  enabled: true
+  log_file: a.csv
+  warmup_samples: 1
+  steps_per_sample: 5
+  bayes_opt_max_samples: 30
+  gaussian_process_noise: 0.5
 stall_check:
   enabled: false
 logging:
@@ -135,6 +143,12 @@ def test_the_config_file_has_horovods_keys_and_flags_win(tmp_path: Path) -> None
         "HVDLITE_CYCLE_TIME": "3",
         "HVDLITE_TIMELINE": "t.json",
         "HVDLITE_TIMELINE_MARK_CYCLES": "1",
+        "HVDLITE_AUTOTUNE": "1",
+        "HVDLITE_AUTOTUNE_LOG": "a.csv",
+        "HVDLITE_AUTOTUNE_WARMUP_SAMPLES": "1",
+        "HVDLITE_AUTOTUNE_STEPS_PER_SAMPLE": "5",
+        "HVDLITE_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "30",
+        "HVDLITE_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.5",
         "HVDLITE_STALL_CHECK_DISABLE": "1",
         "HVDLITE_LOG_LEVEL": "DEBUG",
         "HVDLITE_LOG_HIDE_TIME": "0",
@@ -147,7 +161,7 @@ def test_the_config_file_has_horovods_keys_and_flags_win(tmp_path: Path) -> None
     [
         ("params: {fusion_treshold_mb: 3}", "unknown key params.fusion_treshold_mb"),
         ("surprise: 1", "unknown key surprise"),
-        ("autotune: {enabled: true}", "unknown key autotune.enabled"),
+        ("autotune: {bayes: 3}", "unknown key autotune.bayes"),
         ("[1, 2]", "the whole file"),
         ("params: {cycle_time_ms: often}", "params.cycle_time_ms='often'"),
         ("params: {fusion_threshold_mb: true}", "params.fusion_threshold_mb"),

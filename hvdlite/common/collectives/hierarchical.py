@@ -100,12 +100,12 @@ class HierarchicalBackend(RingBackend):
         layers = _Layers.of(group)
         arithmetic = Arithmetic(inputs[0].dtype, reduction)
         slices, hosts = layers.slices, len(layers.circle.order)
-        block_bytes = BLOCK_PIECES * self._piece_bytes * slices * hosts
+        block_bytes = BLOCK_PIECES * self.piece_bytes * slices * hosts
         if sum(array.nbytes for array in inputs) <= block_bytes:
             self._at_once(layers, inputs, outputs, arithmetic, activity)
             return
         plan = _Pipeline(
-            self._shm, layers, inputs, outputs, arithmetic, self._piece_bytes, activity
+            self._shm, layers, inputs, outputs, arithmetic, self.piece_bytes, activity
         ).plan()
         with activity("HIERARCHICAL_RING"):
             if layers.has_slice:

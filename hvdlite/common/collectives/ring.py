@@ -43,7 +43,7 @@ class RingBackend:
 
     def __init__(self, transport: Transport, piece_bytes: int = PIECE_BYTES) -> None:
         self._transport = transport
-        self._piece_bytes = piece_bytes
+        self.piece_bytes = piece_bytes
 
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group
@@ -77,7 +77,7 @@ class RingBackend:
         sources = [even_chain(inputs, size, chunk) for chunk in range(size)]
         targets = [even_chain(outputs, size, chunk) for chunk in range(size)]
         steps = size - 1
-        self._run(Plan(circle, sources, targets, arithmetic, steps, steps, 0, self._piece_bytes))
+        self._run(Plan(circle, sources, targets, arithmetic, steps, steps, 0, self.piece_bytes))
 
     def reducescatter(
         self,
@@ -95,7 +95,7 @@ class RingBackend:
         sources = [member_chain(inputs, counts, member) for member in circle.order]
         targets = [Chain([])] * group.size
         targets[circle.index] = Chain(outputs)
-        plan = Plan(circle, sources, targets, arithmetic, group.size - 1, 0, 1, self._piece_bytes)
+        plan = Plan(circle, sources, targets, arithmetic, group.size - 1, 0, 1, self.piece_bytes)
         with activity("RING_REDUCESCATTER"):
             self._run(plan)
 
@@ -118,7 +118,7 @@ class RingBackend:
         with activity("RING_ALLGATHER"):
             sources[circle.index].copy_to(targets[circle.index])
             self._run(
-                Plan(circle, sources, targets, copied, 0, group.size - 1, 0, self._piece_bytes)
+                Plan(circle, sources, targets, copied, 0, group.size - 1, 0, self.piece_bytes)
             )
 
     def _run(self, plan: Plan) -> None:
@@ -129,7 +129,7 @@ class RingBackend:
         """See `Backend.broadcast`. Pieces go from member to member, and follow each other."""
         circle = Circle.of(group)
         distance = (circle.index - circle.order.index(root)) % group.size
-        length = max(1, self._piece_bytes // array.itemsize)
+        length = max(1, self.piece_bytes // array.itemsize)
         pieces = [array[start : start + length] for start in range(0, array.size, length)]
         sends: deque[Pending] = deque()
         with activity("RING_BROADCAST"):

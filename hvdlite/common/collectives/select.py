@@ -23,6 +23,7 @@ from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.mpi import MpiTransport
 
+ALLREDUCE = "HVDLITE_ALLREDUCE"
 ENTRY_POINTS = "hvdlite.backends"  # each is called with the transport and gives a Backend
 
 
@@ -47,6 +48,19 @@ class Backends(list[Backend]):
         super().__init__([*self.first, *rest])
         self.wishes: dict[bool, _Wish] = {}  # key: it is an allreduce
 
+    def retune(self, allreduce: str, piece_bytes: int) -> None:
+        """Allreduce goes on by this plane ("auto", "ring", or "": as before), in such pieces.
+
+        All ranks do so between the same two collectives.
+        """
+        rings = [each for each in self if isinstance(each, RingBackend)]
+        for ring in rings:
+            ring.piece_bytes = piece_bytes
+        if allreduce:
+            self.wishes.pop(True, None)
+        if allreduce == "ring":
+            self.wishes[True] = _Wish(ALLREDUCE, allreduce, rings[-1], False)
+
 
 def build_backends(transport: Transport, config: Config) -> Backends:
     """All backends that can exist on `transport`, those of third parties first.
@@ -65,7 +79,7 @@ def build_backends(transport: Transport, config: Config) -> Backends:
     for is_allreduce, value in ((True, config.allreduce), (False, config.data_plane)):
         if value == "auto":
             continue
-        variable = "HVDLITE_ALLREDUCE" if is_allreduce else "HVDLITE_DATA_PLANE"
+        variable = ALLREDUCE if is_allreduce else "HVDLITE_DATA_PLANE"
         chosen = named[value]
         if chosen is not None:
             backends.wishes[is_allreduce] = _Wish(variable, value, chosen, value == "shm")
