@@ -22,6 +22,7 @@ from hvdlite.common.topology import Topology
 
 MEASUREMENTS = 5  # the median of which is a sample
 DUELS = 3  # samples of the best, and of the defaults, at the end
+WORTH = 0.02  # of the score: what a change has to gain
 MOST_NAMES = 1 << 16  # of tensors that are counted: those without a name come only once
 THRESHOLDS = tuple(MIB << power for power in range(9))  # 1 to 256 MiB
 CYCLES_MS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
@@ -130,11 +131,12 @@ class Autotuner:
         scores: dict[Retune, list[float]] = {self._defaults: []}
         scores[self._defaults].append((yield self._defaults))
         yield from self._find_joint(scores)
+        best = max(scores, key=lambda values: median(scores[values]))
         for change in self._single:
-            values = _best(scores)._replace(**change)
-            if values not in scores:
-                scores[values] = [(yield values)]
-        best = _best(scores)
+            values = best._replace(**change)
+            scores[values] = [(yield values)]
+            if _worth_it(scores[values], scores[best]):
+                best = values
         if best != self._defaults:
             best = yield from self._duel(best, scores)
         self._trials.append(self._trial(best, median(scores[best])))
@@ -154,7 +156,7 @@ class Autotuner:
             scores[values] = [(yield values)]
 
     def _duel(self, best: Retune, scores: dict[Retune, list[float]]) -> _Search:
-        """Measure the best and the defaults again, in turns: the higher median wins.
+        """Measure the best and the defaults again, in turns: the defaults win a tie.
 
         The best of many was lucky, too: what it scored before does not count.
         """
@@ -162,7 +164,7 @@ class Autotuner:
         for _ in range(DUELS):
             for values in (best, self._defaults):
                 scores[values].append((yield values))
-        return best if median(scores[best]) > median(scores[self._defaults]) else self._defaults
+        return best if _worth_it(scores[best], scores[self._defaults]) else self._defaults
 
 
 class _Sample:
@@ -193,8 +195,9 @@ def layered(topology: Topology) -> bool:
     return len(topology.hosts) > 1 and any(len(host) > 1 for host in topology.hosts)
 
 
-def _best(scores: dict[Retune, list[float]]) -> Retune:
-    return max(scores, key=lambda values: median(scores[values]))
+def _worth_it(scores: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether these are better by more than noise."""
+    return median(scores) > (1 + WORTH) * median(others)
 
 
 def _defaults(config: Config) -> Retune:
