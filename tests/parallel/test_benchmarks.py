@@ -82,6 +82,17 @@ def test_segmentation(tmp_path: Path) -> None:
         assert 0 < each["tail_seconds"]["median"] < each["seconds"]["median"]
 
 
+def test_autotune(tmp_path: Path) -> None:
+    script, path = str(ROOT / "benchmarks" / "autotune.py"), tmp_path / "a.json"
+    words = ("--gradients", "4", "--kib", "4", "--backward-ms", "0", "--samples", "3")
+    command = [sys.executable, script, *words, "--steps", "2", "--json", str(path)]
+    done = run_command(command, timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert "kept: the " in done.stdout
+    (kept,) = [each for each in json.loads(path.read_text())["records"] if each["kept"]]
+    assert kept["entry"] in ("defaults", "best")
+
+
 def test_simulate_coordinator(tmp_path: Path) -> None:
     words = ("--ranks", "8", "4096", "--tensors", "50", "--flat-most", "8")
     output, records = run(tmp_path / "s.json", "simulate_coordinator.py", *words)
