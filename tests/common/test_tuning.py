@@ -11,12 +11,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.segmentation import learned
-from hvdlite.common.segmentation.cost import CostModel, Iteration, fit, fit_reductions
+from hvdlite.common.segmentation.cost import (
+    CostModel,
+    Iteration,
+    ReductionCost,
+    fit,
+    fit_reductions,
+)
 from hvdlite.common.segmentation.ends import pasted
 from hvdlite.common.segmentation.reading import by_index, by_size
 from hvdlite.common.segmentation.search import MOST_CUT_POINTS, best_cuts, neighbours
@@ -145,8 +152,10 @@ def test_the_tail_is_within_ten_percent_of_the_best_on_a_noisy_machine(
     assert on.tail(tuner.ends) <= 1.1 * on.best_tail(4) + seen
 
 
-def test_what_was_tried_teaches_what_to_try_next() -> None:
-    on = machine("many small", "1 Gbit/s")
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("model", MODELS)
+def test_what_was_tried_teaches_what_to_try_next(model: str, network: str) -> None:
+    on = machine(model, network)
     on.knee = sum(each.bytes for each in on.gradients) / 8  # large ones are slower than expected
     tuner = frozen(on)
     assert on.tail(tuner.ends) <= 1.05 * on.best_tail(4)
@@ -265,7 +274,8 @@ def test_the_search_finds_what_a_search_through_everything_finds(
     on = Machine(gradients, [seconds for _, seconds in case], latency, bandwidth)
     whole = on.run([len(case) - 1])
     sizes = [each.bytes for each in gradients]
-    model = CostModel(whole.ready, sizes, whole.backward_end, latency, 1 / bandwidth)
+    cost = ReductionCost(latency, 1 / bandwidth)
+    model = CostModel(whole.ready, sizes, whole.backward_end, cost)
     for segments, proposal in enumerate(best_cuts(model, 4), start=1):
         assert len(proposal.ends) == segments
         assert proposal.tail == pytest.approx(on.tail(proposal.ends), abs=1e-9)
@@ -279,7 +289,8 @@ def test_neighbours_are_segmentations(
     case: list[tuple[int, float]], latency: float, data: st.DataObject
 ) -> None:
     ready = sorted(seconds for _, seconds in case)
-    model = CostModel(ready, [size for size, _ in case], ready[-1], latency, 1e-9)
+    cost = ReductionCost(latency, 1e-9)
+    model = CostModel(ready, [size for size, _ in case], ready[-1], cost)
     last = len(case) - 1
     ends = sorted({last, *data.draw(st.lists(st.integers(0, last), max_size=4))})
     for near in neighbours(model, ends):
@@ -292,7 +303,9 @@ def test_the_three_rules() -> None:
     equal = [100] * 10
 
     def near(ends: list[int], seconds_per_byte: float) -> list[tuple[int, ...]]:
-        return neighbours(CostModel(ready, equal, 10.0, 0.01, seconds_per_byte), ends)
+        return neighbours(
+            CostModel(ready, equal, 10.0, ReductionCost(0.01, seconds_per_byte)), ends
+        )
 
     assert (7, 9) in near([4, 9], 0.005)  # the last one is long: its cut moves later
     assert (4, 9) in near([8, 9], 0.01)  # the first one starts late: its cut moves earlier
@@ -301,7 +314,8 @@ def test_the_three_rules() -> None:
 
 def test_a_search_among_very_many_gradients() -> None:
     gradients = 3 * MOST_CUT_POINTS
-    model = CostModel([1e-4 * k for k in range(gradients)], [1000] * gradients, 0.6, 1e-3, 1e-7)
+    ready = [1e-4 * k for k in range(gradients)]
+    model = CostModel(ready, [1000] * gradients, 0.6, ReductionCost(1e-3, 1e-7))
     for segments, proposal in enumerate(best_cuts(model, 3), start=1):
         assert len(proposal.ends) == segments
         assert proposal.ends[-1] == gradients - 1
@@ -315,20 +329,22 @@ def test_the_cost_of_a_reduction_survives_outliers() -> None:
         for k in range(200)
         for nbytes in [(1 << 20) * (1 + k % 5)]
     ]
-    latency, seconds_per_byte = fit_reductions(reductions)
+    latency, seconds_per_byte, _ = fit_reductions(reductions)
     assert seconds_per_byte == pytest.approx(1e-8, rel=0.1)
     assert latency == pytest.approx(1e-3, abs=1.5e-3)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0, 10)), min_size=1))
 def test_no_cost_is_negative_or_infinite(reductions: list[tuple[int, float]]) -> None:
-    latency, seconds_per_byte = fit_reductions(reductions)
-    assert 0 <= latency < 1000
-    assert 0 <= seconds_per_byte < 1000
+    cost = fit_reductions(reductions)
+    assert 0 <= cost.latency < 1000
+    assert 0 <= cost.seconds_per_byte < 1000
+    seconds = cost.seconds(np.array([0.0, 1.0, 1e3, 1e9]))
+    assert (seconds >= 0).all() and (seconds < 1e15).all()
 
 
 def test_segments_of_one_size_have_most_of_their_time_by_bytes() -> None:
-    latency, seconds_per_byte = fit_reductions([(1000, 0.5), (1000, 0.7), (1000, 0.6)])
+    latency, seconds_per_byte, _ = fit_reductions([(1000, 0.5), (1000, 0.7), (1000, 0.6)])
     assert 0 < latency < 0.01
     assert latency + 1000 * seconds_per_byte == pytest.approx(0.6)
 

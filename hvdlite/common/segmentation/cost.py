@@ -1,13 +1,13 @@
 """What a segmentation costs, by a model that is fitted from measurements.
 
-A gradient is ready at a known time of backward; one reduction takes latency + bytes / bandwidth;
-segments run one after another. This module never sends, sleeps or reads a clock.
+A gradient is ready at a known time of backward; one reduction takes latency + bytes / bandwidth,
+but for what was measured of its size; segments run one after another. This module never sends,
+sleeps or reads a clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ Floats = NDArray[np.float64]
 
 # Of a reduction, as far as one size of segments cannot tell; no more than half of its time.
 TYPICAL_LATENCY_SECONDS = 1e-4
+SIZES_AN_OCTAVE = 4  # that are told apart where the line is corrected
 
 
 class Iteration(NamedTuple):
@@ -38,6 +39,26 @@ class Iteration(NamedTuple):
         return sum(end - start for _, start, end in self.segments)
 
 
+class ReductionCost(NamedTuple):
+    """What a reduction takes: a line, times what was measured of sizes where that differs from it.
+
+    Caches and windows of protocols make large ones, or small ones, slower than any line says.
+    """
+
+    latency: float  # seconds
+    seconds_per_byte: float
+    corrections: tuple[tuple[float, float], ...] = ()  # logarithm of bytes, ascending; a factor
+
+    def seconds(self, nbytes: Floats) -> Floats:
+        """Of reductions of so many bytes."""
+        line = self.latency + self.seconds_per_byte * nbytes
+        if not self.corrections:
+            return line
+        sizes, factors = zip(*self.corrections, strict=True)
+        corrected: Floats = line * np.interp(_octaves(nbytes), sizes, factors)
+        return corrected
+
+
 class CostModel:
     """Predicts when each reduction of a segmentation runs.
 
@@ -49,24 +70,23 @@ class CostModel:
         ready: Sequence[float] | Floats,
         sizes: Sequence[int],
         backward_end: float,
-        latency: float,
-        seconds_per_byte: float,
+        cost: ReductionCost,
     ) -> None:
         """`ready` seconds and `sizes` in bytes of the gradients, in the order in which they go."""
         self.ready: Floats = np.maximum.accumulate(np.asarray(ready, dtype=np.float64))
         self.sums: Floats = np.cumsum(np.asarray(sizes, dtype=np.float64))
         self.backward_end = backward_end
-        self.latency = latency
-        self.seconds_per_byte = seconds_per_byte
+        self.cost = cost
 
     def runs(self, ends: Sequence[int]) -> list[tuple[float, float]]:
         """Start and end of each reduction, seconds."""
         runs: list[tuple[float, float]] = []
         free = 0.0
-        for before, last in pairwise([-1, *ends]):
-            start = max(free, float(self.ready[last]))
-            nbytes = self.sums[last] - (self.sums[before] if before >= 0 else 0.0)
-            free = start + self.latency + self.seconds_per_byte * float(nbytes)
+        last = list(ends)
+        took = self.cost.seconds(np.diff(self.sums[last], prepend=0.0))
+        for ready, seconds in zip(self.ready[last].tolist(), took.tolist(), strict=True):
+            start = max(free, ready)
+            free = start + seconds
             runs.append((start, free))
         return runs
 
@@ -79,18 +99,38 @@ def fit(iterations: Sequence[Iteration], sizes: Sequence[int]) -> CostModel:
     """The model of these iterations, at least one, with a reduction in it; medians throughout."""
     ready = np.median([each.ready for each in iterations], axis=0)
     backward_end = float(np.median([each.backward_end for each in iterations]))
-    latency, seconds_per_byte = fit_reductions(
+    cost = fit_reductions(
         [
             (nbytes, end - start)
             for iteration in iterations
             for nbytes, start, end in iteration.segments
         ]
     )
-    return CostModel(ready, sizes, backward_end, latency, seconds_per_byte)
+    return CostModel(ready, sizes, backward_end, cost)
 
 
-def fit_reductions(reductions: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Latency in seconds, and seconds per byte, of (bytes, seconds), at least one of them.
+def fit_reductions(reductions: Sequence[tuple[int, float]]) -> ReductionCost:
+    """The cost by (bytes, seconds), at least one of them."""
+    line = ReductionCost(*_fit_line(reductions))
+    nbytes, seconds = np.array(reductions, dtype=np.float64).T
+    expected = line.seconds(nbytes)
+    octaves = _octaves(nbytes)
+    factors = np.where(expected > 0, seconds / np.maximum(expected, 1e-12), 1.0)
+    alike = np.round(octaves * SIZES_AN_OCTAVE)
+    corrections = [
+        (float(np.median(octaves[alike == each])), float(np.median(factors[alike == each])))
+        for each in np.unique(alike)
+    ]
+    return line._replace(corrections=tuple(corrections))
+
+
+def _octaves(nbytes: Floats) -> Floats:
+    octaves: Floats = np.log2(nbytes + 1)
+    return octaves
+
+
+def _fit_line(reductions: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Latency in seconds, and seconds per byte.
 
     The line is that of Theil and Sen, through the median of each size: a pair of sizes counts by
     their distance, and a reduction for the latency by how short it is. Neither is ever negative.

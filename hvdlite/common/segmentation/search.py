@@ -28,20 +28,26 @@ def best_cuts(model: CostModel, most_segments: int) -> list[Proposal]:
     """For 1, 2, ... `most_segments` segments, as far as there are gradients, the shortest tail.
 
     An exact dynamic programme, since to end earlier never makes what follows end later. Its time
-    is that of ``segments * gradients ** 2`` additions, up to `MOST_CUT_POINTS` gradients; of more,
+    is that of ``segments * gradients ** 2 / 2`` additions: below a tenth of a second for 8 segments
+    and `MOST_CUT_POINTS` gradients. Of more gradients,
     no others than evenly spread ones can end a segment. Memory grows with segments * gradients.
     """
     gradients = len(model.ready)
     points = _cut_points(gradients)
-    ready, sent = model.ready[points], model.sums[points] * model.seconds_per_byte
-    done = np.maximum(ready, 0.0) + model.latency + sent  # end of the last of k, by its last point
-    came_from: list[NDArray[np.intp]] = []
-    proposals = [_proposal(model, points, came_from, done)]
-    for _ in range(1, min(most_segments, len(points))):
-        done, before = _one_more(done, ready, sent, model.latency)
-        came_from.append(before)
-        proposals.append(_proposal(model, points, came_from, done))
-    return proposals
+    ready, sums = model.ready[points], model.sums[points]
+    most = min(most_segments, len(points))
+    done = np.full((most, len(points)), np.inf)  # [k, j]: end of the last of k + 1, which ends at j
+    before = np.zeros((most, len(points)), dtype=np.intp)  # where the segment before that ends
+    done[0] = np.maximum(ready, 0.0) + model.cost.seconds(sums)
+    for last in range(1, len(points)):
+        took = model.cost.seconds(sums[last] - sums[:last])
+        ended = np.maximum(done[:-1, :last], ready[last]) + took
+        before[1:, last] = ended.argmin(axis=1)
+        done[1:, last] = ended.min(axis=1)
+    return [
+        _proposal(model, points, before[1:segments], done[segments - 1, -1])
+        for segments in range(1, most + 1)
+    ]
 
 
 def worthwhile(proposals: Iterable[Proposal]) -> list[Proposal]:
@@ -72,7 +78,7 @@ def neighbours(model: CostModel, ends: Sequence[int]) -> list[tuple[int, ...]]:
         cut = _middle(model, -1, ends[0])
         found.append((cut, *ends[1:]) if cut is not None else None)
     busy = sum(max(min(end, model.backward_end) - start, 0.0) for start, end in runs)
-    if model.backward_end - busy > model.latency:
+    if model.backward_end - busy > model.cost.latency:
         firsts = [-1, *ends[:-1]]
         longest = max(range(len(ends)), key=lambda k: runs[k][1] - runs[k][0])
         cut = _middle(model, firsts[longest], ends[longest])
@@ -86,30 +92,17 @@ def _cut_points(gradients: int) -> NDArray[np.intp]:
     return np.unique(np.linspace(0, gradients - 1, MOST_CUT_POINTS).round().astype(np.intp))
 
 
-def _one_more(
-    done: NDArray[np.float64], ready: NDArray[np.float64], sent: NDArray[np.float64], latency: float
-) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """`done` with one segment more, and the point at which the segment before ends."""
-    more = np.full_like(done, np.inf)
-    before = np.zeros(len(done), dtype=np.intp)
-    for last in range(1, len(done)):
-        ended = np.maximum(done[:last], ready[last]) - sent[:last]
-        before[last] = ended.argmin()
-        more[last] = ended[before[last]] + sent[last] + latency
-    return more, before
-
-
 def _proposal(
     model: CostModel,
     points: NDArray[np.intp],
-    came_from: Sequence[NDArray[np.intp]],
-    done: NDArray[np.float64],
+    before: NDArray[np.intp],
+    end: float,
 ) -> Proposal:
     at = [len(points) - 1]
-    for before in reversed(came_from):
-        at.append(int(before[at[-1]]))
+    for each in reversed(before):
+        at.append(int(each[at[-1]]))
     ends = tuple(int(points[each]) for each in reversed(at))
-    return Proposal(ends, float(done[-1]) - model.backward_end)
+    return Proposal(ends, float(end) - model.backward_end)
 
 
 def _middle(model: CostModel, before: int, last: int) -> int | None:

@@ -13,6 +13,7 @@ from hvdlite.common.segmentation.cost import Iteration
 
 TURN_ITERATIONS = 3  # that count, of one segmentation before it is the turn of the next one
 PASSES = 3  # turns of each
+MOST_PASSES = 6  # of those that noise does not let tell apart
 LOST = 1.5  # who has such a multiple of the best tail after a pass gets no further turn
 EQUAL = 0.01  # tails that differ by less than this share are equal
 DEVIATION = 1.4826  # standard deviations of a normal distribution in its median deviation
@@ -26,7 +27,7 @@ class Trials:
         """Try these, at least one, which are distinct."""
         self._tails: dict[tuple[int, ...], list[float]] = {each: [] for each in candidates}
         self._left = list(candidates)  # for turns in this pass
-        self._passes = 1
+        self._pass = 1
         self._in_turn = 0
 
     @property
@@ -47,30 +48,39 @@ class Trials:
         if self._in_turn > TURN_ITERATIONS:
             self._in_turn = 0
             del self._left[0]
-            if not self._left and self._passes < PASSES:
-                self._passes += 1
-                self._left = self._promising()
+            if not self._left:
+                self._pass += 1
+                self._left = self._still_open()
 
     def ranking(self) -> list[tuple[int, ...]]:
         """The best first: of those that equal the shortest tail within noise, the fewest segments.
 
         After them the others, by their tails.
         """
-        by_tail = sorted(self._tails, key=lambda ends: median(self._tails[ends]))
-        best = self._tails[by_tail[0]]
-        equal = [ends for ends in by_tail if _equal(best, self._tails[ends])]
-        chosen = min(equal, key=len)
+        by_tail = sorted(self._tails, key=self._tail)
+        chosen = min(self._equal(by_tail[0]), key=len)
         return [chosen, *(ends for ends in by_tail if ends != chosen)]
 
-    def _promising(self) -> list[tuple[int, ...]]:
-        tails = {ends: median(values) for ends, values in self._tails.items()}
-        limit = LOST * min(tails.values())
-        return [ends for ends, tail in tails.items() if tail <= limit]
+    def _still_open(self) -> list[tuple[int, ...]]:
+        """Whose turn it is in the next pass."""
+        best = min(self._tails, key=self._tail)
+        if self._pass <= PASSES:
+            return [ends for ends in self._tails if self._tail(ends) <= LOST * self._tail(best)]
+        equal = self._equal(best)
+        unsure = any(self._tail(ends) > (1 + EQUAL) * self._tail(best) for ends in equal)
+        return equal if unsure and self._pass <= MOST_PASSES else []
 
+    def _tail(self, ends: tuple[int, ...]) -> float:
+        return median(self._tails[ends])
 
-def _equal(best: Sequence[float], other: Sequence[float]) -> bool:
-    noise = math.hypot(_error(best), _error(other))
-    return median(other) - median(best) <= max(noise, EQUAL * median(best))
+    def _equal(self, best: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Those that equal the best as far as noise lets tell, itself included."""
+        least, error = self._tail(best), _error(self._tails[best])
+        return [
+            ends
+            for ends, tails in self._tails.items()
+            if self._tail(ends) - least <= max(math.hypot(error, _error(tails)), EQUAL * least)
+        ]
 
 
 def _error(values: Sequence[float]) -> float:
