@@ -175,7 +175,7 @@ class GradientExchange:
         self.param_groups = param_groups
         self._schedule = schedule
         self._layouts = Layouts(terms.process_set, next(iter(names.values()), ""))
-        self._flights: list[_DenseFlight | _SparseFlight] = []
+        self._flights: list[_DenseFlight | _FlatFlight | _SparseFlight] = []
         self._gathered: list[list[_Passenger]] = []  # buckets that wait to be sent
         self._gathered_bytes = 0
         self._packed: dict[str, torch.Tensor] = {}  # memory of casts, for the next step
