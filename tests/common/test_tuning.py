@@ -173,6 +173,19 @@ def test_the_first_iteration_of_a_turn_does_not_count() -> None:
     assert trials.ranking() == [(4, 9), (9,)]
 
 
+@pytest.mark.parametrize(("noise", "turns"), [(0.0, 3), (0.2, 6)])
+def test_what_noise_does_not_let_tell_apart_has_more_turns(noise: float, turns: int) -> None:
+    random = Random(2)
+    trials = Trials([(9,), (4, 9)])
+    seen = 0
+    while not trials.finished:
+        seen += trials.current == (4, 9)
+        tail = (1.0 if trials.current == (9,) else 1.1) * random.gauss(1, noise)
+        trials.observe(Iteration((1.0,) * 10, ((1, 1.0, 1.0 + tail),), 1.0, 1.0 + tail))
+    assert seen in range(4 * 3, 4 * turns + 1)
+    assert (seen > 4 * 3) == (turns > 3)
+
+
 def test_the_first_iterations_have_hccls_split_and_one_segment_is_tried() -> None:
     on = machine("ResNet-50", "10 Gbit/s")
     tuner = Tuner(on.gradients)
