@@ -1,0 +1,130 @@
+"""The formulas of torch's optimizers, applied to flat tensors with the options of a param group."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from hvdlite.torch.wrapping import Wrapped
+
+Group = dict[str, Any]
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Run:
+    """Parameters that lie side by side in flat buffers, as one tensor."""
+
+    data: torch.Tensor
+    gradient: torch.Tensor
+    fresh: bool  # there is no state yet, and the formula wants to make it from the gradient
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Formula:
+    """One of torch's optimizers."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer], function: Callable[..., Any]) -> None:
+        self.kind = kind
+        self.function = function
+        self._accepted = {*inspect.signature(function).parameters} - {"params"}
+
+    # Whether a parameter without state is another case for the formula than one with zeros.
+    knows_fresh = False
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        """What the optimizer's state has for each parameter; "step" is a scalar."""
+        raise NotImplementedError
+
+    def apply(self, group: Group, runs: Sequence[Run], scaler: dict[str, Any]) -> None:
+        """Make a step. All runs are of one dtype, and all fresh or none.
+
+        `scaler` has what ``torch.amp.GradScaler`` gives to a fused optimizer.
+        """
+        raise NotImplementedError
+
+    def _options(self, group: Group, dtype: torch.dtype, device: torch.device) -> Group:
+        """The options of this moment, as the function names them."""
+        options = {name: value for name, value in group.items() if name in self._accepted}
+        undecided = group.get("foreach") is None and group.get("fused") is None
+        # On the CPU the fused kernel reads and writes everything once, and not once for each
+        # operation. It rounds once too, where 16 bits are rounded after each operation otherwise:
+        # those numbers would not be the same. Elsewhere a default has its reasons, and the count
+        # of steps its place.
+        if undecided and device.type == "cpu" and dtype not in _SIXTEEN_BITS:
+            options["fused"] = True
+        return options
+
+
+class _SGD(Formula):
+    knows_fresh = True  # the first momentum is the gradient, without dampening
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def apply(self, group: Group, runs: Sequence[Run], scaler: dict[str, Any]) -> None:
+        momenta = [None if run.fresh else run.state.get("momentum_buffer") for run in runs]
+        first = runs[0].data
+        self.function(
+            [run.data for run in runs],
+            [run.gradient for run in runs],
+            momenta,
+            has_sparse_grad=False,
+            **self._options(group, first.dtype, first.device),
+            **scaler,
+        )
+        for run, momentum in zip(runs, momenta, strict=True):
+            if run.fresh and momentum is not None:
+                run.state["momentum_buffer"].copy_(momentum)
+
+
+class _Adam(Formula):
+    def names(self, group: Group) -> tuple[str, ...]:
+        names = ("step", "exp_avg", "exp_avg_sq")
+        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+
+    def apply(self, group: Group, runs: Sequence[Run], scaler: dict[str, Any]) -> None:
+        first = runs[0].data
+        beta1, beta2 = group["betas"]
+        self.function(
+            [run.data for run in runs],
+            [run.gradient for run in runs],
+            [run.state["exp_avg"] for run in runs],
+            [run.state["exp_avg_sq"] for run in runs],
+            [run.state["max_exp_avg_sq"] for run in runs] if group["amsgrad"] else [],
+            [run.state["step"] for run in runs],
+            beta1=beta1,
+            beta2=beta2,
+            **self._options(group, first.dtype, first.device),
+            **scaler,
+        )
+
+
+_FORMULAS = (  # a derived class before its base
+    _Adam(torch.optim.AdamW, adamw),
+    _Adam(torch.optim.Adam, adam),
+    _SGD(torch.optim.SGD, sgd),
+)
+
+
+def formula_of(optimizer: torch.optim.Optimizer) -> Formula | None:
+    """The formula of a plain SGD, Adam or AdamW, wrapped by `DistributedOptimizer` or not.
+
+    None for others, a class that changes the step of one of them included.
+    """
+    own = next(cls for cls in type(optimizer).__mro__ if not issubclass(cls, Wrapped))
+    for formula in _FORMULAS:
+        if issubclass(own, formula.kind):
+            same = all(
+                inspect.unwrap(getattr(own, name)) is inspect.unwrap(getattr(formula.kind, name))
+                for name in ("step", "_init_group")
+            )
+            return formula if same else None
+    return None
