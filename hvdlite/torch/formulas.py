@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,9 @@ from torch.optim.sgd import sgd
 from hvdlite.torch.wrapping import Wrapped
 
 Group = dict[str, Any]
+# Elements of a tensor at most, where every operation of a formula goes over all of it: what five of
+# them take stays in a core's cache.
+PIECE = 1 << 16
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -26,6 +29,15 @@ class Run:
     gradient: torch.Tensor
     fresh: bool  # there is no state yet, and the formula wants to make it from the gradient
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def pieces(self) -> Iterator[Run]:
+        """The same cut into tensors of `PIECE` elements; each counts steps, the first for all."""
+        for start in range(0, max(1, self.data.numel()), PIECE):  # none is a piece too
+            piece = slice(start, start + PIECE)
+            state = {name: value[piece] for name, value in self.state.items() if name != "step"}
+            if "step" in self.state:
+                state["step"] = self.state["step"].clone() if start else self.state["step"]
+            yield Run(self.data[piece], self.gradient[piece], self.fresh, state)
 
 
 class Formula:
@@ -50,17 +62,21 @@ class Formula:
         """
         raise NotImplementedError
 
-    def _options(self, group: Group, dtype: torch.dtype, device: torch.device) -> Group:
-        """The options of this moment, as the function names them."""
+    def _prepare(self, group: Group, runs: Sequence[Run]) -> tuple[Group, Sequence[Run]]:
+        """The options of this moment as the function names them, and what to apply it to."""
+        first = runs[0].data
+        on_host = first.device.type == "cpu"
         options = {name: value for name, value in group.items() if name in self._accepted}
         undecided = group.get("foreach") is None and group.get("fused") is None
         # On the CPU the fused kernel reads and writes everything once, and not once for each
         # operation. It rounds once too, where 16 bits are rounded after each operation otherwise:
         # those numbers would not be the same. Elsewhere a default has its reasons, and the count
         # of steps its place.
-        if undecided and device.type == "cpu" and dtype not in _SIXTEEN_BITS:
+        if undecided and on_host and first.dtype not in _SIXTEEN_BITS:
             options["fused"] = True
-        return options
+        if on_host and not options.get("fused"):
+            runs = [piece for run in runs for piece in run.pieces()]
+        return options, runs
 
 
 class _SGD(Formula):
@@ -70,14 +86,14 @@ class _SGD(Formula):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def apply(self, group: Group, runs: Sequence[Run], scaler: dict[str, Any]) -> None:
+        options, runs = self._prepare(group, runs)
         momenta = [None if run.fresh else run.state.get("momentum_buffer") for run in runs]
-        first = runs[0].data
         self.function(
             [run.data for run in runs],
             [run.gradient for run in runs],
             momenta,
             has_sparse_grad=False,
-            **self._options(group, first.dtype, first.device),
+            **options,
             **scaler,
         )
         for run, momentum in zip(runs, momenta, strict=True):
@@ -91,7 +107,7 @@ class _Adam(Formula):
         return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
 
     def apply(self, group: Group, runs: Sequence[Run], scaler: dict[str, Any]) -> None:
-        first = runs[0].data
+        options, runs = self._prepare(group, runs)
         beta1, beta2 = group["betas"]
         self.function(
             [run.data for run in runs],
@@ -102,7 +118,7 @@ class _Adam(Formula):
             [run.state["step"] for run in runs],
             beta1=beta1,
             beta2=beta2,
-            **self._options(group, first.dtype, first.device),
+            **options,
             **scaler,
         )
 
