@@ -143,8 +143,9 @@ class FusedStep:
         groups: ParamGroups = self._optimizer.param_groups
         membership, others = self._look(groups)
         names = [self._formula.names(group) for group in groups]
-        plan = membership, names, [segment.steps._version for segment in self._segments]
-        if plan != self._plan or not self._owns_state(membership):
+        if (membership, names, self._step_versions()) != self._plan or not self._owns_state(
+            membership
+        ):
             self._make_runs(membership, names, groups)
         scaler = self._scaler()
         for number, runs in self._calls:
@@ -152,8 +153,11 @@ class FusedStep:
         new_state = self._settle()
         if any(others):
             self._ordinary_step(groups, others)
-        versions = [segment.steps._version for segment in self._segments]
-        self._plan = None if new_state else (membership, names, versions)
+        self._plan = None if new_state else (membership, names, self._step_versions())
+
+    def _step_versions(self) -> list[int]:
+        """These tell whether somebody else has written to a count of steps."""
+        return [segment.steps._version for segment in self._segments]
 
     def _look(self, groups: ParamGroups) -> tuple[list[int], list[list[Tensor]]]:
         """The group of each part that is in a run; and by groups, all other parameters."""
