@@ -112,6 +112,7 @@ class FusedStep:
 
         `optimizer` is a plain SGD, Adam or AdamW of torch, or what `DistributedOptimizer` has made
         of one. Its parameters must not be in other segments than `segments`; some may be in none.
+        Those of one group should stand side by side in a segment: they become one tensor then.
         """
         formula = formula_of(optimizer)
         reason = _reason_against(formula, optimizer, segments)
@@ -139,13 +140,15 @@ class FusedStep:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Change all parameters that have a gradient, with the options of this moment."""
+        """Change all parameters that have a gradient, with the options of this moment.
+
+        The hooks of the optimizer are not called. Raises what torch raises for the options.
+        """
         groups: ParamGroups = self._optimizer.param_groups
         membership, others = self._look(groups)
         names = [self._formula.names(group) for group in groups]
-        if (membership, names, self._step_versions()) != self._plan or not self._owns_state(
-            membership
-        ):
+        plan = membership, names, self._step_versions()
+        if plan != self._plan or not self._owns_state(membership):
             self._make_runs(membership, names, groups)
         scaler = self._scaler()
         for number, runs in self._calls:
