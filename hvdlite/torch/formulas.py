@@ -15,9 +15,9 @@ from torch.optim.sgd import sgd
 from hvdlite.torch.wrapping import Wrapped
 
 Group = dict[str, Any]
-# Elements of a tensor at most, where every operation of a formula makes or goes over a whole tensor:
-# memory for results that are much larger comes anew from the system each time, and with many small
-# pieces the calls take longer than the work. Measured on ResNet-50 and a small transformer.
+# Elements of a tensor at most, where every operation of a formula goes over a whole tensor. Memory
+# for results that are much larger comes anew from the system each time; with many small pieces the
+# calls take longer than the work. Measured on ResNet-50 and a small transformer.
 PIECE = 1 << 19
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
