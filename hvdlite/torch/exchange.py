@@ -170,7 +170,8 @@ class GradientExchange:
         self._learned = False  # segments follow the order in which gradients become ready
         self._ready: dict[str, None] = {}  # that order, as far as it is known
         self._auto: AutoSegments | None = None
-        self._flat: dict[str, FlatGradients] = {}  # by the name of the first gradient of a segment
+        # Where gradients live in segments: by the name of the first gradient of each.
+        self.flat: dict[str, FlatGradients] = {}
         self.synchronized = False  # no gradient has come since the last synchronize()
         self.param_groups = param_groups
         self._schedule = schedule
@@ -267,10 +268,13 @@ class GradientExchange:
     def _arrange(self, segments: Sequence[Sequence[str]], settled: bool) -> None:
         """From the next step on gradients travel in these segments."""
         self._schedule.rearrange(segments)
-        self._flat.clear()
+        self.flat = {}
         if settled and self._segments.as_views:
+            # Neighbours of one group can be stepped together.
+            group_of = {p: n for n, each in enumerate(self.param_groups) for p in each["params"]}
             for names in segments:
-                self._flat[names[0]] = FlatGradients([self._parameter_of[n] for n in names])
+                parameters = [self._parameter_of[name] for name in names]
+                self.flat[names[0]] = FlatGradients(sorted(parameters, key=group_of.__getitem__))
 
     def _is_dense(self, name: str) -> bool:
         return self.terms.sparse_as_dense or self._layouts.is_dense(name)
@@ -295,7 +299,7 @@ class GradientExchange:
             self._take_off(self._gathered.pop(0))
 
     def _take_off(self, bucket: Sequence[_Passenger]) -> None:
-        flat = self._flat.get(bucket[0].name)
+        flat = self.flat.get(bucket[0].name)
         if flat is not None and len(bucket) == len(flat.parameters):
             self._take_off_flat(bucket, flat)
             return

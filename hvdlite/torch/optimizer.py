@@ -28,10 +28,12 @@ from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.segmentation.reading import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.common.segments import Segments
+from hvdlite.common.warn import warn_user
 from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.exchange import GradientExchange, ParamGroups, named_by_position
 from hvdlite.torch.functions import broadcast_object
+from hvdlite.torch.fused_step import FusedStep
 from hvdlite.torch.wrapping import Wrapped, wrap
 
 Names = dict[torch.Tensor, str]
@@ -42,6 +44,9 @@ class _DistributedMixin(Wrapped):
     """Comes before the class of the wrapped optimizer."""
 
     _exchange: GradientExchange
+    _fuses: bool | None = None  # None: where it can be
+    _fused: FusedStep | None = None
+    _fused_for: object = None  # the segments that it was made for
     _should_synchronize = True
     _synchronized_for_scaler = False
 
@@ -80,9 +85,22 @@ class _DistributedMixin(Wrapped):
             arguments.append(self._synchronizing(closure))
         self._exchange.synchronized = self._synchronized_for_scaler = False
         with self._own_step():
+            if not arguments and not options and self._fuse():
+                return _fused_step(self)
             return super().step(*arguments, **options)
 
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step calls the user's hooks
+
+    def _fuse(self) -> bool:
+        """Whether the step is made over segments; prepares that when there are new ones."""
+        flat = self._exchange.flat
+        if flat is not self._fused_for:
+            self._fused_for, self._fused = flat, None
+            if flat and self._fuses is not False:
+                self._fused, reason = FusedStep.of(self, [*flat.values()])
+                if reason and self._fuses:
+                    warn_user(f"fuse_all_optimizer_ops has no effect: {reason}")
+        return self._fused is not None
 
     def _synchronize_for_step(self) -> None:
         exchange = self._exchange
@@ -173,6 +191,7 @@ def DistributedOptimizer(  # noqa: N802
     process_set: ProcessSet = global_process_set,
     segmentation: str | Strategy | None = None,
     gradient_as_bucket_view: bool = False,
+    fuse_all_optimizer_ops: bool | None = None,
     **fusion: Any,
 ) -> Any:
     """An optimizer of the same class that reduces gradients over all ranks before each step.
@@ -197,6 +216,9 @@ def DistributedOptimizer(  # noqa: N802
       ``"auto"``. Without it, what was set for the process set or the job.
     - `gradient_as_bucket_view`: after the first step gradients are views of the buffer of their
       segment, which is what travels; segments of 25 MiB where no other segmentation was chosen.
+    - `fuse_all_optimizer_ops`: SGD, Adam and AdamW step over whole segments, with parameters and
+      state that live in buffers too. None does so where gradients live in segments and it is
+      possible; True makes gradients live there, and warns where it is not possible.
     - `fusion`: segmentation in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
       `fuse_all_reduce_ops`.
 
@@ -219,11 +241,22 @@ def DistributedOptimizer(  # noqa: N802
         adasum = wrap(AdasumMixin, optimizer, terms)
         adasum._set_up(names, terms)
         return adasum
-    segments = Segments(terms, chosen is not None, gradient_as_bucket_view)
+    as_views = gradient_as_bucket_view or bool(fuse_all_optimizer_ops)
+    segments = Segments(terms, chosen is not None, as_views)
     schedule = Schedule(buckets_of(names.values(), _resolve_groups(chosen, names, terms)), passes)
     wrapped = wrap(_DistributedMixin, optimizer, terms)
+    wrapped._fuses = fuse_all_optimizer_ops
     wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms, segments)
     return wrapped
+
+
+def _step_over_segments(optimizer: _DistributedMixin) -> None:
+    assert optimizer._fused is not None
+    optimizer._fused.step()
+
+
+_hooked: Any = torch.optim.Optimizer.profile_hook_step  # calls the user's hooks around it
+_fused_step = _hooked(_step_over_segments)
 
 
 def _called_by_scaler() -> bool:

@@ -456,7 +456,7 @@ def test_fusion_of_other_collectives(collective: str) -> None:
 def conv_net() -> nn.Sequential:
     torch.manual_seed(7)
     return nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)
+        nn.Conv2d(2, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)
     ).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
@@ -558,3 +558,91 @@ def test_views_on_one_rank_alone_are_an_error() -> None:
             optimizer.step()
 
     run_ranks(SIZE, main)
+
+
+MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1),
+}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    return [
+        {"params": weights},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.02},
+    ]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_steps_over_segments_are_those_of_the_optimizer(kind: str) -> None:
+    """With two groups, a schedule of the learning rate, hooks, and a checkpoint in the middle."""
+    models = [conv_net() for _ in range(SIZE)]
+    calls: list[int] = []
+
+    def train(model: nn.Module, optimizer: Any, ranks: list[int], steps: range) -> None:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        for number in steps:
+            optimizer.zero_grad()
+            for rank in ranks:
+                (model(images(rank, number)).square().sum() / len(ranks)).backward()
+            optimizer.step()
+            scheduler.step()
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            MAKERS[kind](groups_of(model)),
+            model.named_parameters(),
+            segmentation="size:60,40",
+            fuse_all_optimizer_ops=True,
+        )
+        optimizer.register_step_post_hook(lambda *arguments: calls.append(rank))
+        train(model, optimizer, [rank], range(4))
+        assert optimizer._fused is not None
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        train(model, optimizer, [rank], range(4, 7))
+
+    run_ranks(SIZE, main)
+    assert sorted(calls) == [0] * 7 + [1] * 7
+    alone = conv_net()
+    plain = MAKERS[kind](groups_of(alone))
+    train(alone, plain, [*range(SIZE)], range(4))
+    plain.load_state_dict(copy.deepcopy(plain.state_dict()))
+    train(alone, plain, [*range(SIZE)], range(4, 7))
+    for ours, theirs in zip(models[0].parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("asked", [True, None, False])
+def test_an_optimizer_that_cannot_step_over_segments_steps_as_ever(asked: bool | None) -> None:
+    models = [conv_net() for _ in range(SIZE)]
+    warned = threading.Lock()
+    texts: list[str] = []
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adagrad(model.parameters()),
+            model.named_parameters(),
+            gradient_as_bucket_view=True,
+            fuse_all_optimizer_ops=asked,
+        )
+        for number in range(2):
+            model(images(rank, number)).square().sum().backward()
+            optimizer.synchronize()
+            with warned, warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                texts.extend(str(each.message) for each in caught)
+            optimizer.zero_grad()
+
+    run_ranks(SIZE, main)
+    assert len([text for text in texts if "Adagrad is not one of" in text]) == 2 * bool(asked)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
