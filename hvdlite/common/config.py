@@ -134,6 +134,13 @@ def segmentation(text: str) -> str:
     return text
 
 
+def trace_path(text: str) -> str:
+    """The path of an iteration trace, whose suffix says what it is."""
+    if not text.endswith((".csv", ".parquet")):
+        raise ValueError("must be a file name that ends with .csv or .parquet")
+    return text
+
+
 def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **where: Any) -> Any:
     """A dataclass field that carries its `Setting`."""
     return field(default=default, metadata={"setting": (env, parse, help, where)})
@@ -236,6 +243,12 @@ class Config:
         0.8, "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", number(float, 0, "share of the variance", 1),
         "How much of what samples differ by is noise, from 0 to 1.",
         flag="--autotune-gaussian-process-noise", yaml="autotune.gaussian_process_noise",
+    )  # fmt: skip
+    trace_iterations: str = setting(
+        "", "TRACE_ITERATIONS", trace_path,
+        "Every rank writes when its iterations did what to this file, .csv or .parquet; "
+        "'.rank<N>' is put before the suffix.",
+        flag="--trace-iterations", yaml="trace.iterations", alias=False,
     )  # fmt: skip
     stall_check_disable: bool = setting(
         False, "STALL_CHECK_DISABLE", boolean,

@@ -78,6 +78,10 @@ class Engine:
         if self._timeline.enabled:
             for entry in entries:
                 self._timeline.negotiate_start(entry.request.name, entry.request.collective)
+        if self._executor.observers:
+            now = time.monotonic()
+            for entry in entries:
+                entry.enqueued = now
         self.queue.add(entries)
 
     @property

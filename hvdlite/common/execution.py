@@ -31,6 +31,7 @@ class Entry:
     splits: tuple[int, ...] = ()
     received_splits: tuple[int, ...] = ()
     size_bytes = 0  # of the input
+    enqueued = 0.0  # seconds of `time.monotonic`; known while there are observers
     response: Response  # set before it is run
 
     def __init__(self, request: Request) -> None:
@@ -108,6 +109,7 @@ class SegmentRun(NamedTuple):
     start: float  # seconds of `time.monotonic`
     end: float
     members: tuple[int, ...] = ()  # the ranks that took part
+    ready: float = 0.0  # this rank had enqueued the last of them; 0: before anybody watched
 
 
 Observer = Callable[[SegmentRun], None]
@@ -181,7 +183,9 @@ class Executor:
                 ) from error
         if self.observers:
             nbytes = sum(entry.size_bytes for entry in present)
-            run = SegmentRun(tuple(names), row.name, nbytes, start, time.monotonic(), members)
+            ready = max((entry.enqueued for entry in present), default=0.0)
+            times = start, time.monotonic()
+            run = SegmentRun(tuple(names), row.name, nbytes, *times, members, ready)
             for observe in self.observers:
                 observe(run)
         for entry in reversed(present):  # who waits for the first should find all of them ended

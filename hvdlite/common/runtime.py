@@ -14,6 +14,7 @@ from hvdlite.common.engine import Engine
 from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.execution import Entry
 from hvdlite.common.handles import HandleTable
+from hvdlite.common.iterations import Iterations
 from hvdlite.common.job import connect, leave_mpi_alone
 from hvdlite.common.logs import set_up_log
 from hvdlite.common.messages import Request
@@ -44,6 +45,7 @@ class Runtime:
         self.rank = transport.rank
         self.topology: Topology = transport.topology
         self.handles = HandleTable()
+        self.iterations = Iterations()
         # What was checked, by the name of a tensor or group: specs, options, and the request or
         # requests that they make.
         self.requests: dict[str, tuple[Any, Any, Request | tuple[Request, ...]]] = {}
@@ -146,6 +148,7 @@ class Runtime:
 
     def shutdown(self) -> None:
         """Leave the job; the engine thread may go on for ranks that need it."""
+        self.iterations.close()
         self.engine.shutdown()
         self.timeline.close()
         for number in list(self.known_sets):

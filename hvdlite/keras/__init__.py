@@ -34,6 +34,7 @@ from hvdlite.common.basics import (
     stop_timeline,
 )
 from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.iteration_trace import trace_iterations
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import add_process_set, init, remove_process_set, shutdown
@@ -119,4 +120,5 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "trace_iterations",
 ]

@@ -1,12 +1,13 @@
 """What Keras does with an optimizer, and the optimizer alone cannot see.
 
-Two methods of Keras are replaced when the first optimizer is wrapped. For models and optimizers
+Three methods of Keras are replaced when the first optimizer is wrapped. For models and optimizers
 that are not distributed they do what they did before.
 
 - A LossScaleOptimizer, which ``compile()`` puts around an optimizer for mixed precision, skips a
   step in which a gradient has overflowed. It has to look at the reduced gradients: if each rank
   decided for itself, some would wait for others that have skipped the step.
 - A model makes its training step, perhaps with XLA, which cannot contain a collective.
+- `fit` knows where an iteration begins and ends, which the settings may want to have traced.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache, partial, wraps
+from inspect import signature
 from typing import Any
 
+from hvdlite.common.basics import is_initialized
+from hvdlite.common.iteration_trace import trace_by_setting
 from hvdlite.keras.exchange import Exchange
 from hvdlite.keras.kinds import Kind, parts_of
 from hvdlite.keras.wrapping import Distributed, exchange_of
@@ -30,6 +34,7 @@ def intervene(kind: Kind) -> None:
         if name in vars(kind.loss_scaler_class):
             _replace(kind.loss_scaler_class, name, partial(_scaling, entry))
     _replace(kind.module.Model, "make_train_function", _making_step)
+    _replace(kind.module.Model, "fit", _fitting)
 
 
 def _replace(cls: type, name: str, make: Callable[[Method], Method]) -> None:
@@ -84,6 +89,31 @@ def _making_step(method: Method) -> Method:
         return method(self, force)
 
     return make_train_function
+
+
+def _fitting(method: Method) -> Method:
+    """``Model.fit()``, whose iterations are traced where the settings ask for it."""
+
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        each = getattr(self, "optimizer", None)
+        trace = None
+        if any(isinstance(part, Distributed) for part in parts_of(each)) and is_initialized():
+            trace = trace_by_setting()
+        if trace is None:
+            return method(self, *args, **kwargs)
+        from hvdlite.keras.callbacks import IterationTraceCallback
+
+        call = signature(method).bind(self, *args, **kwargs)
+        callback = IterationTraceCallback(trace)
+        given: Any = call.arguments.get("callbacks")
+        if hasattr(given, "append") and not isinstance(given, list):  # a CallbackList
+            given.append(callback)
+        else:
+            own = given if isinstance(given, (list, tuple)) else [given] if given else []
+            call.arguments["callbacks"] = [*own, callback]
+        return method(*call.args, **call.kwargs)
+
+    return fit
 
 
 def _exchange_in(optimizer: Any) -> Exchange | None:

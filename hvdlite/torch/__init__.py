@@ -16,6 +16,7 @@ from hvdlite.common.loading import without_collecting
 
 with without_collecting():
     from hvdlite.common.errors import HorovodInternalError
+    from hvdlite.common.iteration_trace import trace_iterations
     from hvdlite.common.process_sets import ProcessSet, global_process_set
     from hvdlite.common.runtime import add_process_set, remove_process_set
     from hvdlite.torch.compression import Compression
@@ -163,4 +164,5 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "synchronize",
+    "trace_iterations",
 ]

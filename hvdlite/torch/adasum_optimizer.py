@@ -23,6 +23,7 @@ class AdasumMixin(Wrapped):
     other ranks' steps have changed. Gradients stay local, and can be clipped and scaled freely.
     """
 
+    _communicates_after_step = True
     _terms: Terms
     _names: dict[torch.Tensor, str]
 
@@ -38,7 +39,9 @@ class AdasumMixin(Wrapped):
         """Make the wrapped optimizer's step, and replace it by the Adasum of all ranks' steps."""
         arguments = [] if closure is None else [closure]
         if not self._terms.active:
-            return super().step(*arguments, **options)
+            result = super().step(*arguments, **options)
+            self._end_iteration()
+            return result
         starts = {
             parameter: parameter.detach().clone()
             for parameter, _ in named_by_position(self.param_groups)
@@ -48,9 +51,14 @@ class AdasumMixin(Wrapped):
             result = super().step(*arguments, **options)
         with torch.no_grad():
             self._combine(starts)
+        self._end_iteration()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step calls the user's hooks
+
+    def _end_iteration(self) -> None:
+        for hooks in self._trace_hooks:
+            hooks.on_iteration_end()
 
     def _combine(self, starts: dict[torch.Tensor, torch.Tensor]) -> None:
         compression, process_set = self._terms.compression, self._terms.process_set

@@ -23,6 +23,7 @@ from hvdlite.common.gradients import (
     scaling,
     split_evenly,
 )
+from hvdlite.common.iteration_trace import announce
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.segmentation.reading import resolve
@@ -240,6 +241,7 @@ def DistributedOptimizer(  # noqa: N802
     if op == ReduceOp.ADASUM and size() > 1:
         adasum = wrap(AdasumMixin, optimizer, terms)
         adasum._set_up(names, terms)
+        announce(adasum)
         return adasum
     as_views = gradient_as_bucket_view or bool(fuse_all_optimizer_ops)
     segments = Segments(terms, chosen is not None, as_views)
@@ -247,6 +249,7 @@ def DistributedOptimizer(  # noqa: N802
     wrapped = wrap(_DistributedMixin, optimizer, terms)
     wrapped._fuses = fuse_all_optimizer_ops
     wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms, segments)
+    announce(wrapped)
     return wrapped
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -10,12 +11,17 @@ import torch
 
 from hvdlite.common.basics import is_initialized
 from hvdlite.common.gradients import Terms
+from hvdlite.common.iteration_steps import Steps
+from hvdlite.torch.iteration_hooks import IterationHooks
 
 
 class Wrapped(torch.optim.Optimizer):
     """What comes before the class of the wrapped optimizer."""
 
     _in_own_step = False
+    _communicates_after_step = False  # and says itself when its iteration has ended
+    _trace_hooks: tuple[IterationHooks, ...] = ()
+    _parameter_names: Any  # dict of names by parameter
 
     @contextmanager
     def _own_step(self) -> Iterator[None]:
@@ -25,6 +31,31 @@ class Wrapped(torch.optim.Optimizer):
             yield
         finally:
             self._in_own_step = False
+
+    def trace_steps(self, steps: Steps) -> Callable[[], None]:
+        """Tell `steps` of every iteration, until what this returns is called."""
+        hooks = IterationHooks(self, steps, self._communicates_after_step)
+        self._trace_hooks = (*self._trace_hooks, hooks)
+        this = weakref.ref(self)
+
+        def end() -> None:
+            hooks.remove()
+            if (alive := this()) is not None:
+                others = (each for each in alive._trace_hooks if each is not hooks)
+                alive._trace_hooks = tuple(others)
+
+        return end
+
+    def gradient_names(self) -> Collection[str]:
+        """The names under which gradients travel."""
+        names: Collection[str] = self._parameter_names.values()
+        return names
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the wrapped optimizer's; an iteration that is traced begins anew."""
+        for hooks in self._trace_hooks:
+            hooks.start_over()
+        super().zero_grad(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Its exchange with other ranks cannot be copied, and a copy without it would go astray."""

@@ -29,6 +29,7 @@ ACCEPTED = {
     "autotune_steps_per_sample": ("5", 5),
     "autotune_max_samples": ("30", 30),
     "autotune_noise": ("0.5", 0.5),
+    "trace_iterations": ("/tmp/t.csv", "/tmp/t.csv"),
     "stall_check_disable": ("2", True),
     "stall_warning_seconds": ("0.5", 0.5),
     "stall_shutdown_seconds": ("90", 90.0),

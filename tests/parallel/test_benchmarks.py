@@ -52,6 +52,11 @@ def test_training(tmp_path: Path) -> None:
     assert [each["entry"] for each in records] == entries, output
 
 
+def test_trace_cost(tmp_path: Path) -> None:
+    output, records = run(tmp_path / "t.json", "trace_cost.py", "--networks", "tiny")
+    assert [each["clock"] for each in records] == ["time", "CPU time"], output
+
+
 @pytest.mark.timeout(220)
 def test_tf_overhead(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")

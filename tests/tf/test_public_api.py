@@ -30,7 +30,7 @@ HOROVOD = [
 ]  # fmt: skip
 OWN = [
     "HorovodInternalError", "barrier", "data", "set_comm_fusion", "set_split_strategy_by_idx",
-    "set_split_strategy_by_size",
+    "set_split_strategy_by_size", "trace_iterations",
 ]  # fmt: skip
 
 

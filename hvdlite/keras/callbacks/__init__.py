@@ -9,10 +9,12 @@ from hvdlite.keras.callbacks.learning_rate import (
     LearningRateWarmupCallback,
 )
 from hvdlite.keras.callbacks.metrics import MetricAverageCallback
+from hvdlite.keras.callbacks.trace import IterationTraceCallback
 
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "IterationTraceCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",

@@ -1,0 +1,187 @@
+"""The iteration trace in files: CSV, which grows by rows, and Parquet, written at the end.
+
+The number of segments is not known in advance. When a row has more than any before it, a CSV file
+is written anew with more columns, and takes the place of the old one at once.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvdlite.common.config import trace_path
+from hvdlite.common.iteration_rows import WHOLE, IterationRow, cells, columns, row_of
+
+CHUNK_ROWS = 10_000  # that wait for the Parquet file as Python objects
+
+
+class RowsFormatError(ValueError):
+    """A file is no iteration trace; the text names it."""
+
+
+class RowsFile(Protocol):
+    """A file that takes rows."""
+
+    path: str
+
+    def append(self, rows: Sequence[IterationRow]) -> None:
+        """Take rows. Raises `OSError`."""
+
+    def close(self) -> None:
+        """The file is complete. Raises `OSError`."""
+
+
+def check_path(path: str) -> None:
+    """Raises `ValueError` unless the suffix is that of a kind of file."""
+    try:
+        trace_path(path)
+    except ValueError as error:
+        raise ValueError(f"the iteration trace {path!r} {error}") from None
+
+
+def open_rows(path: str) -> RowsFile:
+    """The file `path`, which is overwritten: CSV or Parquet, as its suffix says.
+
+    Raises `ValueError` for another suffix, `OSError` when it cannot be written, and `ImportError`
+    for Parquet without pyarrow.
+    """
+    check_path(path)
+    return CsvFile(path) if path.endswith(".csv") else ParquetFile(path)
+
+
+class CsvFile:
+    """Rows are in the file when `append` returns."""
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        self._segments = 0  # for which there are columns
+        self._file = open(self.path, "w", encoding="utf-8", newline="")  # noqa: SIM115
+        self._write([columns(0)])
+
+    def append(self, rows: Sequence[IterationRow]) -> None:
+        segments = max((len(row.segments) for row in rows), default=0)
+        if segments > self._segments:
+            self._widen(segments)
+        self._write(map(self._texts, rows))
+
+    def _texts(self, row: IterationRow) -> list[str]:
+        texts = [
+            "" if value is None else f"{value:.9f}" if isinstance(value, float) else str(value)
+            for value in cells(row)
+        ]
+        return [*texts, *[""] * (len(columns(self._segments)) - len(texts))]
+
+    def _widen(self, segments: int) -> None:
+        more = "," * (len(columns(segments)) - len(columns(self._segments)))
+        part = f"{self.path}.part"
+        wider = open(part, "w", encoding="utf-8", newline="")  # noqa: SIM115
+        try:
+            with open(self.path, encoding="utf-8", newline="") as old:
+                next(old)
+                csv.writer(wider, lineterminator="\n").writerow(columns(segments))
+                wider.writelines(f"{line.rstrip()}{more}\n" for line in old)
+            wider.flush()
+            os.replace(part, self.path)
+        except BaseException:
+            wider.close()
+            Path(part).unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file, self._segments = wider, segments
+
+    def _write(self, lines: Iterable[Sequence[str]]) -> None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(lines)
+        self._file.write(text.getvalue())
+        self._file.flush()  # of whole lines: a run that is killed leaves a good file
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ParquetFile:
+    """Rows wait in memory, some hundred bytes each, until `close` writes them."""
+
+    def __init__(self, path: str) -> None:
+        self._arrow, self._parquet = _pyarrow()
+        self.path = os.path.abspath(path)
+        self._rows: list[IterationRow] = []
+        self._tables: list[Any] = []
+        Path(self.path).write_bytes(b"")  # what cannot be written is refused now
+
+    def append(self, rows: Sequence[IterationRow]) -> None:
+        self._rows.extend(rows)
+        if len(self._rows) >= CHUNK_ROWS:
+            self._pack()
+
+    def _pack(self) -> None:
+        names = columns(max((len(row.segments) for row in self._rows), default=0))
+        arrow = self._arrow
+        types = {
+            name: arrow.int64() if name in WHOLE or name.endswith("_bytes") else arrow.float64()
+            for name in names
+        }
+        filled = ([*own, *[None] * (len(names) - len(own))] for own in map(cells, self._rows))
+        values = list(zip(*filled, strict=True)) or [()] * len(names)
+        arrays = {
+            name: arrow.array(each, types[name]) for name, each in zip(names, values, strict=True)
+        }
+        self._tables.append(arrow.table(arrays))
+        self._rows = []
+
+    def close(self) -> None:
+        if self._rows or not self._tables:
+            self._pack()
+        table = self._arrow.concat_tables(self._tables, promote_options="default")
+        ordered = sorted(table.column_names, key=columns(table.num_columns).index)
+        self._parquet.write_table(table.select(ordered), self.path)
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise ImportError(
+            "a trace in Parquet needs pyarrow: pip install 'hvdlite[parquet]', or name a .csv file"
+        ) from None
+
+
+# -- reading
+
+
+def read_rows(path: str) -> list[IterationRow]:
+    """The rows of a file. A last line of CSV that is not complete is left out.
+
+    Raises `OSError`, `RowsFormatError` that names the file and the place, and `ImportError`.
+    """
+    try:
+        trace_path(path)
+        records = _read_csv(path) if path.endswith(".csv") else _read_parquet(path)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise RowsFormatError(f"{path}: {error}") from None
+    rows = []
+    for number, record in enumerate(records, 1):
+        try:
+            rows.append(row_of(record))
+        except KeyError as error:
+            raise RowsFormatError(f"{path}: no column {error}: is it an iteration trace?") from None
+        except (TypeError, ValueError) as error:
+            raise RowsFormatError(f"{path}, row {number}: {error}") from None
+    return rows
+
+
+def _read_csv(path: str) -> Iterator[dict[str, Any]]:
+    text = Path(path).read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    return csv.DictReader(io.StringIO(whole))
+
+
+def _read_parquet(path: str) -> list[dict[str, Any]]:
+    _, parquet = _pyarrow()
+    records: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    return records

@@ -1,0 +1,85 @@
+"""``hvdlite-trace``: what an iteration trace says, and what to do about it.
+
+hvdlite-trace report trace.csv
+hvdlite-trace report trace.csv --html report.html --picture iteration.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.trace_report import Report, Table, make_report
+from hvdlite.trace_summary import read_trace
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`; returns the exit code: 0, 1 (a problem) or 2 (usage)."""
+    options = _parser().parse_args(argv)
+    try:
+        _run_report(options)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"hvdlite-trace: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hvdlite-trace", description="Read iteration traces.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    report = commands.add_parser("report", help="say where the time goes, and what to try")
+    report.add_argument(
+        "file", metavar="FILE", help="as --trace-iterations was told: the files of all ranks"
+    )
+    report.add_argument("--html", metavar="OUT", help="write a page with tables and picture, too")
+    report.add_argument("--picture", metavar="OUT", help="draw one iteration (.png or .svg)")
+    return parser
+
+
+def _run_report(options: argparse.Namespace) -> None:
+    rows = read_trace(options.file)
+    report = make_report(rows)
+    _print(report)
+    if options.picture:
+        import_module("hvdlite.trace_plot").draw(rows, options.picture)
+    if options.html:
+        Path(options.html).write_text(_page(report, rows), encoding="utf-8")
+
+
+def _page(report: Report, rows: Sequence[IterationRow]) -> str:
+    picture = import_module("hvdlite.trace_plot").svg(rows)
+    page: str = import_module("hvdlite.trace_page").make_page(report, picture)
+    return page
+
+
+def _print(report: Report) -> None:
+    try:
+        console = import_module("rich.console").Console(highlight=False)
+        table_class = import_module("rich.table").Table
+    except ImportError:
+        raise ImportError("a report needs rich: pip install 'hvdlite[trace]'") from None
+    console.print(report.title, style="bold", markup=False)
+    for table in report.tables:
+        console.print(_rich(table_class, table))
+    for text in (*report.notes, report.advice.why):
+        console.print(text, markup=False)
+    if report.command:  # not wrapped: it is to be pasted
+        console.print(f"Try:\n  {report.command}", markup=False, soft_wrap=True)
+
+
+def _rich(table_class: Any, table: Table) -> Any:
+    rich = table_class(title=table.title, title_justify="left")
+    for k, name in enumerate(table.head):
+        rich.add_column(name, justify="right" if table.is_figure(k) else "left")
+    for row in table.rows:
+        rich.add_row(*row)
+    return rich
+
+
+if __name__ == "__main__":
+    sys.exit(main())

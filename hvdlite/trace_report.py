@@ -1,0 +1,128 @@
+"""An iteration trace as tables of text, and what to do about it in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.trace_advice import ENOUGH, Advice, Travel, advise
+from hvdlite.trace_skeleton import Skeleton, skeleton_of
+from hvdlite.trace_summary import Figure, Summary, summarize
+
+MIB = 1 << 20
+NOT_SEEN = "-"
+MEANINGS = {
+    "iteration": "from the beginning of forward to the end of the step",
+    "data": "between two iterations: loading data, and what else the loop does",
+    "computation": "forward and backward",
+    "forward": "until the model has its output",
+    "tail": "from the end of backward to the end of the step, less the optimizer",
+    "optimizer": "the optimizer's own step",
+    "overlap": "share of the communication that backward hides",
+}
+
+
+class Table(NamedTuple):
+    """Text in rows. The first column is a name; the others are figures, but for `texts`."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    texts: tuple[int, ...] = ()  # numbers of columns
+
+    def is_figure(self, column: int) -> bool:
+        """Whether a column has figures."""
+        return column > 0 and column not in self.texts
+
+
+class Report(NamedTuple):
+    """All that is said of a trace."""
+
+    title: str
+    tables: tuple[Table, ...]
+    notes: tuple[str, ...]  # what else has to be known
+    advice: Advice
+    command: str  # to try; empty where nothing is proposed
+
+
+def make_report(rows: Sequence[IterationRow]) -> Report:
+    """The report on at least one row."""
+    summary, skeleton = summarize(rows), skeleton_of(rows)
+    advice = advise_on(summary, skeleton)
+    command = (
+        f"hvdlite-run -np {summary.ranks} --segmentation {advice.segmentation} python train.py"
+        if advice.segmentation
+        else ""
+    )
+    title = f"{summary.iterations} iterations of {summary.ranks} ranks"
+    tables = (_phases(summary), _segments(summary))
+    return Report(title, tables, tuple(_notes(summary, skeleton)), advice, command)
+
+
+def advise_on(summary: Summary, skeleton: Skeleton | None) -> Advice:
+    """What a trace advises."""
+    if skeleton is not None:
+        return advise(*skeleton[:4])
+    travels = [Travel(each.start, each.start, each.bytes) for each in summary.segments]
+    return advise(None, None, 0.0, travels)
+
+
+def _notes(summary: Summary, skeleton: Skeleton | None) -> Iterator[str]:
+    if summary.alike < 1:
+        yield (
+            f"The segments are those of {summary.alike:.0%} of the rows, which have "
+            f"{len(summary.segments)}; in the others gradients travelled together in another way."
+        )
+    if skeleton is not None and skeleton.wait > ENOUGH * skeleton.iteration_end:
+        yield (
+            f"The last rank ends backward {duration(skeleton.wait)} after the first, and the rest "
+            "waits for it: no cut helps against that. See which rank is slowest in computation."
+        )
+
+
+def _phases(summary: Summary) -> Table:
+    rows = []
+    for name, figure in summary.figures.items():
+        show = percent if name == "overlap" else duration
+        slowest = ("", "") if name == "overlap" else _slowest(figure)
+        rows.append((name, show(figure.median), *slowest, MEANINGS[name]))
+    head = ("phase", "median", "slowest rank", "slower by", "what it is")
+    return Table("Phases of an iteration", head, rows, (4,))
+
+
+def _segments(summary: Summary) -> Table:
+    rows = [
+        (
+            str(k),
+            duration(each.start),
+            duration(each.duration.median),
+            size(each.bytes),
+            f"{size(each.bandwidth)}/s",
+            *_slowest(each.duration),
+        )
+        for k, each in enumerate(summary.segments, 1)
+    ]
+    head = ("segment", "start", "duration", "bytes", "bandwidth", "slowest rank", "slower by")
+    return Table("Segments: gradients that travel together", head, rows)
+
+
+def _slowest(figure: Figure) -> tuple[str, str]:
+    if figure.slowest_rank is None:
+        return NOT_SEEN, NOT_SEEN
+    return str(figure.slowest_rank), duration(figure.more)
+
+
+def duration(seconds: float | None) -> str:
+    """Three digits, in milliseconds."""
+    return NOT_SEEN if seconds is None else f"{1000 * seconds:.3f} ms"
+
+
+def percent(share: float | None) -> str:
+    """A whole number of percent."""
+    return NOT_SEEN if share is None else f"{share:.0%}"
+
+
+def size(nbytes: float) -> str:
+    """In KiB or MiB."""
+    return f"{nbytes / 1024:.1f} KiB" if nbytes < MIB else f"{nbytes / MIB:.1f} MiB"

@@ -1,0 +1,63 @@
+"""The typical iteration of a trace: that of the rank that ends backward last, whom all wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.trace_advice import Travel
+from hvdlite.trace_summary import iterations_of
+
+
+class Skeleton(NamedTuple):
+    """Medians; seconds after the beginning of forward."""
+
+    fp_end: float | None  # None: not seen
+    bp_end: float
+    iteration_end: float
+    travels: tuple[Travel, ...]
+    wait: float  # from the first rank's end of backward to the last one's
+
+
+def skeleton_of(rows: Sequence[IterationRow]) -> Skeleton | None:
+    """The skeleton of at least one row; None where the end of backward was never seen.
+
+    All but `bp_end` are medians of times from the end of backward in the same row: what comes
+    before it, and what after, stays right where iterations differ in length.
+    """
+    last: list[IterationRow] = []
+    waits: list[float] = []
+    for iteration in iterations_of(rows):
+        ended = sorted((row for row in iteration if row.bp_end is not None), key=_bp_end)
+        if ended:
+            last.append(ended[-1])
+            waits.append(_bp_end(ended[-1]) - _bp_end(ended[0]))
+    if not last:
+        return None
+    bp_end = median(_bp_end(row) - row.fp_start for row in last)
+
+    def typical(times: Iterable[float | None]) -> float | None:
+        after = [
+            time - _bp_end(row) for time, row in zip(times, last, strict=True) if time is not None
+        ]
+        return bp_end + median(after) if after else None
+
+    def always(times: Iterable[float]) -> float:
+        found = typical(times)
+        assert found is not None
+        return found
+
+    travels = []
+    for segments in zip(*(row.segments for row in last), strict=True):
+        starts, ends, sizes = zip(*segments, strict=True)
+        travels.append(Travel(always(starts), always(ends), int(median(sizes))))
+    iteration_end = always(row.iteration_end for row in last)
+    fp_end = typical(row.fp_end for row in last)
+    return Skeleton(fp_end, bp_end, iteration_end, tuple(travels), median(waits))
+
+
+def _bp_end(row: IterationRow) -> float:
+    assert row.bp_end is not None  # whoever calls this has looked
+    return row.bp_end

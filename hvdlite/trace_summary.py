@@ -1,0 +1,137 @@
+"""What an iteration trace says: medians over iterations and ranks, and who is slowest."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from glob import escape, glob
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from hvdlite.common.iteration_files import RowsFormatError, read_rows
+from hvdlite.common.iteration_rows import IterationRow
+
+Measure = Callable[[IterationRow], float | None]
+
+
+class Figure(NamedTuple):
+    """One measure: its median over all rows; seconds, but for overlap."""
+
+    median: float | None  # None: seen in no row
+    slowest_rank: int | None  # the one with the greatest median; None: there is only one
+    more: float | None  # by which its median exceeds that of all rows
+
+
+class SegmentFigures(NamedTuple):
+    """One segment, in the order in which they run."""
+
+    start: float  # seconds after the beginning of forward
+    duration: Figure
+    bytes: int
+    bandwidth: float  # bytes in a second
+
+
+class Summary(NamedTuple):
+    """All of a trace. Segments are those of the iterations with the most common number of them."""
+
+    ranks: int
+    iterations: int  # that rank 0, or the lowest rank, has made
+    alike: float  # share of the rows that have this number of segments
+    figures: dict[str, Figure]
+    segments: tuple[SegmentFigures, ...]
+
+
+MEASURES: dict[str, Measure] = {
+    "iteration": lambda row: row.iteration_end - row.fp_start,
+    "data": lambda row: row.data_time,
+    "computation": lambda row: row.fp_bp_time,
+    "forward": lambda row: None if row.fp_end is None else row.fp_end - row.fp_start,
+    "tail": lambda row: row.tail,
+    "optimizer": lambda row: row.optimizer_time,
+    "overlap": lambda row: row.overlap,
+}
+
+
+def read_trace(path: str) -> list[IterationRow]:
+    """The rows of all ranks' files of the trace `path`; of `path` alone where it is a file.
+
+    Raises `FileNotFoundError`, `OSError`, `RowsFormatError` for a file without rows or of another
+    kind, and `ImportError` for Parquet without pyarrow.
+    """
+    rows = [row for each in _files(path) for row in read_rows(each)]
+    if not rows:
+        raise RowsFormatError(f"{path}: there are no iterations in it")
+    return rows
+
+
+def _files(path: str) -> list[str]:
+    pure = Path(path)
+    if pure.is_file():
+        return [path]
+    pattern = re.compile(re.escape(f"{pure.stem}.rank") + r"\d+" + re.escape(pure.suffix))
+    near = glob(str(pure.with_name(f"{escape(pure.stem)}.rank*{escape(pure.suffix)}")))
+    found = sorted(each for each in near if pattern.fullmatch(Path(each).name))
+    if not found:
+        first = pure.with_name(f"{pure.stem}.rank0{pure.suffix}")
+        raise FileNotFoundError(f"{path}: there is no such file, and no {first}")
+    return found
+
+
+def alike(rows: Sequence[IterationRow]) -> list[IterationRow]:
+    """The rows that have the most common number of segments."""
+    count = Counter(len(row.segments) for row in rows).most_common(1)[0][0]
+    return [row for row in rows if len(row.segments) == count]
+
+
+def summarize(rows: Sequence[IterationRow]) -> Summary:
+    """The medians of at least one row."""
+    same = alike(rows)
+    ranks = {row.rank for row in rows}
+    return Summary(
+        len(ranks),
+        sum(row.rank == min(ranks) for row in rows),
+        len(same) / len(rows),
+        {name: _figure(rows, measure) for name, measure in MEASURES.items()},
+        tuple(_segment(same, k) for k in range(len(same[0].segments))),
+    )
+
+
+def _figure(rows: Iterable[IterationRow], measure: Measure) -> Figure:
+    by_rank: dict[int, list[float]] = {}
+    for row in rows:
+        value = measure(row)
+        if value is not None:
+            by_rank.setdefault(row.rank, []).append(value)
+    if not by_rank:
+        return Figure(None, None, None)
+    middle = median(value for values in by_rank.values() for value in values)
+    if len(by_rank) == 1:
+        return Figure(middle, None, None)
+    medians = {rank: median(values) for rank, values in by_rank.items()}
+    slowest = max(medians, key=lambda rank: (medians[rank], -rank))
+    return Figure(middle, slowest, medians[slowest] - middle)
+
+
+def _segment(rows: Sequence[IterationRow], k: int) -> SegmentFigures:
+    duration = _figure(rows, lambda row: row.segments[k].end - row.segments[k].start)
+    nbytes = int(median(row.segments[k].bytes for row in rows))
+    start = median(row.segments[k].start - row.fp_start for row in rows)
+    return SegmentFigures(start, duration, nbytes, nbytes / max(duration.median or 0.0, 1e-9))
+
+
+def iterations_of(rows: Sequence[IterationRow]) -> list[list[IterationRow]]:
+    """Iterations that all ranks have, each with the most common number of segments."""
+    by_iteration: dict[int, list[IterationRow]] = {}
+    for row in alike(rows):
+        by_iteration.setdefault(row.iteration, []).append(row)
+    ranks = max(map(len, by_iteration.values()))
+    return [each for each in by_iteration.values() if len(each) == ranks]
+
+
+def median_iteration(rows: Sequence[IterationRow]) -> list[IterationRow]:
+    """All ranks' rows of one iteration that took as long as most do, by rank."""
+    whole = iterations_of(rows)
+    whole.sort(key=lambda each: max(row.iteration_end - row.fp_start for row in each))
+    return sorted(whole[len(whole) // 2], key=lambda row: row.rank)
