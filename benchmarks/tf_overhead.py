@@ -35,6 +35,7 @@ from resnet50 import SIZES
 import hvdlite.numpy as hvd
 from hvdlite.common.compression import NoneCompressor
 from hvdlite.common.gradients import Scaling, Terms
+from hvdlite.common.segments import Segments
 
 NATIVE, PYTHON, TORCH = "TensorFlow, compiled operations", "TensorFlow, Python", "PyTorch"
 ALONE = {NATIVE: "TensorFlow alone", PYTHON: "TensorFlow alone", TORCH: "PyTorch alone"}
@@ -75,13 +76,14 @@ def tensorflow_steps(sizes: list[int], threads: int = 1) -> dict[str, Step]:
     names = [f"tf.{number}" for number in range(len(sizes))]
 
     terms = Terms(NoneCompressor, Scaling(hvd.Sum), False, hvd.global_process_set)
+    segments = Segments(terms, grouped=False)
 
     def build(reduce: bool) -> Step:
         @tf.function(autograph=False)
         def step() -> None:
             gradients = [source * factor for source in sources]
             if reduce:
-                gradients = reduce_gradients(gradients, names, terms)
+                gradients = reduce_gradients(gradients, names, terms, segments)
             for result, gradient in zip(results, gradients, strict=True):
                 result.assign(gradient)
 
