@@ -34,7 +34,6 @@ from mpi4py import MPI
 import hvdlite.numpy as hvd
 
 ROOT = Path(__file__).parent.parent
-RANKS_PER_HOST = 2
 GRADIENT_ELEMENTS = 1 << 20  # what is compressed is compressed gradient by gradient
 Turn = Callable[[np.ndarray[Any, Any]], float]  # seconds of an allreduce of this array
 
@@ -183,7 +182,7 @@ def run(args: argparse.Namespace, script: str = __file__) -> tuple[Any, str]:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        two_hosts(Path(folder), [RANKS_PER_HOST] * 2) as (before, options),
+        two_hosts(Path(folder), [args.ranks_per_host] * 2) as (before, options),
         link(args) as delayed_by,
     ):
         file = Path(folder) / "measured.json"
@@ -192,15 +191,16 @@ def run(args: argparse.Namespace, script: str = __file__) -> tuple[Any, str]:
         # MPI does not know that both hosts have the same cores: without this, its ranks that wait
         # take them from those that work.
         polite = ["--mca", "mpi_yield_when_idle", "1"]
-        command = mpirun(2 * RANKS_PER_HOST, *options, *exported, *polite, *words)
+        command = mpirun(2 * args.ranks_per_host, *options, *exported, *polite, *words)
         subprocess.run([*before, *command], env=environment(), check=True)
         return json.loads(file.read_text()), delayed_by
 
 
-def add_link_options(parser: argparse.ArgumentParser) -> None:
+def add_link_options(parser: argparse.ArgumentParser, ranks: int, delay_ms: float) -> None:
     """What `run` needs."""
+    parser.add_argument("--ranks-per-host", type=int, default=ranks)
     parser.add_argument("--gbit", type=float, default=1, help="a second, each way")
-    parser.add_argument("--delay-ms", type=float, default=1, help="each way")
+    parser.add_argument("--delay-ms", type=float, default=delay_ms, help="each way")
     parser.add_argument("--rank-file", type=Path, help=argparse.SUPPRESS)
 
 
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--entries", nargs="+", choices=TURNS, default=[*TURNS], metavar="ENTRY")
     parser.add_argument("--mib", type=int, default=64, help="size of the tensor")
     parser.add_argument("--rounds", type=int, default=5)
-    add_link_options(parser)
+    add_link_options(parser, ranks=2, delay_ms=1)
     args = parser.parse_args()
     if args.rank_file:
         rank_main(args)
@@ -226,7 +226,7 @@ def main() -> None:
     measured, delayed_by = run(args)
     quartiles = {name: Quartiles.of(seconds) for name, seconds in measured.items()}
     delay = f"{args.delay_ms:g} ms delay each way (by {delayed_by})"
-    print(f"{args.mib} MiB, {args.gbit:g} Gbit/s, {delay}, {RANKS_PER_HOST} ranks a host\n")
+    print(f"{args.mib} MiB, {args.gbit:g} Gbit/s, {delay}, {args.ranks_per_host} ranks a host\n")
     bound_seconds = (args.mib << 20) * 8 / (args.gbit * 1e9)
     print_table(quartiles, bound_seconds)
     records = [{"entry": name, "seconds": asdict(each)} for name, each in quartiles.items()]

@@ -1,12 +1,12 @@
 """Training between two simulated hosts on a slow link, with gradients cut in different ways.
 
-    python benchmarks/segmentation.py                     # both networks, 1 Gbit/s, 1 ms each way
+    python benchmarks/segmentation.py                     # both networks, 1 Gbit/s
     python benchmarks/segmentation.py --quick             # the transformer, a few rounds
     python benchmarks/segmentation.py --picture docs/images/segmentation.png   # and the extra plot
 
-Needs root, iproute2 and the extras torch, examples and test: the hosts are those of hosts.py, with
-two ranks each. All ways train in the same processes, in turns. The tail is the time from the end of
-backward until all gradients are reduced: what of the communication backward does not hide.
+Needs root, iproute2 and the extras torch, examples and test: the hosts are those of hosts.py. All
+ways train in the same processes, in turns. The tail is the time from the end of backward on all
+ranks until all gradients are reduced: what of the communication backward does not hide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hosts import RANKS_PER_HOST, add_link_options, run
+from hosts import add_link_options, run
 from measuring import Quartiles, make_parser, say, slowest, spread, table, write
 
 import hvdlite.torch as hvd
@@ -46,6 +46,7 @@ Record = dict[str, Any]
 class Step(NamedTuple):
     """What one rank saw of one step; seconds from the start of forward."""
 
+    start: float  # of the clock that both hosts have, as they are one machine
     forward_end: float
     backward_end: float
     reduced: float
@@ -89,7 +90,8 @@ class Trainee:
         end = time.monotonic()
         mine = [run for run in self._runs if run.names[0].startswith(self._prefix)]
         spans = tuple((run.bytes, run.start - start, run.end - start) for run in mine)
-        return Step(*(each - start for each in (forward_end, backward_end, reduced, end)), spans)
+        marks = (each - start for each in (forward_end, backward_end, reduced, end))
+        return Step(start, *marks, spans)
 
 
 def rank_main(plan: argparse.Namespace) -> None:
@@ -125,12 +127,12 @@ def measure(network: str, task: Any, plan: argparse.Namespace) -> list[Record]:
         for way in lot.sample([*trainees], len(trainees)):
             seen[way].append(trainees[way].step())
         last = {way: steps[-1] for way, steps in seen.items()}
-        for found, seconds in (
-            (tails, [each.reduced - each.backward_end for each in last.values()]),
-            (totals, [each.end for each in last.values()]),
-        ):
-            for way, value in slowest(last, seconds).items():
-                found[way].append(value)
+        backward_end = slowest(last, [each.start + each.backward_end for each in last.values()])
+        reduced = slowest(last, [each.start + each.reduced for each in last.values()])
+        total = slowest(last, [each.end for each in last.values()])
+        for way in last:
+            tails[way].append(reduced[way] - backward_end[way])
+            totals[way].append(total[way])
     return [
         {
             "network": network,
@@ -199,7 +201,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="the transformer, 5 rounds")
     parser.add_argument("--picture", type=Path, help="to draw; needs matplotlib")
-    add_link_options(parser)
+    add_link_options(parser, ranks=1, delay_ms=0)
     args = parser.parse_args()
     if args.quick:
         args.networks, args.rounds = ["gpt"], 5
@@ -207,10 +209,9 @@ def main() -> None:
         rank_main(args)
         return
     records, delayed_by = run(args, __file__)
-    title = (
-        f"2 hosts, {RANKS_PER_HOST} ranks each, {args.gbit:g} Gbit/s, {args.delay_ms:g} ms each "
-        f"way (by {delayed_by})"
-    )
+    title = f"2 hosts, {args.ranks_per_host} rank(s) each, {args.gbit:g} Gbit/s"
+    if args.delay_ms:
+        title += f", {args.delay_ms:g} ms each way (by {delayed_by})"
     print(f"{title}\n")
     print_table(records)
     write(args.json, records)

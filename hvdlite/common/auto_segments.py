@@ -1,11 +1,13 @@
 """`auto` at work: what an iteration took is measured, and all ranks cut anew at the same step.
 
-The first rank of the process set measures and decides; it tells the others after a step, so that
-the next one is the same everywhere.
+A gradient is ready when the last rank has it: ranks tell each other their times, on the clock of
+rank 0. The first rank of the process set decides, and tells the others after a step, so that the
+next one is the same everywhere.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Sequence
@@ -16,13 +18,14 @@ from hvdlite.common.arrays import Array, NumpyAdapter
 from hvdlite.common.execution import SegmentRun
 from hvdlite.common.forms import Forms
 from hvdlite.common.process_sets import ProcessSet
+from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import for_collective
 from hvdlite.common.segmentation.cost import Iteration
 from hvdlite.common.segmentation.learned import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient
 from hvdlite.common.segmentation.tuner import Decision, Tuner
 
-STEPS_WHEN_FROZEN = 20  # from one question whether something has changed to the next
+STEPS_WHEN_FROZEN = 10  # from one look whether something has changed to the next
 _NOTHING, _TRY, _KEEP = range(3)  # what the first rank says
 
 _forms: Forms[Array] = Forms(NumpyAdapter())
@@ -39,6 +42,7 @@ class AutoSegments:
         `file` is read and written by the first rank.
         """
         runtime = for_collective()
+        self._engine = runtime.engine
         self.gradients = tuple(gradients)
         self._label = label
         self._process_set = process_set
@@ -62,11 +66,15 @@ class AutoSegments:
 
         Every rank of the set calls it after each step.
         """
-        if self._tuner is not None:
-            self._observe(self._tuner)
+        runs, ready = self._runs.copy(), self._ready
+        self._runs.clear()
+        self._ready = {}
         self._steps += 1
         if self.frozen and self._steps % STEPS_WHEN_FROZEN:
             return None
+        times = self._share(ready)
+        if self._tuner is not None:
+            self._observe(self._tuner, times, runs)
         said = np.zeros(1 + MOST_SEGMENTS, np.int64)
         if self._tuner is not None:
             self._say(self._tuner, said)
@@ -77,21 +85,26 @@ class AutoSegments:
         self.frozen = kind == _KEEP
         return [end for end in ends if end >= 0]
 
-    def _observe(self, tuner: Tuner) -> None:
-        runs, ready = self._runs.copy(), self._ready
-        self._runs.clear()
-        self._ready = {}
-        end = time.monotonic()
-        mine = [run for run in runs if run.names[0].partition(".")[2] in ready]
-        if len(ready) < len(self.gradients) or not mine:
-            return  # one was missing: this iteration is like no other
-        times = [ready[each.name] for each in self.gradients]
-        start = min(times)
-        tuner.observe(
+    def _share(self, ready: dict[str, float]) -> list[float]:
+        """When the last rank had each gradient, and when the last of them had all reduced."""
+        times = [ready.get(each.name, math.inf) for each in self.gradients]
+        local = np.array([*times, time.monotonic()]) + self._engine.clock_offset_seconds
+        name = f"segmentation.times.{self._label}"
+        latest = _forms.allreduce(local, name=name, op=ReduceOp.MAX, process_set=self._process_set)
+        seconds: list[float] = latest.tolist()
+        return seconds
+
+    def _observe(self, tuner: Tuner, times: list[float], runs: list[SegmentRun]) -> None:
+        *ready, end = times
+        names = {each.name for each in self.gradients}
+        mine = [run for run in runs if run.names[0].partition(".")[2] in names]
+        start = min(ready)
+        ahead = self._engine.clock_offset_seconds - start
+        tuner.observe(  # which drops what cannot be compared: a gradient was missing somewhere
             Iteration(
-                tuple(each - start for each in times),
-                tuple((run.bytes, run.start - start, run.end - start) for run in mine),
-                max(times) - start,
+                tuple(each - start for each in ready),
+                tuple((run.bytes, run.start + ahead, run.end + ahead) for run in mine),
+                max(ready) - start,
                 end - start,
             )
         )
