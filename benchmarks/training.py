@@ -64,11 +64,12 @@ def gpt() -> Task:
     return Task(GPT(layers=4, width=128, heads=4, context=64), *codes)
 
 
-def resnet50() -> Task:
+def resnet50(images: int = 4, pixels: int = 64) -> Task:
     """The convolutional network of torch_synthetic_benchmark.py, with small images."""
     from torch_synthetic_benchmark import ResNet50
 
-    return Task(ResNet50(), torch.randn(4, 3, 64, 64), torch.randint(1000, (4,)))
+    inputs = torch.randn(images, 3, pixels, pixels)
+    return Task(ResNet50(), inputs, torch.randint(1000, (images,)))
 
 
 def wide() -> Task:

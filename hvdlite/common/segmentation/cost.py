@@ -95,10 +95,46 @@ class CostModel:
         return self.runs(ends)[-1][1] - self.backward_end
 
 
-def fit(iterations: Sequence[Iteration], sizes: Sequence[int]) -> CostModel:
-    """The model of these iterations, at least one, with a reduction in it; medians throughout."""
-    ready = np.median([each.ready for each in iterations], axis=0)
-    backward_end = float(np.median([each.backward_end for each in iterations]))
+class Forecast:
+    """What iterations like those that were seen take with a segmentation.
+
+    Times of backward vary, and not alike in both directions: a gradient that is late lengthens the
+    tail, one that is early shortens nothing. So a tail is the mean of those of all iterations.
+    """
+
+    def __init__(
+        self, iterations: Sequence[Iteration], sizes: Sequence[int], cost: ReductionCost
+    ) -> None:
+        """`iterations`: at least one; `sizes` in bytes of the gradients, in ready order."""
+        ready = np.array([each.ready for each in iterations], dtype=np.float64)
+        self._ready: Floats = np.maximum.accumulate(ready, axis=1)  # (iterations, gradients)
+        self._backward_end: Floats = np.array([each.backward_end for each in iterations])
+        self._sizes = sizes
+        self._cost = cost
+        self.sums: Floats = np.cumsum(np.asarray(sizes, dtype=np.float64))
+
+    def tail(self, ends: Sequence[int]) -> float:
+        """Seconds from the end of backward to the end of the last reduction, on average."""
+        last = list(ends)
+        took = self._cost.seconds(np.diff(self.sums[last], prepend=0.0))
+        free = np.zeros(len(self._backward_end))
+        for end, seconds in zip(last, took.tolist(), strict=True):
+            free = np.maximum(free, self._ready[:, end]) + seconds
+        return float(np.mean(free - self._backward_end))
+
+    def model(self, lateness: float) -> CostModel:
+        """One iteration in the place of all: `lateness` is the quantile that is ready by then.
+
+        0.5 is the median; with more, less of backward is left when a gradient is ready.
+        """
+        backward_end = float(np.median(self._backward_end))
+        left = np.quantile(self._backward_end[:, None] - self._ready, 1 - lateness, axis=0)
+        ready = np.maximum(backward_end - left, 0.0)
+        return CostModel(ready, self._sizes, backward_end, self._cost)
+
+
+def fit(iterations: Sequence[Iteration], sizes: Sequence[int]) -> Forecast:
+    """The forecast from these iterations, at least one, with a reduction in it."""
     cost = fit_reductions(
         [
             (nbytes, end - start)
@@ -106,7 +142,7 @@ def fit(iterations: Sequence[Iteration], sizes: Sequence[int]) -> CostModel:
             for nbytes, start, end in iteration.segments
         ]
     )
-    return CostModel(ready, sizes, backward_end, cost)
+    return Forecast(iterations, sizes, cost)
 
 
 def fit_reductions(reductions: Sequence[tuple[int, float]]) -> ReductionCost:

@@ -12,6 +12,8 @@ MOST_DIGITS = 9  # after the point; the sum has to be 100 within 1e-6
 def check_ends(ends: Sequence[int], gradients: Sequence[Gradient]) -> None:
     """Raise `ValueError` unless these are the ends of segments of these gradients."""
     last = len(gradients) - 1
+    if len(ends) > MOST_SEGMENTS:
+        raise ValueError(f"{list(ends)} are {len(ends)} segments: {MOST_SEGMENTS} are the most")
     if not ends or list(ends) != sorted(set(ends)) or ends[0] < 0 or ends[-1] != last:
         raise ValueError(
             f"{list(ends)} are no ends of segments of {last + 1} gradients: they must ascend, "

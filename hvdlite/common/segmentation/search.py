@@ -11,9 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.segmentation.cost import CostModel
+from hvdlite.common.segmentation.cost import CostModel, Forecast
+from hvdlite.common.segmentation.strategies import MOST_SEGMENTS
 
 MOST_CUT_POINTS = 2000  # of more gradients, only so many are looked at, evenly spread
+LATENESS = (0.5, 0.75, 0.9)  # of gradients, that the search for robust cuts assumes
 WORTH_A_SEGMENT = 0.01  # of the tail: what one more segment has to save
 
 
@@ -50,6 +52,18 @@ def best_cuts(model: CostModel, most_segments: int) -> list[Proposal]:
     ]
 
 
+def robust_cuts(forecast: Forecast, most_segments: int) -> list[Proposal]:
+    """As `best_cuts`, with the shortest tail on average: those that are best for some lateness."""
+    by_segments: dict[int, set[tuple[int, ...]]] = {}
+    for lateness in LATENESS:
+        for proposal in best_cuts(forecast.model(lateness), most_segments):
+            by_segments.setdefault(len(proposal.ends), set()).add(proposal.ends)
+    return [
+        min((Proposal(ends, forecast.tail(ends)) for ends in found), key=lambda each: each.tail)
+        for _, found in sorted(by_segments.items())
+    ]
+
+
 def worthwhile(proposals: Iterable[Proposal]) -> list[Proposal]:
     """Those that are better than each with fewer segments by a share that may be seen.
 
@@ -67,7 +81,8 @@ def neighbours(model: CostModel, ends: Sequence[int]) -> list[tuple[int, ...]]:
 
     1. Everything but the last reduction hides behind backward: the last cut moves later.
     2. The first reduction ends after backward: the first cut moves earlier.
-    3. There is room in backward for one more reduction: the longest segment is cut in two.
+    3. There is room in backward for one more reduction: the longest segment is cut in two, unless
+       there are as many as there may be.
     """
     runs = model.runs(ends)
     found: list[tuple[int, ...] | None] = []
@@ -78,7 +93,7 @@ def neighbours(model: CostModel, ends: Sequence[int]) -> list[tuple[int, ...]]:
         cut = _middle(model, -1, ends[0])
         found.append((cut, *ends[1:]) if cut is not None else None)
     busy = sum(max(min(end, model.backward_end) - start, 0.0) for start, end in runs)
-    if model.backward_end - busy > model.cost.latency:
+    if len(ends) < MOST_SEGMENTS and model.backward_end - busy > model.cost.latency:
         firsts = [-1, *ends[:-1]]
         longest = max(range(len(ends)), key=lambda k: runs[k][1] - runs[k][0])
         cut = _middle(model, firsts[longest], ends[longest])

@@ -6,7 +6,7 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from hvdlite.common.segmentation.cost import Iteration
@@ -14,7 +14,7 @@ from hvdlite.common.segmentation.cost import Iteration
 TURN_ITERATIONS = 3  # that count, of one segmentation before it is the turn of the next one
 PASSES = 3  # turns of each
 MOST_PASSES = 6  # of those that noise does not let tell apart
-LOST = 1.5  # who has such a multiple of the best tail after a pass gets no further turn
+LOST = 1.5  # who has such a multiple of the best tail gets no further turn, if that is no noise
 EQUAL = 0.01  # tails that differ by less than this share are equal
 DEVIATION = 1.4826  # standard deviations of a normal distribution in its median deviation
 MEDIAN_ERROR = 1.2533  # of the standard error of the mean: that of the median
@@ -52,21 +52,22 @@ class Trials:
                 self._pass += 1
                 self._left = self._still_open()
 
-    def ranking(self) -> list[tuple[int, ...]]:
-        """The best first: of those that equal the shortest tail within noise, the fewest segments.
+    def ranking(self, predicted: Callable[[tuple[int, ...]], float]) -> list[tuple[int, ...]]:
+        """The best first: where noise does not let tell which one that is, as is `predicted`.
 
-        After them the others, by their tails.
+        After it the others, by their tails.
         """
         by_tail = sorted(self._tails, key=self._tail)
-        chosen = min(self._equal(by_tail[0]), key=len)
+        chosen = min(self._equal(by_tail[0]), key=predicted)
         return [chosen, *(ends for ends in by_tail if ends != chosen)]
 
     def _still_open(self) -> list[tuple[int, ...]]:
         """Whose turn it is in the next pass."""
         best = min(self._tails, key=self._tail)
-        if self._pass <= PASSES:
-            return [ends for ends in self._tails if self._tail(ends) <= LOST * self._tail(best)]
         equal = self._equal(best)
+        if self._pass <= PASSES:
+            hopeful = {ends for ends in self._tails if self._tail(ends) <= LOST * self._tail(best)}
+            return [ends for ends in self._tails if ends in hopeful.union(equal)]
         unsure = any(self._tail(ends) > (1 + EQUAL) * self._tail(best) for ends in equal)
         return equal if unsure and self._pass <= MOST_PASSES else []
 

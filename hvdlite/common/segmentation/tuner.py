@@ -14,9 +14,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvdlite.common.segmentation.cost import CostModel, Iteration, fit
+from hvdlite.common.segmentation.cost import Forecast, Iteration, fit
 from hvdlite.common.segmentation.ends import check_ends, pasted
-from hvdlite.common.segmentation.search import best_cuts, neighbours, worthwhile
+from hvdlite.common.segmentation.search import neighbours, robust_cuts, worthwhile
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient, Size
 from hvdlite.common.segmentation.trials import Trials
 from hvdlite.common.segmentation.watch import Watch
@@ -90,7 +90,7 @@ class Tuner:
         else:
             self._seen.append(iteration)
             if len(self._seen) >= LEARN_ITERATIONS:
-                self._propose(())
+                self._propose(None)
 
     def decide(self) -> Decision | None:
         """What all ranks shall use from the next iteration on; None: go on as it is."""
@@ -102,17 +102,18 @@ class Tuner:
     def _try(self, trials: Trials, iteration: Iteration) -> None:
         trials.observe(iteration)
         if trials.finished:
-            self._propose(trials.ranking())
+            self._propose(trials)
         elif trials.current != tuple(self.ends):
             self._use(trials.current, frozen=False)
 
-    def _propose(self, ranking: Sequence[tuple[int, ...]]) -> None:
-        """Try what the model proposes now, beside the best of those measured; or freeze these."""
-        model = fit(self._seen, self._sizes)
-        new = [ends for ends in self._candidates(model) if not self._known(model, ends)]
+    def _propose(self, tried: Trials | None) -> None:
+        """Try what the model proposes now, beside the best of those tried; or freeze the best."""
+        forecast = fit(self._seen, self._sizes)
+        ranking = tried.ranking(forecast.tail) if tried else []
+        new = [ends for ends in self._candidates(forecast) if not self._known(forecast, ends)]
         if ranking:
-            worth_it = (1 - ALIKE_TAIL) * model.tail(ranking[0])
-            new = [ends for ends in new if model.tail(ends) < worth_it]
+            worth_it = (1 - ALIKE_TAIL) * forecast.tail(ranking[0])
+            new = [ends for ends in new if forecast.tail(ends) < worth_it]
         if ranking and (not new or self._rounds == MOST_ROUNDS):
             self._freeze(ranking[0])
             return
@@ -121,27 +122,28 @@ class Tuner:
         self._trials = Trials([*ranking[:KEPT], *new])
         self._use(self._trials.current, frozen=False)
 
-    def _candidates(self, model: CostModel) -> list[tuple[int, ...]]:
+    def _candidates(self, forecast: Forecast) -> list[tuple[int, ...]]:
         """The few best, those of the rules beside the best, one segment, and HCCL's; distinct."""
-        proposals = worthwhile(best_cuts(model, MOST_SEGMENTS))
+        proposals = worthwhile(robust_cuts(forecast, MOST_SEGMENTS))
         found = [proposal.ends for proposal in proposals[: -PROPOSED - 1 : -1]]
         if self._rounds == 0:
             one = (len(self._gradients) - 1,)
-            found += [*neighbours(model, found[0]), one, tuple(Size().ends(self._gradients))]
+            near = neighbours(forecast.model(0.5), found[0])
+            found += [*near, one, tuple(Size().ends(self._gradients))]
         return list(dict.fromkeys(found))
 
-    def _known(self, model: CostModel, ends: tuple[int, ...]) -> bool:
+    def _known(self, forecast: Forecast, ends: tuple[int, ...]) -> bool:
         """Whether it was tried already, or something that is hardly different."""
-        return any(self._alike(model, ends, tried) for tried in self._tried)
+        return any(self._alike(forecast, ends, tried) for tried in self._tried)
 
-    def _alike(self, model: CostModel, ends: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    def _alike(self, forecast: Forecast, ends: tuple[int, ...], other: tuple[int, ...]) -> bool:
         if len(ends) != len(other):
             return False
-        sums = model.sums
+        sums = forecast.sums
         apart = max(abs(sums[a] - sums[b]) for a, b in zip(ends, other, strict=True))
         if ends != other and apart > ALIKE_BYTES * sums[-1]:
             return False
-        tails = model.tail(ends), model.tail(other)
+        tails = forecast.tail(ends), forecast.tail(other)
         return abs(tails[0] - tails[1]) <= ALIKE_TAIL * max(tails)
 
     def _freeze(self, ends: tuple[int, ...]) -> None:
