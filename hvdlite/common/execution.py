@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +101,12 @@ def neutral(request: Request) -> Any:
     return np.inf if highest else -np.inf
 
 
+_GRADIENT_PARTS = {  # how names of gradients end besides, by the collective that carries them
+    "allreduce": re.compile(r"_\d+of\d+$"),  # of a group
+    "allgather": re.compile(r"\.(indices|values)$"),  # of a sparse gradient
+}
+
+
 class SegmentRun(NamedTuple):
     """One reduction, or other collective, that has run: what travelled together, and when."""
 
@@ -110,6 +117,24 @@ class SegmentRun(NamedTuple):
     end: float
     members: tuple[int, ...] = ()  # the ranks that took part
     ready: float = 0.0  # this rank had enqueued the last of them; 0: before anybody watched
+
+    def gradient_of(self, names: Container[str]) -> str | None:
+        """The first that is one of `names`, which are those of gradients; None: none of them is.
+
+        Gradients are reduced, and those that are sparse have their parts gathered. Anything else
+        may have the name of a gradient too, such as the broadcast of its parameter.
+        """
+        part = _GRADIENT_PARTS.get(self.collective)
+        if part is None:
+            return None
+        for name in self.names:
+            own = name.partition(".")[2]  # without the collective
+            if self.collective == "allreduce" and own in names:
+                return own
+            whole, parts = part.subn("", own)
+            if parts and whole in names:
+                return whole
+        return None
 
 
 Observer = Callable[[SegmentRun], None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Collection, Iterable
 
@@ -10,7 +9,6 @@ from hvdlite.common.execution import SegmentRun
 from hvdlite.common.iteration_rows import Marks
 
 now = time.monotonic
-_PART = re.compile(r"(_\d+of\d+|\.indices|\.values)$")  # of a group, of a sparse gradient
 
 
 class Steps:
@@ -25,7 +23,6 @@ class Steps:
         self._names = names
         self._end = end
         self._known_names: frozenset[str] = frozenset()
-        self._is_known: dict[str, bool] = {}  # by the name of a collective
         self._clear()
 
     def _clear(self) -> None:
@@ -75,16 +72,7 @@ class Steps:
         names = self._names()
         if len(names) != len(self._known_names):
             self._known_names = frozenset(names)
-            self._is_known.clear()
-        return any(map(self._is_gradient, run.names))
-
-    def _is_gradient(self, name: str) -> bool:
-        known = self._is_known.get(name)
-        if known is None:
-            own = name.partition(".")[2]  # without the collective
-            known = not self._known_names.isdisjoint((own, _PART.sub("", own)))
-            self._is_known[name] = known
-        return known
+        return run.gradient_of(self._known_names) is not None
 
 
 class Iteration:

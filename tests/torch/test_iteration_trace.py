@@ -219,6 +219,22 @@ def test_other_collectives_and_forward_without_gradients_do_not_count() -> None:
     run_ranks(2, main)
 
 
+def test_parameters_that_are_broadcast_are_no_part_of_the_first_iteration() -> None:
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        wrapped, named = sgd(models[rank])
+        optimizer = hvd.DistributedOptimizer(wrapped, named)
+        with hvd.trace_iterations() as trace:
+            hvd.broadcast_parameters(dict(named), root_rank=0)
+            (clock,) = train(models[rank], optimizer)
+            (row,) = trace.rows()
+        check(row, clock)
+        assert sum(segment.bytes for segment in row.segments) == NBYTES
+
+    run_ranks(2, main)
+
+
 def test_thrown_away_gradients_are_not_part_of_the_next_iteration() -> None:
     def main(rank: int) -> None:
         model = net()
