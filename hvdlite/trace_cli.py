@@ -42,7 +42,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_report(options: argparse.Namespace) -> None:
-    rows = read_trace(options.file)
+    rows, of_other_runs = read_trace(options.file)
+    if of_other_runs:
+        print(
+            f"hvdlite-trace: left out, since they are of another run: {', '.join(of_other_runs)}",
+            file=sys.stderr,
+        )
     report = make_report(rows)
     _print(report)
     if options.picture:

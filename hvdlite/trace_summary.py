@@ -54,29 +54,55 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-def read_trace(path: str) -> list[IterationRow]:
+class Trace(NamedTuple):
+    """What the files of a trace hold."""
+
+    rows: list[IterationRow]  # at least one
+    of_other_runs: list[str]  # files that were left out
+
+
+def read_trace(path: str) -> Trace:
     """The rows of all ranks' files of the trace `path`; of `path` alone where it is a file.
+
+    A run leaves the files of an earlier one with more ranks. All ranks of a run train at the same
+    time, on one clock: a file whose iterations all lie before or after those of the first rank is
+    of another run, and left out.
 
     Raises `FileNotFoundError`, `OSError`, `RowsFormatError` for a file without rows or of another
     kind, and `ImportError` for Parquet without pyarrow.
     """
-    rows = [row for each in _files(path) for row in read_rows(each)]
-    if not rows:
+    read = [(each, rows) for each in _files(path) if (rows := read_rows(each))]
+    if not read:
         raise RowsFormatError(f"{path}: there are no iterations in it")
-    return rows
+    begin, end = _span(read[0][1])
+    trace = Trace([], [])
+    for each, rows in read:
+        first, last = _span(rows)
+        if last < begin or end < first:
+            trace.of_other_runs.append(each)
+        else:
+            trace.rows.extend(rows)
+    return trace
+
+
+def _span(rows: Sequence[IterationRow]) -> tuple[float, float]:
+    """From the beginning of the first iteration to the end of the last."""
+    return min(row.fp_start for row in rows), max(row.iteration_end for row in rows)
 
 
 def _files(path: str) -> list[str]:
+    """By rank: that of the lowest is written by every run."""
     pure = Path(path)
     if pure.is_file():
         return [path]
-    pattern = re.compile(re.escape(f"{pure.stem}.rank") + r"\d+" + re.escape(pure.suffix))
+    pattern = re.compile(re.escape(f"{pure.stem}.rank") + r"(\d+)" + re.escape(pure.suffix))
     near = glob(str(pure.with_name(f"{escape(pure.stem)}.rank*{escape(pure.suffix)}")))
-    found = sorted(each for each in near if pattern.fullmatch(Path(each).name))
+    matches = ((pattern.fullmatch(Path(each).name), each) for each in near)
+    found = sorted((int(match[1]), each) for match, each in matches if match)
     if not found:
         first = pure.with_name(f"{pure.stem}.rank0{pure.suffix}")
         raise FileNotFoundError(f"{path}: there is no such file, and no {first}")
-    return found
+    return [each for _, each in found]
 
 
 def alike(rows: Sequence[IterationRow]) -> list[IterationRow]:

@@ -84,7 +84,22 @@ def test_only_files_of_the_trace_are_read(tmp_path: Path) -> None:
     path = write(tmp_path, ranks=12)
     for name in ("t.rankx.csv", "t.rank0.old.csv", "tt.rank0.csv", "t.rank0.csv.part"):
         (tmp_path / name).write_text("not a trace")
-    assert {each.rank for each in read_trace(path)} == set(range(12))
+    assert {each.rank for each in read_trace(path).rows} == set(range(12))
+
+
+def test_files_that_an_earlier_run_with_more_ranks_has_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, ranks=12, iterations=3)
+    for rank in range(2):  # later on the same clock; rank 1 ends early
+        file = open_rows(path_of_rank(path, rank))
+        file.append([row(rank, 100 + k) for k in range(3 - rank)])
+        file.close()
+    assert main(["report", path]) == 0
+    printed = capsys.readouterr()
+    assert "3 iterations of 2 ranks" in printed.out
+    left = ", ".join(path_of_rank(path, rank) for rank in range(2, 12))
+    assert printed.err == f"hvdlite-trace: left out, since they are of another run: {left}\n"
 
 
 def test_iterations_with_other_segments_are_left_out_of_the_table(tmp_path: Path) -> None:
