@@ -83,8 +83,7 @@ def DistributedOptimizer(  # noqa: N802
         process_set,
         None,
         scale_local_gradients,
-        segmentation,
-        **fusion,
+        resolve(segmentation, **fusion),
     )
 
 

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.common.segmentation.reading import by_index, by_megabytes, by_size, read_strategy
+from hvdlite.common.segmentation.reading import (
+    by_index,
+    by_megabytes,
+    by_size,
+    read_strategy,
+    resolve,
+)
 from hvdlite.common.segmentation.strategies import (
     MIB,
     Auto,
@@ -213,6 +219,13 @@ def test_fleets_arguments() -> None:
     assert by_megabytes() == Megabytes(32, 50)
     assert by_megabytes(16) == Megabytes(16, 50)
     assert by_megabytes(fuse_all_reduce_ops=False) == Threshold(0)
+
+
+@pytest.mark.parametrize("segmentation", [None, "mb:16"])
+def test_an_argument_that_is_unknown_is_named_with_those_that_are_known(segmentation: Any) -> None:
+    known = "segmentation, fuse_grad_size_in_MB, fuse_grad_count, fuse_all_reduce_ops"
+    with pytest.raises(TypeError, match=f"^there is no argument lr_typo; .* {known}$"):
+        resolve(segmentation, fuse_grad_count=5, lr_typo=1)
 
 
 @pytest.mark.parametrize(

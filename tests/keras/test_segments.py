@@ -67,3 +67,14 @@ def test_a_partial_optimizer_takes_a_segmentation_too() -> None:
             hvd.PartialDistributedOptimizer(adam(), segmentation="size:10")
 
     run_ranks(1, main)
+
+
+@pytest.mark.parametrize("unknown", ["lr_typo", "local_layers"])  # which the partial one has
+def test_unknown_arguments_are_named(unknown: str) -> None:
+    options: dict[str, Any] = {unknown: 1}
+
+    def main(rank: int) -> None:
+        with pytest.raises(TypeError, match=f"there is no argument {unknown}; .*fuse_grad_count"):
+            hvd.DistributedOptimizer(adam(), **options)
+
+    run_ranks(1, main)

@@ -22,6 +22,9 @@ from hvdlite.common.segmentation.strategies import (
 _TOLERANCE = 1e-6  # of the sum of percentages
 _KINDS = "threshold[:MB], size[:PERCENT,...], index:LAST,..., mb:MB[,COUNT], count:N, auto[:FILE]"
 
+_FUSION = ("fuse_grad_size_in_MB", "fuse_grad_count", "fuse_all_reduce_ops")
+_FLEETS_COUNT = "_fuse_grad_size_in_TFLOPS"
+
 
 def by_size(percentages: Any) -> Size:
     """`Size`. Raises `ValueError` unless they are 1 to 8 numbers from 0 that sum to 100."""
@@ -70,10 +73,17 @@ def resolve(segmentation: Any, **fusion: Any) -> Strategy | None:
     """The strategy that the arguments of an optimizer ask for; None where they ask for none.
 
     `segmentation` is a text as `read_strategy` takes, or a strategy; `fusion` has Fleet's names:
-    `fuse_grad_size_in_MB`, `fuse_grad_count`, `fuse_all_reduce_ops`. Raises `TypeError` for
-    another name or type, `ValueError` for what is wrong otherwise.
+    `fuse_grad_size_in_MB`, `fuse_grad_count` (or `_fuse_grad_size_in_TFLOPS`, which Fleet calls
+    it), `fuse_all_reduce_ops`. Raises `TypeError` for another name or type, `ValueError` for what
+    is wrong otherwise.
     """
-    count = fusion.pop("_fuse_grad_size_in_TFLOPS", None)  # which Fleet calls the count
+    count = fusion.pop(_FLEETS_COUNT, None)
+    for name in fusion:
+        if name not in _FUSION:
+            raise TypeError(
+                f"there is no argument {name}; those that say how gradients are cut are "
+                f"segmentation, {', '.join(_FUSION)}"
+            )
     if count is not None:
         fusion.setdefault("fuse_grad_count", count)
     if segmentation is None:
