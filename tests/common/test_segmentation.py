@@ -228,6 +228,13 @@ def test_an_argument_that_is_unknown_is_named_with_those_that_are_known(segmenta
         resolve(segmentation, fuse_grad_count=5, lr_typo=1)
 
 
+def test_fleets_other_name_of_the_count() -> None:
+    assert resolve(None, _fuse_grad_size_in_TFLOPS=5) == Megabytes(32, 5)
+    assert resolve(None, _fuse_grad_size_in_TFLOPS=5, fuse_grad_count=None) == Megabytes(32, 5)
+    with pytest.warns(UserWarning, match="fuse_grad_count=7 wins over _fuse_grad.*_TFLOPS=5"):
+        assert resolve(None, _fuse_grad_size_in_TFLOPS=5, fuse_grad_count=7) == Megabytes(32, 7)
+
+
 @pytest.mark.parametrize(
     ("text", "strategy"),
     [

@@ -18,6 +18,7 @@ from hvdlite.common.segmentation.strategies import (
     Strategy,
     Threshold,
 )
+from hvdlite.common.warn import warn_user
 
 _TOLERANCE = 1e-6  # of the sum of percentages
 _KINDS = "threshold[:MB], size[:PERCENT,...], index:LAST,..., mb:MB[,COUNT], count:N, auto[:FILE]"
@@ -84,8 +85,11 @@ def resolve(segmentation: Any, **fusion: Any) -> Strategy | None:
                 f"there is no argument {name}; those that say how gradients are cut are "
                 f"segmentation, {', '.join(_FUSION)}"
             )
-    if count is not None:
-        fusion.setdefault("fuse_grad_count", count)
+    if count is not None and fusion.get("fuse_grad_count") is not None:
+        given = fusion["fuse_grad_count"]
+        warn_user(f"fuse_grad_count={given!r} wins over {_FLEETS_COUNT}={count!r}: give one")
+    elif count is not None:
+        fusion["fuse_grad_count"] = count
     if segmentation is None:
         return by_megabytes(**fusion) if fusion else None
     if fusion:
