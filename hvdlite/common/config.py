@@ -14,6 +14,7 @@ from typing import Any
 
 from hvdlite.common.errors import ConfigError
 from hvdlite.common.segmentation.reading import read_strategy
+from hvdlite.common.segmentation.strategies import JOB_THRESHOLD_BYTES
 
 PREFIX = "HVDLITE_"
 ALIAS_PREFIX = "HOROVOD_"
@@ -157,7 +158,7 @@ class Config:
     """The settings of one rank. Units end the names."""
 
     fusion_threshold_bytes: int = setting(
-        128 * MIB, "FUSION_THRESHOLD", number(int, 0, "bytes"),
+        JOB_THRESHOLD_BYTES, "FUSION_THRESHOLD", number(int, 0, "bytes"),
         "Most bytes that are fused into one segment; 0 turns fusion off.",
         flag="--fusion-threshold-mb", yaml="params.fusion_threshold_mb", flag_scale=MIB,
     )  # fmt: skip
