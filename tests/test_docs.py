@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.common.config import settings
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
@@ -15,6 +17,12 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benc
 def test_the_page_of_settings_is_up_to_date() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "make_settings.py"))["page"]()
     assert (ROOT / "docs" / "settings.md").read_text() == page, "run docs/make_settings.py"
+
+
+def test_the_page_of_the_launcher_has_every_flag() -> None:
+    page = (ROOT / "docs" / "launcher.md").read_text()
+    missing = [each.flag for each in settings() if each.flag and f"`{each.flag}`" not in page]
+    assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
