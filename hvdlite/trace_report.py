@@ -12,6 +12,7 @@ from hvdlite.trace_summary import Figure, Summary, summarize
 
 MIB = 1 << 20
 NOT_SEEN = "-"
+SAME_RANK = 0.25  # of the wait; a half is what one of two ranks is above the median of both
 MEANINGS = {
     "iteration": "from the beginning of forward to the end of the step",
     "data": "between two iterations: loading data, and what else the loop does",
@@ -75,9 +76,16 @@ def _notes(summary: Summary, skeleton: Skeleton | None) -> Iterator[str]:
             f"{len(summary.segments)}; in the others gradients travelled together in another way."
         )
     if skeleton is not None and skeleton.wait > ENOUGH * skeleton.iteration_end:
+        slower = summary.figures["computation"].more or 0.0
+        hint = (
+            "See which rank is slowest in computation."
+            if slower > SAME_RANK * skeleton.wait
+            else "Now one rank is late, now another: are there enough cores, and is nothing else "
+            "running on them?"
+        )
         yield (
             f"The last rank ends backward {duration(skeleton.wait)} after the first, and the rest "
-            "waits for it: no cut helps against that. See which rank is slowest in computation."
+            f"waits for it: no cut helps against that. {hint}"
         )
 
 

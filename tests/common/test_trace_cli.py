@@ -120,6 +120,17 @@ def test_advice_is_about_the_rank_that_the_others_wait_for() -> None:
     assert "9.000 ms after the first" in report.notes[0]
 
 
+def test_a_rank_that_is_always_late_is_told_from_ranks_that_take_turns() -> None:
+    def note(late: int) -> str:
+        rows = [
+            row(rank, k, 9.0 if rank == late * k % 2 else 0.0) for rank in (0, 1) for k in range(4)
+        ]
+        return trace_report.make_report(rows).notes[0]
+
+    assert "See which rank is slowest in computation" in note(late=0)
+    assert "Now one rank is late, now another" in note(late=1)
+
+
 def test_iterations_of_other_lengths_do_not_blur_what_comes_after_backward() -> None:
     rows = []
     for k, computed in enumerate([20, 400, 30]):  # communication ends 5 ms after it each time
