@@ -119,7 +119,7 @@ def make_backward(model: nn.Module, inputs: Tensor, way: str) -> Way:
     def step() -> None:
         if way == "zero":
             for flat in segments:
-                flat.zero()
+                flat.buffer.zero_()
         else:
             model.zero_grad()
         model(inputs).square().mean().backward()

@@ -2,15 +2,15 @@
 
 A gradient is ready when the last rank has it: ranks tell each other their times, on the clock of
 rank 0. The first rank of the process set decides, and tells the others after a step, so that the
-next one is the same everywhere.
+next one is the same everywhere. While a rank has joined, nothing is decided: it would not hear.
 """
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,10 +25,23 @@ from hvdlite.common.segmentation.learned import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient
 from hvdlite.common.segmentation.tuner import Decision, Tuner
 
+MOST_RUNS = 1024  # that are kept of one iteration
 STEPS_WHEN_FROZEN = 10  # from one look whether something has changed to the next
 _NOTHING, _TRY, _KEEP = range(3)  # what the first rank says
 
 _forms: Forms[Array] = Forms(NumpyAdapter())
+
+
+def start_count(label: str, process_set: ProcessSet) -> Callable[[], bool]:
+    """Ask, on all ranks at the same point, whether all are here; what is returned waits for it.
+
+    A rank that has joined is not.
+    """
+    one = np.ones(1, np.int64)
+    handle = _forms.allreduce_async(
+        one, name=f"segmentation.ranks.{label}", op=ReduceOp.SUM, process_set=process_set
+    )
+    return lambda: int(_forms.synchronize(handle)[0]) == process_set.size()
 
 
 class AutoSegments:
@@ -51,28 +64,47 @@ class AutoSegments:
         self.frozen = False  # nothing is tried any more; the same on all ranks
         self._steps = 0
         self._ready: dict[str, float] = {}
-        self._runs: list[SegmentRun] = []
+        self._runs: deque[SegmentRun] = deque(maxlen=MOST_RUNS)
         self._tuner: Tuner | None = None
         if runtime.rank == self._root:
             self._tuner = Tuner(gradients, load(file, gradients) if file else None)
-            weakref.finalize(self, runtime.engine.observe(self._runs.append))
+            names, runs = {each.name for each in gradients}, self._runs
+
+            def keep(run: SegmentRun) -> None:
+                if run.gradient_of(names) is not None:
+                    runs.append(run)
+
+            weakref.finalize(self, runtime.engine.observe(keep))
 
     def note(self, name: str) -> None:
         """This gradient is complete."""
         self._ready[name] = time.monotonic()
+
+    def note_missing(self) -> None:
+        """Those that are not complete by now do not come: zeros take their place from now on."""
+        for each in self.gradients:
+            if each.name not in self._ready:
+                self.note(each.name)
+
+    def restart_count(self) -> None:
+        """All ranks are at the same point, after different numbers of steps."""
+        self._steps = 0
 
     def step(self) -> list[int] | None:
         """All gradients are reduced. Where segments end from now on; None: as before.
 
         Every rank of the set calls it after each step.
         """
-        runs, ready = self._runs.copy(), self._ready
+        runs, ready = [*self._runs], self._ready
         self._runs.clear()
         self._ready = {}
         self._steps += 1
         if self.frozen and self._steps % STEPS_WHEN_FROZEN:
             return None
+        present = start_count(self._label, self._process_set)
         times = self._share(ready)
+        if not present():
+            return None
         if self._tuner is not None:
             self._observe(self._tuner, times, runs)
         said = np.zeros(1 + MOST_SEGMENTS, np.int64)
@@ -87,7 +119,7 @@ class AutoSegments:
 
     def _share(self, ready: dict[str, float]) -> list[float]:
         """When the last rank had each gradient, and when the last of them had all reduced."""
-        times = [ready.get(each.name, math.inf) for each in self.gradients]
+        times = [ready[each.name] for each in self.gradients]
         local = np.array([*times, time.monotonic()]) + self._engine.clock_offset_seconds
         name = f"segmentation.times.{self._label}"
         latest = _forms.allreduce(local, name=name, op=ReduceOp.MAX, process_set=self._process_set)
@@ -96,14 +128,13 @@ class AutoSegments:
 
     def _observe(self, tuner: Tuner, times: list[float], runs: list[SegmentRun]) -> None:
         *ready, end = times
-        names = {each.name for each in self.gradients}
-        mine = [run for run in runs if run.names[0].partition(".")[2] in names]
         start = min(ready)
         ahead = self._engine.clock_offset_seconds - start
-        tuner.observe(  # which drops what cannot be compared: a gradient was missing somewhere
+        spans = [(run.bytes, run.start + ahead, run.end + ahead) for run in runs]
+        tuner.observe(
             Iteration(
                 tuple(each - start for each in ready),
-                tuple((run.bytes, run.start + ahead, run.end + ahead) for run in mine),
+                tuple(span for span in spans if span[1] >= 0),  # others: of another optimizer
                 max(ready) - start,
                 end - start,
             )

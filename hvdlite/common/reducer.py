@@ -52,6 +52,7 @@ class Reducer(ABC):
         Every rank gives gradients of the same sources in the same order; `names` are used in
         place of those that are made from the sources. Raises as `send` does.
         """
+        self.segments.settle()
         if not self.terms.active:
             return list(gradients)
         names = names or self.sources.names_of(self._prefix, sources)

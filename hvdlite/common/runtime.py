@@ -51,6 +51,7 @@ class Runtime:
         self.requests: dict[str, tuple[Any, Any, Request | tuple[Request, ...]]] = {}
         self.choices: dict[int, Choice] = {}  # by process set: how gradients are split
         self._unnamed: dict[int | None, int] = {}  # by process set: calls without a name
+        self._eras: dict[int | None, object] = {}  # by process set
         self._unnamed_lock = threading.Lock()  # guards it
         self.timeline = Timeline(self.rank)
         try:
@@ -88,9 +89,17 @@ class Runtime:
             yield f"noname.{number}"
             self._unnamed[key] = number + 1
 
-    def restart_unnamed(self, process_set: ProcessSet) -> None:
-        """All ranks of the set are at the same point: number its unnamed calls from 0 again."""
+    def restart(self, process_set: ProcessSet) -> None:
+        """All ranks of the set are at the same point, after different numbers of calls.
+
+        Its unnamed calls are numbered from 0 again, and a new era begins.
+        """
         self._unnamed.pop(process_set.process_set_id, None)
+        self._eras.pop(process_set.process_set_id, None)
+
+    def era(self, process_set: ProcessSet) -> object:
+        """Stands for the time in which all ranks of the set make the same calls."""
+        return self._eras.setdefault(process_set.process_set_id, object())
 
     def call(self, request: Request) -> Any:
         """Enqueue something without a tensor, and wait for its answer."""
@@ -127,7 +136,7 @@ class Runtime:
         collective = "add_process_set" if process_set.mpi_comm is None else "split_process_set"
         number = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
         process_set._bind(number, members)
-        self.restart_unnamed(process_set)  # the number may have been another set's
+        self.restart(process_set)  # the number may have been another set's
         self.known_sets[number] = process_set
 
     def remove_process_set(self, process_set: ProcessSet) -> None:

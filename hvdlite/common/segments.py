@@ -33,34 +33,47 @@ class Segments:
     def __init__(self, terms: Terms, grouped: bool, as_views: bool = False) -> None:
         """`grouped`: the user has named groups, which travel as they are.
 
-        `as_views`: gradients are views of their segment, which has to be planned for that.
+        `as_views`: gradients are views of their segment, which has to be planned for that; the
+        caller has seen that this can be.
         """
         if grouped and terms.segmentation is not None:
             raise ValueError(f"groups and segmentation {terms.segmentation.text}: give one of them")
         self._terms = terms
-        if as_views and (grouped or not terms.fusable):
-            raise ValueError(
-                "gradient_as_bucket_view: gradients that live in a segment need op=Average or Sum, "
-                "and no groups"
-            )
         self.as_views = as_views
         self._grouped = grouped
         self._known = False
         self._strategy: Strategy | None = None
         self._views = " as views" if as_views else ""
+        self._fixed: dict[tuple[Gradient, ...], list[int]] = {}  # ends, by `cut_once`
         self._ends = ""  # that a file has given: ranks may have different files
 
     @property
     def strategy(self) -> Strategy | None:
         """None: what is ready travels. Raises `ValueError` before `init`."""
+        self.settle()
+        return self._strategy
+
+    def settle(self) -> None:
+        """Gradients travel, or would if there were other ranks: nothing else can be chosen now."""
         if not self._known:
-            self._known = True
-            found = self._terms.segmentation or chosen(self._terms.process_set)
+            by_set = chosen(self._terms.process_set)  # asked in any case: it is too late to choose
+            found = self._terms.segmentation or by_set
             if self.as_views and found == Threshold():
                 found = VIEWED
-            planned = not self._grouped and self._terms.fusable and found != Threshold()
-            self._strategy = found if planned else None
-        return self._strategy
+            if found != Threshold():
+                against = self._reason_against_segments()
+                self._strategy = None if against else found
+                if against:
+                    warn_user(f"segmentation {found.text} has no effect: {against}")
+            self._known = True
+
+    def _reason_against_segments(self) -> str:
+        if self._grouped:
+            return "groups are given"
+        if not self._terms.fusable:
+            op = self._terms.scaling.op.name.capitalize()
+            return f"only Average and Sum travel in segments, not {op}"
+        return ""
 
     def cut(self, gradients: Sequence[Gradient]) -> list[list[str]]:
         """The names of the gradients of each segment.
@@ -78,6 +91,14 @@ class Segments:
         strategy = self.strategy
         if not isinstance(strategy, Auto):
             return self.cut(gradients)
+        key = tuple(gradients)
+        if key not in self._fixed:  # a tape that executes eagerly asks in each step
+            self._fixed[key] = self._ends_of(strategy, gradients)
+        ends = self._fixed[key]
+        self._ends = f" (ends {','.join(map(str, ends))})"
+        return self.cut_again(gradients, ends)
+
+    def _ends_of(self, strategy: Auto, gradients: Sequence[Gradient]) -> list[int]:
         ends = load(strategy.file, gradients) if strategy.file else None
         if ends is None:
             ends = strategy.ends(gradients)
@@ -85,12 +106,16 @@ class Segments:
                 "segmentation auto learns from the hooks of PyTorch: here gradients are cut as "
                 f"{Size().text} says. Give another segmentation, or auto:FILE with what was learned"
             )
-        self._ends = f" (ends {','.join(map(str, ends))})"
-        return self.cut_at(ends, gradients)
+        return ends
 
-    def cut_again(self, gradients: Sequence[Gradient]) -> list[list[str]]:
-        """As `cut`, when more is known: sparse and unused gradients may be missing among them."""
-        strategy = self.strategy
+    def cut_again(
+        self, gradients: Sequence[Gradient], ends: Sequence[int] | None = None
+    ) -> list[list[str]]:
+        """As `cut`, when more is known: sparse and unused gradients may be missing among them.
+
+        With `ends`, segments end at these numbers.
+        """
+        strategy = self.strategy if ends is None else Index(tuple(ends))
         assert strategy is not None  # the caller has looked
         if isinstance(strategy, Index):
             strategy = replace(strategy, strict=False)
@@ -107,10 +132,6 @@ class Segments:
             settings=f"segmentation={self.strategy.text}{self._ends}{self._views}",
             fusion_bytes=WHOLE_GROUP,
         )
-
-    def cut_at(self, ends: Sequence[int], gradients: Sequence[Gradient]) -> list[list[str]]:
-        """As `cut`, with segments that end at these numbers."""
-        return _names(Index(tuple(ends), strict=False), gradients)
 
 
 def _names(strategy: Strategy, gradients: Sequence[Gradient]) -> list[list[str]]:

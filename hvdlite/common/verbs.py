@@ -201,7 +201,7 @@ class Signal:
         if (
             ROWS[self.collective].effect is Effect.JOIN
         ):  # ranks have made different numbers of calls
-            self._runtime.restart_unnamed(self._process_set)
+            self._runtime.restart(self._process_set)
         return last
 
 

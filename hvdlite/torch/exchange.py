@@ -14,25 +14,22 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.auto_segments import AutoSegments
 from hvdlite.common.compression import Compressor
+from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.gradients import Schedule, Terms
 from hvdlite.common.options import Options
 from hvdlite.common.reduce_op import ReduceOp
-from hvdlite.common.segmentation.strategies import Auto, Gradient
 from hvdlite.common.segments import Segments
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
-from hvdlite.torch.dtypes import DTYPE_NAMES
+from hvdlite.torch.cuts import Cuts, ParamGroups
 from hvdlite.torch.flat_gradients import FlatGradients
-from hvdlite.torch.functions import broadcast_object
 from hvdlite.torch.layouts import Layouts
 
-ParamGroups = list[dict[str, Any]]
 ENOUGH_BYTES = 4 << 20  # of gradients, to be sent in the middle of backward
 
 # What only casts needs neither new memory nor `decompress`; a subclass may do anything.
-_CASTS: tuple[type[CastCompressor], ...] = (FP16Compressor, BF16Compressor)
+CASTS: tuple[type[CastCompressor], ...] = (FP16Compressor, BF16Compressor)
 
 
 class _Passenger:
@@ -51,6 +48,8 @@ class _Passenger:
 
     def move_to(self, flat: FlatGradients) -> None:
         """Let the gradient live in a segment's buffer."""
+        if self.gradient.is_sparse:  # and is to travel as a dense one
+            self.parameter.grad = self.gradient.to_dense()
         self.gradient = flat.take(self.parameter)
         self.version = self.gradient._version
 
@@ -97,7 +96,7 @@ class _DenseFlight:
 
     def _unpack(self, passenger: _Passenger) -> None:
         result, gradient = passenger.packed, passenger.gradient
-        if gradient.is_sparse or self._compression not in _CASTS:
+        if gradient.is_sparse or self._compression not in CASTS:
             result = self._compression.decompress(result, passenger.context)
         if gradient.is_sparse:
             gradient = result.to_sparse(gradient.sparse_dim())
@@ -132,6 +131,8 @@ class _FlatFlight:
             mpi_ops.synchronize(self._handle)
         if self._packed is not self._buffer:
             self._buffer.copy_(self._packed)
+        for each in self._passengers:
+            each.parameter.grad = each.gradient
 
 
 class _SparseFlight:
@@ -166,22 +167,17 @@ class GradientExchange:
         self.names = names
         self.terms = terms
         self._segments = segments
-        self._planned = False  # the strategy has been asked for segments
-        self._learned = False  # segments follow the order in which gradients become ready
-        self._ready: dict[str, None] = {}  # that order, as far as it is known
-        self._auto: AutoSegments | None = None
-        # Where gradients live in segments: by the name of the first gradient of each.
-        self.flat: dict[str, FlatGradients] = {}
         self.synchronized = False  # no gradient has come since the last synchronize()
         self.param_groups = param_groups
         self._schedule = schedule
-        self._layouts = Layouts(terms.process_set, next(iter(names.values()), ""))
+        label = next(iter(names.values()), "")  # the same on all ranks
+        self._layouts = Layouts(terms.process_set, label)
+        self.cuts = Cuts(names, schedule, self._layouts, terms, segments)
         self._flights: list[_DenseFlight | _FlatFlight | _SparseFlight] = []
         self._gathered: list[list[_Passenger]] = []  # buckets that wait to be sent
         self._gathered_bytes = 0
         self._packed: dict[str, torch.Tensor] = {}  # memory of casts, for the next step
         self._watched: set[torch.Tensor] = set()
-        self._parameter_of = {name: parameter for parameter, name in names.items()}
         if terms.active:
             self.watch()
 
@@ -200,9 +196,8 @@ class GradientExchange:
         for parameter, default_name in self._parameters():
             if parameter not in self.names:
                 self.names[parameter] = default_name
-                self._parameter_of[default_name] = parameter
+                self.cuts.parameter_of[default_name] = parameter
                 self._schedule.add(default_name)
-                self._learned = False
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched.add(parameter)
                 register: Any = parameter.register_post_accumulate_grad_hook
@@ -215,77 +210,12 @@ class GradientExchange:
         """Backward has added to the gradient of `parameter`. The thread that runs backward."""
         self.synchronized = False
         name = self.names[parameter]
-        if not self._learned:
-            self._plan()
-            self._ready.pop(name, None)  # of several passes the last one counts
-            self._ready[name] = None
-        elif self._auto is not None:
-            self._auto.note(name)
+        self.cuts.note(name)
         bucket = self._schedule.count(name)
-        if bucket:
+        if bucket and self.cuts.alike:
             self._gather(bucket)
             if self._gathered_bytes >= ENOUGH_BYTES or self._segments.strategy is not None:
                 self._send()
-
-    def _plan(self) -> None:
-        """Before anything is known: gradients become ready in the reverse order of parameters."""
-        if self._planned:
-            return
-        self._planned = True
-        strategy = self._segments.strategy
-        if strategy is not None:
-            trained = [name for each, name in self.names.items() if each.requires_grad]
-            order = trained[::-1] if strategy.in_ready_order else trained
-            self._schedule.rearrange(self._segments.cut(self._describe(order)))
-
-    def _learn(self, known: Sequence[str]) -> None:
-        """After a step: dense gradients that some rank has, in the order of the first rank."""
-        self._learned = True
-        strategy = self._segments.strategy
-        if strategy is None:
-            return
-        dense = [name for name in known if self._is_dense(name)]
-        if strategy.in_ready_order:
-            label = next(iter(self._parameter_of), "")
-            root = min(self.terms.process_set.ranks or [0])
-            order = broadcast_object(
-                list(self._ready), root, f"segmentation.{label}", self.terms.process_set
-            )
-            wanted = {*dense}
-            dense = [name for name in dict.fromkeys([*order, *dense[::-1]]) if name in wanted]
-        gradients = self._describe(dense)
-        tunes = isinstance(strategy, Auto) and bool(gradients)
-        self._arrange(self._segments.cut_again(gradients), settled=not tunes)
-        if isinstance(strategy, Auto) and gradients:
-            label = next(iter(self._parameter_of))
-            self._auto = AutoSegments(gradients, label, self.terms.process_set, strategy.file)
-
-    def _tune(self, auto: AutoSegments) -> None:
-        ends = auto.step()
-        if ends is not None:
-            self._arrange(self._segments.cut_at(ends, auto.gradients), auto.frozen)
-
-    def _arrange(self, segments: Sequence[Sequence[str]], settled: bool) -> None:
-        """From the next step on gradients travel in these segments."""
-        self._schedule.rearrange(segments)
-        self.flat = {}
-        if settled and self._segments.as_views:
-            # Neighbours of one group can be stepped together.
-            group_of = {p: n for n, each in enumerate(self.param_groups) for p in each["params"]}
-            for names in segments:
-                parameters = [self._parameter_of[name] for name in names]
-                self.flat[names[0]] = FlatGradients(sorted(parameters, key=group_of.__getitem__))
-
-    def _is_dense(self, name: str) -> bool:
-        return self.terms.sparse_as_dense or self._layouts.is_dense(name)
-
-    def _describe(self, names: Sequence[str]) -> list[Gradient]:
-        described = []
-        for name in names:
-            parameter = self._parameter_of[name]
-            size_bytes = parameter.numel() * parameter.element_size()
-            described.append(Gradient(name, size_bytes, DTYPE_NAMES[parameter.dtype]))
-        return described
 
     def _gather(self, bucket: Sequence[str]) -> None:
         passengers = [self._passenger(name) for name in bucket]
@@ -299,7 +229,7 @@ class GradientExchange:
             self._take_off(self._gathered.pop(0))
 
     def _take_off(self, bucket: Sequence[_Passenger]) -> None:
-        flat = self.flat.get(bucket[0].name)
+        flat = (self.cuts.flat or {}).get(bucket[0].name)
         if flat is not None and len(bucket) == len(flat.parameters):
             self._take_off_flat(bucket, flat)
             return
@@ -319,7 +249,7 @@ class GradientExchange:
         first = bucket[0].name
         packed = flat.buffer
         compression = self.terms.compression
-        if compression in _CASTS:
+        if compression in CASTS:
             packed = compression.compress_into(self._packed.get(first), packed)
             if packed is not flat.buffer:
                 self._packed[first] = packed
@@ -332,7 +262,7 @@ class GradientExchange:
         if packed.is_sparse and self.terms.sparse_as_dense:
             packed = packed.to_dense()
         compression = self.terms.compression
-        if compression in _CASTS and not passenger.gradient.is_sparse:
+        if compression in CASTS and not passenger.gradient.is_sparse:
             packed = compression.compress_into(self._packed.get(passenger.name), packed)
             if packed is not passenger.gradient:
                 self._packed[passenger.name] = packed
@@ -341,7 +271,7 @@ class GradientExchange:
         passenger.packed = packed
 
     def _passenger(self, name: str) -> _Passenger:
-        parameter = self._parameter_of[name]
+        parameter = self.cuts.parameter_of[name]
         if parameter.grad is None:
             parameter.grad = self._layouts.zeros(name, parameter)
         gradient = parameter.grad
@@ -359,41 +289,44 @@ class GradientExchange:
         Raises `HorovodInternalError` when a reduction failed, and `RuntimeError` for a gradient
         that was changed while it travelled; all have ended then.
         """
+        self._segments.settle()
         if self.terms.active:
             self.watch()
-            self._plan()
             gradients = {
                 self.names[each]: each.grad
                 for each, _ in self._parameters()
                 if each.requires_grad or each.grad is not None
             }
-            known = self._layouts.agree(gradients)
+            known = self.cuts.agree(gradients)
             for bucket in self._schedule.rest(known):
                 self._gather(bucket)
-            error: Exception | None = None
+            failures: list[Exception] = []
             while self._gathered:  # other ranks wait for what can be sent
                 try:
                     self._send()
                 except Exception as failure:
-                    error = error or failure
-            self._land(error)
-            if not self._learned:
-                self._learn(known)
-            elif self._auto is not None:
-                self._tune(self._auto)
+                    failures.append(failure)
+            failures += self._land()
+            # What is wrong on this rank alone the others do not know: they go on.
+            if not any(isinstance(each, HorovodInternalError) for each in failures):
+                self.cuts.adapt(known, self.param_groups)
+            if failures:
+                raise failures[0]
+        elif self._segments.as_views:
+            self.cuts.live_alone(self.param_groups)
         self.synchronized = True
 
-    def _land(self, error: Exception | None) -> None:
-        """Wait for all that flies. Raises `error`, or else the first that comes."""
+    def _land(self) -> list[Exception]:
+        """Wait for all that flies; what went wrong."""
         flights = self._flights
+        failures: list[Exception] = []
         self.reset()
         for flight in flights:
             try:
                 flight.land()
             except RuntimeError as failure:  # HorovodInternalError is one
-                error = error or failure
-        if error is not None:
-            raise error
+                failures.append(failure)
+        return failures
 
     def reset(self, backward_passes_per_step: int | None = None) -> None:
         """Forget what travels, and count backward passes from the beginning."""

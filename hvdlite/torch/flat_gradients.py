@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -64,8 +64,10 @@ class FlatGradients:
     out in the given order.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Allocate the buffer; no ``p.grad`` changes.
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str] | None = None
+    ) -> None:
+        """Allocate the buffer; no ``p.grad`` changes. `names` are for the texts of errors.
 
         Raises `ValueError` for no parameter, for one that comes twice, and for parameters of
         several dtypes or devices.
@@ -73,26 +75,14 @@ class FlatGradients:
         if len(set(parameters)) < len(parameters):
             raise ValueError("a parameter comes twice: each has one gradient, and one place")
         self.parameters = tuple(parameters)
+        self._names = names or {}
         self.layout = FlatLayout(self.parameters)
         self.buffer = self.layout.allocate()  # (size,), contiguous
         self._views = dict(zip(self.parameters, self.layout.views(self.buffer), strict=True))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer, with what lies between the gradients."""
-        return self.buffer.numel() * self.buffer.element_size()
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient of `parameter` has a place here."""
-        return parameter in self._views
-
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
         """The place of its gradient. Raises `KeyError` for a parameter of another segment."""
         return self._views[parameter]
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether its gradient lives here now."""
-        return parameter.grad is self._views[parameter]
 
     @torch.no_grad()
     def take(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -105,26 +95,12 @@ class FlatGradients:
         if gradient is view:
             return view
         if gradient is None:
-            raise ValueError(f"{self._describe(parameter)} has no gradient: use zero_missing()")
+            raise ValueError(f"{self._describe(parameter)} has no gradient")
         self._check(parameter, gradient)
         if gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
             view.copy_(gradient)
         parameter.grad = view
         return view
-
-    @torch.no_grad()
-    def zero_missing(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Put zeros in the place of a gradient that did not come. Returns the view.
-
-        ``p.grad`` stays None, so that no optimizer changes the parameter; set it to the view where
-        another rank has the gradient.
-        """
-        return self._views[parameter].zero_()
-
-    @torch.no_grad()
-    def zero(self) -> None:
-        """Make all gradients zero in one call; those that live here go on living here."""
-        self.buffer.zero_()
 
     def _check(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -141,5 +117,8 @@ class FlatGradients:
             )
 
     def _describe(self, parameter: torch.Tensor) -> str:
-        number = next(i for i, each in enumerate(self.parameters) if each is parameter)
-        return f"parameter {number} of the segment, of shape {tuple(parameter.shape)},"
+        name = self._names.get(parameter)
+        if name is None:
+            number = next(i for i, each in enumerate(self.parameters) if each is parameter)
+            name = f"parameter {number} of the segment"
+        return f"{name}, of shape {tuple(parameter.shape)},"

@@ -18,6 +18,7 @@ from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.torch import mpi_ops
 
 _UNKNOWN, _DENSE = 0, 1  # 1 + n: sparse with n sparse dimensions
+_STATE_BYTES = 4
 _MIRROR = 255  # of a code, so that one maximum over ranks finds the least code too
 
 
@@ -28,27 +29,46 @@ class Layouts:
         self._process_set = process_set
         self._label = label  # the same on all ranks, whichever parameters they train
         self._codes: dict[str, int] = {}
+        self._agreed = False  # on what is in `_codes`
+        self._state = 0
+        self.same_state = True  # everywhere, when ranks asked each other last
 
     def agree(self, gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
         """The names of gradients that some rank has; blocks while there are unknown ones.
 
         Raises `HorovodInternalError` on all ranks for one that is dense here and sparse there.
         """
-        unknown = [name for name in gradients if name not in self._codes]
+        unknown = [name for name in gradients if not self._agreed or name not in self._codes]
         if unknown:
-            self._ask(unknown, [_code(gradients[name]) for name in unknown])
+            self._ask(unknown, [self._codes.get(each, _code(gradients[each])) for each in unknown])
+        self._agreed = True
         return [name for name in gradients if name in self._codes]
 
+    def ask_again(self, state: int) -> None:
+        """Some ranks may have learned what others have not.
+
+        `state`, of 32 bits, stands for what this one has learned besides: the next `agree` finds
+        out whether it is the `same_state` everywhere.
+        """
+        self._agreed = False
+        self._state = state
+
     def _ask(self, names: list[str], local: list[int]) -> None:
+        state = np.frombuffer(self._state.to_bytes(_STATE_BYTES, "little"), np.uint8)
         codes = np.array(local, np.uint8)
         mirrored = np.where(codes == _UNKNOWN, 0, _MIRROR - codes).astype(np.uint8)
+        local_codes = np.stack(
+            [np.concatenate([state, codes]), np.concatenate([_MIRROR - state, mirrored])]
+        )
         most, mirrored_least = mpi_ops.allreduce(
-            torch.from_numpy(np.stack([codes, mirrored])),
+            torch.from_numpy(local_codes),
             name=f"trainable_parameters.{self._label}",
             op=ReduceOp.MAX,
             process_set=self._process_set,
         ).tolist()
-        for name, code, mirror in zip(names, most, mirrored_least, strict=True):
+        pairs = list(zip(most, mirrored_least, strict=True))
+        self.same_state = all(code == _MIRROR - mirror for code, mirror in pairs[:_STATE_BYTES])
+        for name, (code, mirror) in zip(names, pairs[_STATE_BYTES:], strict=True):
             if code == _UNKNOWN:
                 continue
             if code != _MIRROR - mirror:

@@ -32,11 +32,13 @@ from hvdlite.common.segments import Segments
 from hvdlite.common.warn import warn_user
 from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
-from hvdlite.torch.exchange import GradientExchange, ParamGroups, named_by_position
+from hvdlite.torch.cuts import ParamGroups
+from hvdlite.torch.exchange import CASTS, GradientExchange, named_by_position
 from hvdlite.torch.functions import broadcast_object
 from hvdlite.torch.fused_step import FusedStep
 from hvdlite.torch.wrapping import Wrapped, wrap
 
+NO_EFFECT = "fuse_all_optimizer_ops has no effect"
 Names = dict[torch.Tensor, str]
 Closure = Callable[[], Any]
 
@@ -48,6 +50,7 @@ class _DistributedMixin(Wrapped):
     _fuses: bool | None = None  # None: where it can be
     _fused: FusedStep | None = None
     _fused_for: object = None  # the segments that it was made for
+    _closure_told = False
     _should_synchronize = True
     _synchronized_for_scaler = False
 
@@ -86,21 +89,26 @@ class _DistributedMixin(Wrapped):
             arguments.append(self._synchronizing(closure))
         self._exchange.synchronized = self._synchronized_for_scaler = False
         with self._own_step():
-            if not arguments and not options and self._fuse():
+            if self._fuse(bool(arguments or options)):
                 return _fused_step(self)
             return super().step(*arguments, **options)
 
     step.hooked = True  # type: ignore[attr-defined]  # the wrapped step calls the user's hooks
 
-    def _fuse(self) -> bool:
+    def _fuse(self, with_arguments: bool) -> bool:
         """Whether the step is made over segments; prepares that when there are new ones."""
-        flat = self._exchange.flat
+        if with_arguments:
+            if self._fuses and not self._closure_told:
+                self._closure_told = True
+                warn_user(f"{NO_EFFECT}: step() was given a closure or an option")
+            return False
+        flat = self._exchange.cuts.flat
         if flat is not self._fused_for:
             self._fused_for, self._fused = flat, None
-            if flat and self._fuses is not False:
+            if flat is not None and self._fuses is not False:
                 self._fused, reason = FusedStep.of(self, [*flat.values()])
                 if reason and self._fuses:
-                    warn_user(f"fuse_all_optimizer_ops has no effect: {reason}")
+                    warn_user(f"{NO_EFFECT}: {reason}")
         return self._fused is not None
 
     def _synchronize_for_step(self) -> None:
@@ -238,12 +246,17 @@ def DistributedOptimizer(  # noqa: N802
     passes = check_passes(backward_passes_per_step)
     names = _name_parameters(optimizer, named_parameters)
     chosen = resolve_groups(num_groups, groups)
+    against = _reason_against_views(terms, chosen is not None)
+    if against and gradient_as_bucket_view:
+        raise ValueError(f"gradient_as_bucket_view: {against}")
+    if against and fuse_all_optimizer_ops:
+        warn_user(f"{NO_EFFECT}: {against}")
     if op == ReduceOp.ADASUM and size() > 1:
         adasum = wrap(AdasumMixin, optimizer, terms)
         adasum._set_up(names, terms)
         announce(adasum)
         return adasum
-    as_views = gradient_as_bucket_view or bool(fuse_all_optimizer_ops)
+    as_views = gradient_as_bucket_view or bool(fuse_all_optimizer_ops and not against)
     segments = Segments(terms, chosen is not None, as_views)
     schedule = Schedule(buckets_of(names.values(), _resolve_groups(chosen, names, terms)), passes)
     wrapped = wrap(_DistributedMixin, optimizer, terms)
@@ -251,6 +264,22 @@ def DistributedOptimizer(  # noqa: N802
     wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms, segments)
     announce(wrapped)
     return wrapped
+
+
+def _reason_against_views(terms: Terms, grouped: bool) -> str:
+    """Why gradients cannot live in segments; empty when they can."""
+    if grouped:
+        return "groups are given, and gradients that live in a segment need a segmentation"
+    if not terms.fusable:
+        op = terms.scaling.op.name.capitalize()
+        return f"gradients that live in a segment need op=Average or Sum, not {op}"
+    compression = terms.compression
+    if compression is not Compression.none and compression not in CASTS:
+        return (
+            f"{compression} compresses gradient by gradient, and those that live in a segment "
+            "travel as one tensor: use Compression.none, fp16 or bf16"
+        )
+    return ""
 
 
 def _step_over_segments(optimizer: _DistributedMixin) -> None:

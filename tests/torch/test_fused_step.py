@@ -90,7 +90,7 @@ class Training:
         for flat in self.segments:
             for parameter in flat.parameters:
                 if parameter.grad is None:
-                    flat.zero_missing(parameter)
+                    flat.view(parameter).zero_()
                 else:
                     flat.take(parameter)
 

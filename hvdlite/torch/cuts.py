@@ -1,0 +1,194 @@
+"""Where the gradients of one optimizer are cut, from one step to the next.
+
+first step of an era -> agree     ranks may have learned different things while one had joined
+first step           -> adapt     segments follow the order in which gradients became ready
+every step           -> adapt     `auto` tries and chooses; parameters may come and go
+
+An era is the time in which all ranks make the same calls.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.common.auto_segments import AutoSegments, start_count
+from hvdlite.common.gradients import Schedule, Terms
+from hvdlite.common.runtime import for_collective
+from hvdlite.common.segmentation.strategies import Auto, Gradient, Strategy
+from hvdlite.common.segments import Segments
+from hvdlite.torch.dtypes import DTYPE_NAMES
+from hvdlite.torch.flat_gradients import FlatGradients
+from hvdlite.torch.functions import broadcast_object
+from hvdlite.torch.layouts import Layouts
+
+ParamGroups = list[dict[str, Any]]
+MOST_LEARNED = 20  # times; a loop that freezes and thaws parameters all the time has other worries
+
+
+class Cuts:
+    """Tells a schedule in which segments gradients travel."""
+
+    def __init__(
+        self,
+        names: dict[torch.Tensor, str],
+        schedule: Schedule[str],
+        layouts: Layouts,
+        terms: Terms,
+        segments: Segments,
+    ) -> None:
+        """`names` and `schedule` grow when parameters are added."""
+        self._names = names
+        self.parameter_of = {name: parameter for parameter, name in names.items()}
+        self._schedule = schedule
+        self._layouts = layouts
+        self._terms = terms
+        self._segments = segments
+        self._label = next(iter(names.values()), "")  # the same on all ranks
+        self._era: object = None
+        self._planned = False  # the strategy has been asked for segments
+        self._learned: set[str] = set()  # gradients whose segments follow the order of readiness
+        self._times_learned = 0
+        self._ready: dict[str, None] = {}  # that order, as far as it is known
+        self.auto: AutoSegments | None = None
+        # Where gradients live in segments, as soon as these are settled: by the first name of each.
+        self.flat: dict[str, FlatGradients] | None = None
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks are known to cut alike, so that segments may travel."""
+        return self._segments.strategy is None or self._era is self._present_era
+
+    @property
+    def _present_era(self) -> object:
+        return for_collective().era(self._terms.process_set)
+
+    def note(self, name: str) -> None:
+        """This gradient is ready."""
+        if not self._learned:
+            self._ready.pop(name, None)  # of several passes the last one counts
+            self._ready[name] = None
+        elif self.auto is not None:
+            self.auto.note(name)
+
+    def agree(self, gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
+        """Backward has ended. The names of gradients that some rank has; the same on all ranks.
+
+        In the first step of an era ranks find out whether they cut alike: nothing has travelled in
+        segments then.
+        """
+        if self.auto is not None:
+            self.auto.note_missing()
+        begins = self._era is not self._present_era
+        if begins:
+            cuts = sorted(self._learned), self._schedule.buckets if self._learned else []
+            self._layouts.ask_again(zlib.crc32(repr(cuts).encode()))
+        known = self._layouts.agree(gradients)
+        if begins:
+            self._begin(self._layouts.same_state)
+        return known
+
+    def _begin(self, alike: bool) -> None:
+        if self._segments.strategy is not None:
+            self._schedule.reset()
+            if not alike:
+                self._planned = False
+                self._forget()
+            if self.auto is not None:
+                self.auto.restart_count()
+            self._plan(self._segments.strategy)
+        self._era = self._present_era
+
+    def _forget(self) -> None:
+        """Learn the order of readiness in the next step."""
+        self._learned, self._ready, self.auto, self.flat = set(), {}, None, None
+
+    def _plan(self, strategy: Strategy) -> None:
+        """Before anything is known: gradients become ready in the reverse order of parameters."""
+        if not self._planned:
+            trained = [name for each, name in self._names.items() if each.requires_grad]
+            order = trained[::-1] if strategy.in_ready_order else trained
+            self._schedule.rearrange(self._segments.cut(self._describe(order)))
+            self._planned = True
+
+    def adapt(self, known: Sequence[str], param_groups: ParamGroups) -> None:
+        """All gradients of a step, which are `known`, have been reduced."""
+        strategy = self._segments.strategy
+        if strategy is None:
+            return
+        dense = [
+            name for name in known if self._terms.sparse_as_dense or self._layouts.is_dense(name)
+        ]
+        if not self._learned:
+            self._learn(strategy, dense, param_groups)
+        elif self._learned != {*dense} and self._times_learned < MOST_LEARNED:
+            self._forget()
+        elif self.auto is not None:
+            ends = self.auto.step()
+            if ends is not None:
+                segments = self._segments.cut_again(self.auto.gradients, ends)
+                self._arrange(segments, param_groups, self.auto.frozen)
+
+    def _learn(self, strategy: Strategy, dense: Sequence[str], param_groups: ParamGroups) -> None:
+        """Cut the dense gradients in the order of the first rank."""
+        process_set = self._terms.process_set
+        if not dense or not start_count(self._label, process_set)():
+            return
+        self._times_learned += 1
+        self._learned = {*dense}
+        if strategy.in_ready_order:
+            root = min(process_set.ranks or [0])
+            name = f"segmentation.{self._label}"
+            order = broadcast_object(list(self._ready), root, name, process_set)
+            every = dict.fromkeys([*order, *dense[::-1]])
+            dense = [name for name in every if name in self._learned]
+        gradients = self._describe(dense)
+        tunes = isinstance(strategy, Auto)
+        self._arrange(self._segments.cut_again(gradients), param_groups, settled=not tunes)
+        if isinstance(strategy, Auto):
+            self.auto = AutoSegments(gradients, self._label, process_set, strategy.file)
+
+    def live_alone(self, param_groups: ParamGroups) -> None:
+        """Let gradients that do not travel live in segments, for the optimizer's step."""
+        dense = [
+            name
+            for name, parameter in self.parameter_of.items()
+            if parameter.grad is not None and not parameter.grad.is_sparse
+        ]
+        if self._learned != {*dense} and self._times_learned < MOST_LEARNED:
+            self._times_learned += 1
+            self._learned = {*dense}
+            segments = self._segments.cut_again(self._describe(dense[::-1]))
+            self._arrange(segments, param_groups, settled=True)
+        for flat in (self.flat or {}).values():
+            for parameter in flat.parameters:
+                if parameter.grad is not None:
+                    flat.take(parameter)
+
+    def _arrange(
+        self, segments: Sequence[Sequence[str]], param_groups: ParamGroups, settled: bool
+    ) -> None:
+        """From the next step on gradients travel in these segments."""
+        self._schedule.rearrange(segments)
+        self.flat = {} if settled else None
+        if self.flat is not None and self._segments.as_views:
+            # Neighbours of one group can be stepped together.
+            group_of = {p: n for n, each in enumerate(param_groups) for p in each["params"]}
+            for names in segments:
+                parameters = [self.parameter_of[name] for name in names]
+                parameters.sort(key=group_of.__getitem__)
+                self.flat[names[0]] = FlatGradients(parameters, self._names)
+
+    def _describe(self, names: Sequence[str]) -> list[Gradient]:
+        described = []
+        for name in names:
+            parameter = self.parameter_of[name]
+            size_bytes = parameter.numel() * parameter.element_size()
+            kind = DTYPE_NAMES[parameter.dtype]
+            if parameter.device.type != "cpu":  # one segment has one dtype, on one device
+                kind = f"{kind} on {parameter.device}"
+            described.append(Gradient(name, size_bytes, kind))
+        return described

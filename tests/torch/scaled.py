@@ -1,0 +1,68 @@
+"""Models with a number for each tensor, and what the engine makes of their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import hvdlite.torch as hvd
+from hvdlite.common.execution import SegmentRun
+from hvdlite.common.runtime import current
+from tests.resnet50 import PARAMETERS
+
+Runs = list[list[str]]
+
+
+class Watch:
+    """What the engine of this rank reduces, until asked."""
+
+    def __init__(self) -> None:
+        self._runs: list[SegmentRun] = []
+        current().engine.observe(self._runs.append)
+
+    def take(self) -> Runs:
+        """The names of the gradients of each reduction since the last call."""
+        runs = [run for run in self._runs if run.collective == "allreduce"]
+        self._runs.clear()
+        names = [[name.removeprefix("allreduce.") for name in run.names] for run in runs]
+        return [run for run in names if not run[0].startswith(("trainable_", "segmentation."))]
+
+
+class Scaled(nn.Module):
+    """One number for each of the tensors of a big model, in the same order, with its names."""
+
+    def __init__(self, names: list[str], sizes: list[int]) -> None:
+        super().__init__()
+        self.named = {
+            name: nn.Parameter(torch.full((size,), 0.5))
+            for name, size in zip(names, sizes, strict=True)
+        }
+
+    def forward(self, factor: float) -> torch.Tensor:
+        total = torch.zeros(())
+        for number, parameter in enumerate(self.named.values()):
+            total = total + parameter.sum() * (number + 1) * factor
+        return total
+
+
+def resnet(share: float = 0.01) -> Scaled:
+    """The parameters of ResNet-50, each with a hundredth of its elements."""
+    sizes = [max(1, round(share * torch.Size(shape).numel())) for _, shape in PARAMETERS]
+    return Scaled([name for name, _ in PARAMETERS], sizes)
+
+
+def step(model: Scaled, optimizer: Any, rank: int) -> None:
+    optimizer.zero_grad()
+    model(float(rank + 1)).backward()
+    optimizer.step()
+
+
+def small() -> Scaled:
+    return Scaled(["a.weight", "a.bias", "b.weight", "b.bias"], [4, 2, 4, 2])
+
+
+def distributed(model: Scaled, **options: Any) -> Any:
+    inner = torch.optim.SGD(list(model.named.values()), lr=1.0)
+    return hvd.DistributedOptimizer(inner, list(model.named.items()), **options)

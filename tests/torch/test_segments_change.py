@@ -1,0 +1,415 @@
+"""Segments while the job changes: ranks join, parameters come and go, and something fails."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvdlite.torch as hvd
+from hvdlite.common.compression import Compressor
+from hvdlite.common.config import Config
+from tests.ranks import run_ranks
+from tests.torch.scaled import Watch, distributed, small, step
+
+pytestmark = pytest.mark.timeout(120)
+SIZE = 2
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+
+
+def wrap(model: nn.Module, **options: Any) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def texts_of(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(each.message) for each in caught]
+
+
+# -- ranks that join
+
+
+@pytest.mark.parametrize("segmentation", ["size:50,50", "auto"])
+@pytest.mark.parametrize("batches", [(11, 10), (10, 13), (0, 4), (4, 0)])
+def test_ranks_join_and_go_on_in_the_next_epoch(
+    batches: tuple[int, int], segmentation: str
+) -> None:
+    models = [layers() for _ in range(SIZE)]
+
+    def main(rank: int) -> list[int]:
+        watch, last = Watch(), []
+        optimizer = wrap(models[rank], segmentation=segmentation)
+        for epoch in range(4):
+            for _ in range(batches[rank] if epoch % 2 == 0 else 7):
+                train(models[rank], optimizer)
+            hvd.join()
+        watch.take()
+        for _ in range(2):
+            train(models[rank], optimizer)
+            last.append(len(watch.take()))
+        return last
+
+    counts = run_ranks(SIZE, main)
+    assert counts[0] == counts[1]
+    assert max(counts[0]) <= 8
+
+
+def test_auto_settles_although_ranks_join_in_every_epoch() -> None:
+    models = [layers() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        optimizer = wrap(models[rank], segmentation="auto")
+        frozen = False
+        while not frozen:
+            for _ in range(9 + rank):
+                train(models[rank], optimizer)
+            hvd.join()
+            # Ranks hear of it at the same step, but rank 1 may make one more than rank 0.
+            frozen = bool(
+                hvd.allreduce(torch.tensor(optimizer._exchange.cuts.auto.frozen), op=hvd.Min)
+            )
+
+    run_ranks(SIZE, main)
+
+
+# -- parameters that come and go
+
+
+@pytest.mark.parametrize("segmentation", ["size:50,50", "auto"])
+def test_a_step_before_the_first_backward_teaches_nothing(segmentation: str) -> None:
+    models = [layers() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        watch = Watch()
+        optimizer = wrap(models[rank], segmentation=segmentation)
+        optimizer.step()
+        for _ in range(3):
+            train(models[rank], optimizer)
+            assert sorted(map(len, watch.take())) == ([4, 4] if segmentation != "auto" else [8])
+        assert optimizer._exchange.cuts._learned
+        assert (optimizer._exchange.cuts.auto is None) == (segmentation != "auto")
+
+    run_ranks(SIZE, main)
+
+
+def test_parameters_that_thaw_and_freeze_are_cut_with_the_others() -> None:
+    models = [layers(8) for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model, watch = models[rank], Watch()
+        thawing = [*model[:7].parameters()]
+        for parameter in thawing:
+            parameter.requires_grad_(False)
+        optimizer = wrap(model, segmentation="size:80,20")
+        counts = []
+        for number in range(9):
+            for parameter in thawing if number in (3, 6) else []:
+                parameter.requires_grad_(number == 3)
+                parameter.grad = None
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            in_backward = len(optimizer._exchange._flights)
+            optimizer.step()
+            counts.append(len(watch.take()))
+            if number in (2, 5, 8):
+                assert in_backward == counts[-1]  # nothing waits for what does not come
+        assert (counts[2], counts[5], counts[8]) == (1, 2, 1)
+
+    run_ranks(SIZE, main)
+
+
+def test_parameters_that_are_added_are_cut_with_the_others() -> None:
+    models = [layers(2) for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model, watch = models[rank], Watch()
+        inner = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, segmentation="size:50,50")
+        for number in range(6):
+            if number == 3:
+                optimizer.add_param_group({"params": [*model[0].parameters()]})
+            train(model, optimizer)
+            runs = watch.take()
+        assert sorted(map(len, runs)) == [2, 2]
+
+    run_ranks(SIZE, main)
+
+
+class Branches(nn.Module):
+    """A part that only some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        y = self.always(x)
+        return (self.sometimes(y) if both else y).sum()  # type: ignore[no-any-return]
+
+
+def test_auto_settles_where_one_rank_never_has_some_gradient() -> None:
+    models = [Branches() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        optimizer = wrap(models[rank], segmentation="auto")
+        frozen = False
+        while not frozen:
+            optimizer.zero_grad()
+            models[rank](torch.ones(2, 4), rank == 0).backward()
+            optimizer.step()
+            frozen = optimizer._exchange.cuts.auto.frozen
+
+    run_ranks(SIZE, main)
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_a_gradient_that_was_dropped_before_the_step_counts_on_all_ranks(as_views: bool) -> None:
+    models = [Branches() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = wrap(model, segmentation="size:100", gradient_as_bucket_view=as_views)
+        for number in range(4):
+            model(torch.ones(2, 4), number < 2 or rank == 0).backward()
+            if number >= 2:
+                model.zero_grad()  # what travels arrives all the same
+            optimizer.step()
+            model.zero_grad()
+
+    run_ranks(SIZE, main)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_sparse_gradients_that_travel_as_dense_ones_live_in_segments() -> None:
+    def of(views: bool) -> list[nn.Module]:
+        models: list[nn.Module] = []
+        for _ in range(SIZE):
+            torch.manual_seed(0)
+            models.append(nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2)))
+
+        def main(rank: int) -> None:
+            optimizer = wrap(models[rank], sparse_as_dense=True, gradient_as_bucket_view=views)
+            for _ in range(3):
+                optimizer.zero_grad()
+                models[rank](torch.tensor([1, 2 + rank])).square().sum().backward()
+                optimizer.step()
+
+        run_ranks(SIZE, main)
+        return models
+
+    for plain, viewed in zip(of(False)[0].parameters(), of(True)[1].parameters(), strict=True):
+        torch.testing.assert_close(plain, viewed)
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize("segmentation", [None, "size:50,50", "auto"])
+@pytest.mark.parametrize("bad_step", [0, 4])
+def test_an_error_of_one_rank_does_not_hold_up_the_others(
+    segmentation: str | None, bad_step: int
+) -> None:
+    models = [small() for _ in range(SIZE)]
+
+    def main(rank: int) -> list[int]:
+        optimizer, failed = distributed(models[rank], segmentation=segmentation), []
+        for number in range(8):
+            optimizer.zero_grad()
+            models[rank](1.0).backward()
+            if rank == 1 and number == bad_step:
+                if optimizer._exchange.pending:
+                    for parameter in models[rank].named.values():
+                        assert parameter.grad is not None
+                        parameter.grad.mul_(2)
+                else:  # nothing travels in the first step of segments: let it be refused then
+                    optimizer._exchange._land = _refuse(optimizer._exchange)
+            try:
+                optimizer.step()
+            except RuntimeError:
+                failed.append(number)
+        return failed
+
+    assert run_ranks(SIZE, main) == [[], [bad_step]]
+
+
+def _refuse(exchange: Any) -> Any:
+    land = exchange._land
+
+    def landing() -> list[Exception]:
+        exchange._land = land
+        land()
+        return [RuntimeError("of this rank alone")]
+
+    return landing
+
+
+class Halving(Compressor):
+    """Not one of ours."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.half(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        return tensor.to(context)
+
+
+class OfOurs(hvd.Compression.fp16):  # type: ignore[name-defined, misc]
+    """One may do anything in it."""
+
+
+@pytest.mark.parametrize("compression", [Halving, OfOurs])
+def test_what_compresses_gradient_by_gradient_cannot_live_in_segments(compression: Any) -> None:
+    models = [small() for _ in range(SIZE)]
+    turn = threading.Lock()
+
+    def main(rank: int) -> None:
+        with pytest.raises(ValueError, match="gradient by gradient"):
+            distributed(models[rank], compression=compression, gradient_as_bucket_view=True)
+        with turn, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            distributed(models[rank], compression=compression, fuse_all_optimizer_ops=True)
+        assert "fuse_all_optimizer_ops has no effect" in texts_of(caught)[0]
+
+    run_ranks(SIZE, main)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_adasum_has_no_segments(size: int) -> None:
+    models = [small() for _ in range(size)]
+
+    def main(rank: int) -> None:
+        with pytest.raises(ValueError, match="need op=Average or Sum, not Adasum"):
+            distributed(models[rank], op=hvd.Adasum, gradient_as_bucket_view=True)
+
+    run_ranks(size, main)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("size", [1, 2])
+def test_who_asks_for_fused_steps_is_told_where_there_are_none(
+    size: int, kind: Any, closure: bool
+) -> None:
+    models = [layers() for _ in range(size)]
+    turns = threading.Semaphore(0)
+    turns.release()
+
+    def main(rank: int) -> bool:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            kind(model.parameters(), lr=0.1), model.named_parameters(), fuse_all_optimizer_ops=True
+        )
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value = model(torch.ones(2, 4)).sum()
+            value.backward()
+            return value
+
+        for _ in range(3):
+            if closure:
+                optimizer.step(loss)
+            else:
+                train(model, optimizer)
+        return optimizer._fused is not None
+
+    fusable = kind is torch.optim.SGD and not closure
+    with warnings.catch_warnings(record=True) as caught:  # of all threads
+        warnings.simplefilter("always")
+        assert run_ranks(size, main) == [fusable] * size
+    told = [text for text in texts_of(caught) if "fuse_all_optimizer_ops has no effect" in text]
+    assert bool(told) != fusable
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"segmentation": "size:100"}, {"op": hvd.Min}], ids=str)
+def test_what_is_set_after_the_first_step_is_refused(size: int, options: dict[str, Any]) -> None:
+    models = [small() for _ in range(size)]
+
+    def main(rank: int) -> None:
+        step(models[rank], distributed(models[rank], **options), rank)
+        with pytest.raises(ValueError, match="reduced already"):
+            hvd.set_split_strategy_by_size([80, 20])
+
+    run_ranks(size, main)
+
+
+@pytest.mark.parametrize("options", [{"groups": 1}, {"op": hvd.Max}], ids=str)
+def test_a_setting_without_effect_is_told(options: dict[str, Any]) -> None:
+    models = [small() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        step(models[rank], distributed(models[rank], **options), rank)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(SIZE, main, config=Config(segmentation="size:50,50"))
+    assert any("segmentation size:50,50 has no effect" in text for text in texts_of(caught))
+
+
+# -- several optimizers
+
+
+def test_auto_looks_at_its_own_gradients_alone() -> None:
+    models = [(layers(), layers()) for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        seen: list[list[float]] = [[], []]
+        optimizers = []
+        for number, model in enumerate(models[rank]):
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizers.append(hvd.DistributedOptimizer(inner, segmentation="auto"))
+            train(model, optimizers[number])
+        for number, optimizer in enumerate(optimizers):
+            tuner = optimizer._exchange.cuts.auto._tuner
+            if tuner is not None:
+                tuner.observe = lambda iteration, number=number: seen[number].extend(
+                    start for _, start, _ in iteration.segments
+                )
+        for _ in range(3):
+            for model, optimizer in zip(models[rank], optimizers, strict=True):
+                train(model, optimizer)
+            hvd.broadcast_parameters(models[rank][0].state_dict(), 0)
+        if rank == 0:
+            assert [len(starts) for starts in seen] == [3, 3]
+            assert min(map(min, seen)) >= 0
+
+    run_ranks(SIZE, main)
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_a_process_set_has_segments_of_its_own(as_views: bool) -> None:
+    models = [layers() for _ in range(3)]
+
+    def main(rank: int) -> None:
+        some = hvd.add_process_set([0, 2])
+        watch = Watch()
+        optimizer = wrap(
+            models[rank],
+            segmentation="auto",
+            process_set=some,
+            gradient_as_bucket_view=as_views,
+        )
+        for _ in range(5):
+            train(models[rank], optimizer)
+            assert len(watch.take()) == (1 if rank != 1 else 0)
+
+    run_ranks(3, main)
