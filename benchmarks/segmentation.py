@@ -150,8 +150,8 @@ def measure(network: str, task: Any, plan: argparse.Namespace) -> list[Record]:
 
 
 def median_step(steps: Sequence[Step]) -> Step:
-    """The one that lies in the middle by its time."""
-    return sorted(steps, key=lambda step: step.end)[len(steps) // 2]
+    """The one that lies in the middle by its tail."""
+    return sorted(steps, key=lambda step: step.reduced - step.backward_end)[len(steps) // 2]
 
 
 def draw(records: Sequence[Record], title: str, path: Path) -> None:
@@ -183,7 +183,8 @@ def draw(records: Sequence[Record], title: str, path: Path) -> None:
         axis.invert_yaxis()
         axis.set_xlabel("ms")
         axis.set_title(network)
-        axis.legend(frameon=False, fontsize=8, loc="lower right")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, ncols=5, loc="outside lower center")
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
