@@ -50,13 +50,16 @@ class Segments:
     @property
     def strategy(self) -> Strategy | None:
         """None: what is ready travels. Raises `ValueError` before `init`."""
-        self.settle()
+        if not self._known:
+            self.settle()
         return self._strategy
 
     def settle(self) -> None:
         """Gradients travel, or would if there were other ranks: nothing else can be chosen now."""
         if not self._known:
-            by_set = chosen(self._terms.process_set)  # asked in any case: it is too late to choose
+            process_set = self._terms.process_set
+            registered = process_set.process_set_id is not None  # others have nothing chosen
+            by_set = chosen(process_set) if registered else Threshold()  # asked in any case
             found = self._terms.segmentation or by_set
             if self.as_views and found == Threshold():
                 found = VIEWED
@@ -117,7 +120,7 @@ class Segments:
         """
         strategy = self.strategy if ends is None else Index(tuple(ends))
         assert strategy is not None  # the caller has looked
-        if isinstance(strategy, Index):
+        if isinstance(strategy, (Index, Size)):
             strategy = replace(strategy, strict=False)
         return _names(strategy, gradients)
 

@@ -1,16 +1,17 @@
 """Where the gradients of one optimizer are cut, from one step to the next.
 
-first step of an era -> agree     ranks may have learned different things while one had joined
-first step           -> adapt     segments follow the order in which gradients became ready
-every step           -> adapt     `auto` tries and chooses; parameters may come and go
+first step -> note, agree    nothing is known: gradients become ready in the reverse order
+           -> adapt          segments follow the order in which they became ready
+every step -> adapt          `auto` tries and chooses; parameters may come and go
 
-An era is the time in which all ranks make the same calls.
+While a rank has joined, nothing is learned: it would not hear of it. When all ranks are back a new
+era begins, in which they make the same calls again.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Cuts:
         self._segments = segments
         self._label = next(iter(names.values()), "")  # the same on all ranks
         self._era: object = None
-        self._planned = False  # the strategy has been asked for segments
+        self._runtime: Callable[[], object] = lambda: None  # that of the era
         self._learned: set[str] = set()  # gradients whose segments follow the order of readiness
         self._times_learned = 0
         self._ready: dict[str, None] = {}  # that order, as far as it is known
@@ -57,17 +58,9 @@ class Cuts:
         # Where gradients live in segments, as soon as these are settled: by the first name of each.
         self.flat: dict[str, FlatGradients] | None = None
 
-    @property
-    def alike(self) -> bool:
-        """Whether all ranks are known to cut alike, so that segments may travel."""
-        return self._segments.strategy is None or self._era is self._present_era
-
-    @property
-    def _present_era(self) -> object:
-        return for_collective().era(self._terms.process_set)
-
     def note(self, name: str) -> None:
-        """This gradient is ready."""
+        """This gradient is ready; there is a strategy."""
+        self._begin()
         if not self._learned:
             self._ready.pop(name, None)  # of several passes the last one counts
             self._ready[name] = None
@@ -75,32 +68,29 @@ class Cuts:
             self.auto.note(name)
 
     def agree(self, gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
-        """Backward has ended. The names of gradients that some rank has; the same on all ranks.
-
-        In the first step of an era ranks find out whether they cut alike: nothing has travelled in
-        segments then.
-        """
+        """Backward has ended. The names of gradients that some rank has; the same on all ranks."""
+        self._begin()
         if self.auto is not None:
             self.auto.note_missing()
-        begins = self._era is not self._present_era
-        if begins:
-            cuts = sorted(self._learned), self._schedule.buckets if self._learned else []
-            self._layouts.ask_again(zlib.crc32(repr(cuts).encode()))
-        known = self._layouts.agree(gradients)
-        if begins:
-            self._begin(self._layouts.same_state)
-        return known
+        return self._layouts.agree(gradients)
 
-    def _begin(self, alike: bool) -> None:
-        if self._segments.strategy is not None:
-            self._schedule.reset()
-            if not alike:
-                self._planned = False
-                self._forget()
-            if self.auto is not None:
-                self.auto.restart_count()
-            self._plan(self._segments.strategy)
-        self._era = self._present_era
+    def _begin(self) -> None:
+        """Before anything is sent in a new era: all ranks begin with the same."""
+        runtime = for_collective()
+        era = runtime.era(self._terms.process_set)
+        if era is self._era:
+            return
+        if runtime is not self._runtime():
+            self._runtime = weakref.ref(runtime)
+            self._times_learned = 0
+            self._forget()
+        self._layouts.ask_again()
+        strategy = self._segments.strategy
+        if strategy is not None and not self._learned:
+            self._plan(strategy)
+        if self.auto is not None:
+            self.auto.restart_count()
+        self._era = era
 
     def _forget(self) -> None:
         """Learn the order of readiness in the next step."""
@@ -108,11 +98,9 @@ class Cuts:
 
     def _plan(self, strategy: Strategy) -> None:
         """Before anything is known: gradients become ready in the reverse order of parameters."""
-        if not self._planned:
-            trained = [name for each, name in self._names.items() if each.requires_grad]
-            order = trained[::-1] if strategy.in_ready_order else trained
-            self._schedule.rearrange(self._segments.cut(self._describe(order)))
-            self._planned = True
+        trained = [name for each, name in self._names.items() if each.requires_grad]
+        order = trained[::-1] if strategy.in_ready_order else trained
+        self._schedule.rearrange(self._segments.cut(self._describe(order)))
 
     def adapt(self, known: Sequence[str], param_groups: ParamGroups) -> None:
         """All gradients of a step, which are `known`, have been reduced."""
@@ -125,7 +113,8 @@ class Cuts:
         if not self._learned:
             self._learn(strategy, dense, param_groups)
         elif self._learned != {*dense} and self._times_learned < MOST_LEARNED:
-            self._forget()
+            if self._all_here():
+                self._forget()
         elif self.auto is not None:
             ends = self.auto.step()
             if ends is not None:
@@ -134,39 +123,40 @@ class Cuts:
 
     def _learn(self, strategy: Strategy, dense: Sequence[str], param_groups: ParamGroups) -> None:
         """Cut the dense gradients in the order of the first rank."""
-        process_set = self._terms.process_set
-        if not dense or not start_count(self._label, process_set)():
+        if not dense or not self._all_here():
             return
-        self._times_learned += 1
-        self._learned = {*dense}
+        process_set = self._terms.process_set
+        wanted = {*dense}
         if strategy.in_ready_order:
             root = min(process_set.ranks or [0])
             name = f"segmentation.{self._label}"
             order = broadcast_object(list(self._ready), root, name, process_set)
             every = dict.fromkeys([*order, *dense[::-1]])
-            dense = [name for name in every if name in self._learned]
+            dense = [name for name in every if name in wanted]
         gradients = self._describe(dense)
         tunes = isinstance(strategy, Auto)
         self._arrange(self._segments.cut_again(gradients), param_groups, settled=not tunes)
+        self._learned = wanted
+        self._times_learned += 1
         if isinstance(strategy, Auto):
             self.auto = AutoSegments(gradients, self._label, process_set, strategy.file)
 
+    def _all_here(self) -> bool:
+        return start_count(self._label, self._terms.process_set)()
+
     def live_alone(self, param_groups: ParamGroups) -> None:
         """Let gradients that do not travel live in segments, for the optimizer's step."""
-        dense = [
-            name
-            for name, parameter in self.parameter_of.items()
-            if parameter.grad is not None and not parameter.grad.is_sparse
-        ]
-        if self._learned != {*dense} and self._times_learned < MOST_LEARNED:
-            self._times_learned += 1
-            self._learned = {*dense}
-            segments = self._segments.cut_again(self._describe(dense[::-1]))
+        dense = {name for name, parameter in self.parameter_of.items() if _is_dense(parameter)}
+        if not dense <= self._learned and self._times_learned < MOST_LEARNED:
+            wanted = dense | self._learned
+            order = [name for name in self.parameter_of if name in wanted]
+            segments = self._segments.cut_again(self._describe(order[::-1]))
             self._arrange(segments, param_groups, settled=True)
+            self._learned = wanted
+            self._times_learned += 1
         for flat in (self.flat or {}).values():
-            for parameter in flat.parameters:
-                if parameter.grad is not None:
-                    flat.take(parameter)
+            for parameter in filter(_is_dense, flat.parameters):
+                flat.take(parameter)
 
     def _arrange(
         self, segments: Sequence[Sequence[str]], param_groups: ParamGroups, settled: bool
@@ -192,3 +182,7 @@ class Cuts:
                 kind = f"{kind} on {parameter.device}"
             described.append(Gradient(name, size_bytes, kind))
         return described
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None and not parameter.grad.is_sparse

@@ -210,11 +210,13 @@ class GradientExchange:
         """Backward has added to the gradient of `parameter`. The thread that runs backward."""
         self.synchronized = False
         name = self.names[parameter]
-        self.cuts.note(name)
+        cut = self._segments.strategy is not None
+        if cut:
+            self.cuts.note(name)
         bucket = self._schedule.count(name)
-        if bucket and self.cuts.alike:
+        if bucket:
             self._gather(bucket)
-            if self._gathered_bytes >= ENOUGH_BYTES or self._segments.strategy is not None:
+            if cut or self._gathered_bytes >= ENOUGH_BYTES:
                 self._send()
 
     def _gather(self, bucket: Sequence[str]) -> None:
@@ -300,16 +302,18 @@ class GradientExchange:
             known = self.cuts.agree(gradients)
             for bucket in self._schedule.rest(known):
                 self._gather(bucket)
-            failures: list[Exception] = []
+            refused: list[Exception] = []
             while self._gathered:  # other ranks wait for what can be sent
                 try:
                     self._send()
                 except Exception as failure:
-                    failures.append(failure)
-            failures += self._land()
-            # What is wrong on this rank alone the others do not know: they go on.
-            if not any(isinstance(each, HorovodInternalError) for each in failures):
+                    refused.append(failure)
+            failures = self._land()
+            of_all = [each for each in failures if isinstance(each, HorovodInternalError)]
+            # Of what is wrong with the results of this rank alone others do not know: they go on.
+            if not refused and not of_all:
                 self.cuts.adapt(known, self.param_groups)
+            failures = [*of_all, *refused, *failures]
             if failures:
                 raise failures[0]
         elif self._segments.as_views:
@@ -324,7 +328,7 @@ class GradientExchange:
         for flight in flights:
             try:
                 flight.land()
-            except RuntimeError as failure:  # HorovodInternalError is one
+            except Exception as failure:
                 failures.append(failure)
         return failures
 

@@ -18,7 +18,6 @@ from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.torch import mpi_ops
 
 _UNKNOWN, _DENSE = 0, 1  # 1 + n: sparse with n sparse dimensions
-_STATE_BYTES = 4
 _MIRROR = 255  # of a code, so that one maximum over ranks finds the least code too
 
 
@@ -29,9 +28,7 @@ class Layouts:
         self._process_set = process_set
         self._label = label  # the same on all ranks, whichever parameters they train
         self._codes: dict[str, int] = {}
-        self._agreed = False  # on what is in `_codes`
-        self._state = 0
-        self.same_state = True  # everywhere, when ranks asked each other last
+        self._agreed = True  # on what is in `_codes`
 
     def agree(self, gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
         """The names of gradients that some rank has; blocks while there are unknown ones.
@@ -44,31 +41,20 @@ class Layouts:
         self._agreed = True
         return [name for name in gradients if name in self._codes]
 
-    def ask_again(self, state: int) -> None:
-        """Some ranks may have learned what others have not.
-
-        `state`, of 32 bits, stands for what this one has learned besides: the next `agree` finds
-        out whether it is the `same_state` everywhere.
-        """
+    def ask_again(self) -> None:
+        """Some ranks may have learned what others have not."""
         self._agreed = False
-        self._state = state
 
     def _ask(self, names: list[str], local: list[int]) -> None:
-        state = np.frombuffer(self._state.to_bytes(_STATE_BYTES, "little"), np.uint8)
         codes = np.array(local, np.uint8)
         mirrored = np.where(codes == _UNKNOWN, 0, _MIRROR - codes).astype(np.uint8)
-        local_codes = np.stack(
-            [np.concatenate([state, codes]), np.concatenate([_MIRROR - state, mirrored])]
-        )
         most, mirrored_least = mpi_ops.allreduce(
-            torch.from_numpy(local_codes),
+            torch.from_numpy(np.stack([codes, mirrored])),
             name=f"trainable_parameters.{self._label}",
             op=ReduceOp.MAX,
             process_set=self._process_set,
         ).tolist()
-        pairs = list(zip(most, mirrored_least, strict=True))
-        self.same_state = all(code == _MIRROR - mirror for code, mirror in pairs[:_STATE_BYTES])
-        for name, (code, mirror) in zip(names, pairs[_STATE_BYTES:], strict=True):
+        for name, code, mirror in zip(names, most, mirrored_least, strict=True):
             if code == _UNKNOWN:
                 continue
             if code != _MIRROR - mirror:

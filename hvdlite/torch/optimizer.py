@@ -61,7 +61,8 @@ class _DistributedMixin(Wrapped):
         ``torch.amp.GradScaler`` unscales the gradients in place when it finds them here, and
         nothing else tells of it. What travels has to arrive before that.
         """
-        if self._exchange.pending and _called_by_scaler():
+        exchange = self._exchange
+        if exchange.terms.active and not exchange.synchronized and _called_by_scaler():
             self._exchange.synchronize()
             self._synchronized_for_scaler = True
         groups: ParamGroups = self.__dict__["param_groups"]

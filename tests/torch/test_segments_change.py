@@ -86,7 +86,201 @@ def test_auto_settles_although_ranks_join_in_every_epoch() -> None:
     run_ranks(SIZE, main)
 
 
+def test_what_one_rank_did_alone_before_it_joined_is_forgotten() -> None:
+    models = [layers() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model, watch = models[rank], Watch()
+        frozen = [*model[:2].parameters()]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        optimizer = wrap(model, segmentation="size:50,50")
+        if rank == 0:
+            train(model, optimizer)
+        hvd.join()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        watch.take()
+        for _ in range(3):
+            train(model, optimizer)
+        assert sorted(map(len, watch.take()))[-2:] == [4, 4]
+
+    run_ranks(SIZE, main)
+
+
+class Reversed(nn.Module):
+    """Its gradients are ready in the order of their definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.extra = (nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, with_extra: bool) -> torch.Tensor:
+        y = self.a(self.b(self.c(x)))
+        return (self.extra(y) if with_extra else y).sum()  # type: ignore[no-any-return]
+
+
+def test_the_order_of_readiness_is_learned_after_a_join_too() -> None:
+    models = [Reversed() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model, watch = models[rank], Watch()
+        optimizer = wrap(model, segmentation="size:25,25,50")
+
+        def batch(with_extra: bool) -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4), with_extra).backward()
+            optimizer.step()
+
+        for _ in range(3):
+            batch(False)
+        for _ in range(1 - rank):
+            batch(True)  # one more, with a part that was not used before
+        hvd.join()
+        for _ in range(4):
+            watch.take()
+            batch(True)
+        runs = sorted(map(sorted, watch.take()))
+        assert runs == [["a.weight"], ["b.weight", "c.weight"], ["extra.weight"]]
+
+    run_ranks(SIZE, main)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_auto_settles_in_a_new_job_with_the_same_optimizer(gone: int) -> None:
+    models = [layers() for _ in range(SIZE + gone)]
+    optimizers: list[Any] = [None] * len(models)
+
+    def first(rank: int) -> None:
+        optimizers[rank] = wrap(models[rank], segmentation="auto")
+        for _ in range(4):
+            train(models[rank], optimizers[rank])
+
+    def second(rank: int) -> None:
+        number, frozen = rank + gone, False
+        while not frozen:
+            train(models[number], optimizers[number])
+            auto = optimizers[number]._exchange.cuts.auto
+            frozen = auto is not None and auto.frozen
+
+    run_ranks(len(models), first)
+    run_ranks(SIZE, second)
+
+
 # -- parameters that come and go
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fewer_gradients_than_percentages_are_left(size: int) -> None:
+    models = [layers() for _ in range(size)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = wrap(model, segmentation="size:80,20", gradient_as_bucket_view=True)
+        for number in range(6):
+            if number == 2:
+                for parameter in [*model.parameters()][1:]:
+                    parameter.requires_grad_(False)
+                    parameter.grad = None
+            train(model, optimizer)
+
+    run_ranks(size, main)
+
+
+def test_one_rank_alone_settles_with_all_that_ever_comes() -> None:
+    model, other = Reversed(), Reversed()
+
+    def main(rank: int) -> None:
+        optimizer = wrap(model, gradient_as_bucket_view=True)
+        oracle = torch.optim.SGD(other.parameters(), lr=0.1)
+        flats = []
+        for number in range(6):
+            for each, net in ((optimizer, model), (oracle, other)):
+                each.zero_grad()
+                net(torch.ones(2, 4), number % 2 == 0).backward()
+                each.step()
+            flats.append(optimizer._exchange.cuts.flat)
+        assert flats[1:] == flats[:-1]
+
+    run_ranks(1, main)
+    for mine, expected in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+# -- gradient scaling
+
+
+@pytest.mark.parametrize("segmentation", [None, "size:50,50", "size:100"])
+@pytest.mark.parametrize("bad_step", [0, 2])
+def test_all_ranks_skip_the_same_steps(segmentation: str | None, bad_step: int) -> None:
+    models = [layers() for _ in range(SIZE)]
+
+    def main(rank: int) -> float:
+        optimizer = wrap(models[rank], segmentation=segmentation)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(4):
+            optimizer.zero_grad()
+            factor = float("inf") if (rank, number) == (1, bad_step) else 1.0
+            scaler.scale(models[rank](torch.ones(2, 4)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if number == 1:
+                hvd.join()
+        return scaler.get_scale()
+
+    assert run_ranks(SIZE, main) == [2.0, 2.0]
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("segmentation", [None, "size:100"])
+def test_scaled_gradients_that_one_rank_does_not_have(segmentation: str | None) -> None:
+    models = [Branches() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        optimizer = wrap(models[rank], segmentation=segmentation)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number in range(4):
+            optimizer.zero_grad()
+            loss = models[rank](torch.ones(2, 4), number < 2 or rank == 0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    run_ranks(SIZE, main)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.abs().max() < 10  # nothing was left scaled
+
+
+@pytest.mark.parametrize("segmentation", [None, "size:50,50"])
+def test_a_closure_after_a_backward_of_its_own(segmentation: str | None) -> None:
+    models = [layers() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        optimizer = wrap(models[rank], segmentation=segmentation)
+
+        def closure() -> torch.Tensor:
+            loss = models[rank](torch.ones(2, 4)).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            closure()
+            optimizer.step(closure)
+
+    run_ranks(SIZE, main)
+
+
+def test_a_process_set_that_is_not_registered_needs_nothing_on_one_rank() -> None:
+    model = layers()
+
+    def main(rank: int) -> None:
+        train(model, wrap(model, process_set=hvd.ProcessSet([0])))
+
+    run_ranks(1, main)
 
 
 @pytest.mark.parametrize("segmentation", ["size:50,50", "auto"])
@@ -220,6 +414,38 @@ def test_sparse_gradients_that_travel_as_dense_ones_live_in_segments() -> None:
 # -- what goes wrong
 
 
+class Halving(Compressor):
+    """Not one of ours."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.half(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        return tensor.to(context)
+
+
+@pytest.mark.parametrize("segmentation", ["size:100", "auto"])
+def test_what_is_refused_on_one_rank_is_said_there(segmentation: str) -> None:
+    models = [Branches() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        class Refusing(Halving):
+            @staticmethod
+            def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+                if rank == 1:
+                    raise ValueError("of this rank alone")
+                return Halving.compress(tensor)
+
+        optimizer = wrap(models[rank], segmentation=segmentation, compression=Refusing)
+        models[rank](torch.ones(2, 4), rank == 0).backward()  # rank 1 sends in step()
+        with pytest.raises(ValueError if rank else hvd.HorovodInternalError):
+            optimizer.step()
+
+    run_ranks(SIZE, main)
+
+
 @pytest.mark.parametrize("segmentation", [None, "size:50,50", "auto"])
 @pytest.mark.parametrize("bad_step", [0, 4])
 def test_an_error_of_one_rank_does_not_hold_up_the_others(
@@ -233,12 +459,9 @@ def test_an_error_of_one_rank_does_not_hold_up_the_others(
             optimizer.zero_grad()
             models[rank](1.0).backward()
             if rank == 1 and number == bad_step:
-                if optimizer._exchange.pending:
-                    for parameter in models[rank].named.values():
-                        assert parameter.grad is not None
-                        parameter.grad.mul_(2)
-                else:  # nothing travels in the first step of segments: let it be refused then
-                    optimizer._exchange._land = _refuse(optimizer._exchange)
+                for parameter in models[rank].named.values():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(2)
             try:
                 optimizer.step()
             except RuntimeError:
@@ -248,27 +471,35 @@ def test_an_error_of_one_rank_does_not_hold_up_the_others(
     assert run_ranks(SIZE, main) == [[], [bad_step]]
 
 
-def _refuse(exchange: Any) -> Any:
-    land = exchange._land
+@pytest.mark.parametrize("segmentation", [None, "size:50,50", "auto"])
+@pytest.mark.parametrize("bad_step", [0, 4])
+def test_a_result_that_one_rank_cannot_take_does_not_hold_up_the_others(
+    segmentation: str | None, bad_step: int
+) -> None:
+    models = [small() for _ in range(SIZE)]
+    calls = [0] * SIZE
 
-    def landing() -> list[Exception]:
-        exchange._land = land
-        land()
-        return [RuntimeError("of this rank alone")]
+    def main(rank: int) -> list[int]:
+        class Spoiling(Halving):
+            @staticmethod
+            def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+                calls[rank] += 1
+                if rank == 1 and calls[rank] == 1 + 4 * bad_step:
+                    raise ValueError("of this rank alone")
+                return Halving.decompress(tensor, context)
 
-    return landing
+        failed = []
+        optimizer = distributed(models[rank], segmentation=segmentation, compression=Spoiling)
+        for number in range(8):
+            optimizer.zero_grad()
+            models[rank](1.0).backward()
+            try:
+                optimizer.step()
+            except ValueError:
+                failed.append(number)
+        return failed
 
-
-class Halving(Compressor):
-    """Not one of ours."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor.half(), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        return tensor.to(context)
+    assert run_ranks(SIZE, main) == [[], [bad_step]]
 
 
 class OfOurs(hvd.Compression.fp16):  # type: ignore[name-defined, misc]

@@ -86,9 +86,13 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Size:
-    """Segments that hold, as nearly as whole gradients can, these percentages of all bytes."""
+    """Segments that hold, as nearly as whole gradients can, these percentages of all bytes.
+
+    Where it is not `strict`, there may be fewer gradients than percentages.
+    """
 
     percentages: tuple[float, ...] = HCCL_DEFAULT
+    strict: bool = True
     in_ready_order: ClassVar[bool] = True
 
     @property
@@ -98,7 +102,9 @@ class Size:
 
     def ends(self, gradients: Sequence[Gradient]) -> list[int]:
         """See `Strategy.ends`."""
-        if self.percentages != HCCL_DEFAULT:  # which makes one segment of one gradient
+        if (
+            self.strict and self.percentages != HCCL_DEFAULT
+        ):  # which makes one segment of one gradient
             _check_number(self.text, len(self.percentages), gradients)
         sums = list(accumulate(gradient.bytes for gradient in gradients))
         ends: list[int] = []
