@@ -171,11 +171,6 @@ class Schedule(Generic[K]):
         self._done: dict[K, int] = {}  # passes since the last step
         self._sent: set[K] = set()
 
-    @property
-    def buckets(self) -> list[list[K]]:
-        """What travels together, in order."""
-        return self._buckets
-
     def rearrange(self, buckets: Iterable[Sequence[K]]) -> None:
         """Between two steps: gradients travel in `buckets` from now on; all others as before."""
         moved = [list(bucket) for bucket in buckets]
