@@ -16,7 +16,7 @@ from hvdlite.common.compression import Compressor
 from hvdlite.common.options import Options
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.reduce_op import ReduceOp
-from hvdlite.common.segmentation.strategies import Strategy
+from hvdlite.common.segmentation.strategies import Strategy, Threshold
 from hvdlite.common.warn import warn_user
 
 K = TypeVar("K", bound=Hashable)
@@ -58,9 +58,10 @@ class Terms:
     segmentation: Strategy | None = None  # None: what was chosen for the process set
 
     def __post_init__(self) -> None:
-        if self.segmentation is not None and not self.fusable:
+        found = self.segmentation
+        if found is not None and found != Threshold() and not self.fusable:
             raise ValueError(
-                f"segmentation {self.segmentation.text}: only Average and Sum travel in segments, "
+                f"segmentation {found.text}: only Average and Sum travel in segments, "
                 f"not {self.scaling.op.name.capitalize()}"
             )
 

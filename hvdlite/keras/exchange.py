@@ -11,6 +11,7 @@ from typing import Any
 from hvdlite.common.compression import NoneCompressor
 from hvdlite.common.gradients import Scaling, Terms
 from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.segmentation.strategies import Threshold
 from hvdlite.common.sources import LocalSources
 
 Then = Callable[[list[Any]], Any]
@@ -47,7 +48,7 @@ class Exchange:
             settings.terms,
             compression=NoneCompressor,
             scaling=Scaling(ReduceOp.MAX),
-            segmentation=None,
+            segmentation=Threshold(),  # which is none
         )
         self._maximizer = tools.Reducer(settings.prefix, largest)
         self.accumulator: Any = None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
+from hvdlite.common.config import Config
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.training import (
     BATCH,
@@ -329,7 +330,8 @@ def test_local_layers() -> None:
     not hasattr(getattr(keras, "Variable", None), "overwrite_with_gradient"),
     reason="newer than this Keras",
 )
-def test_variables_that_are_overwritten_get_the_largest_gradient() -> None:
+@pytest.mark.parametrize("segmentation", ["threshold", "size"])
+def test_variables_that_are_overwritten_get_the_largest_gradient(segmentation: str) -> None:
     """Scales of 8-bit floats: half of what the largest magnitude needs would overflow."""
 
     def step(rank: int) -> list[float]:
@@ -339,7 +341,9 @@ def test_variables_that_are_overwritten_get_the_largest_gradient() -> None:
         apply(optimizer, ([rank + 1], scale), ([rank + 1], weights))
         return [float(each[0]) for each in numpy_of([scale, weights])]
 
-    assert run_ranks(2, step) == [[2, -1.5]] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # segments are for the others, without a word
+        assert run_ranks(2, step, config=Config(segmentation=segmentation)) == [[2, -1.5]] * 2
 
 
 # -- the object that is returned

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 
 import hvdlite.keras as hvd
+from hvdlite.common.config import Config
 from hvdlite.common.runtime import current
 from tests.keras.training import (
     Weights,
@@ -59,6 +61,19 @@ def test_fit_in_segments_is_fit() -> None:
     )
     assert_same(everywhere)
     assert_close(everywhere[0], fit(make_model(), adam()))
+
+
+def test_a_setting_holds_without_a_word() -> None:
+    def main(rank: int) -> None:
+        runs: list[str] = []
+        current().engine.observe(lambda run: runs.append(run.names[0]))
+        train(make_model(), wrapped(adam)(), rank, SIZE)
+        assert len([name for name in runs if "trainable_parameters" not in name]) == STEPS * 2
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(SIZE, main, config=Config(segmentation="size:50,50"))
+    assert not [each for each in caught if "segmentation" in str(each.message)]
 
 
 def test_a_partial_optimizer_takes_a_segmentation_too() -> None:
