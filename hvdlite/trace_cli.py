@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.iteration_rows import IterationRow
-from hvdlite.trace_report import Report, Table, make_report
+from hvdlite.trace_report import SCRIPT, Report, Table, make_report
 from hvdlite.trace_summary import read_trace
 
 
@@ -42,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_report(options: argparse.Namespace) -> None:
+    if options.picture:
+        import_module("hvdlite.trace_plot").check_suffix(options.picture)
     rows, of_other_runs = read_trace(options.file)
     if of_other_runs:
         print(
@@ -74,7 +76,8 @@ def _print(report: Report) -> None:
     for text in (*report.notes, report.advice.why):
         console.print(text, markup=False)
     if report.command:  # not wrapped: it is to be pasted
-        console.print(f"Try:\n  {report.command}", markup=False, soft_wrap=True)
+        text = f"Try, with your own script for {SCRIPT}:\n  {report.command}"
+        console.print(text, markup=False, soft_wrap=True)
 
 
 def _rich(table_class: Any, table: Table) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from string import Template
 
-from hvdlite.trace_report import Report, Table
+from hvdlite.trace_report import SCRIPT, Report, Table
 
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -40,7 +40,11 @@ $notes
 
 def make_page(report: Report, picture: str) -> str:
     """The page; `picture` is an SVG element."""
-    command = f"<p>Try: <code>{escape(report.command)}</code></p>\n" if report.command else ""
+    command = (
+        f"<p>Try, with your own script for {SCRIPT}: <code>{escape(report.command)}</code></p>\n"
+        if report.command
+        else ""
+    )
     return PAGE.substitute(
         title=escape(report.title),
         advice=escape(report.advice.why),

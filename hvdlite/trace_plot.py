@@ -66,9 +66,14 @@ def draw(rows: Sequence[IterationRow], output: str) -> None:
 
     Raises `ValueError` for another suffix, `ImportError` without matplotlib, and `OSError`.
     """
+    check_suffix(output)
+    make_figure(rows).savefig(output, dpi=130)
+
+
+def check_suffix(output: str) -> None:
+    """Raises `ValueError` for a picture that cannot be drawn."""
     if Path(output).suffix not in SUFFIXES:
         raise ValueError(f"{output}: a picture is named .png or .svg")
-    make_figure(rows).savefig(output, dpi=130)
 
 
 def svg(rows: Sequence[IterationRow]) -> str:

@@ -11,6 +11,7 @@ from hvdlite.trace_skeleton import Skeleton, skeleton_of
 from hvdlite.trace_summary import Figure, Summary, summarize
 
 MIB = 1 << 20
+SCRIPT = "train.py"  # stands for what the user runs
 NOT_SEEN = "-"
 SAME_RANK = 0.25  # of the wait; a half is what one of two ranks is above the median of both
 MEANINGS = {
@@ -52,7 +53,7 @@ def make_report(rows: Sequence[IterationRow]) -> Report:
     summary, skeleton = summarize(rows), skeleton_of(rows)
     advice = advise_on(summary, skeleton)
     command = (
-        f"hvdlite-run -np {summary.ranks} --segmentation {advice.segmentation} python train.py"
+        f"hvdlite-run -np {summary.ranks} --segmentation {advice.segmentation} python {SCRIPT}"
         if advice.segmentation
         else ""
     )

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from hvdlite.common.iteration_files import RowsFormatError, read_rows
 from hvdlite.common.iteration_rows import IterationRow
 
+_OF_RANK = re.compile(r"(.+)\.rank\d+(\.\w+)")
+MOSTLY = 0.1  # of the rows have a cut that is one, and not what came as it comes
 Measure = Callable[[IterationRow], float | None]
 
 
@@ -34,11 +36,11 @@ class SegmentFigures(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """All of a trace. Segments are those of the iterations with the most common number of them."""
+    """All of a trace. Segments are those of the rows that are `alike`."""
 
     ranks: int
     iterations: int  # that rank 0, or the lowest rank, has made
-    alike: float  # share of the rows that have this number of segments
+    alike: float  # share of the rows
     figures: dict[str, Figure]
     segments: tuple[SegmentFigures, ...]
 
@@ -62,7 +64,9 @@ class Trace(NamedTuple):
 
 
 def read_trace(path: str) -> Trace:
-    """The rows of all ranks' files of the trace `path`; of `path` alone where it is a file.
+    """The rows of all ranks' files of the trace `path`; that of one rank stands for all of them.
+
+    A file without a rank in its name is read alone.
 
     A run leaves the files of an earlier one with more ranks. All ranks of a run train at the same
     time, on one clock: a file whose iterations all lie before or after those of the first rank is
@@ -93,7 +97,10 @@ def _span(rows: Sequence[IterationRow]) -> tuple[float, float]:
 def _files(path: str) -> list[str]:
     """By rank: that of the lowest is written by every run."""
     pure = Path(path)
-    if pure.is_file():
+    of_rank = _OF_RANK.fullmatch(pure.name)
+    if of_rank:
+        pure = pure.with_name(of_rank[1] + of_rank[2])
+    elif pure.is_file():
         return [path]
     pattern = re.compile(re.escape(f"{pure.stem}.rank") + r"(\d+)" + re.escape(pure.suffix))
     near = glob(str(pure.with_name(f"{escape(pure.stem)}.rank*{escape(pure.suffix)}")))
@@ -106,9 +113,20 @@ def _files(path: str) -> list[str]:
 
 
 def alike(rows: Sequence[IterationRow]) -> list[IterationRow]:
-    """The rows that have the most common number of segments."""
-    count = Counter(len(row.segments) for row in rows).most_common(1)[0][0]
-    return [row for row in rows if len(row.segments) == count]
+    """The rows that have the most common segments, or else the most common number of them."""
+    for kind, least in ((_sizes, MOSTLY), (_number, 0.0)):
+        found, times = Counter(map(kind, rows)).most_common(1)[0]
+        if times >= least * len(rows):
+            break
+    return [row for row in rows if kind(row) == found]
+
+
+def _sizes(row: IterationRow) -> object:
+    return tuple(segment.bytes for segment in row.segments)
+
+
+def _number(row: IterationRow) -> object:
+    return len(row.segments)
 
 
 def summarize(rows: Sequence[IterationRow]) -> Summary:

@@ -66,8 +66,10 @@ class AutoSegments:
         self._ready: dict[str, float] = {}
         self._runs: deque[SegmentRun] = deque(maxlen=MOST_RUNS)
         self._tuner: Tuner | None = None
+        self._known: list[int] | None = None  # by the file
         if runtime.rank == self._root:
-            self._tuner = Tuner(gradients, load(file, gradients) if file else None)
+            self._known = load(file, gradients) if file else None
+            self._tuner = Tuner(gradients, self._known)
             names, runs = {each.name for each in gradients}, self._runs
 
             def keep(run: SegmentRun) -> None:
@@ -153,6 +155,11 @@ class AutoSegments:
     def _tell(self, tuner: Tuner, decision: Decision) -> None:
         """In words, once for each choice; and to the file."""
         count = f"{len(decision.ends)} segment{'s' if len(decision.ends) > 1 else ''}"
-        print(f"hvdlite: gradients travel best in {count}: {tuner.text}", flush=True)
+        who = f"hvdlite: {len(self.gradients)} gradients travel"
+        known, self._known = self._known, None
+        if known is not None:
+            print(f"{who} in {count}, as {self._file} says: {tuner.text}", flush=True)
+            return
+        print(f"{who} best in {count}: {tuner.text}", flush=True)
         if self._file:
             save(self._file, decision.ends, self.gradients)

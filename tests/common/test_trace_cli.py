@@ -76,6 +76,10 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_file_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path)
     assert main(["report", str(tmp_path / "t.rank2.csv")]) == 0
+    assert "5 iterations of 3 ranks" in capsys.readouterr().out  # it stands for all of them
+    for rank in range(2):
+        (tmp_path / f"t.rank{rank}.csv").unlink()
+    assert main(["report", str(tmp_path / "t.rank2.csv")]) == 0
     lines = lines_of(capsys.readouterr().out)
     assert lines["computation"][:3] == ["34.000 ms", "-", "-"]
 
@@ -107,6 +111,17 @@ def test_iterations_with_other_segments_are_left_out_of_the_table(tmp_path: Path
     summary = summarize(rows)
     assert len(summary.segments) == 2 and summary.alike == 0.75
     assert "75% of the rows" in " ".join(trace_report.make_report(rows).notes)
+
+
+def test_cuts_of_as_many_segments_are_told_apart() -> None:
+    rows = [row(0, k) for k in range(9)]
+    for each, (first, last) in zip(range(9), [(3, 7)] * 5 + [(6, 4)] * 4, strict=True):
+        sizes = zip(rows[each].segments, (first << 20, last << 20), strict=True)
+        cut = tuple(segment._replace(bytes=size) for segment, size in sizes)
+        rows[each] = rows[each]._replace(segments=cut)
+    summary = summarize(rows)
+    assert [each.bytes >> 20 for each in summary.segments] == [3, 7]
+    assert summary.alike == pytest.approx(5 / 9)
 
 
 def test_advice_is_about_the_rank_that_the_others_wait_for() -> None:

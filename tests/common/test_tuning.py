@@ -443,6 +443,17 @@ def test_a_file_goes_round(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["learned.json"]
 
 
+def test_a_file_keeps_what_several_optimizers_have_learned(tmp_path: Path) -> None:
+    path = str(tmp_path / "learned.json")
+    models = [coarse_resnet(pieces) for pieces in range(4, 24)]
+    for gradients in models:
+        learned.save(path, [1, len(gradients) - 1], gradients)
+    learned.save(path, [2, 22], models[-1])
+    assert learned.load(path, models[-1]) == [2, 22]
+    assert learned.load(path, models[-2]) == [1, 21]
+    assert learned.load(path, models[0]) is None  # long ago
+
+
 @pytest.mark.parametrize(
     "other",
     [coarse_resnet(23), coarse_resnet(24)[::-1], [*coarse_resnet(24)[:-1], Gradient("x", 1, "a")]],
@@ -459,14 +470,20 @@ def test_a_file_of_another_model_is_refused(
     assert "tuning begins anew" in caplog.text
 
 
+def with_ends(content: dict[str, Any], ends: list[Any]) -> str:
+    (key, model), *_ = content["models"].items()
+    return json.dumps({**content, "models": {key: {**model, "ends": ends}}})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda content: "no json", "Expecting value"),
         (lambda content: "[]", "no segmentation"),
         (lambda content: json.dumps({**content, "version": 7}), "version 7"),
-        (lambda content: json.dumps({**content, "ends": [3]}), "[3] are no ends"),
-        (lambda content: json.dumps({**content, "ends": [3.5, 23]}), "whole numbers"),
+        (lambda content: json.dumps({**content, "models": [3]}), "[3] are none"),
+        (lambda content: with_ends(content, [3]), "[3] are no ends"),
+        (lambda content: with_ends(content, [3.5, 23]), "whole numbers"),
     ],
 )
 def test_a_damaged_file_is_refused(

@@ -330,7 +330,9 @@ def test_compression_and_several_passes(compression: str) -> None:
     run_ranks(SIZE, main)
 
 
-def test_auto_switches_on_all_ranks_at_once_and_settles(tmp_path: Path) -> None:
+def test_auto_switches_on_all_ranks_at_once_and_settles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Ranks that switched at different steps would report different groups, and fail."""
     file = tmp_path / "learned.json"
     models = [resnet(0.001) for _ in range(SIZE)]
@@ -353,9 +355,12 @@ def test_auto_switches_on_all_ranks_at_once_and_settles(tmp_path: Path) -> None:
     assert len(set(counts[0])) > 1  # it has tried something
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
-    learned = len(json.loads(file.read_text())["ends"])
+    (model,) = json.loads(file.read_text())["models"].values()
+    learned = len(model["ends"])
     assert counts[0][-3:] == [learned] * 3
+    assert f"161 gradients travel best in {learned} segments" in capsys.readouterr().out
     assert run_ranks(SIZE, main) == [[counts[0][0], counts[0][1], *[learned] * 3]] * 2
+    assert f"161 gradients travel in {learned} segments, as {file} says" in capsys.readouterr().out
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

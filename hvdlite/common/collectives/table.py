@@ -235,6 +235,9 @@ _MEANING: dict[
     "reduce_op": lambda request: ReduceOp(request.reduce_op).name.capitalize(),
     "group": lambda request: request.group or "none",
     "settings": lambda request: request.settings or "none (gradients in no segments)",
+    "fusion_bytes": lambda request: (
+        f"{request.fusion_bytes} bytes" if request.fusion_bytes >= 0 else "none of its own"
+    ),
 }
 
 _LABEL = {
@@ -245,7 +248,7 @@ _LABEL = {
     "prescale_factor": "prescale factor",
     "postscale_factor": "postscale factor",
     "group_size": "number of tensors in the group",
-    "fusion_bytes": "bytes of a segment",
+    "fusion_bytes": "the limit by set_comm_fusion",
 }
 
 

@@ -1,4 +1,4 @@
-"""The file in which a segmentation that was learned waits for the next run."""
+"""The file in which segmentations that were learned wait for the next run, one for each model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ log = logging.getLogger("hvdlite")
 
 FORMAT = "hvdlite segmentation"
 VERSION = 1
+MOST_MODELS = 16  # in one file
 
 
 def save(path: str, ends: Sequence[int], gradients: Sequence[Gradient]) -> None:
@@ -24,14 +25,22 @@ def save(path: str, ends: Sequence[int], gradients: Sequence[Gradient]) -> None:
 
     A file that cannot be written is warned of: training goes on without.
     """
+    model = {
+        "gradients": len(gradients),
+        "bytes": _bytes(gradients),
+        "ends": list(ends),
+        "paste": pasted(ends, gradients),
+    }
+    try:
+        models = _models(_read(path))  # a script may have several optimizers
+    except (OSError, ValueError):
+        models = {}
+    models.pop(digest(gradients), None)
+    kept = dict([*models.items()][-MOST_MODELS + 1 :])
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "gradients": len(gradients),
-        "bytes": _bytes(gradients),
-        "digest": digest(gradients),
-        "ends": list(ends),
-        "paste": pasted(ends, gradients),
+        "models": {**kept, digest(gradients): model},
     }
     try:
         _replace(path, json.dumps(content, indent=2) + "\n")
@@ -46,9 +55,7 @@ def load(path: str, gradients: Sequence[Gradient]) -> list[int] | None:
     cannot be read, is no such file, or belongs to another model.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-        return _ends(content, gradients)
+        return _ends(_models(_read(path)), gradients)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -62,18 +69,35 @@ def digest(gradients: Sequence[Gradient]) -> str:
     return hashlib.sha256(listed.encode()).hexdigest()
 
 
-def _ends(content: Any, gradients: Sequence[Gradient]) -> list[int]:
+def _read(path: str) -> Any:
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def _models(content: Any) -> dict[str, Any]:
+    """By digest, that which was learned last at the end. Raises `ValueError` for other content."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError("it holds no segmentation that hvdlite has learned")
     if content.get("version") != VERSION:
         raise ValueError(f"it has version {content.get('version')!r}, not {VERSION}")
-    if content.get("digest") != digest(gradients):
-        raise ValueError(
-            f"it was learned for another model, of {content.get('gradients')} gradients and "
-            f"{content.get('bytes')} bytes; this one has {len(gradients)} gradients and "
-            f"{_bytes(gradients)} bytes, other names, or another order"
+    models = content.get("models")
+    if not isinstance(models, dict) or not all(isinstance(each, dict) for each in models.values()):
+        raise ValueError(f"models: {models!r} are none")
+    return models
+
+
+def _ends(models: dict[str, Any], gradients: Sequence[Gradient]) -> list[int]:
+    model = models.get(digest(gradients))
+    if model is None:
+        others = ", ".join(
+            f"of {each.get('gradients')} gradients and {each.get('bytes')} bytes"
+            for each in models.values()
         )
-    ends = content.get("ends")
+        raise ValueError(
+            f"it was learned for another model ({others}); this one has {len(gradients)} gradients "
+            f"and {_bytes(gradients)} bytes, other names, or another order"
+        )
+    ends = model.get("ends")
     if not isinstance(ends, list) or not all(type(end) is int for end in ends):
         raise ValueError(f"ends: {ends!r} is no list of whole numbers")
     check_ends(ends, gradients)
