@@ -253,6 +253,7 @@ def DistributedOptimizer(  # noqa: N802
     if against and fuse_all_optimizer_ops:
         warn_user(f"{NO_EFFECT}: {against}")
     if op == ReduceOp.ADASUM and size() > 1:
+        Segments(terms, grouped=False).settle()  # says it where one was set
         adasum = wrap(AdasumMixin, optimizer, terms)
         adasum._set_up(names, terms)
         announce(adasum)

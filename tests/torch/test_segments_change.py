@@ -583,7 +583,7 @@ def test_what_is_set_after_the_first_step_is_refused(size: int, options: dict[st
     run_ranks(size, main)
 
 
-@pytest.mark.parametrize("options", [{"groups": 1}, {"op": hvd.Max}], ids=str)
+@pytest.mark.parametrize("options", [{"groups": 1}, {"op": hvd.Max}, {"op": hvd.Adasum}], ids=str)
 def test_a_setting_without_effect_is_told(options: dict[str, Any]) -> None:
     models = [small() for _ in range(SIZE)]
 
