@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hvdlite.common.iteration_files import RowsFormatError, read_rows
 from hvdlite.common.iteration_rows import IterationRow
 
-_OF_RANK = re.compile(r"(.+)\.rank\d+(\.\w+)")
+_OF_RANK = re.compile(r"(.+)\.rank(\d+)(\.\w+)")
 MOSTLY = 0.1  # of the rows have a cut that is one, and not what came as it comes
 Measure = Callable[[IterationRow], float | None]
 
@@ -99,13 +99,14 @@ def _files(path: str) -> list[str]:
     pure = Path(path)
     of_rank = _OF_RANK.fullmatch(pure.name)
     if of_rank:
-        pure = pure.with_name(of_rank[1] + of_rank[2])
+        pure = pure.with_name(of_rank[1] + of_rank[3])
     elif pure.is_file():
         return [path]
-    pattern = re.compile(re.escape(f"{pure.stem}.rank") + r"(\d+)" + re.escape(pure.suffix))
     near = glob(str(pure.with_name(f"{escape(pure.stem)}.rank*{escape(pure.suffix)}")))
-    matches = ((pattern.fullmatch(Path(each).name), each) for each in near)
-    found = sorted((int(match[1]), each) for match, each in matches if match)
+    matches = ((_OF_RANK.fullmatch(Path(each).name), each) for each in near)
+    found = sorted(
+        (int(match[2]), each) for match, each in matches if match and match[1] == pure.stem
+    )
     if not found:
         first = pure.with_name(f"{pure.stem}.rank0{pure.suffix}")
         raise FileNotFoundError(f"{path}: there is no such file, and no {first}")
