@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,16 +32,12 @@ _NOTHING, _TRY, _KEEP = range(3)  # what the first rank says
 _forms: Forms[Array] = Forms(NumpyAdapter())
 
 
-def start_count(label: str, process_set: ProcessSet) -> Callable[[], bool]:
-    """Ask, on all ranks at the same point, whether all are here; what is returned waits for it.
-
-    A rank that has joined is not.
-    """
+def all_here(label: str, process_set: ProcessSet) -> bool:
+    """Whether no rank has joined. All others ask at the same point."""
     one = np.ones(1, np.int64)
-    handle = _forms.allreduce_async(
-        one, name=f"segmentation.ranks.{label}", op=ReduceOp.SUM, process_set=process_set
-    )
-    return lambda: int(_forms.synchronize(handle)[0]) == process_set.size()
+    name = f"segmentation.ranks.{label}"
+    ranks = _forms.allreduce(one, name=name, op=ReduceOp.SUM, process_set=process_set)
+    return int(ranks[0]) == process_set.size()
 
 
 class AutoSegments:
@@ -103,14 +99,12 @@ class AutoSegments:
         self._steps += 1
         if self.frozen and self._steps % STEPS_WHEN_FROZEN:
             return None
-        present = start_count(self._label, self._process_set)
         times = self._share(ready)
-        if not present():
+        if not all_here(self._label, self._process_set):
             return None
-        if self._tuner is not None:
-            self._observe(self._tuner, times, runs)
         said = np.zeros(1 + MOST_SEGMENTS, np.int64)
         if self._tuner is not None:
+            self._observe(self._tuner, times, runs)
             self._say(self._tuner, said)
         name = f"segmentation.auto.{self._label}"
         kind, *ends = _forms.broadcast(said, self._root, name, self._process_set).tolist()

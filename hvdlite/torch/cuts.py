@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.auto_segments import AutoSegments, start_count
+from hvdlite.common.auto_segments import AutoSegments, all_here
 from hvdlite.common.gradients import Schedule, Terms
 from hvdlite.common.runtime import for_collective
 from hvdlite.common.segmentation.strategies import Auto, Gradient, Strategy
@@ -142,7 +142,7 @@ class Cuts:
             self.auto = AutoSegments(gradients, self._label, process_set, strategy.file)
 
     def _all_here(self) -> bool:
-        return start_count(self._label, self._terms.process_set)()
+        return all_here(self._label, self._terms.process_set)
 
     def live_alone(self, param_groups: ParamGroups) -> None:
         """Let gradients that do not travel live in segments, for the optimizer's step."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ from hvdlite.torch.cuts import Cuts, ParamGroups
 from hvdlite.torch.flat_gradients import FlatGradients
 from hvdlite.torch.layouts import Layouts
 
+T = TypeVar("T")
 ENOUGH_BYTES = 4 << 20  # of gradients, to be sent in the middle of backward
 
 # What only casts needs neither new memory nor `decompress`; a subclass may do anything.
@@ -70,6 +72,16 @@ def _size_bytes(passenger: _Passenger) -> int:
     return gradient.numel() * gradient.element_size()  # of a sparse one: as if it were dense
 
 
+def _arrive(passengers: Sequence[_Passenger], wait: Callable[[], T]) -> T:
+    """What `wait` returns; it is called in any case, and then what is wrong with one is raised."""
+    try:
+        for each in passengers:
+            each.check()
+    finally:
+        result = wait()
+    return result
+
+
 class _DenseFlight:
     """A bucket in flight."""
 
@@ -86,11 +98,7 @@ class _DenseFlight:
 
     def land(self) -> None:
         """Wait, and write the results to the gradients."""
-        try:
-            for each in self._passengers:
-                each.check()
-        finally:
-            mpi_ops.synchronize(self._handle)
+        _arrive(self._passengers, partial(mpi_ops.synchronize, self._handle))
         for each in self._passengers:
             self._unpack(each)
 
@@ -124,11 +132,7 @@ class _FlatFlight:
 
     def land(self) -> None:
         """Wait; the results are where the gradients are, unless they were compressed."""
-        try:
-            for each in self._passengers:
-                each.check()
-        finally:
-            mpi_ops.synchronize(self._handle)
+        _arrive(self._passengers, partial(mpi_ops.synchronize, self._handle))
         if self._packed is not self._buffer:
             self._buffer.copy_(self._packed)
         for each in self._passengers:
@@ -146,11 +150,7 @@ class _SparseFlight:
 
     def land(self) -> None:
         """Wait, and replace the gradient."""
-        try:
-            self._passenger.check()
-        finally:
-            result = self._wait()
-        self._passenger.parameter.grad = result
+        self._passenger.parameter.grad = _arrive([self._passenger], self._wait)
 
 
 class GradientExchange:
