@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from hvdlite.common.trace import ENGINE_TRACK, NEGOTIATE_PREFIX, SEGMENT_TRACK
+from hvdlite.drawing import load_matplotlib
 from hvdlite.timeline_events import Event, Head, TimelineFormatError
 
 NEGOTIATION_COLOUR = "#f2c894"
@@ -105,7 +105,7 @@ def draw(
 
     Raises `ImportError` without matplotlib and `TimelineFormatError` when nothing is to be drawn.
     """
-    figure_class, patch_class = _matplotlib()
+    figure_class, patch_class = load_matplotlib("plot")
     rows = collect(events, window)
     special = [row for row in rows if row.order < 2]
     plain = [row for row in rows if row.order == 2]
@@ -127,15 +127,6 @@ def draw(
     patches = [patch_class(color=colour, label=name) for name, colour in colours.used.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(output, dpi=130)
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        figure = import_module("matplotlib.figure")
-        patches = import_module("matplotlib.patches")
-    except ImportError:
-        raise ImportError("drawing needs matplotlib: pip install 'hvdlite[plot]'") from None
-    return figure.Figure, patches.Patch
 
 
 class _Colours:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.drawing import load_matplotlib
 from hvdlite.trace_summary import median_iteration
 
 MOST_RANKS = 16  # that are shown
@@ -88,7 +88,7 @@ def svg(rows: Sequence[IterationRow]) -> str:
 
 def make_figure(rows: Sequence[IterationRow]) -> Any:
     """The figure. Raises `ImportError` without matplotlib."""
-    figure_class, patch_class = _matplotlib()
+    figure_class, patch_class = load_matplotlib("trace")
     chosen = median_iteration(rows)
     shown = chosen[:MOST_RANKS]
     lines = [(row.rank, bars) for row in shown for bars in bars_of(row)]
@@ -126,12 +126,3 @@ def _draw_bar(axes: Any, index: int, bar: Bar, begin: float, labelled: float) ->
     if bar.text and bar.end - bar.start > labelled:
         axes.text(start + width / 2, index, bar.text, color="white", fontsize=7,
                   va="center", ha="center")  # fmt: skip
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        figure = import_module("matplotlib.figure")
-        patches = import_module("matplotlib.patches")
-    except ImportError:
-        raise ImportError("a picture needs matplotlib: pip install 'hvdlite[trace]'") from None
-    return figure.Figure, patches.Patch
