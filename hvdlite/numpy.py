@@ -11,6 +11,8 @@ Arrays may be of any numeric dtype, bool, complex, and ml_dtypes' bfloat16.
 from __future__ import annotations
 
 from hvdlite.common.arrays import Array, NumpyAdapter
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.basics import (
     ccl_built,
     cross_rank,
@@ -33,10 +35,8 @@ from hvdlite.common.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.forms import Forms
 from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import add_process_set, init, remove_process_set, shutdown
 
 Average = ReduceOp.AVERAGE

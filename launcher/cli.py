@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hvdlite.common.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import resolve
 from hvdlite.launcher.start import run_job

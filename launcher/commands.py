@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hvdlite.common.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi
 from hvdlite.launcher.options import Options
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.config import Setting, boolean, settings
-from hvdlite.common.errors import ConfigError
 
 # Keys of horovodrun that have no meaning here, and what to use instead.
 REPLACED_KEYS = {

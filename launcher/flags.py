@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.config import Setting, settings
-from hvdlite.common.errors import ConfigError
 
 NO_ELASTIC = "elastic training is not part of this version; give -np and the hosts"
 NO_CACHE = "nothing is cached between runs; leave it out"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import Options, resolve
 from hvdlite.launcher.start import run_job

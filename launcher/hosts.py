@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdlite.common.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError
 
 HOST = re.compile(r"([\w.-]+)(?::(\d+))?")
 HOSTFILE_LINE = re.compile(r"([\w.-]+)(?:\s+slots\s*=\s*(\d+))?")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdlite.common.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError
 
 OPENMPI, HYDRA, SLURM = "openmpi", "hydra", "slurm"
 ASK_SECONDS = 20

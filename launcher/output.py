@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdlite.common.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError
 
 STREAMS = ("stdout", "stderr")
 LONGEST_LINE_BYTES = 1 << 20  # a longer one is printed in parts

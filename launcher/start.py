@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 
-from hvdlite.common.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.environment import rank_environment
 from hvdlite.launcher.job import Job, Outcome
 from hvdlite.launcher.mpi import find_mpi

@@ -16,8 +16,8 @@ from typing import Any
 
 import cloudpickle
 
-from hvdlite.common.errors import HorovodInternalError
-from hvdlite.common.uncaught import report
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.report_failure import report
 
 CALL = "call.pickle"
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")

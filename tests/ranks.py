@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.config import Config
 from hvdlite.common.process_sets import global_process_set
 from hvdlite.common.runtime import Runtime, use
-from hvdlite.common.topology import Topology
 from hvdlite.common.transport.inprocess import InProcessWorld
 
 TIME_LIMIT_SECONDS = 60

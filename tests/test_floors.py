@@ -12,11 +12,11 @@ PACKAGE = Path(hvdlite.__file__).parent
 ROOT = PACKAGE.parent
 
 FLOORS = [
-    ["common.errors", "common.bitsets", "common.warn"],
+    ["common.base.errors", "common.base.bitsets", "common.base.warn"],
     ["common.segmentation"],
-    ["common.reduce_op", "common.topology", "common.config", "common.adapter", "common.handles",
+    ["common.base.reduce_op", "common.base.topology", "common.config", "common.adapter", "common.handles",
      "common.messages", "common.process_set_table", "common.trace", "common.compression",
-     "common.uncaught", "common.loading", "common.iteration_rows",
+     "common.base.report_failure", "common.base.gc_pause", "common.iteration_rows",
      "common.iterations"],
     ["common.timeline", "common.tree", "common.logs", "common.arrays",
      "common.readiness", "common.bit_readiness", "common.native_build",
@@ -44,7 +44,7 @@ FLOORS = [
 ]  # fmt: skip
 PURE = ["common.coordinator", "common.aggregator", "common.response_cache", "common.fusion",
         "common.stall", "common.readiness", "common.bit_readiness", "common.groups",
-        "common.bitsets", "common.autotune", "common.gaussian_process"]  # fmt: skip
+        "common.base.bitsets", "common.autotune", "common.gaussian_process"]  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
 IMPURE = {"os", "time", "socket", "threading", "select", "asyncio", "subprocess", "logging"}
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hvdlite.common.base.bitsets import NumberSet, mask_of
 from hvdlite.common.bit_readiness import Arrival, BitReadiness
-from hvdlite.common.bitsets import NumberSet, mask_of
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.messages import (
     NO_BIT,

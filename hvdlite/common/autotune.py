@@ -14,11 +14,11 @@ from collections.abc import Generator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.ring import PIECE_BYTES
 from hvdlite.common.config import MIB, Config
 from hvdlite.common.gaussian_process import Point, most_promising
 from hvdlite.common.messages import Retune
-from hvdlite.common.topology import Topology
 
 MEASUREMENTS = 5  # the median of which is a sample
 DUELS = 3  # samples of the best, and of the defaults, at the end

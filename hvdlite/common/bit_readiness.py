@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvdlite.common.bitsets import PAGE, NumberSet, Tally, numbers_of
+from hvdlite.common.base.bitsets import PAGE, NumberSet, Tally, numbers_of
 
 PAGES_KEPT = 4  # while nothing waits: a step has the same sources as the last
 

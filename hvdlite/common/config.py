@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hvdlite.common.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.segmentation.reading import read_strategy
 from hvdlite.common.segmentation.strategies import JOB_THRESHOLD_BYTES
 

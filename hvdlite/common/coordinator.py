@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.bit_readiness import Arrival, BitReadiness
-from hvdlite.common.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.collectives.table import ROWS, Effect, disagreement
 from hvdlite.common.fusion import next_segments
 from hvdlite.common.groups import Groups

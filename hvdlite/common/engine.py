@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.collectives.select import build_backends
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.config import Config
-from hvdlite.common.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.execution import Entry, Executor, Observer
 from hvdlite.common.messages import Eviction, Order, Response, Retune, Segment
 from hvdlite.common.negotiation import Negotiation

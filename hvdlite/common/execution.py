@@ -12,16 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.adapter import numpy_dtype
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError, PeerLostError
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Group
 from hvdlite.common.collectives.select import Backends, choose
 from hvdlite.common.collectives.table import ROWS, Run
-from hvdlite.common.errors import ConfigError, HorovodInternalError, PeerLostError
 from hvdlite.common.fusion import size_bytes
 from hvdlite.common.handles import Handle
 from hvdlite.common.messages import NO_BIT, Request, Response
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.timeline import Timeline
-from hvdlite.common.topology import Topology
 
 Array = NDArray[Any]
 

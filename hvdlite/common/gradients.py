@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.base.warn import warn_user
 from hvdlite.common.basics import size
 from hvdlite.common.collectives.table import split_rows
 from hvdlite.common.compression import Compressor
 from hvdlite.common.options import Options
 from hvdlite.common.process_sets import ProcessSet
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.segmentation.strategies import Strategy, Threshold
-from hvdlite.common.warn import warn_user
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError
 
 
 class Handle:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
-from hvdlite.common.bitsets import NumberSet, runs_of
-from hvdlite.common.errors import ProtocolError
+from hvdlite.common.base.bitsets import NumberSet, runs_of
+from hvdlite.common.base.errors import ProtocolError
 
 PROTOCOL_VERSION = 2
 NO_BIT = -1

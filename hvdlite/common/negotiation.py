@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from hvdlite.common.aggregator import Aggregator
+from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.config import Config
 from hvdlite.common.coordinator import Coordinator
-from hvdlite.common.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.messages import (
     Abort,
     ClockQuery,

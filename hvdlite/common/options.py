@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.base.warn import warn_user
 from hvdlite.common.messages import JOB_THRESHOLD, NO_RANK
 from hvdlite.common.process_sets import ProcessSet
-from hvdlite.common.reduce_op import ReduceOp
-from hvdlite.common.warn import warn_user
 
 
 class Options(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from hvdlite.common.bitsets import NumberSet
+from hvdlite.common.base.bitsets import NumberSet
 from hvdlite.common.messages import Request, Response
 from hvdlite.common.readiness import Alike
 

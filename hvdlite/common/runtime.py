@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.report_failure import report_uncaught
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.config import Config
 from hvdlite.common.engine import Engine
-from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.execution import Entry
 from hvdlite.common.handles import HandleTable
 from hvdlite.common.iterations import Iterations
@@ -27,9 +29,7 @@ from hvdlite.common.process_sets import (
 )
 from hvdlite.common.segmentation.choice import Choice
 from hvdlite.common.timeline import Timeline, path_of_rank
-from hvdlite.common.topology import Topology
 from hvdlite.common.transport.base import Transport
-from hvdlite.common.uncaught import report_uncaught
 
 DYNAMIC = "dynamic"
 _NOT_INITIALIZED = "hvdlite has not been initialized; use hvd.init()"

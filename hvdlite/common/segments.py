@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients import Terms
 from hvdlite.common.messages import WHOLE_GROUP
 from hvdlite.common.options import Options
@@ -22,7 +23,6 @@ from hvdlite.common.segmentation.strategies import (
     segments_of,
 )
 from hvdlite.common.splitting import chosen
-from hvdlite.common.warn import warn_user
 
 VIEWED = Threshold(25 * MIB)  # of gradients that live in segments; PyTorch's buckets are so large
 

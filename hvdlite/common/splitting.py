@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hvdlite.common.base.warn import warn_user
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import Runtime, current
 from hvdlite.common.segmentation.choice import Choice
@@ -15,7 +16,6 @@ from hvdlite.common.segmentation.reading import (
     read_strategy,
 )
 from hvdlite.common.segmentation.strategies import Index, Size, Strategy
-from hvdlite.common.warn import warn_user
 
 
 def set_split_strategy_by_size(

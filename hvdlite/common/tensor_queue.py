@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 
-from hvdlite.common.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.execution import Entry
 from hvdlite.common.messages import NO_BIT, Eviction, Report, Request, Response, Segment
 from hvdlite.common.response_cache import ResponseCache

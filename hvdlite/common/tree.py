@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from hvdlite.common.topology import Topology
+from hvdlite.common.base.topology import Topology
 
 FAN_OUT = 32
 ROOT = 0

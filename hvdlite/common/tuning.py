@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Iterable
 
 from hvdlite.common.autotune import Autotuner, Trial
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.config import MIB, Config
 from hvdlite.common.execution import SegmentRun
 from hvdlite.common.messages import Retune
-from hvdlite.common.topology import Topology
 
 log = logging.getLogger("hvdlite")
 

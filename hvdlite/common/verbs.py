@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.compression import Compressor
 from hvdlite.common.execution import Entry
@@ -17,7 +18,6 @@ from hvdlite.common.messages import Request
 from hvdlite.common.operations import members_of
 from hvdlite.common.options import Options
 from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import Runtime, for_collective
 
 T = TypeVar("T")

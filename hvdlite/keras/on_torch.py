@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.common import reducer
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients import buckets_of
 from hvdlite.common.segmentation.strategies import Gradient
 from hvdlite.common.sources import Sources

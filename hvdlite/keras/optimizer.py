@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.basics import size
 from hvdlite.common.compression import Compressor, NoneCompressor
 from hvdlite.common.gradients import Terms, check_passes, resolve_groups, scaling
 from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.segmentation.reading import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.keras.exchange import Exchange, Settings

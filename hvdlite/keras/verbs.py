@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.compression import Compressor, NoneCompressor
 from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.keras.framework import LEGACY, adapter, keras
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.iteration_trace import trace_iterations
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import add_process_set, remove_process_set

@@ -16,8 +16,8 @@ import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor  # tf.constant would copy
 
 from hvdlite.common.arrays import Array, NumpyAdapter
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import ROWS
-from hvdlite.common.errors import HorovodInternalError
 from hvdlite.common.handles import Handle
 from hvdlite.common.operations import Operation, submit
 from hvdlite.common.options import Options

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError
 
 F = TypeVar("F", bound=Callable[..., Any])
 

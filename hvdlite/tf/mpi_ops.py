@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.basics import (
     ccl_built,
     cross_rank,
@@ -42,7 +43,6 @@ from hvdlite.common.basics import (
 from hvdlite.common.compression import Compressor, NoneCompressor
 from hvdlite.common.options import Options, reduction, scattering
 from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import init, shutdown
 from hvdlite.common.splitting import (
     set_comm_fusion,

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.common.arrays import Array, NumpyAdapter
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.tf.calls import ADAPTER, Call, Flight
 from hvdlite.tf.python_ops import graphs_around, in_any_order
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.compression import Compressor
 from hvdlite.common.options import Options
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.tf.verbs import TensorFlowVerbs
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.tf.aggregation import Accumulator, Passes, local_variable
 from hvdlite.tf.exchange import Gradient
 from hvdlite.tf.provenance import Provenance

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import torch
 
-from hvdlite.common.loading import without_collecting
+from hvdlite.common.base.gc_pause import without_collecting
 
 with without_collecting():
-    from hvdlite.common.errors import HorovodInternalError
+    from hvdlite.common.base.errors import HorovodInternalError
     from hvdlite.common.iteration_trace import trace_iterations
     from hvdlite.common.process_sets import ProcessSet, global_process_set
     from hvdlite.common.runtime import add_process_set, remove_process_set

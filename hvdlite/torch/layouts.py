@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.process_sets import ProcessSet
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.torch import mpi_ops
 
 _UNKNOWN, _DENSE = 0, 1  # 1 + n: sparse with n sparse dimensions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.basics import (
     ccl_built,
     cross_rank,
@@ -24,7 +25,6 @@ from hvdlite.common.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.runtime import init, shutdown
 from hvdlite.common.splitting import (
     set_comm_fusion,

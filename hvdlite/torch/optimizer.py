@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.base.warn import warn_user
 from hvdlite.common.basics import size
 from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import (
@@ -25,11 +27,9 @@ from hvdlite.common.gradients import (
 )
 from hvdlite.common.iteration_trace import announce
 from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.segmentation.reading import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.common.segments import Segments
-from hvdlite.common.warn import warn_user
 from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.cuts import ParamGroups

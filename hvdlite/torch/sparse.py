@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.forms import Forms
 from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.reduce_op import ReduceOp
 
 
 class SparseForms:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import hvdlite.numpy as hvd
 from hvdlite.common import execution
 from hvdlite.common.autotune import Autotuner, Trial
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.ring import PIECE_BYTES
 from hvdlite.common.config import MIB, Config
 from hvdlite.common.coordinator import Coordinator
@@ -25,7 +26,6 @@ from hvdlite.common.execution import SegmentRun
 from hvdlite.common.gaussian_process import most_promising
 from hvdlite.common.messages import Eviction, Report, Request, Response, Retune, Segment
 from hvdlite.common.runtime import current
-from hvdlite.common.topology import Topology
 from hvdlite.common.tuning import AutotuneLog
 from tests.ranks import run_ranks
 

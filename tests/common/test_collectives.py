@@ -10,6 +10,14 @@ import numpy as np
 import pytest
 
 from hvdlite.common.adapter import numpy_dtype
+from hvdlite.common.base.errors import (
+    ConfigError,
+    HorovodInternalError,
+    PeerLostError,
+    ProtocolError,
+)
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives import select
 from hvdlite.common.collectives.base import Array, Group, Reduction
 from hvdlite.common.collectives.hierarchical import HierarchicalBackend
@@ -18,9 +26,6 @@ from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.select import build_backends, choose
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.config import Config
-from hvdlite.common.errors import ConfigError, HorovodInternalError, PeerLostError, ProtocolError
-from hvdlite.common.reduce_op import ReduceOp
-from hvdlite.common.topology import Topology
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
 from tests.backends import Program, quiet, run_ranks, whole_group

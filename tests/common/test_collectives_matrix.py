@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.common.topology import Topology
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.transport.base import Transport
 from tests.backends import DTYPES, Program, run_ranks
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.aggregator import Aggregator
-from hvdlite.common.bitsets import NumberSet, runs_of
+from hvdlite.common.base.bitsets import NumberSet, runs_of
+from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.coordinator import Coordinator
-from hvdlite.common.errors import ProtocolError
 from hvdlite.common.fusion import next_segments
 from hvdlite.common.messages import (
     Abort,
@@ -37,7 +38,6 @@ from hvdlite.common.messages import (
 )
 from hvdlite.common.response_cache import ResponseCache
 from hvdlite.common.stall import StallInspector, Waiting
-from hvdlite.common.topology import Topology
 from hvdlite.common.tree import Tree
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients import (
     Scaling,
     Schedule,
@@ -14,7 +15,6 @@ from hvdlite.common.gradients import (
     scaling,
     split_evenly,
 )
-from hvdlite.common.reduce_op import ReduceOp
 
 
 def test_scaling() -> None:

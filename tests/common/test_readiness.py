@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.aggregator import Aggregator
+from hvdlite.common.base.bitsets import NumberSet, Tally, mask_of, numbers_of
 from hvdlite.common.bit_readiness import BitReadiness
-from hvdlite.common.bitsets import NumberSet, Tally, mask_of, numbers_of
 from hvdlite.common.coordinator import Coordinator
 from hvdlite.common.groups import Groups
 from hvdlite.common.messages import Report, Request, Response, Segment

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.common.errors import HorovodInternalError, PeerLostError, ProtocolError
-from hvdlite.common.topology import Topology
+from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, ProtocolError
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.transport.base import Incoming, do_nothing
 from hvdlite.common.transport.framing import HEADER, MAGIC, Assembler, frames
 from hvdlite.common.transport.inprocess import InProcessTransport, InProcessWorld

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.common import basics, util
-from hvdlite.common.reduce_op import ReduceOp
+from hvdlite.common.base.reduce_op import ReduceOp
 
 
 def test_env_sets_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdlite import numpy as hvd
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.keras import verbs
 from hvdlite.keras.framework import LEGACY, keras
 from tests.ranks import run_ranks

@@ -16,12 +16,12 @@ SCRIPT = """
 import sys
 import horovod, horovod.common, horovod.common.exceptions
 from horovod.common.process_sets import ProcessSet
-import hvdlite, hvdlite.common, hvdlite.common.errors
+import hvdlite, hvdlite.common, hvdlite.common.base.errors
 import horovod.numpy as hvd
 import hvdlite.numpy
 assert horovod is hvdlite and horovod.common is hvdlite.common and hvd is hvdlite.numpy
-assert horovod.common.exceptions is hvdlite.common.errors
-assert hvdlite.common.errors.__spec__.name == hvdlite.common.errors.__name__
+assert horovod.common.exceptions is hvdlite.common.base.errors
+assert hvdlite.common.base.errors.__spec__.name == hvdlite.common.base.errors.__name__
 assert horovod.run is hvdlite.run
 assert not {"torch", "tensorflow", "keras"} & set(sys.modules)
 print("answered", __name__, sys.argv[1:])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdlite.common.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.commands import Place, build_command, build_environment
 from hvdlite.launcher.environment import names_for_other_hosts, rank_environment
 from hvdlite.launcher.hosts import parse_hosts

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.launcher import RemoteError
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
 

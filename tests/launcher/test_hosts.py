@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
 
 

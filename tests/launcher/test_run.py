@@ -149,8 +149,8 @@ def test_a_rank_that_is_killed_with_its_shell_is_named() -> None:
 
 def test_the_culprit_is_named_even_if_its_victim_is_gone_first() -> None:
     script = (
-        "from hvdlite.common.errors import HorovodInternalError\n"
-        "from hvdlite.common.uncaught import report_uncaught\n"
+        "from hvdlite.common.base.errors import HorovodInternalError\n"
+        "from hvdlite.common.base.report_failure import report_uncaught\n"
         "report_uncaught()\n"
         "if rank == 0: raise HorovodInternalError('rank 1 is gone', 1)\n"
         "import atexit; atexit.register(time.sleep, 600)\n"

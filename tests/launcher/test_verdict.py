@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher import ending
 from hvdlite.launcher.ending import Ending
 from hvdlite.launcher.output import Output

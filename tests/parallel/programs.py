@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 import hvdlite.numpy as hvd
-from hvdlite.common.errors import HorovodVersionMismatchError
+from hvdlite.common.base.errors import HorovodVersionMismatchError
 
 
 def total(name: str, expected: float, **options: object) -> None:

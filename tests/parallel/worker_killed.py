@@ -13,10 +13,10 @@ import time
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite.common.base.errors import PeerLostError
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Reduction
 from hvdlite.common.config import Config
-from hvdlite.common.errors import PeerLostError
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.transport.mpi import MpiTransport, connect
 from tests.backends import Program, quiet
 

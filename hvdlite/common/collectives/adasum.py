@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
 from hvdlite.common.collectives.chain import Chain
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.transport.base import Transport
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.reduce_op import ReduceOp
-from hvdlite.common.topology import Topology
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.transport.base import Transport
 
 Array = NDArray[Any]

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Array, Reduction
-from hvdlite.common.reduce_op import ReduceOp
 
 Cast = Callable[[Array, Array], None]  # (destination, source), both flat and of one length
 # An overflow is the user's to find in the result: numpy must not warn from the engine's thread.

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
 from hvdlite.common.collectives.chain import Chain, member_chain
 from hvdlite.common.collectives.kernels import scale
 from hvdlite.common.collectives.ring import RingBackend
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.transport.mpi import MpiTransport
 
 # MPI's names of the types of which every MPI library can make sums; bool is left to the ring.

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Array, Group, Reduction
 from hvdlite.common.native_build import BuildError, Recipe
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.transport.base import CHECK_SECONDS, Transport, connection_lost
 
 log = logging.getLogger("hvdlite")

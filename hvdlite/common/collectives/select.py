@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.adasum import AdasumBackend
 from hvdlite.common.collectives.base import Backend, BackendFactory, Group
 from hvdlite.common.collectives.hierarchical import HierarchicalBackend
@@ -18,8 +20,6 @@ from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.single import SingleBackend
 from hvdlite.common.config import Config
-from hvdlite.common.errors import ConfigError, HorovodInternalError
-from hvdlite.common.reduce_op import ReduceOp
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.mpi import MpiTransport
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.reduce_op import ReduceOp
 
 
 class SingleBackend:

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Backend, Group, Reduction
 from hvdlite.common.messages import Request, Response
-from hvdlite.common.reduce_op import ReduceOp
 
 Array = NDArray[Any]
 

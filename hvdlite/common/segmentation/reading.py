@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from hvdlite.common.base.warn import warn_user
 from hvdlite.common.segmentation.strategies import (
     MIB,
     MOST_SEGMENTS,
@@ -18,7 +19,6 @@ from hvdlite.common.segmentation.strategies import (
     Strategy,
     Threshold,
 )
-from hvdlite.common.warn import warn_user
 
 _TOLERANCE = 1e-6  # of the sum of percentages
 _KINDS = "threshold[:MB], size[:PERCENT,...], index:LAST,..., mb:MB[,COUNT], count:N, auto[:FILE]"

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.errors import PeerLostError
-from hvdlite.common.topology import Topology
+from hvdlite.common.base.errors import PeerLostError
+from hvdlite.common.base.topology import Topology
 
 Array = NDArray[Any]
 CHECK_SECONDS = 0.05  # how often a wait that gets nothing calls `Transport.check`

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdlite.common.errors import (
+from hvdlite.common.base.errors import (
     HorovodInternalError,
     HorovodVersionMismatchError,
     ProtocolError,
 )
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.messages import PROTOCOL_VERSION
-from hvdlite.common.topology import Topology
 from hvdlite.common.transport.local import LocalMesh, create_memory
 from hvdlite.common.transport.rendezvous import Meeting, Peer, listen, meet
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from hvdlite.common.errors import ProtocolError
+from hvdlite.common.base.errors import ProtocolError
 
 MAGIC = 0x68564C31  # "hVL1"
 HEADER = struct.Struct("<IIQ")  # MAGIC, bytes in this frame, bytes of the message that are to come

@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.errors import ProtocolError
-from hvdlite.common.topology import Topology
+from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.transport.base import (
     CHECK_SECONDS,
     Array,

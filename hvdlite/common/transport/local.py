@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.transport.alarm import Alarm
 from hvdlite.common.transport.base import CHECK_SECONDS, Incoming, connection_lost
 from hvdlite.common.transport.framing import FRAME_BYTES, Assembler, frames

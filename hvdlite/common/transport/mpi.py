@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.config import Config
-from hvdlite.common.errors import HorovodInternalError, ProtocolError
-from hvdlite.common.topology import Topology
 from hvdlite.common.transport.base import (
     CHECK_SECONDS,
     Array,

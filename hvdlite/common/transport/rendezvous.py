@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from hvdlite.common.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 
 HELLO = struct.Struct("<8s16sIIB")  # magic, token of the job, from rank, to rank, channel
 MAGIC = b"hvdlite1"

@@ -11,7 +11,7 @@ import os
 import sys
 from types import TracebackType
 
-from hvdlite.common.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError
 
 EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"  # "<token> <rank> <path of the named pipe>"
 

@@ -1,0 +1,1 @@
+"""Errors, warnings, sets of integers, the topology: what every package may import."""
