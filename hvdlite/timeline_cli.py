@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from hvdlite.common.trace import HEAD_PID
+from hvdlite.common.timeline.chrome_trace import HEAD_PID
 from hvdlite.timeline_events import (
     Event,
     Head,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdlite.common.trace import HEAD_PID, NEGOTIATE_PREFIX
+from hvdlite.common.timeline.chrome_trace import HEAD_PID, NEGOTIATE_PREFIX
 
 Event = dict[str, Any]
 READ_CHARACTERS = 1 << 18

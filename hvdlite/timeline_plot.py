@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdlite.common.trace import ENGINE_TRACK, NEGOTIATE_PREFIX, SEGMENT_TRACK
+from hvdlite.common.timeline.chrome_trace import ENGINE_TRACK, NEGOTIATE_PREFIX, SEGMENT_TRACK
 from hvdlite.drawing import load_matplotlib
 from hvdlite.timeline_events import Event, Head, TimelineFormatError
 

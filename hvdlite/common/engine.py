@@ -23,7 +23,7 @@ from hvdlite.common.messages import Eviction, Order, Response, Retune, Segment
 from hvdlite.common.negotiation import Negotiation
 from hvdlite.common.process_set_table import ProcessSetTable, unflatten
 from hvdlite.common.tensor_queue import TensorQueue
-from hvdlite.common.timeline import Timeline
+from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.tree import ROOT
 from hvdlite.common.tuning import Tuning

@@ -21,7 +21,7 @@ from hvdlite.common.collectives.table import ROWS, Run
 from hvdlite.common.fusion import size_bytes
 from hvdlite.common.handles import Handle
 from hvdlite.common.messages import NO_BIT, Request, Response
-from hvdlite.common.timeline import Timeline
+from hvdlite.common.timeline.recorder import Timeline
 
 Array = NDArray[Any]
 

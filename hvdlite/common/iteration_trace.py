@@ -23,7 +23,7 @@ from hvdlite.common.iteration_rows import IterationRow, Marks, SegmentTimes, mak
 from hvdlite.common.iteration_steps import Iteration, Steps
 from hvdlite.common.objects import allgather_object
 from hvdlite.common.runtime import Runtime, current
-from hvdlite.common.timeline import path_of_rank
+from hvdlite.common.timeline.recorder import path_of_rank
 
 FLUSH_SECONDS = 0.2  # how long iterations gather before they are written
 MOST_ROWS = 50_000  # that `IterationTrace.rows` remembers: some 50 MB

@@ -38,7 +38,7 @@ from hvdlite.common.messages import (
 from hvdlite.common.process_set_table import ProcessSetTable
 from hvdlite.common.stall import StallInspector
 from hvdlite.common.tensor_queue import TensorQueue
-from hvdlite.common.timeline import Timeline
+from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.tree import ROOT, Tree
 

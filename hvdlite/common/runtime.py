@@ -28,7 +28,7 @@ from hvdlite.common.process_sets import (
     is_communicator,
 )
 from hvdlite.common.segmentation.choice import Choice
-from hvdlite.common.timeline import Timeline, path_of_rank
+from hvdlite.common.timeline.recorder import Timeline, path_of_rank
 from hvdlite.common.transport.base import Transport
 
 DYNAMIC = "dynamic"

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdlite.numpy as hvd
-from hvdlite.common import timeline as timeline_module
-from hvdlite.common import trace as trace_module
 from hvdlite.common.config import Config
-from hvdlite.common.timeline import Timeline, path_of_rank
+from hvdlite.common.timeline import chrome_trace as trace_module
+from hvdlite.common.timeline import recorder as timeline_module
+from hvdlite.common.timeline.recorder import Timeline, path_of_rank
 from hvdlite.timeline_events import check
 from tests.ranks import run_ranks
 
@@ -351,7 +351,7 @@ def test_a_forked_child_leaves_the_file_alone(timeline: Timeline, path: Path) ->
 
 WRITE_FOREVER = """
 import sys
-from hvdlite.common.timeline import Timeline
+from hvdlite.common.timeline.recorder import Timeline
 timeline = Timeline.open(sys.argv[1], 0)
 number = 0
 while True:
@@ -386,7 +386,7 @@ def test_a_process_that_is_killed_leaves_a_valid_file(
 def test_a_script_that_forgets_to_close_loses_nothing(path: Path) -> None:
     script = (
         "import sys\n"
-        "from hvdlite.common.timeline import Timeline\n"
+        "from hvdlite.common.timeline.recorder import Timeline\n"
         "timeline = Timeline.open(sys.argv[1], 0)\n"
         "timeline.start('a', 'allreduce'); timeline.end('a', 'int8', ())\n"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdlite import timeline_events
-from hvdlite.common.timeline import Timeline
+from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.timeline_cli import main
 from hvdlite.timeline_events import TimelineFormatError, check, read_events
 from hvdlite.timeline_plot import collect

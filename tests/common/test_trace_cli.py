@@ -12,7 +12,7 @@ import pytest
 from hvdlite import trace_plot, trace_report
 from hvdlite.common.iteration_files import open_rows
 from hvdlite.common.iteration_rows import IterationRow, Marks, SegmentTimes, make_row
-from hvdlite.common.timeline import path_of_rank
+from hvdlite.common.timeline.recorder import path_of_rank
 from hvdlite.trace_cli import main
 from hvdlite.trace_skeleton import skeleton_of
 from hvdlite.trace_summary import median_iteration, read_trace, summarize

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import PurePath
 from typing import Any
 
-from hvdlite.common.trace import Trace, TraceFile
+from hvdlite.common.timeline.chrome_trace import Trace, TraceFile
 
 QUEUE_EVENTS = 1 << 18  # what waits for the writer; some 50 MB when full
 BATCH_EVENTS = 4096  # formatted at a time: bounds the memory of the writer

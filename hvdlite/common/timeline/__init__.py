@@ -1,0 +1,1 @@
+"""The timeline: what the engine did when, as a file in the Chrome trace format."""
