@@ -21,7 +21,7 @@ from hvdlite.common.forms import Forms
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.runtime import for_collective
 from hvdlite.common.segmentation.cost import Iteration
-from hvdlite.common.segmentation.learned import load, save
+from hvdlite.common.segmentation.saved_results import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient
 from hvdlite.common.segmentation.tuner import Decision, Tuner
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.segmentation.reading import read_strategy
+from hvdlite.common.segmentation.parsing import read_strategy
 from hvdlite.common.segmentation.strategies import JOB_THRESHOLD_BYTES
 
 PREFIX = "HVDLITE_"

@@ -27,7 +27,7 @@ from hvdlite.common.process_sets import (
     global_process_set,
     is_communicator,
 )
-from hvdlite.common.segmentation.choice import Choice
+from hvdlite.common.segmentation.user_choice import Choice
 from hvdlite.common.timeline.recorder import Timeline, path_of_rank
 from hvdlite.common.transport.base import Transport
 

@@ -11,7 +11,7 @@ from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients import Terms
 from hvdlite.common.messages import WHOLE_GROUP
 from hvdlite.common.options import Options
-from hvdlite.common.segmentation.learned import load
+from hvdlite.common.segmentation.saved_results import load
 from hvdlite.common.segmentation.strategies import (
     MIB,
     Auto,

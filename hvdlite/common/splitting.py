@@ -8,14 +8,14 @@ from typing import Any
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import Runtime, current
-from hvdlite.common.segmentation.choice import Choice
-from hvdlite.common.segmentation.reading import (
+from hvdlite.common.segmentation.parsing import (
     by_index,
     by_size,
     read_comm_fusion,
     read_strategy,
 )
 from hvdlite.common.segmentation.strategies import Index, Size, Strategy
+from hvdlite.common.segmentation.user_choice import Choice
 
 
 def set_split_strategy_by_size(

@@ -10,7 +10,7 @@ from hvdlite.common.basics import size
 from hvdlite.common.compression import Compressor, NoneCompressor
 from hvdlite.common.gradients import Terms, check_passes, resolve_groups, scaling
 from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.segmentation.reading import resolve
+from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.keras.exchange import Exchange, Settings
 from hvdlite.keras.framework import backend_of

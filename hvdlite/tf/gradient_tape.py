@@ -11,7 +11,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import Terms, resolve_groups, scaling
 from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.segmentation.reading import resolve
+from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.exchange import Gradient

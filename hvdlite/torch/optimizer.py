@@ -27,7 +27,7 @@ from hvdlite.common.gradients import (
 )
 from hvdlite.common.iteration_trace import announce
 from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.segmentation.reading import resolve
+from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.common.segments import Segments
 from hvdlite.torch.adasum_optimizer import AdasumMixin

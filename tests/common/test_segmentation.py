@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.common.segmentation.reading import (
+from hvdlite.common.segmentation.parsing import (
     by_index,
     by_megabytes,
     by_size,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.common.segmentation.reading import by_size
+from hvdlite.common.segmentation.parsing import by_size
 from hvdlite.trace_advice import Advice, Travel, advise
 
 MIB = 1 << 20

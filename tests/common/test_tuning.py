@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlite.common.segmentation import learned
+from hvdlite.common.segmentation import saved_results as learned
+from hvdlite.common.segmentation.boundaries import pasted
 from hvdlite.common.segmentation.cost import (
     CostModel,
     Iteration,
@@ -24,8 +25,7 @@ from hvdlite.common.segmentation.cost import (
     fit,
     fit_reductions,
 )
-from hvdlite.common.segmentation.ends import pasted
-from hvdlite.common.segmentation.reading import by_index, by_size
+from hvdlite.common.segmentation.parsing import by_index, by_size
 from hvdlite.common.segmentation.search import MOST_CUT_POINTS, best_cuts, neighbours
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient, Size
 from hvdlite.common.segmentation.trials import Trials

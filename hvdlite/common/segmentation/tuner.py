@@ -14,12 +14,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hvdlite.common.segmentation.boundaries import check_ends, pasted
 from hvdlite.common.segmentation.cost import Forecast, Iteration, fit
-from hvdlite.common.segmentation.ends import check_ends, pasted
+from hvdlite.common.segmentation.drift_detector import Watch
 from hvdlite.common.segmentation.search import neighbours, robust_cuts, worthwhile
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient, Size
 from hvdlite.common.segmentation.trials import Trials
-from hvdlite.common.segmentation.watch import Watch
 
 WARMUP_ITERATIONS = 3  # of a job: memory is allocated, names are negotiated, caches are cold
 LEARN_ITERATIONS = 5  # with the first split, before anything is proposed

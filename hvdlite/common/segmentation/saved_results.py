@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvdlite.common.segmentation.ends import check_ends, pasted
+from hvdlite.common.segmentation.boundaries import check_ends, pasted
 from hvdlite.common.segmentation.strategies import Gradient
 
 log = logging.getLogger("hvdlite")
