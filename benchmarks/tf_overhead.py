@@ -33,8 +33,8 @@ from measuring import (
 from resnet50 import SIZES
 
 import hvdlite.numpy as hvd
-from hvdlite.common.compression import NoneCompressor
 from hvdlite.common.gradients import Scaling, Terms
+from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.segments import Segments
 
 NATIVE, PYTHON, TORCH = "TensorFlow, compiled operations", "TensorFlow, Python", "PyTorch"

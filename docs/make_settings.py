@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlite.common.config import Setting, settings
+from hvdlite.common.plain.config import Setting, settings
 
 HEAD = """# Settings
 

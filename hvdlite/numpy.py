@@ -10,7 +10,6 @@ Arrays may be of any numeric dtype, bool, complex, and ml_dtypes' bfloat16.
 
 from __future__ import annotations
 
-from hvdlite.common.arrays import Array, NumpyAdapter
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.basics import (
@@ -36,6 +35,7 @@ from hvdlite.common.basics import (
     stop_timeline,
 )
 from hvdlite.common.forms import Forms
+from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import add_process_set, init, remove_process_set, shutdown
 

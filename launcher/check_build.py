@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from hvdlite.common.config import DATA_PLANES
+from hvdlite.common.plain.config import DATA_PLANES
 from hvdlite.launcher.mpi import find_all
 
 FRAMEWORKS = (("numpy", "NumPy"), ("torch", "PyTorch"))

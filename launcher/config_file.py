@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.config import Setting, boolean, settings
+from hvdlite.common.plain.config import Setting, boolean, settings
 
 # Keys of horovodrun that have no meaning here, and what to use instead.
 REPLACED_KEYS = {

@@ -1,4 +1,4 @@
-"""The flags of hvdlite-run; those of settings are derived from `hvdlite.common.config`."""
+"""The flags of hvdlite-run; those of settings are derived from `hvdlite.common.plain.config`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.config import Setting, settings
+from hvdlite.common.plain.config import Setting, settings
 
 NO_ELASTIC = "elastic training is not part of this version; give -np and the hosts"
 NO_CACHE = "nothing is cached between runs; leave it out"

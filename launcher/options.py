@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.config import Config, settings
+from hvdlite.common.plain.config import Config, settings
 from hvdlite.launcher.config_file import read_config_file
 from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.common.adapter import numpy_dtype
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Group, Reduction
 from hvdlite.common.collectives.kernels import accumulator_dtype
 from hvdlite.common.collectives.select import Backends, build_backends, choose
-from hvdlite.common.config import Config
+from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld
 

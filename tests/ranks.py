@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.config import Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.process_sets import global_process_set
 from hvdlite.common.runtime import Runtime, use
 from hvdlite.common.transport.inprocess import InProcessWorld

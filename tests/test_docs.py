@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.config import settings
+from hvdlite.common.plain.config import settings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from hvdlite.common.base.bitsets import NumberSet, mask_of
 from hvdlite.common.bit_readiness import Arrival, BitReadiness
 from hvdlite.common.collectives.table import ROWS, Effect
-from hvdlite.common.messages import (
+from hvdlite.common.plain.messages import (
     NO_BIT,
     Departed,
     Eviction,
@@ -20,7 +20,7 @@ from hvdlite.common.messages import (
     Response,
     Segment,
 )
-from hvdlite.common.process_set_table import GLOBAL_ID, ProcessSetTable, unflatten
+from hvdlite.common.plain.process_set_table import GLOBAL_ID, ProcessSetTable, unflatten
 from hvdlite.common.readiness import Alike, RequestReadiness, earliest
 
 

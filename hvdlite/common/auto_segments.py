@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdlite.common.arrays import Array, NumpyAdapter
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.execution import SegmentRun
 from hvdlite.common.forms import Forms
+from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.runtime import for_collective
 from hvdlite.common.segmentation.cost import Iteration

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.ring import PIECE_BYTES
-from hvdlite.common.config import MIB, Config
 from hvdlite.common.gaussian_process import Point, most_promising
-from hvdlite.common.messages import Retune
+from hvdlite.common.plain.config import MIB, Config
+from hvdlite.common.plain.messages import Retune
 
 MEASUREMENTS = 5  # the median of which is a sample
 DUELS = 3  # samples of the best, and of the defaults, at the end

@@ -14,7 +14,7 @@ from hvdlite.common.bit_readiness import Arrival, BitReadiness
 from hvdlite.common.collectives.table import ROWS, Effect, disagreement
 from hvdlite.common.fusion import next_segments
 from hvdlite.common.groups import Groups
-from hvdlite.common.messages import (
+from hvdlite.common.plain.messages import (
     NO_BIT,
     NO_RANK,
     Departed,
@@ -26,7 +26,7 @@ from hvdlite.common.messages import (
     Retune,
     Segment,
 )
-from hvdlite.common.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
+from hvdlite.common.plain.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
 from hvdlite.common.readiness import Alike, RequestReadiness, earliest, everyone
 from hvdlite.common.response_cache import CoordinatorCache
 from hvdlite.common.stall import Waiting

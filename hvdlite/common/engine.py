@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.collectives.select import build_backends
 from hvdlite.common.collectives.table import ROWS, Effect
-from hvdlite.common.config import Config
 from hvdlite.common.execution import Entry, Executor, Observer
-from hvdlite.common.messages import Eviction, Order, Response, Retune, Segment
 from hvdlite.common.negotiation import Negotiation
-from hvdlite.common.process_set_table import ProcessSetTable, unflatten
+from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.messages import Eviction, Order, Response, Retune, Segment
+from hvdlite.common.plain.process_set_table import ProcessSetTable, unflatten
 from hvdlite.common.tensor_queue import TensorQueue
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport

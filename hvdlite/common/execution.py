@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.adapter import numpy_dtype
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError, PeerLostError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
@@ -19,8 +18,9 @@ from hvdlite.common.collectives.base import Group
 from hvdlite.common.collectives.select import Backends, choose
 from hvdlite.common.collectives.table import ROWS, Run
 from hvdlite.common.fusion import size_bytes
-from hvdlite.common.handles import Handle
-from hvdlite.common.messages import NO_BIT, Request, Response
+from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.plain.handles import Handle
+from hvdlite.common.plain.messages import NO_BIT, Request, Response
 from hvdlite.common.timeline.recorder import Timeline
 
 Array = NDArray[Any]

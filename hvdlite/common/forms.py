@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hvdlite.common.adapter import Adapter
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.compression import Compressor, NoneCompressor
 from hvdlite.common.operations import Operation, submit
 from hvdlite.common.options import Options, reduction, scattering
+from hvdlite.common.plain.adapter import Adapter
+from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import for_collective
 from hvdlite.common.verbs import Outcome, Verbs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from hvdlite.common.adapter import numpy_dtype
 from hvdlite.common.collectives.table import ROWS
-from hvdlite.common.messages import JOB_THRESHOLD, WHOLE_GROUP, Response
+from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.plain.messages import JOB_THRESHOLD, WHOLE_GROUP, Response
 
 
 @dataclass

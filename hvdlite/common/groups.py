@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hvdlite.common.base.bitsets import lowest
-from hvdlite.common.messages import NO_BIT, Request, Response
+from hvdlite.common.plain.messages import NO_BIT, Request, Response
 
 
 @dataclass

@@ -16,9 +16,9 @@ from typing import ClassVar
 
 from hvdlite.common.aggregator import Aggregator
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
-from hvdlite.common.config import Config
 from hvdlite.common.coordinator import Coordinator
-from hvdlite.common.messages import (
+from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.messages import (
     Abort,
     ClockQuery,
     ClockReply,
@@ -35,7 +35,7 @@ from hvdlite.common.messages import (
     decode,
     encode,
 )
-from hvdlite.common.process_set_table import ProcessSetTable
+from hvdlite.common.plain.process_set_table import ProcessSetTable
 from hvdlite.common.stall import StallInspector
 from hvdlite.common.tensor_queue import TensorQueue
 from hvdlite.common.timeline.recorder import Timeline

@@ -7,8 +7,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvdlite.common.arrays import Array, NumpyAdapter
 from hvdlite.common.forms import Forms
+from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import for_collective
 

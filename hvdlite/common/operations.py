@@ -12,13 +12,13 @@ from typing import Any, Generic, TypeVar, cast
 
 from numpy.typing import NDArray
 
-from hvdlite.common.adapter import Adapter, CpuBuffer, HostBuffer, TensorSpec
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import ROWS
 from hvdlite.common.execution import Entry
-from hvdlite.common.messages import NO_RANK, Request
 from hvdlite.common.options import Options
+from hvdlite.common.plain.adapter import Adapter, CpuBuffer, HostBuffer, TensorSpec
+from hvdlite.common.plain.messages import NO_RANK, Request
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.runtime import Runtime
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvdlite.common.process_set_table import GLOBAL_ID
+from hvdlite.common.plain.process_set_table import GLOBAL_ID
 
 RanksOrComm = Any  # an iterable of ints, or an mpi4py communicator
 

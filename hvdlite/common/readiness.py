@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from hvdlite.common.messages import Request
+from hvdlite.common.plain.messages import Request
 
 Alike: TypeAlias = dict[Request, int]  # each request for one name, with the ranks that made it
 

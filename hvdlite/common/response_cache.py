@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from hvdlite.common.base.bitsets import NumberSet
-from hvdlite.common.messages import Request, Response
+from hvdlite.common.plain.messages import Request, Response
 from hvdlite.common.readiness import Alike
 
 

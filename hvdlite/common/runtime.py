@@ -12,15 +12,15 @@ from typing import Any
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import report_uncaught
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.config import Config
 from hvdlite.common.engine import Engine
 from hvdlite.common.execution import Entry
-from hvdlite.common.handles import HandleTable
 from hvdlite.common.iterations import Iterations
 from hvdlite.common.job import connect, leave_mpi_alone
-from hvdlite.common.logs import set_up_log
-from hvdlite.common.messages import Request
-from hvdlite.common.process_set_table import GLOBAL_ID
+from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.handles import HandleTable
+from hvdlite.common.plain.logs import set_up_log
+from hvdlite.common.plain.messages import Request
+from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.process_sets import (
     ProcessSet,
     _ask_for_rank,

@@ -9,8 +9,8 @@ from typing import Any
 
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients import Terms
-from hvdlite.common.messages import WHOLE_GROUP
 from hvdlite.common.options import Options
+from hvdlite.common.plain.messages import WHOLE_GROUP
 from hvdlite.common.segmentation.saved_results import load
 from hvdlite.common.segmentation.strategies import (
     MIB,

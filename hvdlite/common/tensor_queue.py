@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.execution import Entry
-from hvdlite.common.messages import NO_BIT, Eviction, Report, Request, Response, Segment
+from hvdlite.common.plain.messages import NO_BIT, Eviction, Report, Request, Response, Segment
 from hvdlite.common.response_cache import ResponseCache
 
 Key = tuple[int, str]  # process set, name

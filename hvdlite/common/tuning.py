@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 from hvdlite.common.autotune import Autotuner, Trial
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.config import MIB, Config
 from hvdlite.common.execution import SegmentRun
-from hvdlite.common.messages import Retune
+from hvdlite.common.plain.config import MIB, Config
+from hvdlite.common.plain.messages import Retune
 
 log = logging.getLogger("hvdlite")
 

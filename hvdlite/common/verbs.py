@@ -12,11 +12,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import ROWS, Effect
-from hvdlite.common.compression import Compressor
 from hvdlite.common.execution import Entry
-from hvdlite.common.messages import Request
 from hvdlite.common.operations import members_of
 from hvdlite.common.options import Options
+from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.plain.messages import Request
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import Runtime, for_collective
 

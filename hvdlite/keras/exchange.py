@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.compression import NoneCompressor
 from hvdlite.common.gradients import Scaling, Terms
+from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.segmentation.strategies import Threshold
 from hvdlite.common.sources import LocalSources
 

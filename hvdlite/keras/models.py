@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdlite.common.compression import Compressor, NoneCompressor
+from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.keras.framework import keras
 from hvdlite.keras.kinds import parts_of
 from hvdlite.keras.optimizer import DistributedOptimizer

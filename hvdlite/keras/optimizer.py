@@ -7,8 +7,8 @@ from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.basics import size
-from hvdlite.common.compression import Compressor, NoneCompressor
 from hvdlite.common.gradients import Terms, check_passes, resolve_groups, scaling
+from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy

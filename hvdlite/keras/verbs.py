@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.compression import Compressor, NoneCompressor
+from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.framework import LEGACY, adapter, keras
 

@@ -15,12 +15,12 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor  # tf.constant would copy
 
-from hvdlite.common.arrays import Array, NumpyAdapter
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import ROWS
-from hvdlite.common.handles import Handle
 from hvdlite.common.operations import Operation, submit
 from hvdlite.common.options import Options
+from hvdlite.common.plain.handles import Handle
+from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.process_sets import ProcessSet
 from hvdlite.common.runtime import Runtime, finder
 from hvdlite.common.verbs import Signal

@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import Terms, buckets_of
 from hvdlite.common.options import Options
+from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.segments import Segments
 from hvdlite.tf.calls import TensorCall
 from hvdlite.tf.graph import name_in_graph, run_calls

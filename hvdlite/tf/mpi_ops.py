@@ -40,8 +40,8 @@ from hvdlite.common.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlite.common.compression import Compressor, NoneCompressor
 from hvdlite.common.options import Options, reduction, scattering
+from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime import init, shutdown
 from hvdlite.common.splitting import (

@@ -11,8 +11,8 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdlite.common.config import Config
 from hvdlite.common.native_build import BuildError
+from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import find
 from hvdlite.tf.native_recipe import recipe
 from hvdlite.tf.native_run import Library, serve

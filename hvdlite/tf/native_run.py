@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.common.arrays import Array, NumpyAdapter
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.tf.calls import ADAPTER, Call, Flight
 from hvdlite.tf.python_ops import graphs_around, in_any_order
 

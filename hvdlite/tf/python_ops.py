@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.common.arrays import Array
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.numpy_adapter import Array
 from hvdlite.tf.calls import Call, Flight
 
 _RUNNING, _ENDED, _FAILED = np.int32(0), np.int32(1), np.int32(2)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite.common.adapter import HostBuffer, TensorSpec
-from hvdlite.common.arrays import read_splits
+from hvdlite.common.plain.adapter import HostBuffer, TensorSpec
+from hvdlite.common.plain.numpy_adapter import read_splits
 from hvdlite.torch.devices import Device, find_device
 from hvdlite.torch.dtypes import DTYPE_NAMES
 

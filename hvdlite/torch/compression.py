@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hvdlite.common.compression import Compressor, NoneCompressor
+from hvdlite.common.plain.compression import Compressor, NoneCompressor
 
 
 class CastCompressor(Compressor):

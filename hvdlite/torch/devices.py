@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvdlite.common.adapter import HOST_DEVICE, CpuBuffer, HostBuffer
+from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer
 from hvdlite.torch.dtypes import as_array
 
 

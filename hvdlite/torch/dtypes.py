@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvdlite.common.adapter import numpy_dtype
 from hvdlite.common.collectives.kernels import Casts, register_casts
+from hvdlite.common.plain.adapter import numpy_dtype
 
 _NAMES = (
     "bool",

@@ -17,9 +17,9 @@ import torch
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.compression import Compressor
 from hvdlite.common.gradients import Schedule, Terms
 from hvdlite.common.options import Options
+from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.segments import Segments
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor

@@ -20,11 +20,11 @@ from hvdlite.common import execution
 from hvdlite.common.autotune import Autotuner, Trial
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.ring import PIECE_BYTES
-from hvdlite.common.config import MIB, Config
 from hvdlite.common.coordinator import Coordinator
 from hvdlite.common.execution import SegmentRun
 from hvdlite.common.gaussian_process import most_promising
-from hvdlite.common.messages import Eviction, Report, Request, Response, Retune, Segment
+from hvdlite.common.plain.config import MIB, Config
+from hvdlite.common.plain.messages import Eviction, Report, Request, Response, Retune, Segment
 from hvdlite.common.runtime import current
 from hvdlite.common.tuning import AutotuneLog
 from tests.ranks import run_ranks

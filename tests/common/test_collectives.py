@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.common.adapter import numpy_dtype
 from hvdlite.common.base.errors import (
     ConfigError,
     HorovodInternalError,
@@ -25,7 +24,8 @@ from hvdlite.common.collectives.kernels import Arithmetic, Casts, register_casts
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.select import build_backends, choose
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.config import Config
+from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
 from tests.backends import Program, quiet, run_ranks, whole_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.config import MIB, Config, Setting, settings
+from hvdlite.common.plain.config import MIB, Config, Setting, settings
 
 ALL = list(settings())
 # A text setting takes any text; everything else refuses these.

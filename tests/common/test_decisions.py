@@ -16,7 +16,7 @@ from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.coordinator import Coordinator
 from hvdlite.common.fusion import next_segments
-from hvdlite.common.messages import (
+from hvdlite.common.plain.messages import (
     Abort,
     ClockReply,
     Depart,

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.adapter import HOST_DEVICE
-from hvdlite.common.config import Config
 from hvdlite.common.execution import Entry
-from hvdlite.common.messages import Request
+from hvdlite.common.plain.adapter import HOST_DEVICE
+from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.messages import Request
 from hvdlite.common.runtime import current
 from tests.ranks import run_ranks
 

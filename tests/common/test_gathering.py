@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.config import Config
 from hvdlite.common.execution import Entry
-from hvdlite.common.messages import Request
+from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.messages import Request
 from hvdlite.common.tensor_queue import ENOUGH_BYTES, TensorQueue
 from hvdlite.common.transport.alarm import Alarm
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.collectives.table import split_rows
-from hvdlite.common.config import Config
+from hvdlite.common.plain.config import Config
 from tests.ranks import run_ranks
 
 SIZE = 3

@@ -13,7 +13,7 @@ from hvdlite.common.base.bitsets import NumberSet, Tally, mask_of, numbers_of
 from hvdlite.common.bit_readiness import BitReadiness
 from hvdlite.common.coordinator import Coordinator
 from hvdlite.common.groups import Groups
-from hvdlite.common.messages import Report, Request, Response, Segment
+from hvdlite.common.plain.messages import Report, Request, Response, Segment
 from hvdlite.common.readiness import RequestReadiness
 from hvdlite.common.response_cache import CoordinatorCache
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import hvdlite.keras as hvd
-from hvdlite.common.config import Config
 from hvdlite.common.iteration_files import read_rows
 from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.common.plain.config import Config
 from hvdlite.keras.framework import keras
 from tests.keras.training import BATCH, INPUTS, ROWS, TARGETS, make_model, sgd
 from tests.ranks import run_ranks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hvdlite.keras as hvd
-from hvdlite.common.config import Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import current
 from tests.keras.training import (
     Weights,

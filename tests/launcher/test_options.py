@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.config import settings
+from hvdlite.common.plain.config import settings
 from hvdlite.launcher.flags import REPLACED, make_parser, parse_args
 from hvdlite.launcher.options import Options, cores, resolve
 

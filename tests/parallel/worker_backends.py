@@ -16,7 +16,7 @@ from mpi4py import MPI
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives import mpi as mpi_backend
 from hvdlite.common.collectives.base import Group, Reduction
-from hvdlite.common.config import Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.transport import bootstrap, mpi
 from hvdlite.common.transport.mpi import MpiTransport, connect
 from hvdlite.common.transport.rendezvous import Meeting

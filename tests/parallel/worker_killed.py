@@ -16,7 +16,7 @@ from mpi4py import MPI
 from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Reduction
-from hvdlite.common.config import Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.mpi import MpiTransport, connect
 from tests.backends import Program, quiet
 

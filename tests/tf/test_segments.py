@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
-from hvdlite.common.config import Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import current
 from hvdlite.common.segmentation.saved_results import save
 from hvdlite.common.segmentation.strategies import Gradient

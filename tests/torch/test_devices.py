@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.common.adapter import HOST_DEVICE
+from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchForms
 from hvdlite.torch.devices import Device, HostDevice, StagedDevice, find_device

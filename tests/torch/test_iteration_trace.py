@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import hvdlite.torch as hvd
-from hvdlite.common.config import Config
 from hvdlite.common.iteration_files import read_rows
 from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import current
 from tests.ranks import run_ranks
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.config import Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import current
 from tests.ranks import run_ranks
 from tests.resnet50 import PARAMETERS

@@ -19,7 +19,7 @@ from hvdlite.common.collectives.native_shm import library
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.single import SingleBackend
-from hvdlite.common.config import Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.mpi import MpiTransport
 

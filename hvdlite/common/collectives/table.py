@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Backend, Group, Reduction
-from hvdlite.common.messages import Request, Response
+from hvdlite.common.plain.messages import Request, Response
 
 Array = NDArray[Any]
 

@@ -20,7 +20,7 @@ from hvdlite.common.base.errors import (
     ProtocolError,
 )
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.messages import PROTOCOL_VERSION
+from hvdlite.common.plain.messages import PROTOCOL_VERSION
 from hvdlite.common.transport.local import LocalMesh, create_memory
 from hvdlite.common.transport.rendezvous import Meeting, Peer, listen, meet
 

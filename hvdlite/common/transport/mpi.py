@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.config import Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import (
     CHECK_SECONDS,
     Array,

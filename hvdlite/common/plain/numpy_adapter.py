@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, TensorSpec
+from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, TensorSpec
 
 Array = NDArray[Any]
 

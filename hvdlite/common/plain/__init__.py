@@ -1,0 +1,1 @@
+"""Plain data: messages, settings, entries, handles, and the adapter for numpy arrays."""
