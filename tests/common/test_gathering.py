@@ -14,7 +14,7 @@ from hvdlite.common.execution import Entry
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.tensor_queue import ENOUGH_BYTES, TensorQueue
-from hvdlite.common.transport.alarm import Alarm
+from hvdlite.common.transport.wakeup import Alarm
 from tests.ranks import run_ranks
 
 SOON = 0.001

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
-from hvdlite.common.transport.alarm import Alarm
 from hvdlite.common.transport.base import CHECK_SECONDS, Incoming, connection_lost
 from hvdlite.common.transport.framing import FRAME_BYTES, Assembler, frames
 from hvdlite.common.transport.rendezvous import Peer
+from hvdlite.common.transport.wakeup import Alarm
 
 TOKEN = b"t"
 
