@@ -11,9 +11,9 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.collectives.backend_choice import Backends, build_backends, choose
 from hvdlite.common.collectives.base import Array, Group, Reduction
 from hvdlite.common.collectives.kernels import accumulator_dtype
-from hvdlite.common.collectives.select import Backends, build_backends, choose
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport

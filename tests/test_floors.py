@@ -19,7 +19,7 @@ FLOORS = [
      "common.base.report_failure", "common.base.gc_pause", "common.iteration_rows",
      "common.iterations"],
     ["common.timeline.recorder", "common.tree", "common.plain.logs", "common.plain.numpy_adapter",
-     "common.readiness", "common.bit_readiness", "common.native_build",
+     "common.readiness", "common.bit_readiness", "common.collectives.native.build",
      "common.gaussian_process", "common.iteration_files"],
     ["common.transport"],
     ["common.collectives"],

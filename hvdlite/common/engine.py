@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
-from hvdlite.common.collectives.select import build_backends
+from hvdlite.common.collectives.backend_choice import build_backends
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.execution import Entry, Executor, Observer
 from hvdlite.common.negotiation import Negotiation

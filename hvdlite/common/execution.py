@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError, PeerLostError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.collectives.backend_choice import Backends, choose
 from hvdlite.common.collectives.base import Group
-from hvdlite.common.collectives.select import Backends, choose
 from hvdlite.common.collectives.table import ROWS, Run
 from hvdlite.common.fusion import size_bytes
 from hvdlite.common.plain.adapter import numpy_dtype

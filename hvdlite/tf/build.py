@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 
-from hvdlite.common.native_build import BuildError
+from hvdlite.common.collectives.native.build import BuildError
 from hvdlite.tf.native_recipe import recipe
 
 

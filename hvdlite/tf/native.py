@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdlite.common.native_build import BuildError
+from hvdlite.common.collectives.native.build import BuildError
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import find
 from hvdlite.tf.native_recipe import recipe

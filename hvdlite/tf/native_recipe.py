@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from hvdlite.common.native_build import Recipe
+from hvdlite.common.collectives.native.build import Recipe
 
 
 def recipe() -> Recipe:

@@ -13,11 +13,11 @@ import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.collectives import native_shm
 from hvdlite.common.collectives.base import Array, Group, Reduction
-from hvdlite.common.collectives.native_shm import PIECE_BYTES, SLOTS, Library, library
+from hvdlite.common.collectives.native import shm as native_shm
+from hvdlite.common.collectives.native.build import BuildError
+from hvdlite.common.collectives.native.shm import PIECE_BYTES, SLOTS, Library, library
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.native_build import BuildError
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import Runtime

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
-from hvdlite.common.native_build import BuildError
+from hvdlite.common.collectives.native.build import BuildError
 from hvdlite.tf import native
 from hvdlite.tf.native_recipe import recipe
 from tests.parallel.jobs import run_command

@@ -26,11 +26,11 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
-from hvdlite.common.collectives.chain import Chain, even_chain, even_part
+from hvdlite.common.collectives.chained_view import Chain, even_chain, even_part
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.ring import PIECE_BYTES, RingBackend
+from hvdlite.common.collectives.ring_pipeline import Circle, Plan, Trip
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.collectives.trip import Circle, Plan, Trip
 from hvdlite.common.transport.base import Transport
 
 BLOCK_PIECES = 2

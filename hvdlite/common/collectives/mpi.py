@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
-from hvdlite.common.collectives.chain import Chain, member_chain
+from hvdlite.common.collectives.chained_view import Chain, member_chain
 from hvdlite.common.collectives.kernels import scale
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.transport.mpi import MpiTransport

@@ -28,9 +28,9 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
-from hvdlite.common.collectives.chain import Chain, even_chain, member_chain
+from hvdlite.common.collectives.chained_view import Chain, even_chain, member_chain
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.trip import Circle, Plan, Trip
+from hvdlite.common.collectives.ring_pipeline import Circle, Plan, Trip
 from hvdlite.common.transport.base import Pending, Transport
 
 PIECE_BYTES = 252 << 10

@@ -30,9 +30,9 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
-from hvdlite.common.collectives.chain import Chain, even_part, member_chain
+from hvdlite.common.collectives.chained_view import Chain, even_part, member_chain
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.native_shm import MEMORY_BYTES, Library, NativeShm
+from hvdlite.common.collectives.native.shm import MEMORY_BYTES, Library, NativeShm
 from hvdlite.common.transport.base import Transport
 
 SLOTS = 4

@@ -1,4 +1,4 @@
-"""The compiled allreduce of one host: `native_shm.cc`, found where it can be, and never needed.
+"""The compiled allreduce of one host: `shm.cc`, found where it can be, and never needed.
 
 It does what `shm` does in Python: sums in the order of the members, 16-bit floats in float32, so
 the same bits. It lies in the same memory, behind the slots that Python uses. A group uses it when
@@ -19,7 +19,7 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Array, Group, Reduction
-from hvdlite.common.native_build import BuildError, Recipe
+from hvdlite.common.collectives.native.build import BuildError, Recipe
 from hvdlite.common.transport.base import CHECK_SECONDS, Transport, connection_lost
 
 log = logging.getLogger("hvdlite")
@@ -27,7 +27,7 @@ log = logging.getLogger("hvdlite")
 SLOTS = 8
 PIECE_BYTES = 256 << 10
 SMALL_BYTES = 32 << 10  # to add so much takes less time than to wait once more
-MOST_RANKS = 256  # kMaxMembers in native_shm.cc
+MOST_RANKS = 256  # kMaxMembers in shm.cc
 BOARD_BYTES = 32 << 10  # room for the board of so many
 
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}  # as in `reduce_range`
@@ -39,7 +39,7 @@ _Integer = ctypes.c_int64
 
 
 class Job(ctypes.Structure):
-    """`Job` of native_shm.cc."""
+    """`Job` of shm.cc."""
 
     _fields_ = (
         *((name, _Integer) for name in (
@@ -66,7 +66,7 @@ class Library:
 def recipe() -> Recipe:
     """How the library is compiled: for the processor of this machine."""
     return Recipe(
-        source=Path(__file__).with_name("native_shm.cc"),
+        source=Path(__file__).with_name("shm.cc"),
         folder="shm",
         name="shm",
         flags=_FLAGS,

@@ -15,7 +15,7 @@ from hvdlite.common.collectives.adasum import AdasumBackend
 from hvdlite.common.collectives.base import Backend, BackendFactory, Group
 from hvdlite.common.collectives.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.mpi import MpiBackend
-from hvdlite.common.collectives.native_shm import library
+from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.single import SingleBackend
