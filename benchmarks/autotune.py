@@ -28,7 +28,7 @@ from hosts import link
 from measuring import Quartiles, make_parser, spread, table, write
 
 import hvdlite.numpy as hvd
-from hvdlite.common.autotune import DUELS, MEASUREMENTS
+from hvdlite.common.decisions.autotuner import DUELS, MEASUREMENTS
 
 ROOT = Path(__file__).parent.parent
 SINGLE = 4  # samples of what is tuned one by one, at most

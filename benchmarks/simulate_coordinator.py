@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 from measuring import Quartiles, duration, make_parser, say, table, write
 
-from hvdlite.common.aggregator import Aggregator
 from hvdlite.common.base.bitsets import NumberSet
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.coordinator import Coordinator
+from hvdlite.common.decisions.aggregator import Aggregator
+from hvdlite.common.decisions.control_tree import ROOT, Tree
+from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import Orders, Report, Reports, Request, Segment, decode, encode
-from hvdlite.common.tree import ROOT, Tree
 
 RANKS = (8, 64, 512, 4096, 16384, 65536)
 TENSORS = (200, 1000, 2000)

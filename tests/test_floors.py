@@ -18,13 +18,13 @@ FLOORS = [
      "common.plain.messages", "common.plain.process_set_table", "common.timeline.chrome_trace", "common.plain.compression",
      "common.base.report_failure", "common.base.gc_pause", "common.iteration_rows",
      "common.iterations"],
-    ["common.timeline.recorder", "common.tree", "common.plain.logs", "common.plain.numpy_adapter",
-     "common.readiness", "common.bit_readiness", "common.collectives.native.build",
-     "common.gaussian_process", "common.iteration_files"],
+    ["common.timeline.recorder", "common.decisions.control_tree", "common.plain.logs", "common.plain.numpy_adapter",
+     "common.decisions.request_readiness", "common.decisions.bit_readiness", "common.collectives.native.build",
+     "common.decisions.gaussian_process", "common.iteration_files"],
     ["common.transport"],
     ["common.collectives"],
-    ["common.response_cache", "common.fusion", "common.stall", "common.groups"],
-    ["common.coordinator", "common.aggregator", "common.autotune"],
+    ["common.decisions.response_cache", "common.decisions.fusion", "common.decisions.stall_inspector", "common.decisions.grouped"],
+    ["common.decisions.coordinator", "common.decisions.aggregator", "common.decisions.autotuner"],
     ["common.execution"],
     ["common.tensor_queue", "common.iteration_steps"],
     ["common.negotiation", "common.tuning"],
@@ -42,9 +42,9 @@ FLOORS = [
     ["data", "numpy", "tf", "torch"],
     ["keras"],
 ]  # fmt: skip
-PURE = ["common.coordinator", "common.aggregator", "common.response_cache", "common.fusion",
-        "common.stall", "common.readiness", "common.bit_readiness", "common.groups",
-        "common.base.bitsets", "common.autotune", "common.gaussian_process"]  # fmt: skip
+PURE = ["common.decisions.coordinator", "common.decisions.aggregator", "common.decisions.response_cache", "common.decisions.fusion",
+        "common.decisions.stall_inspector", "common.decisions.request_readiness", "common.decisions.bit_readiness", "common.decisions.grouped",
+        "common.base.bitsets", "common.decisions.autotuner", "common.decisions.gaussian_process"]  # fmt: skip
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
 IMPURE = {"os", "time", "socket", "threading", "select", "asyncio", "subprocess", "logging"}
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.collectives.backend_choice import build_backends
 from hvdlite.common.collectives.table import ROWS, Effect
+from hvdlite.common.decisions.control_tree import ROOT
 from hvdlite.common.execution import Entry, Executor, Observer
 from hvdlite.common.negotiation import Negotiation
 from hvdlite.common.plain.config import Config
@@ -25,7 +26,6 @@ from hvdlite.common.plain.process_set_table import ProcessSetTable, unflatten
 from hvdlite.common.tensor_queue import TensorQueue
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
-from hvdlite.common.tree import ROOT
 from hvdlite.common.tuning import Tuning
 
 log = logging.getLogger("hvdlite")

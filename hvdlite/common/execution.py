@@ -17,7 +17,7 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, choose
 from hvdlite.common.collectives.base import Group
 from hvdlite.common.collectives.table import ROWS, Run
-from hvdlite.common.fusion import size_bytes
+from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.messages import NO_BIT, Request, Response

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from hvdlite.common.aggregator import Aggregator
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
-from hvdlite.common.coordinator import Coordinator
+from hvdlite.common.decisions.aggregator import Aggregator
+from hvdlite.common.decisions.control_tree import ROOT, Tree
+from hvdlite.common.decisions.coordinator import Coordinator
+from hvdlite.common.decisions.stall_inspector import StallInspector
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import (
     Abort,
@@ -36,11 +38,9 @@ from hvdlite.common.plain.messages import (
     encode,
 )
 from hvdlite.common.plain.process_set_table import ProcessSetTable
-from hvdlite.common.stall import StallInspector
 from hvdlite.common.tensor_queue import TensorQueue
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
-from hvdlite.common.tree import ROOT, Tree
 
 log = logging.getLogger("hvdlite")
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from enum import Enum, auto
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.decisions.response_cache import ResponseCache
 from hvdlite.common.execution import Entry
 from hvdlite.common.plain.messages import NO_BIT, Eviction, Report, Request, Response, Segment
-from hvdlite.common.response_cache import ResponseCache
 
 Key = tuple[int, str]  # process set, name
 ENOUGH_BYTES = 1 << 20  # to travel takes longer than to agree on it: more need not gather

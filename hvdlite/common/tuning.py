@@ -6,8 +6,8 @@ import csv
 import logging
 from collections.abc import Callable, Iterable
 
-from hvdlite.common.autotune import Autotuner, Trial
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.decisions.autotuner import Autotuner, Trial
 from hvdlite.common.execution import SegmentRun
 from hvdlite.common.plain.config import MIB, Config
 from hvdlite.common.plain.messages import Retune

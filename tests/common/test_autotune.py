@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 import hvdlite.numpy as hvd
 from hvdlite.common import execution
-from hvdlite.common.autotune import Autotuner, Trial
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.ring import PIECE_BYTES
-from hvdlite.common.coordinator import Coordinator
+from hvdlite.common.decisions.autotuner import Autotuner, Trial
+from hvdlite.common.decisions.coordinator import Coordinator
+from hvdlite.common.decisions.gaussian_process import most_promising
 from hvdlite.common.execution import SegmentRun
-from hvdlite.common.gaussian_process import most_promising
 from hvdlite.common.plain.config import MIB, Config
 from hvdlite.common.plain.messages import Eviction, Report, Request, Response, Retune, Segment
 from hvdlite.common.runtime import current

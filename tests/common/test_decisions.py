@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlite.common.aggregator import Aggregator
 from hvdlite.common.base.bitsets import NumberSet, runs_of
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.coordinator import Coordinator
-from hvdlite.common.fusion import next_segments
+from hvdlite.common.decisions.aggregator import Aggregator
+from hvdlite.common.decisions.control_tree import Tree
+from hvdlite.common.decisions.coordinator import Coordinator
+from hvdlite.common.decisions.fusion import next_segments
+from hvdlite.common.decisions.response_cache import ResponseCache
+from hvdlite.common.decisions.stall_inspector import StallInspector, Waiting
 from hvdlite.common.plain.messages import (
     Abort,
     ClockReply,
@@ -36,9 +39,6 @@ from hvdlite.common.plain.messages import (
     decode,
     encode,
 )
-from hvdlite.common.response_cache import ResponseCache
-from hvdlite.common.stall import StallInspector, Waiting
-from hvdlite.common.tree import Tree
 
 
 def request(name: str, length: int = 4, **fields: object) -> Request:

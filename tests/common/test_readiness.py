@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlite.common.aggregator import Aggregator
 from hvdlite.common.base.bitsets import NumberSet, Tally, mask_of, numbers_of
-from hvdlite.common.bit_readiness import BitReadiness
-from hvdlite.common.coordinator import Coordinator
-from hvdlite.common.groups import Groups
+from hvdlite.common.decisions.aggregator import Aggregator
+from hvdlite.common.decisions.bit_readiness import BitReadiness
+from hvdlite.common.decisions.coordinator import Coordinator
+from hvdlite.common.decisions.grouped import Groups
+from hvdlite.common.decisions.request_readiness import RequestReadiness
+from hvdlite.common.decisions.response_cache import CoordinatorCache
 from hvdlite.common.plain.messages import Report, Request, Response, Segment
-from hvdlite.common.readiness import RequestReadiness
-from hvdlite.common.response_cache import CoordinatorCache
 
 RANKS = 6
 FAR = [0, 1, 2, 4095, 4096, 10**9]  # bits on several pages

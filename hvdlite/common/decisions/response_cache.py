@@ -10,8 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from hvdlite.common.base.bitsets import NumberSet
+from hvdlite.common.decisions.request_readiness import Alike
 from hvdlite.common.plain.messages import Request, Response
-from hvdlite.common.readiness import Alike
 
 
 @dataclass

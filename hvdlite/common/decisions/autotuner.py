@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.ring import PIECE_BYTES
-from hvdlite.common.gaussian_process import Point, most_promising
+from hvdlite.common.decisions.gaussian_process import Point, most_promising
 from hvdlite.common.plain.config import MIB, Config
 from hvdlite.common.plain.messages import Retune
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
-from hvdlite.common.bit_readiness import Arrival, BitReadiness
 from hvdlite.common.collectives.table import ROWS, Effect, disagreement
-from hvdlite.common.fusion import next_segments
-from hvdlite.common.groups import Groups
+from hvdlite.common.decisions.bit_readiness import Arrival, BitReadiness
+from hvdlite.common.decisions.fusion import next_segments
+from hvdlite.common.decisions.grouped import Groups
+from hvdlite.common.decisions.request_readiness import Alike, RequestReadiness, earliest, everyone
+from hvdlite.common.decisions.response_cache import CoordinatorCache
+from hvdlite.common.decisions.stall_inspector import Waiting
 from hvdlite.common.plain.messages import (
     NO_BIT,
     NO_RANK,
@@ -27,9 +30,6 @@ from hvdlite.common.plain.messages import (
     Segment,
 )
 from hvdlite.common.plain.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
-from hvdlite.common.readiness import Alike, RequestReadiness, earliest, everyone
-from hvdlite.common.response_cache import CoordinatorCache
-from hvdlite.common.stall import Waiting
 
 
 class _Set:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvdlite.common.base.bitsets import NumberSet, mask_of
-from hvdlite.common.bit_readiness import Arrival, BitReadiness
 from hvdlite.common.collectives.table import ROWS, Effect
+from hvdlite.common.decisions.bit_readiness import Arrival, BitReadiness
+from hvdlite.common.decisions.request_readiness import Alike, RequestReadiness, earliest
 from hvdlite.common.plain.messages import (
     NO_BIT,
     Departed,
@@ -21,7 +22,6 @@ from hvdlite.common.plain.messages import (
     Segment,
 )
 from hvdlite.common.plain.process_set_table import GLOBAL_ID, ProcessSetTable, unflatten
-from hvdlite.common.readiness import Alike, RequestReadiness, earliest
 
 
 class _Set:
