@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.execution import SegmentRun
+from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.forms import Forms
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.process_sets import ProcessSet

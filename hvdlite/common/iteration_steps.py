@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from hvdlite.common.execution import SegmentRun
+from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.iteration_rows import Marks
 
 now = time.monotonic

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakMethod, finalize
 
-from hvdlite.common.execution import SegmentRun
+from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.iteration_files import RowsFile, check_path, open_rows
 from hvdlite.common.iteration_rows import IterationRow, Marks, SegmentTimes, make_row
 from hvdlite.common.iteration_steps import Iteration, Steps

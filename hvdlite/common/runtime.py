@@ -12,8 +12,8 @@ from typing import Any
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import report_uncaught
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.engine import Engine
-from hvdlite.common.execution import Entry
+from hvdlite.common.engine.engine import Engine
+from hvdlite.common.engine.executor import Entry
 from hvdlite.common.iterations import Iterations
 from hvdlite.common.job import connect, leave_mpi_alone
 from hvdlite.common.plain.config import Config

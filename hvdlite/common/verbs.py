@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import ROWS, Effect
-from hvdlite.common.execution import Entry
+from hvdlite.common.engine.executor import Entry
 from hvdlite.common.operations import members_of
 from hvdlite.common.options import Options
 from hvdlite.common.plain.compression import Compressor

@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdlite.numpy as hvd
-from hvdlite.common import execution
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.ring import PIECE_BYTES
 from hvdlite.common.decisions.autotuner import Autotuner, Trial
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.gaussian_process import most_promising
-from hvdlite.common.execution import SegmentRun
+from hvdlite.common.engine import executor as execution
+from hvdlite.common.engine.autotuning import AutotuneLog
+from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.plain.config import MIB, Config
 from hvdlite.common.plain.messages import Eviction, Report, Request, Response, Retune, Segment
 from hvdlite.common.runtime import current
-from hvdlite.common.tuning import AutotuneLog
 from tests.ranks import run_ranks
 
 ONE_HOST = Topology.single_host(4)

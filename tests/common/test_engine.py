@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.execution import Entry
+from hvdlite.common.engine.executor import Entry
 from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import Request

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.execution import SegmentRun
+from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.iteration_files import CsvFile, ParquetFile, read_rows
 from hvdlite.common.iteration_rows import IterationRow
 from hvdlite.common.iteration_steps import Steps

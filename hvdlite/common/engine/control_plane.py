@@ -19,6 +19,7 @@ from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.stall_inspector import StallInspector
+from hvdlite.common.engine.tensor_queue import TensorQueue
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import (
     Abort,
@@ -38,7 +39,6 @@ from hvdlite.common.plain.messages import (
     encode,
 )
 from hvdlite.common.plain.process_set_table import ProcessSetTable
-from hvdlite.common.tensor_queue import TensorQueue
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
 

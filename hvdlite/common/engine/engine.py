@@ -18,15 +18,15 @@ from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.collectives.backend_choice import build_backends
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
-from hvdlite.common.execution import Entry, Executor, Observer
-from hvdlite.common.negotiation import Negotiation
+from hvdlite.common.engine.autotuning import Tuning
+from hvdlite.common.engine.control_plane import Negotiation
+from hvdlite.common.engine.executor import Entry, Executor, Observer
+from hvdlite.common.engine.tensor_queue import TensorQueue
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import Eviction, Order, Response, Retune, Segment
 from hvdlite.common.plain.process_set_table import ProcessSetTable, unflatten
-from hvdlite.common.tensor_queue import TensorQueue
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
-from hvdlite.common.tuning import Tuning
 
 log = logging.getLogger("hvdlite")
 

@@ -1,0 +1,1 @@
+"""The engine thread of a rank: drain, negotiate, run, complete."""
