@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.basics import (
+from hvdlite.common.forms import Forms
+from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.runtime.basics import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -34,10 +36,8 @@ from hvdlite.common.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlite.common.forms import Forms
-from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime import add_process_set, init, remove_process_set, shutdown
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.runtime import add_process_set, init, remove_process_set, shutdown
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

@@ -18,8 +18,8 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.forms import Forms
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.common.process_sets import ProcessSet
-from hvdlite.common.runtime import for_collective
+from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.runtime.runtime import for_collective
 from hvdlite.common.segmentation.cost import Iteration
 from hvdlite.common.segmentation.saved_results import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient

@@ -20,8 +20,8 @@ from hvdlite.common.operations import Operation, submit
 from hvdlite.common.options import Options, reduction, scattering
 from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
-from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime import for_collective
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.runtime import for_collective
 from hvdlite.common.verbs import Outcome, Verbs
 
 T = TypeVar("T")

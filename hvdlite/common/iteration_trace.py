@@ -22,7 +22,7 @@ from hvdlite.common.iteration_files import RowsFile, check_path, open_rows
 from hvdlite.common.iteration_rows import IterationRow, Marks, SegmentTimes, make_row
 from hvdlite.common.iteration_steps import Iteration, Steps
 from hvdlite.common.objects import allgather_object
-from hvdlite.common.runtime import Runtime, current
+from hvdlite.common.runtime.runtime import Runtime, current
 from hvdlite.common.timeline.recorder import path_of_rank
 
 FLUSH_SECONDS = 0.2  # how long iterations gather before they are written

@@ -9,8 +9,8 @@ import numpy as np
 
 from hvdlite.common.forms import Forms
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime import for_collective
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.runtime import for_collective
 
 _forms: Forms[Array] = Forms(NumpyAdapter())
 

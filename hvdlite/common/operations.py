@@ -19,8 +19,8 @@ from hvdlite.common.engine.executor import Entry
 from hvdlite.common.options import Options
 from hvdlite.common.plain.adapter import Adapter, CpuBuffer, HostBuffer, TensorSpec
 from hvdlite.common.plain.messages import NO_RANK, Request
-from hvdlite.common.process_sets import ProcessSet
-from hvdlite.common.runtime import Runtime
+from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.runtime.runtime import Runtime
 
 T = TypeVar("T")
 

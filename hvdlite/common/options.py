@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.plain.messages import JOB_THRESHOLD, NO_RANK
-from hvdlite.common.process_sets import ProcessSet
+from hvdlite.common.runtime.process_sets import ProcessSet
 
 
 class Options(NamedTuple):

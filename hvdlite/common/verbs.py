@@ -17,8 +17,8 @@ from hvdlite.common.operations import members_of
 from hvdlite.common.options import Options
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.plain.messages import Request
-from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime import Runtime, for_collective
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.runtime import Runtime, for_collective
 
 T = TypeVar("T")
 Function = Callable[[list[T]], list[T]]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.basics import (
+from hvdlite.common.iteration_trace import trace_iterations
+from hvdlite.common.runtime.basics import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -35,9 +36,8 @@ from hvdlite.common.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlite.common.iteration_trace import trace_iterations
-from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime import add_process_set, init, remove_process_set, shutdown
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.runtime import add_process_set, init, remove_process_set, shutdown
 from hvdlite.common.splitting import (
     set_comm_fusion,
     set_split_strategy_by_idx,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.basics import size
 from hvdlite.common.gradients import Terms, check_passes, resolve_groups, scaling
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.basics import size
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.keras.exchange import Exchange, Settings

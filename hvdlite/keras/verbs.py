@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.framework import LEGACY, adapter, keras
 
 

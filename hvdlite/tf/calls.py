@@ -21,8 +21,8 @@ from hvdlite.common.operations import Operation, submit
 from hvdlite.common.options import Options
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.common.process_sets import ProcessSet
-from hvdlite.common.runtime import Runtime, finder
+from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.runtime.runtime import Runtime, finder
 from hvdlite.common.verbs import Signal
 from hvdlite.tf.errors import as_tensorflow_errors
 

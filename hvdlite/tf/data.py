@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from hvdlite.common import basics
+from hvdlite.common.runtime import basics
 
 Remainder = Literal["drop", "pad"]
 

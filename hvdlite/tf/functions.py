@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdlite.common import objects
 from hvdlite.common.options import Options
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.tf.errors import public
 from hvdlite.tf.sources import plain
 from hvdlite.tf.variables import broadcast_values

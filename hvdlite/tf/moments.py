@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.options import Options
 from hvdlite.common.plain.compression import NoneCompressor
-from hvdlite.common.process_sets import ProcessSet
+from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.tf.errors import public
 from hvdlite.tf.verbs import TensorFlowVerbs
 

@@ -18,7 +18,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.basics import (
+from hvdlite.common.options import Options, reduction, scattering
+from hvdlite.common.plain.compression import Compressor, NoneCompressor
+from hvdlite.common.runtime.basics import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -40,10 +42,8 @@ from hvdlite.common.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlite.common.options import Options, reduction, scattering
-from hvdlite.common.plain.compression import Compressor, NoneCompressor
-from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime import init, shutdown
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.runtime import init, shutdown
 from hvdlite.common.splitting import (
     set_comm_fusion,
     set_split_strategy_by_idx,

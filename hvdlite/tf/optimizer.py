@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients import Terms, check_passes, resolve_groups, scaling
 from hvdlite.common.plain.compression import Compressor
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.tf.compression import Compression

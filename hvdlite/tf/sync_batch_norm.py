@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime import current
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.runtime import current
 from hvdlite.tf.moments import moments
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.common.basics import local_rank, local_size, rank
-from hvdlite.common.runtime import Runtime, finder, use
+from hvdlite.common.runtime.basics import local_rank, local_size, rank
+from hvdlite.common.runtime.runtime import Runtime, finder, use
 from hvdlite.tf.errors import public
 from hvdlite.tf.python_ops import in_any_order
 

@@ -18,7 +18,7 @@ import torch
 
 from hvdlite.common.auto_segments import AutoSegments, all_here
 from hvdlite.common.gradients import Schedule, Terms
-from hvdlite.common.runtime import for_collective
+from hvdlite.common.runtime.runtime import for_collective
 from hvdlite.common.segmentation.strategies import Auto, Gradient, Strategy
 from hvdlite.common.segments import Segments
 from hvdlite.torch.dtypes import DTYPE_NAMES

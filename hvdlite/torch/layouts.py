@@ -14,7 +14,7 @@ import torch
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.process_sets import ProcessSet
+from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch import mpi_ops
 
 _UNKNOWN, _DENSE = 0, 1  # 1 + n: sparse with n sparse dimensions

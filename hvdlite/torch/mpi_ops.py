@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.basics import (
+from hvdlite.common.runtime.basics import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -25,7 +25,7 @@ from hvdlite.common.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlite.common.runtime import init, shutdown
+from hvdlite.common.runtime.runtime import init, shutdown
 from hvdlite.common.splitting import (
     set_comm_fusion,
     set_split_strategy_by_idx,

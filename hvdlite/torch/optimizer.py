@@ -12,7 +12,6 @@ import torch
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.basics import size
 from hvdlite.common.gradients import (
     Schedule,
     Terms,
@@ -26,7 +25,8 @@ from hvdlite.common.gradients import (
 )
 from hvdlite.common.iteration_trace import announce
 from hvdlite.common.plain.compression import Compressor
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.basics import size
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.common.segments import Segments

@@ -8,7 +8,7 @@ import torch
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.forms import Forms
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 
 
 class SparseForms:

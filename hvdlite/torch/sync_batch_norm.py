@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.autograd import untraced
 

@@ -15,7 +15,7 @@ from hvdlite.common.iteration_files import CsvFile, ParquetFile, read_rows
 from hvdlite.common.iteration_rows import IterationRow
 from hvdlite.common.iteration_steps import Steps
 from hvdlite.common.iteration_trace import trace_iterations
-from hvdlite.common.runtime import current
+from hvdlite.common.runtime.runtime import current
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(60)

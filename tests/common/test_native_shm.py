@@ -20,7 +20,7 @@ from hvdlite.common.collectives.native.shm import PIECE_BYTES, SLOTS, Library, l
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime import Runtime
+from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests import ranks

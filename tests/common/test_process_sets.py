@@ -8,7 +8,7 @@ import pickle
 import cloudpickle
 import pytest
 
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.common import basics, util
+from hvdlite.common import util
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.runtime import basics
 
 
 def test_env_sets_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:

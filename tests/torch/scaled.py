@@ -9,7 +9,7 @@ from torch import nn
 
 import hvdlite.torch as hvd
 from hvdlite.common.engine.executor import SegmentRun
-from hvdlite.common.runtime import current
+from hvdlite.common.runtime.runtime import current
 from tests.resnet50 import PARAMETERS
 
 Runs = list[list[str]]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.runtime import current
+from hvdlite.common.runtime.runtime import current
 from hvdlite.torch import exchange
 from hvdlite.torch.exchange import ENOUGH_BYTES
 from tests.ranks import run_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlite import numpy as hvd
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.framework import keras
 
 

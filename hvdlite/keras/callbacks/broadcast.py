@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdlite import numpy as hvd
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
 from hvdlite.keras.kinds import parts_of
 from hvdlite.keras.variables import (

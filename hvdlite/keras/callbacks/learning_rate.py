@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlite import numpy as hvd
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
 from hvdlite.keras.learning_rate import (
     get_learning_rate,

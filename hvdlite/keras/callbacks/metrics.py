@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.objects import allgather_object
-from hvdlite.common.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
 
 NAME = "MetricAverageCallback"

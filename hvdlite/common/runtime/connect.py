@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.config import Config
-from hvdlite.common.process_sets import is_communicator
+from hvdlite.common.runtime.process_sets import is_communicator
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import solo
 

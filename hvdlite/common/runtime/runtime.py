@@ -14,19 +14,19 @@ from hvdlite.common.base.report_failure import report_uncaught
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.engine.executor import Entry
-from hvdlite.common.iterations import Iterations
-from hvdlite.common.job import connect, leave_mpi_alone
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.handles import HandleTable
 from hvdlite.common.plain.logs import set_up_log
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
-from hvdlite.common.process_sets import (
+from hvdlite.common.runtime.connect import connect, leave_mpi_alone
+from hvdlite.common.runtime.process_sets import (
     ProcessSet,
     _ask_for_rank,
     global_process_set,
     is_communicator,
 )
+from hvdlite.common.runtime.trainers import Iterations
 from hvdlite.common.segmentation.user_choice import Choice
 from hvdlite.common.timeline.recorder import Timeline, path_of_rank
 from hvdlite.common.transport.base import Transport
