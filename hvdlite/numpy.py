@@ -10,9 +10,9 @@ Arrays may be of any numeric dtype, bool, complex, and ml_dtypes' bfloat16.
 
 from __future__ import annotations
 
+from hvdlite.common.api.forms import Forms
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.forms import Forms
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.basics import (
     ccl_built,

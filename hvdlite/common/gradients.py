@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from hvdlite.common.api.options import Options
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.collectives.table import split_rows
-from hvdlite.common.options import Options
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet

@@ -17,11 +17,11 @@ from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakMethod, finalize
 
+from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.iteration_files import RowsFile, check_path, open_rows
 from hvdlite.common.iteration_rows import IterationRow, Marks, SegmentTimes, make_row
 from hvdlite.common.iteration_steps import Iteration, Steps
-from hvdlite.common.objects import allgather_object
 from hvdlite.common.runtime.runtime import Runtime, current
 from hvdlite.common.timeline.recorder import path_of_rank
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from hvdlite.common.api.options import Options
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients import Terms
-from hvdlite.common.options import Options
 from hvdlite.common.plain.messages import WHOLE_GROUP
 from hvdlite.common.segmentation.saved_results import load
 from hvdlite.common.segmentation.strategies import (

@@ -15,15 +15,15 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor  # tf.constant would copy
 
+from hvdlite.common.api.differentiable import Signal
+from hvdlite.common.api.options import Options
+from hvdlite.common.api.submit import Operation, submit
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import ROWS
-from hvdlite.common.operations import Operation, submit
-from hvdlite.common.options import Options
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime, finder
-from hvdlite.common.verbs import Signal
 from hvdlite.tf.errors import as_tensorflow_errors
 
 ADAPTER = NumpyAdapter()

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.api.options import Options
 from hvdlite.common.gradients import Terms, buckets_of
-from hvdlite.common.options import Options
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.segments import Segments
 from hvdlite.tf.calls import TensorCall

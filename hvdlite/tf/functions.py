@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common import objects
-from hvdlite.common.options import Options
+from hvdlite.common.api import objects
+from hvdlite.common.api.options import Options
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.tf.errors import public
 from hvdlite.tf.sources import plain

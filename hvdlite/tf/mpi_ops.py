@@ -17,8 +17,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.api.options import Options, reduction, scattering
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.options import Options, reduction, scattering
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.basics import (
     ccl_built,

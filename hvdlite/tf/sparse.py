@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.api.options import Options
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.options import Options
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.tf.verbs import TensorFlowVerbs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdlite.common.util import (
+from hvdlite.common.api.horovod_util import (
     check_extension,
     get_average_backwards_compatibility_fun,
     gpu_available,

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common.options import Options
+from hvdlite.common.api.options import Options
 from hvdlite.tf.calls import TensorCall
 from hvdlite.tf.graph import name_in_graph, run_calls
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common.options import Options
-from hvdlite.common.verbs import Outcome, Verbs
+from hvdlite.common.api.differentiable import Outcome, Verbs
+from hvdlite.common.api.options import Options
 from hvdlite.tf.calls import TensorCall
 from hvdlite.tf.graph import default_name, name_in_graph, run_calls
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from hvdlite.common.forms import Forms
+from hvdlite.common.api.forms import Forms
 
 Function = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 F = TypeVar("F", bound=Callable[..., Any])

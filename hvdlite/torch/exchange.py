@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvdlite.common.api.options import Options
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients import Schedule, Terms
-from hvdlite.common.options import Options
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.segments import Segments
 from hvdlite.torch import mpi_ops

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.objects import allgather_object, broadcast_object
+from hvdlite.common.api.objects import allgather_object, broadcast_object
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.optimizer_state import OptimizerState

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from hvdlite.common.api.forms import Forms
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.forms import Forms
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 
 

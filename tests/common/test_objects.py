@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlite.common.objects import allgather_object, broadcast_object
+from hvdlite.common.api.objects import allgather_object, broadcast_object
 from tests.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.common import util
+from hvdlite.common.api import horovod_util as util
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.runtime import basics
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hvdlite.common.api.options import resolve_op
 from hvdlite.common.gradients import resolve_groups
-from hvdlite.common.options import resolve_op
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.common.objects import allgather_object
+from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
 

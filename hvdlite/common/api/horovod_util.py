@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
+from hvdlite.common.api.options import resolve_op
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients import split_list
-from hvdlite.common.options import resolve_op
 from hvdlite.common.runtime import basics
 
 N = TypeVar("N", bound=int)

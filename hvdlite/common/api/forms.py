@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from hvdlite.common.api.differentiable import Outcome, Verbs
+from hvdlite.common.api.options import Options, reduction, scattering
+from hvdlite.common.api.submit import Operation, submit
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.operations import Operation, submit
-from hvdlite.common.options import Options, reduction, scattering
 from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import for_collective
-from hvdlite.common.verbs import Outcome, Verbs
 
 T = TypeVar("T")
 Tensors = Sequence[T]

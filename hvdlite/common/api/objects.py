@@ -7,7 +7,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvdlite.common.forms import Forms
+from hvdlite.common.api.forms import Forms
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import for_collective

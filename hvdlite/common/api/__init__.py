@@ -1,0 +1,1 @@
+"""The public forms of the collectives, written once for all frameworks."""
