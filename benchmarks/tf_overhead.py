@@ -33,9 +33,9 @@ from measuring import (
 from resnet50 import SIZES
 
 import hvdlite.numpy as hvd
-from hvdlite.common.gradients import Scaling, Terms
+from hvdlite.common.gradients.buckets import Scaling, Terms
+from hvdlite.common.gradients.segment_plan import Segments
 from hvdlite.common.plain.compression import NoneCompressor
-from hvdlite.common.segments import Segments
 
 NATIVE, PYTHON, TORCH = "TensorFlow, compiled operations", "TensorFlow, Python", "PyTorch"
 ALONE = {NATIVE: "TensorFlow alone", PYTHON: "TensorFlow alone", TORCH: "PyTorch alone"}

@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.gradients.user_calls import (
+    set_comm_fusion,
+    set_split_strategy_by_idx,
+    set_split_strategy_by_size,
+)
 from hvdlite.common.iteration_trace import trace_iterations
 from hvdlite.common.runtime.basics import (
     ccl_built,
@@ -38,11 +43,6 @@ from hvdlite.common.runtime.basics import (
 )
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import add_process_set, init, remove_process_set, shutdown
-from hvdlite.common.splitting import (
-    set_comm_fusion,
-    set_split_strategy_by_idx,
-    set_split_strategy_by_size,
-)
 from hvdlite.keras import callbacks
 from hvdlite.keras.framework import adapter
 from hvdlite.keras.models import load_model

@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients import Scaling, Terms
+from hvdlite.common.gradients.buckets import Scaling, Terms
+from hvdlite.common.gradients.variables import LocalSources
 from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.segmentation.strategies import Threshold
-from hvdlite.common.sources import LocalSources
 
 Then = Callable[[list[Any]], Any]
 

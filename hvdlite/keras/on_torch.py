@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from hvdlite.common import reducer
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.gradients import buckets_of
+from hvdlite.common.gradients import reducer
+from hvdlite.common.gradients.buckets import buckets_of
+from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.segmentation.strategies import Gradient
-from hvdlite.common.sources import Sources
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.dtypes import DTYPE_NAMES

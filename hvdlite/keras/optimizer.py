@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients import Terms, check_passes, resolve_groups, scaling
+from hvdlite.common.gradients.buckets import Terms, check_passes, resolve_groups, scaling
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite import numpy as hvd
+from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.sources import Sources
 from hvdlite.keras.framework import backend_of, keras
 from hvdlite.keras.kinds import KINDS, parts_of
 

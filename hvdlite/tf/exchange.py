@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api.options import Options
-from hvdlite.common.gradients import Terms, buckets_of
+from hvdlite.common.gradients.buckets import Terms, buckets_of
+from hvdlite.common.gradients.segment_plan import Segments
 from hvdlite.common.plain.compression import Compressor
-from hvdlite.common.segments import Segments
 from hvdlite.tf.calls import TensorCall
 from hvdlite.tf.graph import name_in_graph, run_calls
 from hvdlite.tf.sparse import averaged, check_sparse, dense

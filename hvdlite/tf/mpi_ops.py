@@ -19,6 +19,11 @@ import tensorflow as tf
 
 from hvdlite.common.api.options import Options, reduction, scattering
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.gradients.user_calls import (
+    set_comm_fusion,
+    set_split_strategy_by_idx,
+    set_split_strategy_by_size,
+)
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.basics import (
     ccl_built,
@@ -44,11 +49,6 @@ from hvdlite.common.runtime.basics import (
 )
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import init, shutdown
-from hvdlite.common.splitting import (
-    set_comm_fusion,
-    set_split_strategy_by_idx,
-    set_split_strategy_by_size,
-)
 from hvdlite.tf.calls import SignalCall
 from hvdlite.tf.errors import public
 from hvdlite.tf.graph import run_calls

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common import reducer
+from hvdlite.common.gradients import reducer
 from hvdlite.common.segmentation import strategies as segmentation
 from hvdlite.tf.exchange import Gradient, reduce_gradients
 from hvdlite.tf.sources import SOURCES

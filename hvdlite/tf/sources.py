@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from hvdlite.common.sources import Sources
+from hvdlite.common.gradients.variables import Sources
 
 SOURCES = Sources(tf.Variable)
 

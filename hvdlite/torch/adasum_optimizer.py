@@ -10,7 +10,7 @@ import torch
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients import Terms
+from hvdlite.common.gradients.buckets import Terms
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.exchange import named_by_position
 from hvdlite.torch.wrapping import Wrapped

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.auto_segments import AutoSegments, all_here
-from hvdlite.common.gradients import Schedule, Terms
+from hvdlite.common.gradients.auto_segments import AutoSegments, all_here
+from hvdlite.common.gradients.buckets import Schedule, Terms
+from hvdlite.common.gradients.segment_plan import Segments
 from hvdlite.common.runtime.runtime import for_collective
 from hvdlite.common.segmentation.strategies import Auto, Gradient, Strategy
-from hvdlite.common.segments import Segments
 from hvdlite.torch.dtypes import DTYPE_NAMES
 from hvdlite.torch.flat_gradients import FlatGradients
 from hvdlite.torch.functions import broadcast_object

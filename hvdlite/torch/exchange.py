@@ -18,9 +18,9 @@ import torch
 from hvdlite.common.api.options import Options
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients import Schedule, Terms
+from hvdlite.common.gradients.buckets import Schedule, Terms
+from hvdlite.common.gradients.segment_plan import Segments
 from hvdlite.common.plain.compression import Compressor
-from hvdlite.common.segments import Segments
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
 from hvdlite.torch.cuts import Cuts, ParamGroups

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.gradients.user_calls import (
+    set_comm_fusion,
+    set_split_strategy_by_idx,
+    set_split_strategy_by_size,
+)
 from hvdlite.common.runtime.basics import (
     ccl_built,
     cross_rank,
@@ -26,11 +31,6 @@ from hvdlite.common.runtime.basics import (
     stop_timeline,
 )
 from hvdlite.common.runtime.runtime import init, shutdown
-from hvdlite.common.splitting import (
-    set_comm_fusion,
-    set_split_strategy_by_idx,
-    set_split_strategy_by_size,
-)
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchForms, untraced
 from hvdlite.torch.dtypes import use_torch_casts

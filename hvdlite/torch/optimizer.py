@@ -12,7 +12,7 @@ import torch
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.gradients import (
+from hvdlite.common.gradients.buckets import (
     Schedule,
     Terms,
     buckets_of,
@@ -23,13 +23,13 @@ from hvdlite.common.gradients import (
     scaling,
     split_evenly,
 )
+from hvdlite.common.gradients.segment_plan import Segments
 from hvdlite.common.iteration_trace import announce
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
-from hvdlite.common.segments import Segments
 from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.cuts import ParamGroups

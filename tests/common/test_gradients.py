@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients import (
+from hvdlite.common.gradients.buckets import (
     Scaling,
     Schedule,
     buckets_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.common.api.options import resolve_op
-from hvdlite.common.gradients import resolve_groups
+from hvdlite.common.gradients.buckets import resolve_groups
 
 
 @pytest.mark.parametrize(

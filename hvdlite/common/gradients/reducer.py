@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from hvdlite.common.gradients import Terms, check_groups, split_evenly
+from hvdlite.common.gradients.buckets import Terms, check_groups, split_evenly
+from hvdlite.common.gradients.segment_plan import Segments
+from hvdlite.common.gradients.variables import LocalSources, Sources
 from hvdlite.common.segmentation.strategies import Gradient
-from hvdlite.common.segments import Segments
-from hvdlite.common.sources import LocalSources, Sources
 
 
 class Reducer(ABC):

@@ -9,7 +9,8 @@ from typing import Any
 
 from hvdlite.common.api.options import Options
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.gradients import Terms
+from hvdlite.common.gradients.buckets import Terms
+from hvdlite.common.gradients.user_calls import chosen
 from hvdlite.common.plain.messages import WHOLE_GROUP
 from hvdlite.common.segmentation.saved_results import load
 from hvdlite.common.segmentation.strategies import (
@@ -22,7 +23,6 @@ from hvdlite.common.segmentation.strategies import (
     Threshold,
     segments_of,
 )
-from hvdlite.common.splitting import chosen
 
 VIEWED = Threshold(25 * MIB)  # of gradients that live in segments; PyTorch's buckets are so large
 

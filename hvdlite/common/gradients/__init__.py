@@ -1,0 +1,1 @@
+"""Buckets of gradients, and how an optimizer reduces them."""
