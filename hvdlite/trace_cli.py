@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.trace_report import SCRIPT, Report, Table, make_report
 from hvdlite.trace_summary import read_trace
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.drawing import load_matplotlib
 from hvdlite.trace_summary import median_iteration
 

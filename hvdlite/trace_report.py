@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.trace_advice import ENOUGH, Advice, Travel, advise
 from hvdlite.trace_skeleton import Skeleton, skeleton_of
 from hvdlite.trace_summary import Figure, Summary, summarize

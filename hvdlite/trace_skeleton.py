@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.trace_advice import Travel
 from hvdlite.trace_summary import iterations_of
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from hvdlite.common.iteration_files import RowsFormatError, read_rows
-from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.common.iterations.files import RowsFormatError, read_rows
+from hvdlite.common.iterations.rows import IterationRow
 
 _OF_RANK = re.compile(r"(.+)\.rank(\d+)(\.\w+)")
 MOSTLY = 0.1  # of the rows have a cut that is one, and not what came as it comes

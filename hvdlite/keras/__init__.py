@@ -18,7 +18,7 @@ from hvdlite.common.gradients.user_calls import (
     set_split_strategy_by_idx,
     set_split_strategy_by_size,
 )
-from hvdlite.common.iteration_trace import trace_iterations
+from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.runtime.basics import (
     ccl_built,
     cross_rank,

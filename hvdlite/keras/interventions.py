@@ -18,7 +18,7 @@ from functools import cache, partial, wraps
 from inspect import signature
 from typing import Any
 
-from hvdlite.common.iteration_trace import trace_by_setting
+from hvdlite.common.iterations.trace import trace_by_setting
 from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.keras.exchange import Exchange
 from hvdlite.keras.kinds import Kind, parts_of

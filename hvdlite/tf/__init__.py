@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.iteration_trace import trace_iterations
+from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import add_process_set, remove_process_set
 from hvdlite.tf import data

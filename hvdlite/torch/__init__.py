@@ -16,7 +16,7 @@ from hvdlite.common.base.gc_pause import without_collecting
 
 with without_collecting():
     from hvdlite.common.base.errors import HorovodInternalError
-    from hvdlite.common.iteration_trace import trace_iterations
+    from hvdlite.common.iterations.trace import trace_iterations
     from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
     from hvdlite.common.runtime.runtime import add_process_set, remove_process_set
     from hvdlite.torch.compression import Compression

@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.iteration_steps import Steps
+from hvdlite.common.iterations.marks import Steps
 
 UNSEEN_STEPS = 2  # after which forward is not looked for any more
 

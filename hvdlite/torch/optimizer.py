@@ -24,7 +24,7 @@ from hvdlite.common.gradients.buckets import (
     split_evenly,
 )
 from hvdlite.common.gradients.segment_plan import Segments
-from hvdlite.common.iteration_trace import announce
+from hvdlite.common.iterations.trace import announce
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from hvdlite.common.gradients.buckets import Terms
-from hvdlite.common.iteration_steps import Steps
+from hvdlite.common.iterations.marks import Steps
 from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.torch.iteration_hooks import IterationHooks
 

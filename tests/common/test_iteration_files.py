@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.common.iteration_files import RowsFormatError, open_rows, read_rows
-from hvdlite.common.iteration_rows import IterationRow, Marks, SegmentTimes, make_row, overlap_of
+from hvdlite.common.iterations.files import RowsFormatError, open_rows, read_rows
+from hvdlite.common.iterations.rows import IterationRow, Marks, SegmentTimes, make_row, overlap_of
 
 SCALARS = (
     "iteration", "rank", "fp_start", "fp_end", "bp_end", "iteration_end", "fp_bp_time", "tail",

@@ -11,10 +11,10 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.engine.executor import SegmentRun
-from hvdlite.common.iteration_files import CsvFile, ParquetFile, read_rows
-from hvdlite.common.iteration_rows import IterationRow
-from hvdlite.common.iteration_steps import Steps
-from hvdlite.common.iteration_trace import trace_iterations
+from hvdlite.common.iterations.files import CsvFile, ParquetFile, read_rows
+from hvdlite.common.iterations.marks import Steps
+from hvdlite.common.iterations.rows import IterationRow
+from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.runtime.runtime import current
 from tests.ranks import run_ranks
 

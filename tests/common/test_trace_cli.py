@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hvdlite import trace_plot, trace_report
-from hvdlite.common.iteration_files import open_rows
-from hvdlite.common.iteration_rows import IterationRow, Marks, SegmentTimes, make_row
+from hvdlite.common.iterations.files import open_rows
+from hvdlite.common.iterations.rows import IterationRow, Marks, SegmentTimes, make_row
 from hvdlite.common.timeline.recorder import path_of_rank
 from hvdlite.trace_cli import main
 from hvdlite.trace_skeleton import skeleton_of

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import hvdlite.torch as hvd
-from hvdlite.common.iteration_files import read_rows
-from hvdlite.common.iteration_rows import IterationRow
+from hvdlite.common.iterations.files import read_rows
+from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.runtime import current
 from tests.ranks import run_ranks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdlite.common.iteration_steps import Iteration
-from hvdlite.common.iteration_trace import IterationTrace
+from hvdlite.common.iterations.marks import Iteration
+from hvdlite.common.iterations.trace import IterationTrace
 from hvdlite.keras.callbacks.base import Callback
 
 

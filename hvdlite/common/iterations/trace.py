@@ -19,9 +19,9 @@ from weakref import WeakMethod, finalize
 
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.engine.executor import SegmentRun
-from hvdlite.common.iteration_files import RowsFile, check_path, open_rows
-from hvdlite.common.iteration_rows import IterationRow, Marks, SegmentTimes, make_row
-from hvdlite.common.iteration_steps import Iteration, Steps
+from hvdlite.common.iterations.files import RowsFile, check_path, open_rows
+from hvdlite.common.iterations.marks import Iteration, Steps
+from hvdlite.common.iterations.rows import IterationRow, Marks, SegmentTimes, make_row
 from hvdlite.common.runtime.runtime import Runtime, current
 from hvdlite.common.timeline.recorder import path_of_rank
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 
 from hvdlite.common.engine.executor import SegmentRun
-from hvdlite.common.iteration_rows import Marks
+from hvdlite.common.iterations.rows import Marks
 
 now = time.monotonic
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvdlite.common.iteration_rows import WHOLE, IterationRow, cells, columns, row_of
+from hvdlite.common.iterations.rows import WHOLE, IterationRow, cells, columns, row_of
 from hvdlite.common.plain.config import trace_path
 
 CHUNK_ROWS = 10_000  # that wait for the Parquet file as Python objects

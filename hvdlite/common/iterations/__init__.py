@@ -1,0 +1,1 @@
+"""The iteration trace: what every rank did in every training iteration."""
