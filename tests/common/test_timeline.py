@@ -23,7 +23,7 @@ from hvdlite.common.plain.config import Config
 from hvdlite.common.timeline import chrome_trace as trace_module
 from hvdlite.common.timeline import recorder as timeline_module
 from hvdlite.common.timeline.recorder import Timeline, path_of_rank
-from hvdlite.timeline_events import check
+from hvdlite.tools.timeline_reader import check
 from tests.ranks import run_ranks
 
 Event = dict[str, Any]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hvdlite import timeline_events
 from hvdlite.common.timeline.recorder import Timeline
-from hvdlite.timeline_cli import main
-from hvdlite.timeline_events import TimelineFormatError, check, read_events
-from hvdlite.timeline_plot import collect
+from hvdlite.tools import timeline_reader as timeline_events
+from hvdlite.tools.timeline_cli import main
+from hvdlite.tools.timeline_plot import collect
+from hvdlite.tools.timeline_reader import TimelineFormatError, check, read_events
 
 Event = dict[str, Any]
 HEAD = (

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.common.segmentation.parsing import by_size
-from hvdlite.trace_advice import Advice, Travel, advise
+from hvdlite.tools.trace_advice import Advice, Travel, advise
 
 MIB = 1 << 20
 FP_END, BP_END, END = 10.0, 30.0, 45.0

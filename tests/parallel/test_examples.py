@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.timeline_cli import main as timeline
+from hvdlite.tools.timeline_cli import main as timeline
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
 
 RANKS = [

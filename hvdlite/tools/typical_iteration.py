@@ -7,8 +7,8 @@ from statistics import median
 from typing import NamedTuple
 
 from hvdlite.common.iterations.rows import IterationRow
-from hvdlite.trace_advice import Travel
-from hvdlite.trace_summary import iterations_of
+from hvdlite.tools.trace_advice import Travel
+from hvdlite.tools.trace_summary import iterations_of
 
 
 class Skeleton(NamedTuple):

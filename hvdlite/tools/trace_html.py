@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from string import Template
 
-from hvdlite.trace_report import SCRIPT, Report, Table
+from hvdlite.tools.trace_report import SCRIPT, Report, Table
 
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdlite.common.iterations.rows import IterationRow
-from hvdlite.drawing import load_matplotlib
-from hvdlite.trace_summary import median_iteration
+from hvdlite.tools.drawing import load_matplotlib
+from hvdlite.tools.trace_summary import median_iteration
 
 MOST_RANKS = 16  # that are shown
 COLOURS = {

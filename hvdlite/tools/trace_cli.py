@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.iterations.rows import IterationRow
-from hvdlite.trace_report import SCRIPT, Report, Table, make_report
-from hvdlite.trace_summary import read_trace
+from hvdlite.tools.trace_report import SCRIPT, Report, Table, make_report
+from hvdlite.tools.trace_summary import read_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_report(options: argparse.Namespace) -> None:
     if options.picture:
-        import_module("hvdlite.trace_plot").check_suffix(options.picture)
+        import_module("hvdlite.tools.trace_plot").check_suffix(options.picture)
     rows, of_other_runs = read_trace(options.file)
     if of_other_runs:
         print(
@@ -53,14 +53,14 @@ def _run_report(options: argparse.Namespace) -> None:
     report = make_report(rows)
     _print(report)
     if options.picture:
-        import_module("hvdlite.trace_plot").draw(rows, options.picture)
+        import_module("hvdlite.tools.trace_plot").draw(rows, options.picture)
     if options.html:
         Path(options.html).write_text(_page(report, rows), encoding="utf-8")
 
 
 def _page(report: Report, rows: Sequence[IterationRow]) -> str:
-    picture = import_module("hvdlite.trace_plot").svg(rows)
-    page: str = import_module("hvdlite.trace_page").make_page(report, picture)
+    picture = import_module("hvdlite.tools.trace_plot").svg(rows)
+    page: str = import_module("hvdlite.tools.trace_html").make_page(report, picture)
     return page
 
 

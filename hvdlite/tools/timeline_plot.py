@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlite.common.timeline.chrome_trace import ENGINE_TRACK, NEGOTIATE_PREFIX, SEGMENT_TRACK
-from hvdlite.drawing import load_matplotlib
-from hvdlite.timeline_events import Event, Head, TimelineFormatError
+from hvdlite.tools.drawing import load_matplotlib
+from hvdlite.tools.timeline_reader import Event, Head, TimelineFormatError
 
 NEGOTIATION_COLOUR = "#f2c894"
 COLLECTIVE_COLOUR = "#9ec5e8"

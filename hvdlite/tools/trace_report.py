@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hvdlite.common.iterations.rows import IterationRow
-from hvdlite.trace_advice import ENOUGH, Advice, Travel, advise
-from hvdlite.trace_skeleton import Skeleton, skeleton_of
-from hvdlite.trace_summary import Figure, Summary, summarize
+from hvdlite.tools.trace_advice import ENOUGH, Advice, Travel, advise
+from hvdlite.tools.trace_summary import Figure, Summary, summarize
+from hvdlite.tools.typical_iteration import Skeleton, skeleton_of
 
 MIB = 1 << 20
 SCRIPT = "train.py"  # stands for what the user runs

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from hvdlite.common.timeline.chrome_trace import HEAD_PID
-from hvdlite.timeline_events import (
+from hvdlite.tools.timeline_reader import (
     Event,
     Head,
     TimelineFormatError,
@@ -79,7 +79,7 @@ def _run_check(options: argparse.Namespace) -> int:
 
 
 def _run_draw(options: argparse.Namespace) -> int:
-    from hvdlite.timeline_plot import draw
+    from hvdlite.tools.timeline_plot import draw
 
     window = (options.start_ms, options.end_ms)
     draw(read_events(options.file), options.output, window, options.tensors, options.title)
