@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from hvdlite import names
+from hvdlite import module_aliases as names
 
 if TYPE_CHECKING:
     from hvdlite.launcher.function import run

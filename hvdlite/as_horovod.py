@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from hvdlite.names import SameModule, exists
+from hvdlite.module_aliases import SameModule, exists
 
 HOROVOD = "horovod"
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "drop_in")

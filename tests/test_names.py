@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.names import OWN_NAMES, own_name
+from hvdlite.module_aliases import OWN_NAMES, own_name
 from tests.parallel.jobs import environment
 
 PACKAGE = Path(hvdlite.__file__).parent

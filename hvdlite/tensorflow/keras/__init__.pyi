@@ -1,3 +1,3 @@
-"""A second name of hvdlite.keras, for editors and type checkers; see hvdlite/names.py."""
+"""A second name of hvdlite.keras, for editors and type checkers; see module_aliases.py."""
 
 from hvdlite.keras import *
