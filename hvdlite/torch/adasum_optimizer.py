@@ -12,8 +12,8 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import Terms
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.exchange import named_by_position
-from hvdlite.torch.wrapping import Wrapped
+from hvdlite.torch.gradient_exchange import named_by_position
+from hvdlite.torch.subclass import Wrapped
 
 
 class AdasumMixin(Wrapped):

@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from hvdlite.torch.flat_gradients import FlatGradients
-from hvdlite.torch.formulas import Formula, Run, formula_of
+from hvdlite.torch.optimizer_kernels import Formula, Run, formula_of
 
 Tensor = torch.Tensor
 ParamGroups = list[dict[str, Any]]

@@ -32,11 +32,11 @@ from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
-from hvdlite.torch.cuts import ParamGroups
-from hvdlite.torch.exchange import CASTS, GradientExchange, named_by_position
 from hvdlite.torch.functions import broadcast_object
 from hvdlite.torch.fused_step import FusedStep
-from hvdlite.torch.wrapping import Wrapped, wrap
+from hvdlite.torch.gradient_exchange import CASTS, GradientExchange, named_by_position
+from hvdlite.torch.segment_schedule import ParamGroups
+from hvdlite.torch.subclass import Wrapped, wrap
 
 NO_EFFECT = "fuse_all_optimizer_ops has no effect"
 Names = dict[torch.Tensor, str]

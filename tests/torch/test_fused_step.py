@@ -15,7 +15,7 @@ from torch import nn
 from hvdlite.torch.flat_gradients import FlatGradients
 from hvdlite.torch.functions import broadcast_optimizer_state
 from hvdlite.torch.fused_step import FusedStep
-from hvdlite.torch.wrapping import Wrapped
+from hvdlite.torch.subclass import Wrapped
 from tests.ranks import run_ranks
 
 Tensor = torch.Tensor
@@ -160,7 +160,7 @@ def test_groups_in_one_segment_have_options_of_their_own(
 def test_long_segments_are_stepped_in_pieces(
     make: Make, options: dict[str, Any], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvdlite.torch.formulas.PIECE", 100)
+    monkeypatch.setattr("hvdlite.torch.optimizer_kernels.PIECE", 100)
     ours, oracle = both(make, {**options, **flags})
     check_same(ours.train(), oracle.train())
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import hvdlite.torch as hvd
 from hvdlite.common.runtime.runtime import current
-from hvdlite.torch import exchange
-from hvdlite.torch.exchange import ENOUGH_BYTES
+from hvdlite.torch import gradient_exchange as exchange
+from hvdlite.torch.gradient_exchange import ENOUGH_BYTES
 from tests.ranks import run_ranks
 
 SIZE = 3

@@ -24,7 +24,7 @@ from hvdlite.common.segmentation.strategies import Auto, Gradient, Strategy
 from hvdlite.torch.dtypes import DTYPE_NAMES
 from hvdlite.torch.flat_gradients import FlatGradients
 from hvdlite.torch.functions import broadcast_object
-from hvdlite.torch.layouts import Layouts
+from hvdlite.torch.sparsity import Layouts
 
 ParamGroups = list[dict[str, Any]]
 MOST_LEARNED = 20  # times; a loop that freezes and thaws parameters all the time has other worries

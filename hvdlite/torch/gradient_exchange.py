@@ -23,9 +23,9 @@ from hvdlite.common.gradients.segment_plan import Segments
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
-from hvdlite.torch.cuts import Cuts, ParamGroups
 from hvdlite.torch.flat_gradients import FlatGradients
-from hvdlite.torch.layouts import Layouts
+from hvdlite.torch.segment_schedule import Cuts, ParamGroups
+from hvdlite.torch.sparsity import Layouts
 
 T = TypeVar("T")
 ENOUGH_BYTES = 4 << 20  # of gradients, to be sent in the middle of backward

@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from hvdlite.torch.wrapping import Wrapped
+from hvdlite.torch.subclass import Wrapped
 
 Group = dict[str, Any]
 # Elements of a tensor at most, where every operation of a formula goes over a whole tensor. Memory
