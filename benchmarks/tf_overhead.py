@@ -66,7 +66,7 @@ def tensorflow_steps(sizes: list[int], threads: int = 1) -> dict[str, Step]:
     """name -> a step; each leaves its results in the same variables."""
     import tensorflow as tf
 
-    from hvdlite.tf.exchange import reduce_gradients  # what every tape and optimizer calls
+    from hvdlite.tf.gradient_exchange import reduce_gradients  # what every tape and optimizer calls
 
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(threads)

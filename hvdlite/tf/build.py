@@ -10,7 +10,7 @@ import sys
 import time
 
 from hvdlite.common.collectives.native.build import BuildError
-from hvdlite.tf.native_recipe import recipe
+from hvdlite.tf.native.recipe import recipe
 
 
 def main() -> int:

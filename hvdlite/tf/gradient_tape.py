@@ -14,9 +14,9 @@ from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.tf.compression import Compression
-from hvdlite.tf.exchange import Gradient
+from hvdlite.tf.gradient_exchange import Gradient
 from hvdlite.tf.reducer import Reducer
-from hvdlite.tf.wrapping import wrap
+from hvdlite.tf.subclass import wrap
 
 _untraced: Any = tf.autograph.experimental.do_not_convert
 _NO_GRADIENT = tf.UnconnectedGradients.NONE

@@ -9,10 +9,11 @@ from contextlib import nullcontext
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from hvdlite.tf import native_run, python_ops
-from hvdlite.tf.calls import Call, run_now
+from hvdlite.tf import python_graph_ops as python_ops
+from hvdlite.tf.collective_call import Call, run_now
 from hvdlite.tf.errors import InvalidArgumentError
-from hvdlite.tf.native import library
+from hvdlite.tf.native import graph_ops as native_run
+from hvdlite.tf.native.loader import library
 
 
 def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:

@@ -11,8 +11,8 @@ from hvdlite.common.api.options import Options
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.tf.differentiable import TensorFlowVerbs
 from hvdlite.tf.errors import public
-from hvdlite.tf.verbs import TensorFlowVerbs
 
 _VERBS = TensorFlowVerbs(ignore_name_scope=True)  # Keras numbers scopes, not alike on all ranks
 _NAME = "sync_batch_norm"

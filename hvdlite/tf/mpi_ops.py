@@ -49,7 +49,8 @@ from hvdlite.common.runtime.basics import (
 )
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import init, shutdown
-from hvdlite.tf.calls import SignalCall
+from hvdlite.tf.collective_call import SignalCall
+from hvdlite.tf.differentiable import TensorFlowVerbs
 from hvdlite.tf.errors import public
 from hvdlite.tf.graph import run_calls
 from hvdlite.tf.sparse import allreduce_mixed, dense
@@ -61,7 +62,6 @@ from hvdlite.tf.topology_ops import (
     size_op,
 )
 from hvdlite.tf.variables import broadcast_values
-from hvdlite.tf.verbs import TensorFlowVerbs
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

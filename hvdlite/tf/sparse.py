@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdlite.common.api.options import Options
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import Compressor
-from hvdlite.tf.verbs import TensorFlowVerbs
+from hvdlite.tf.differentiable import TensorFlowVerbs
 
 
 def dense(value: Any, what: str = "this") -> tf.Tensor:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdlite.common.runtime.basics import local_rank, local_size, rank
 from hvdlite.common.runtime.runtime import Runtime, finder, use
 from hvdlite.tf.errors import public
-from hvdlite.tf.python_ops import in_any_order
+from hvdlite.tf.python_graph_ops import in_any_order
 
 
 @public

@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.tf.aggregation import Accumulator, Passes, local_variable
-from hvdlite.tf.exchange import Gradient
-from hvdlite.tf.provenance import Provenance
+from hvdlite.tf.gradient_exchange import Gradient
+from hvdlite.tf.reduced_check import Provenance
 from hvdlite.tf.reducer import Reducer
 from hvdlite.tf.sources import key_of
-from hvdlite.tf.wrapping import wrap
+from hvdlite.tf.subclass import wrap
 
 Pairs = list[tuple[Gradient, Any]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api.options import Options
-from hvdlite.tf.calls import TensorCall
+from hvdlite.tf.collective_call import TensorCall
 from hvdlite.tf.graph import name_in_graph, run_calls
 
 

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 import hvdlite.tf as hvd
 from hvdlite.common.collectives.native.build import BuildError
-from hvdlite.tf import native
-from hvdlite.tf.native_recipe import recipe
+from hvdlite.tf.native import loader as native
+from hvdlite.tf.native.recipe import recipe
 from tests.parallel.jobs import run_command
 from tests.ranks import run_ranks
 from tests.tf.test_native import needs_compiler

@@ -6,7 +6,7 @@
 //                                    no thread waits for that
 //
 // One thread of Python's empties the queue (hvdlite_next), starts the collectives in the engine, and
-// tells how each has ended (hvdlite_end). native_run.py is the other side of the C functions below.
+// tells how each has ended (hvdlite_end). graph_ops.py is the other side of the C functions below.
 
 #include <unistd.h>
 

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.numpy_adapter import Array
-from hvdlite.tf.calls import Call, Flight
+from hvdlite.tf.collective_call import Call, Flight
 
 _RUNNING, _ENDED, _FAILED = np.int32(0), np.int32(1), np.int32(2)
 _FIRST_POLL_SECONDS = 0.001

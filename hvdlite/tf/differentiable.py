@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdlite.common.api.differentiable import Outcome, Verbs
 from hvdlite.common.api.options import Options
-from hvdlite.tf.calls import TensorCall
+from hvdlite.tf.collective_call import TensorCall
 from hvdlite.tf.graph import default_name, name_in_graph, run_calls
 
 Function = Callable[[list[tf.Tensor]], list[tf.Tensor]]

@@ -11,10 +11,10 @@ from hvdlite.common.api.options import Options
 from hvdlite.common.gradients.buckets import Terms, buckets_of
 from hvdlite.common.gradients.segment_plan import Segments
 from hvdlite.common.plain.compression import Compressor
-from hvdlite.tf.calls import TensorCall
+from hvdlite.tf.collective_call import TensorCall
+from hvdlite.tf.differentiable import TensorFlowVerbs
 from hvdlite.tf.graph import name_in_graph, run_calls
 from hvdlite.tf.sparse import averaged, check_sparse, dense
-from hvdlite.tf.verbs import TensorFlowVerbs
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices | None
 Outputs = list[list[tf.Tensor]]

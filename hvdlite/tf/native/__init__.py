@@ -1,0 +1,1 @@
+"""Compiled TensorFlow operations, built on the user's machine."""
