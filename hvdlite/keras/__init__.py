@@ -46,14 +46,14 @@ from hvdlite.common.runtime.runtime import add_process_set, init, remove_process
 from hvdlite.keras import callbacks
 from hvdlite.keras.framework import adapter
 from hvdlite.keras.models import load_model
-from hvdlite.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from hvdlite.keras.verbs import (
+from hvdlite.keras.mpi_ops import (
     allgather,
     allreduce,
     broadcast,
     broadcast_global_variables,
     reducescatter,
 )
+from hvdlite.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 
 if TYPE_CHECKING:
     from hvdlite.tf.compression import Compression

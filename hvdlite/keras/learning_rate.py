@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.keras.kinds import parts_of
+from hvdlite.keras.optimizer_families import parts_of
 
 
 def get_learning_rate(model: Any, asked_by: str) -> float:

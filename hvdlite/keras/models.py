@@ -8,9 +8,9 @@ from typing import Any
 
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.keras.framework import keras
-from hvdlite.keras.kinds import parts_of
 from hvdlite.keras.optimizer import DistributedOptimizer
-from hvdlite.keras.wrapping import Distributed
+from hvdlite.keras.optimizer_families import parts_of
+from hvdlite.keras.subclass import Distributed
 
 
 def load_model(

@@ -12,11 +12,11 @@ from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
-from hvdlite.keras.exchange import Exchange, Settings
 from hvdlite.keras.framework import backend_of
-from hvdlite.keras.interventions import intervene
-from hvdlite.keras.kinds import kind_of, parts_of
-from hvdlite.keras.wrapping import Distributed, check_local, distribute
+from hvdlite.keras.gradient_exchange import Exchange, Settings
+from hvdlite.keras.keras_patches import intervene
+from hvdlite.keras.optimizer_families import kind_of, parts_of
+from hvdlite.keras.subclass import Distributed, check_local, distribute
 
 
 def DistributedOptimizer(  # noqa: N802

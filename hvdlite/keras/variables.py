@@ -17,7 +17,7 @@ from hvdlite import numpy as hvd
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.framework import backend_of, keras
-from hvdlite.keras.kinds import KINDS, parts_of
+from hvdlite.keras.optimizer_families import KINDS, parts_of
 
 
 @cache

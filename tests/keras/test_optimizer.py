@@ -433,7 +433,7 @@ def test_before_init() -> None:
 
 @tensorflow_only
 def test_xla_is_left_out_and_said_once() -> None:
-    from hvdlite.keras import interventions
+    from hvdlite.keras import keras_patches as interventions
 
     interventions._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:

@@ -15,7 +15,7 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.keras.framework import LEGACY, keras
-from hvdlite.keras.wrapping import Distributed
+from hvdlite.keras.subclass import Distributed
 from tests.keras.training import (
     INPUTS,
     TARGETS,

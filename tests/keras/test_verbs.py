@@ -9,7 +9,7 @@ import pytest
 
 from hvdlite import numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.keras import verbs
+from hvdlite.keras import mpi_ops as verbs
 from hvdlite.keras.framework import LEGACY, keras
 from tests.ranks import run_ranks
 

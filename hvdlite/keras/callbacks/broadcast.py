@@ -11,7 +11,8 @@ from hvdlite import numpy as hvd
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.keras.callbacks.base import Callback
-from hvdlite.keras.kinds import parts_of
+from hvdlite.keras.optimizer_families import parts_of
+from hvdlite.keras.subclass import Distributed
 from hvdlite.keras.variables import (
     broadcast_values,
     build_optimizer,
@@ -21,7 +22,6 @@ from hvdlite.keras.variables import (
     sources,
     without,
 )
-from hvdlite.keras.wrapping import Distributed
 
 NAME = "BroadcastGlobalVariablesCallback"
 

@@ -11,8 +11,8 @@ from functools import wraps
 from importlib import import_module
 from typing import Any, NoReturn
 
-from hvdlite.keras.exchange import Exchange, Settings
-from hvdlite.keras.kinds import Kind, parts_of
+from hvdlite.keras.gradient_exchange import Exchange, Settings
+from hvdlite.keras.optimizer_families import Kind, parts_of
 
 _EXCHANGE = "_hvdlite_exchange"
 Method = Callable[..., Any]

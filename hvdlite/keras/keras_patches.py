@@ -20,9 +20,9 @@ from typing import Any
 
 from hvdlite.common.iterations.trace import trace_by_setting
 from hvdlite.common.runtime.basics import is_initialized
-from hvdlite.keras.exchange import Exchange
-from hvdlite.keras.kinds import Kind, parts_of
-from hvdlite.keras.wrapping import Distributed, exchange_of
+from hvdlite.keras.gradient_exchange import Exchange
+from hvdlite.keras.optimizer_families import Kind, parts_of
+from hvdlite.keras.subclass import Distributed, exchange_of
 
 _MADE_FOR = "_hvdlite_exchange"  # of a model: the one that its training step was made with
 Method = Callable[..., Any]

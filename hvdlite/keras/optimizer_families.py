@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from hvdlite.keras.exchange import Exchange
+from hvdlite.keras.gradient_exchange import Exchange
 
 Entry = Callable[..., Any]
 
