@@ -13,18 +13,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdlite.launcher import ending
-from hvdlite.launcher.channels import Channels
+from hvdlite.launcher import termination_plan as ending
+from hvdlite.launcher.cleanup import kill_session, remove_segments
 from hvdlite.launcher.commands import RANK_VARIABLE, Place, build_command
-from hvdlite.launcher.ending import Ending
 from hvdlite.launcher.environment import is_root, names_for_other_hosts
-from hvdlite.launcher.leftovers import kill_session, remove_segments
+from hvdlite.launcher.first_failure import Failure, Verdict
 from hvdlite.launcher.mpi import OPENMPI, Mpi
 from hvdlite.launcher.options import Options
 from hvdlite.launcher.output import STREAMS, Output
+from hvdlite.launcher.pipes import Channels
 from hvdlite.launcher.rank_shell import wrap
 from hvdlite.launcher.signals import SignalInbox, die_with_parent
-from hvdlite.launcher.verdict import Failure, Verdict
+from hvdlite.launcher.termination_plan import Ending
 
 LOOK_SECONDS = 1.0  # how often we look whether a shell has gone without a word
 NOT_STARTED_CODE = 1

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from hvdlite.launcher.ending import REPEATED
+from hvdlite.launcher.termination_plan import REPEATED
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher import ending
-from hvdlite.launcher.ending import Ending
+from hvdlite.launcher import termination_plan as ending
+from hvdlite.launcher.first_failure import Failure, Verdict
 from hvdlite.launcher.output import Output
-from hvdlite.launcher.verdict import Failure, Verdict
+from hvdlite.launcher.termination_plan import Ending
 
 
 def verdict(*events: str) -> Verdict:

@@ -12,9 +12,9 @@ import selectors
 from collections.abc import Callable
 from typing import IO
 
+from hvdlite.launcher.first_failure import Verdict
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM
 from hvdlite.launcher.output import STREAMS, Output
-from hvdlite.launcher.verdict import Verdict
 
 READ_BYTES = 1 << 16
 MARK = {
