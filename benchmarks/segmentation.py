@@ -28,7 +28,7 @@ from hosts import add_link_options, run
 from measuring import Quartiles, make_parser, say, slowest, spread, table, write
 
 import hvdlite.torch as hvd
-from hvdlite.common.engine.executor import SegmentRun
+from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.runtime import current
 
 AUTO = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from hvdlite import module_aliases as names
+from hvdlite import module_aliases
 
 if TYPE_CHECKING:
     from hvdlite.launcher.function import run
@@ -18,7 +18,7 @@ _checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.isfile(os.path.join(_checkout, "launcher", "rank_shell.py")):
     __path__.append(_checkout)
 
-names.install()
+module_aliases.install()
 
 
 def __getattr__(name: str) -> Any:

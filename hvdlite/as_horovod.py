@@ -35,7 +35,6 @@ PARTS = {
 # not named here have the same name in hvdlite.
 NAMES = {
     "horovod": ["hvdlite"],
-    "horovod.common.exceptions": ["hvdlite.common.base.errors"],
     "horovod.runner": ["hvdlite.launcher"],
     **{
         f"horovod.{package}.{part}": [f"hvdlite.{package}.{part}", f"hvdlite.{package}"]

@@ -19,7 +19,15 @@ else:  # which is slow to import, and gives nothing
     Loader = object
 
 # By second names: where a module has its file, with all that is below it.
-OWN_NAMES = {"hvdlite.tensorflow": "hvdlite.tf", "hvdlite.tf.keras": "hvdlite.keras"}
+OWN_NAMES = {
+    "hvdlite.tensorflow": "hvdlite.tf",
+    "hvdlite.tf.keras": "hvdlite.keras",
+    # Users of Horovod import these four from its package "common".
+    "hvdlite.common.basics": "hvdlite.common.runtime.basics",
+    "hvdlite.common.exceptions": "hvdlite.common.base.errors",
+    "hvdlite.common.process_sets": "hvdlite.common.runtime.process_sets",
+    "hvdlite.common.util": "hvdlite.common.api.horovod_util",
+}
 
 
 def own_name(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import tensorflow as tf
@@ -68,7 +67,10 @@ def DistributedOptimizer(  # noqa: N802
     """
     chosen = resolve_groups(num_groups, groups)
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        return import_module("hvdlite.keras").DistributedOptimizer(
+        # Upwards, and only when asked: who trains without Keras never imports it.
+        from hvdlite.keras.optimizer import DistributedOptimizer as KerasDistributedOptimizer
+
+        return KerasDistributedOptimizer(
             optimizer,
             name=name,
             compression=compression,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.engine.executor import Entry
 from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.runtime.runtime import current
 from tests.ranks import run_ranks

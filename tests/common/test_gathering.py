@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.engine.executor import Entry
 from hvdlite.common.engine.tensor_queue import ENOUGH_BYTES, TensorQueue
 from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.transport.wakeup import Alarm
 from tests.ranks import run_ranks

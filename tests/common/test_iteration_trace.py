@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.iterations.files import CsvFile, ParquetFile, read_rows
 from hvdlite.common.iterations.marks import Steps
 from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.common.iterations.trace import trace_iterations
+from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.runtime import current
 from tests.ranks import run_ranks
 

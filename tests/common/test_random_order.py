@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.collectives.table import split_rows
 from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.lists import split_rows
 from tests.ranks import run_ranks
 
 SIZE = 3

@@ -128,10 +128,10 @@ def test_tensorflow_and_keras_are_the_same_modules() -> None:
 
 def test_modules_without_a_framework() -> None:
     code = (
-        "import horovod.data, horovod.common.util, hvdlite.data, hvdlite.common.api.horovod_util, sys\n"
+        "import horovod.data, horovod.common.util, hvdlite.data, hvdlite.common.util, sys\n"
         "from horovod.data import AsyncDataLoaderMixin, BaseDataLoader\n"
         "from horovod.common.util import check_extension, env, split_list\n"
-        "assert horovod.data is hvdlite.data and horovod.common.util is hvdlite.common.api.horovod_util\n"
+        "assert horovod.data is hvdlite.data and horovod.common.util is hvdlite.common.util\n"
         "assert not {'torch', 'tensorflow', 'keras'} & set(sys.modules)\n"
         "print(split_list([1, 2, 3], 2))\n"
     )

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
-from hvdlite.common.collectives.table import split_rows
 from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.plain.lists import split_rows
 from hvdlite.common.plain.numpy_adapter import aligned_empty
 from hvdlite.tf.collective_call import array_of, tensor_of
 from tests.ranks import run_ranks

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.engine.executor import SegmentRun
+from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.runtime import current
 from tests.resnet50 import PARAMETERS
 

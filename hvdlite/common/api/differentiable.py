@@ -14,8 +14,8 @@ from hvdlite.common.api.options import Options
 from hvdlite.common.api.submit import members_of
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import ROWS, Effect
-from hvdlite.common.engine.executor import Entry
 from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime, for_collective

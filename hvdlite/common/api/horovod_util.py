@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from hvdlite.common.api.options import resolve_op
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients.buckets import split_list
+from hvdlite.common.plain.lists import split_list
 from hvdlite.common.runtime import basics
 
 N = TypeVar("N", bound=int)

@@ -16,8 +16,8 @@ from hvdlite.common.api.options import Options
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import ROWS
-from hvdlite.common.engine.executor import Entry
 from hvdlite.common.plain.adapter import Adapter, CpuBuffer, HostBuffer, TensorSpec
+from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import NO_RANK, Request
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime

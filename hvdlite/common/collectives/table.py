@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Backend, Group, Reduction
+from hvdlite.common.plain.lists import split_rows
 from hvdlite.common.plain.messages import Request, Response
 
 Array = NDArray[Any]
@@ -98,12 +99,6 @@ def _allreduce(run: Run) -> None:
         run.reduction,
         run.activity,
     )
-
-
-def split_rows(rows: int, parts: int) -> list[int]:
-    """`rows` in `parts` parts as even as can be; the first ``rows % parts`` get one more."""
-    base, extra = divmod(rows, parts)
-    return [base + (part < extra) for part in range(parts)]
 
 
 def _reducescatter(run: Run) -> None:

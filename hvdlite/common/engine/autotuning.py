@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.autotuner import Autotuner, Trial
-from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.plain.config import MIB, Config
+from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.messages import Retune
 
 log = logging.getLogger("hvdlite")

@@ -20,9 +20,10 @@ from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
 from hvdlite.common.engine.autotuning import Tuning
 from hvdlite.common.engine.control_plane import Negotiation
-from hvdlite.common.engine.executor import Entry, Executor, Observer
+from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.tensor_queue import TensorQueue
 from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.entries import Entry, Observer
 from hvdlite.common.plain.messages import Eviction, Order, Response, Retune, Segment
 from hvdlite.common.plain.process_set_table import ProcessSetTable, unflatten
 from hvdlite.common.timeline.recorder import Timeline

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.decisions.response_cache import ResponseCache
-from hvdlite.common.engine.executor import Entry
+from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import NO_BIT, Eviction, Report, Request, Response, Segment
 
 Key = tuple[int, str]  # process set, name

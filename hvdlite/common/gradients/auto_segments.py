@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.engine.executor import SegmentRun
+from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import for_collective

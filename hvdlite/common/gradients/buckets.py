@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from hvdlite.common.api.options import Options
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.collectives.table import split_rows
 from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.plain.lists import split_list
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.segmentation.strategies import Strategy, Threshold
@@ -103,7 +102,7 @@ def check_names(names: Sequence[str]) -> None:
         )
 
 
-def resolve_groups(num_groups: int, groups: object) -> object:
+def resolve_groups(num_groups: int, groups: Any) -> Any:
     """`groups`, or the deprecated `num_groups` in its place."""
     if num_groups == 0:
         return groups
@@ -125,17 +124,6 @@ def check_groups(groups: object, is_tensor: Callable[[Any], bool], tensor: str) 
     for group in groups:
         if not isinstance(group, (list, tuple)) or not all(map(is_tensor, group)):
             raise ValueError(f"groups must consist of lists of {tensor}")
-
-
-def split_list(values: Sequence[T], parts: int) -> list[list[T]]:
-    """`values` in order, in `parts` lists whose lengths differ by one at most; some may be empty.
-
-    Raises `ValueError` unless `parts` is positive.
-    """
-    if parts <= 0:
-        raise ValueError(f"a list cannot be split into {parts} parts: give a positive number")
-    remaining = iter(values)
-    return [list(islice(remaining, length)) for length in split_rows(len(values), parts)]
 
 
 def split_evenly(keys: Sequence[K], parts: int) -> list[list[K]]:

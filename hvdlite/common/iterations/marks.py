@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.iterations.rows import Marks
+from hvdlite.common.plain.entries import SegmentRun
 
 now = time.monotonic
 

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from weakref import WeakMethod, finalize
 
 from hvdlite.common.api.objects import allgather_object
-from hvdlite.common.engine.executor import SegmentRun
 from hvdlite.common.iterations.files import RowsFile, check_path, open_rows
 from hvdlite.common.iterations.marks import Iteration, Steps
 from hvdlite.common.iterations.rows import IterationRow, Marks, SegmentTimes, make_row
+from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.runtime import Runtime, current
 from hvdlite.common.timeline.recorder import path_of_rank
 

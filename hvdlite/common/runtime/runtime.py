@@ -13,8 +13,8 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import report_uncaught
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.engine.engine import Engine
-from hvdlite.common.engine.executor import Entry
 from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.handles import HandleTable
 from hvdlite.common.plain.logs import set_up_log
 from hvdlite.common.plain.messages import Request

@@ -1,3 +1,3 @@
-"""A second name of hvdlite.keras.callbacks, for editors and type checkers; see module_aliases.py."""
+"""A second name of hvdlite.keras.callbacks, for editors; see module_aliases.py."""
 
 from hvdlite.keras.callbacks import *

@@ -1,4 +1,4 @@
-"""Collectives in a graph, by the operations of `native_ops.cc`.
+"""Collectives in a graph, by the operations of `ops.cc`.
 
     TensorFlow's threads            the thread "hvdlite-tf"          the engine
     HvdliteStart -> queue           hvdlite_next -> Call.start       runs it

@@ -1,4 +1,4 @@
-"""How `native_ops.cc` is compiled: with the flags of the TensorFlow that is installed."""
+"""How `ops.cc` is compiled: with the flags of the TensorFlow that is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdlite.common.collectives.native.build import Recipe
 def recipe() -> Recipe:
     """That of the compiled operations for this TensorFlow."""
     return Recipe(
-        source=Path(__file__).with_name("native_ops.cc"),
+        source=Path(__file__).with_name("ops.cc"),
         folder="tf",
         name=f"ops-{tf.version.VERSION}",
         flags=("-O2", *tf.sysconfig.get_compile_flags()),

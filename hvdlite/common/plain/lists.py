@@ -1,0 +1,26 @@
+"""Lists, and numbers of rows, cut into parts that are as even as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def split_rows(rows: int, parts: int) -> list[int]:
+    """`rows` in `parts` parts as even as can be; the first ``rows % parts`` get one more."""
+    base, extra = divmod(rows, parts)
+    return [base + (part < extra) for part in range(parts)]
+
+
+def split_list(values: Sequence[T], parts: int) -> list[list[T]]:
+    """`values` in order, in `parts` lists whose lengths differ by one at most; some may be empty.
+
+    Raises `ValueError` unless `parts` is positive.
+    """
+    if parts <= 0:
+        raise ValueError(f"a list cannot be split into {parts} parts: give a positive number")
+    remaining = iter(values)
+    return [list(islice(remaining, length)) for length in split_rows(len(values), parts)]
