@@ -19,6 +19,11 @@ def test_the_page_of_settings_is_up_to_date() -> None:
     assert (ROOT / "docs" / "settings.md").read_text() == page, "run docs/make_settings.py"
 
 
+def test_the_table_of_packages_is_up_to_date() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "make_floors.py"))["page"]()
+    assert (ROOT / "docs" / "architecture.md").read_text() == page, "run docs/make_floors.py"
+
+
 def test_the_page_of_the_launcher_has_every_flag() -> None:
     page = (ROOT / "docs" / "launcher.md").read_text()
     missing = [each.flag for each in settings() if each.flag and f"`{each.flag}`" not in page]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -152,3 +153,16 @@ def test_decisions_do_no_io() -> None:
     for module, path in MODULES.items():
         if package_of(module) in PURE and module not in NOT_PURE:
             assert not {name.split(".")[0] for name in imports(path)} & IMPURE, module
+
+
+def test_the_map_of_common_lists_the_floors() -> None:
+    """`hvdlite/common/__init__.py` shows its packages in the order of the list above."""
+    listed = [
+        package.removeprefix("hvdlite.common.")
+        for packages in FLOORS
+        for package in packages
+        if package.startswith("hvdlite.common.")
+    ]
+    text = ast.get_docstring(ast.parse(MODULES["hvdlite.common"].read_text())) or ""
+    first_paragraph = text.partition("How one gradient")[0]
+    assert re.findall(r"^    (\w+)  ", first_paragraph, re.MULTILINE) == listed
