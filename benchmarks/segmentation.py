@@ -29,7 +29,7 @@ from measuring import Quartiles, make_parser, say, slowest, spread, table, write
 
 import hvdlite.torch as hvd
 from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.runtime.runtime import current
+from hvdlite.common.runtime.state import current
 
 AUTO = "auto"
 WAYS = {

@@ -9,7 +9,8 @@ from typing import Any
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.process_sets import global_process_set
-from hvdlite.common.runtime.runtime import Runtime, use
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import use
 from hvdlite.common.transport.inprocess import InProcessWorld
 
 TIME_LIMIT_SECONDS = 60

@@ -41,8 +41,8 @@ from hvdlite.common.runtime.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdlite.common.runtime.lifecycle import add_process_set, init, remove_process_set, shutdown
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.runtime import add_process_set, init, remove_process_set, shutdown
 from hvdlite.keras import callbacks
 from hvdlite.keras.framework import adapter
 from hvdlite.keras.models import load_model

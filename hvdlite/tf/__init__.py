@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.iterations.trace import trace_iterations
+from hvdlite.common.runtime.lifecycle import add_process_set, remove_process_set
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.runtime import add_process_set, remove_process_set
 from hvdlite.tf import data
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.functions import (

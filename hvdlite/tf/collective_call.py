@@ -23,7 +23,8 @@ from hvdlite.common.collectives.table import ROWS
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.common.runtime.runtime import Runtime, finder
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import finder
 from hvdlite.tf.errors import as_tensorflow_errors
 
 ADAPTER = NumpyAdapter()

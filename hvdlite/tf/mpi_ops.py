@@ -47,8 +47,8 @@ from hvdlite.common.runtime.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdlite.common.runtime.lifecycle import init, shutdown
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.runtime import init, shutdown
 from hvdlite.tf.collective_call import SignalCall
 from hvdlite.tf.differentiable import TensorFlowVerbs
 from hvdlite.tf.errors import public

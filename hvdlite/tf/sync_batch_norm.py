@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.runtime import current
+from hvdlite.common.runtime.state import current
 from hvdlite.tf.moments import moments
 
 

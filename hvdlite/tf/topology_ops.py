@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.common.runtime.basics import local_rank, local_size, rank
-from hvdlite.common.runtime.runtime import Runtime, finder, use
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import finder, use
 from hvdlite.tf.errors import public
 from hvdlite.tf.python_graph_ops import in_any_order
 

@@ -17,8 +17,8 @@ from hvdlite.common.base.gc_pause import without_collecting
 with without_collecting():
     from hvdlite.common.base.errors import HorovodInternalError
     from hvdlite.common.iterations.trace import trace_iterations
+    from hvdlite.common.runtime.lifecycle import add_process_set, remove_process_set
     from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-    from hvdlite.common.runtime.runtime import add_process_set, remove_process_set
     from hvdlite.torch.compression import Compression
     from hvdlite.torch.functions import (
         allgather_object,

@@ -30,7 +30,7 @@ from hvdlite.common.runtime.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlite.common.runtime.runtime import init, shutdown
+from hvdlite.common.runtime.lifecycle import init, shutdown
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchForms, untraced
 from hvdlite.torch.dtypes import use_torch_casts

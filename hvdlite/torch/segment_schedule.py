@@ -19,7 +19,7 @@ import torch
 from hvdlite.common.gradients.auto_segments import AutoSegments, all_here
 from hvdlite.common.gradients.buckets import Schedule, Terms
 from hvdlite.common.gradients.segment_plan import Segments
-from hvdlite.common.runtime.runtime import for_collective
+from hvdlite.common.runtime.state import for_collective
 from hvdlite.common.segmentation.strategies import Auto, Gradient, Strategy
 from hvdlite.torch.dtypes import DTYPE_NAMES
 from hvdlite.torch.flat_gradients import FlatGradients

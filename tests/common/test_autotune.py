@@ -26,7 +26,7 @@ from hvdlite.common.engine.autotuning import AutotuneLog
 from hvdlite.common.plain.config import MIB, Config
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.messages import Eviction, Report, Request, Response, Retune, Segment
-from hvdlite.common.runtime.runtime import current
+from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
 
 ONE_HOST = Topology.single_host(4)

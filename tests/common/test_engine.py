@@ -14,7 +14,7 @@ from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
-from hvdlite.common.runtime.runtime import current
+from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
 
 ONE_HOST: list[list[int]] | None = None

@@ -15,7 +15,7 @@ from hvdlite.common.iterations.marks import Steps
 from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.runtime.runtime import current
+from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(60)

@@ -25,7 +25,7 @@ import hvdlite.torch as hvd
 from hvdlite.common.iterations.files import read_rows
 from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.runtime import current
+from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(60)

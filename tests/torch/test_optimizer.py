@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.runtime.runtime import current
+from hvdlite.common.runtime.state import current
 from hvdlite.torch import gradient_exchange as exchange
 from hvdlite.torch.gradient_exchange import ENOUGH_BYTES
 from tests.ranks import run_ranks

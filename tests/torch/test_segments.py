@@ -17,7 +17,7 @@ from torch import nn
 
 import hvdlite.torch as hvd
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.runtime import current
+from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
 from tests.resnet50 import PARAMETERS
 from tests.torch.scaled import Scaled, Watch, distributed, resnet, small, step

@@ -18,7 +18,8 @@ from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.runtime import Runtime, for_collective
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import for_collective
 
 T = TypeVar("T")
 Function = Callable[[list[T]], list[T]]

@@ -22,7 +22,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.runtime import for_collective
+from hvdlite.common.runtime.state import for_collective
 
 T = TypeVar("T")
 Tensors = Sequence[T]

@@ -19,7 +19,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.common.runtime.runtime import for_collective
+from hvdlite.common.runtime.state import for_collective
 from hvdlite.common.segmentation.cost import Iteration
 from hvdlite.common.segmentation.saved_results import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient

@@ -7,7 +7,8 @@ from typing import Any
 
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.runtime import Runtime, current
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import current
 from hvdlite.common.segmentation.parsing import (
     by_index,
     by_size,

@@ -22,7 +22,8 @@ from hvdlite.common.iterations.files import RowsFile, check_path, open_rows
 from hvdlite.common.iterations.marks import Iteration, Steps
 from hvdlite.common.iterations.rows import IterationRow, Marks, SegmentTimes, make_row
 from hvdlite.common.plain.entries import SegmentRun
-from hvdlite.common.runtime.runtime import Runtime, current
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import current
 from hvdlite.common.timeline.recorder import path_of_rank
 
 FLUSH_SECONDS = 0.2  # how long iterations gather before they are written
@@ -65,7 +66,7 @@ class IterationTrace:
         self._writer = threading.Thread(target=self._write, name="hvdlite-trace", daemon=True)
         self._writer.start()
         self._detach.append(runtime.engine.observe(self._on_run))
-        runtime.iterations.add(self)
+        runtime.trainers.add(self)
 
     # -- of the user
 
@@ -101,7 +102,7 @@ class IterationTrace:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._runtime.iterations.remove(self)
+        self._runtime.trainers.remove(self)
         for detach in self._detach:
             detach()
         self._wake.set()
@@ -222,7 +223,7 @@ def announce(trainer: Any) -> None:
 
     It is remembered weakly. Raises as `trace_iterations`, for the file of the settings.
     """
-    current().iterations.announce(trainer)
+    current().trainers.announce(trainer)
     trace_by_setting()
 
 
@@ -232,10 +233,10 @@ def trace_by_setting() -> IterationTrace | None:
     Raises as `trace_iterations`.
     """
     runtime = current()
-    path, iterations = runtime.config.trace_iterations, runtime.iterations
-    if path and iterations.by_setting is None:
-        iterations.by_setting = IterationTrace(runtime, path)
-    trace = iterations.by_setting
+    path, trainers = runtime.config.trace_iterations, runtime.trainers
+    if path and trainers.by_setting is None:
+        trainers.by_setting = IterationTrace(runtime, path)
+    trace = trainers.by_setting
     assert trace is None or isinstance(trace, IterationTrace)
     return trace
 

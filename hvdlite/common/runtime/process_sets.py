@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.runtime.state import current
 
 RanksOrComm = Any  # an iterable of ints, or an mpi4py communicator
 
@@ -49,14 +50,14 @@ class ProcessSet:
         if self.process_set_id is None:
             return None
         members = self._registered()
-        rank = _current_rank()
+        rank = current().rank
         if rank not in members:
             raise ValueError(f"rank {rank} is not part of provided process set {self}")
         return members.index(rank)
 
     def included(self) -> bool | None:
         """Whether this rank is a member; None while the ranks are not known."""
-        return None if self.ranks is None else _current_rank() in self.ranks
+        return None if self.ranks is None else current().rank in self.ranks
 
     def _registered(self) -> list[int]:
         if self.process_set_id is None or self.ranks is None:
@@ -96,11 +97,3 @@ def is_communicator(value: object) -> bool:
 global_process_set = ProcessSet([])
 global_process_set.ranks = None
 global_process_set.process_set_id = GLOBAL_ID
-
-_current_rank: Callable[[], int]
-
-
-def _ask_for_rank(current_rank: Callable[[], int]) -> None:
-    """The floor above says how the rank of the caller is found."""
-    global _current_rank  # noqa: PLW0603
-    _current_rank = current_rank

@@ -20,7 +20,7 @@ class Trace(Protocol):
         """Watch nothing any more; nothing happens the second time."""
 
 
-class Iterations:
+class Trainers:
     """The trainers of one rank, such as optimizers, and the traces that follow each of them."""
 
     def __init__(self) -> None:

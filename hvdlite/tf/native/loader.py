@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hvdlite.common.collectives.native.build import BuildError
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.runtime import find
+from hvdlite.common.runtime.state import find
 from hvdlite.tf.native.graph_ops import Library, serve
 from hvdlite.tf.native.recipe import recipe
 

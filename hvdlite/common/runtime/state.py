@@ -1,0 +1,77 @@
+"""The one module-level state: which job this process, or the calling thread, is a rank of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hvdlite.common.base.errors import HorovodInternalError
+
+if TYPE_CHECKING:
+    from hvdlite.common.engine.engine import Engine
+    from hvdlite.common.runtime.runtime import Runtime
+
+_NOT_INITIALIZED = "hvdlite has not been initialized; use hvd.init()"
+
+
+class ProcessState:
+    """The runtime of this process, or of the calling thread where ranks are threads."""
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        self.thread = threading.local()
+        self.ending: list[Engine] = []  # shut down, and still needed by other ranks
+        self.forked_from: int | None = None
+
+
+this_process = ProcessState()
+
+
+def find() -> Runtime | None:
+    """The runtime of the caller, or None before `init`."""
+    return getattr(this_process.thread, "runtime", None) or this_process.runtime
+
+
+def finder() -> Callable[[], Runtime]:
+    """What finds the caller's runtime later, in whatever thread it is asked."""
+    bound: Runtime | None = getattr(this_process.thread, "runtime", None)
+    return for_collective if bound is None else lambda: bound
+
+
+def current() -> Runtime:
+    """The runtime of the caller. Raises `ValueError` before `init`."""
+    runtime = find()
+    if runtime is None:
+        raise ValueError(not_initialized())
+    return runtime
+
+
+def for_collective() -> Runtime:
+    """The runtime of the caller. Raises `HorovodInternalError` before `init`."""
+    try:
+        return current()
+    except ValueError as error:
+        raise HorovodInternalError(str(error)) from None
+
+
+def not_initialized() -> str:
+    """Return why the caller is no rank, and the remedy."""
+    if this_process.forked_from is None:
+        return _NOT_INITIALIZED
+    return (
+        f"this process was forked from rank {this_process.forked_from} after init() and is no rank "
+        "itself: call collectives in the parent, or start the child with spawn"
+    )
+
+
+@contextmanager
+def use(runtime: Runtime) -> Iterator[Runtime]:
+    """Within this, `runtime` is the calling thread's: ranks can be threads of one process."""
+    before: Runtime | None = getattr(this_process.thread, "runtime", None)
+    this_process.thread.runtime = runtime
+    try:
+        yield runtime
+    finally:
+        this_process.thread.runtime = before
