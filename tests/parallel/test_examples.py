@@ -70,15 +70,22 @@ def test_digits_are_read(ranks: int, script: str, framework: Framework, tmp_path
 
 @pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 @pytest.mark.parametrize(
-    "package, framework",
-    [("torch", TORCH), ("tensorflow", TENSORFLOW), ("keras", TENSORFLOW)],
+    "page, package, framework",
+    [
+        ("README.md", "torch", TORCH),
+        ("docs/tensorflow.md", "tensorflow", TENSORFLOW),
+        ("docs/keras.md", "keras", TENSORFLOW),
+    ],
     ids=["torch", "tf", "keras"],
 )
-def test_the_scripts_of_the_readme_run(package: str, framework: Framework, tmp_path: Path) -> None:
+def test_the_first_script_of_each_page_runs(
+    page: str, package: str, framework: Framework, tmp_path: Path
+) -> None:
     module, variables = framework
     needs(package, module)
-    readme = (ROOT / "README.md").read_text()
-    (script,) = re.findall(rf"```python\n(import {package}\b.*?)```", readme, re.DOTALL)
+    script, *_ = re.findall(
+        rf"```python\n(import {package}\b.*?)```", (ROOT / page).read_text(), re.S
+    )
     (tmp_path / "train.py").write_text(script)
     assert "loss" in run(2, str(tmp_path / "train.py"), **variables)
 
