@@ -12,7 +12,7 @@ import numpy as np
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, build_backends, choose
-from hvdlite.common.collectives.base import Array, Group, Reduction
+from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.kernels import accumulator_dtype
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
@@ -57,10 +57,10 @@ def run_ranks(topology: Topology, program: Callable[[Transport], Any]) -> list[A
     return results
 
 
-def whole_group(transport: Transport) -> Group:
+def all_members(transport: Transport) -> Members:
     """All ranks."""
     topology = transport.topology
-    return Group(tuple(range(topology.size)), transport.rank, topology)
+    return Members(tuple(range(topology.size)), transport.rank, topology)
 
 
 def values(seed: int, size: int, dtype: str) -> Array:
@@ -109,20 +109,20 @@ REDUCTIONS = (
 class Program:
     """Every collective on one rank, each checked against the oracle."""
 
-    def __init__(self, transport: Transport, group: Group, backends: Backends) -> None:
-        self.group = group
+    def __init__(self, transport: Transport, members: Members, backends: Backends) -> None:
+        self.members = members
         self.transport = transport
         self.backends = backends
 
     @classmethod
-    def of(cls, transport: Transport, group: Group | None = None, **settings: Any) -> Program:
+    def of(cls, transport: Transport, members: Members | None = None, **settings: Any) -> Program:
         """The program of all ranks, or of those of `group`."""
         backends = build_backends(transport, Config(**settings))
-        return cls(transport, group or whole_group(transport), backends)
+        return cls(transport, members or all_members(transport), backends)
 
     def backend(self, collective: str, dtype: str, op: ReduceOp = ReduceOp.SUM) -> Any:
         """What runs it."""
-        return choose(self.backends, collective, numpy_dtype(dtype), op, self.group)
+        return choose(self.backends, collective, numpy_dtype(dtype), op, self.members)
 
     def everything(self, dtype: str, sizes: Sequence[int]) -> None:
         """All collectives on a segment of tensors of `sizes`."""
@@ -139,23 +139,23 @@ class Program:
 
     def parts(self, dtype: str, size: int, salt: int) -> list[Array]:
         """What every member gives."""
-        return [values(100 * salt + member, size, dtype) for member in range(self.group.size)]
+        return [values(100 * salt + member, size, dtype) for member in range(self.members.size)]
 
     def allreduce(self, dtype: str, sizes: Sequence[int], reduction: Reduction) -> None:
         """In place for every other tensor."""
         parts = [self.parts(dtype, size, salt) for salt, size in enumerate(sizes)]
-        inputs = [each[self.group.index] for each in parts]
+        inputs = [each[self.members.index] for each in parts]
         outputs = [x if i % 2 else np.zeros_like(x) for i, x in enumerate(inputs)]
         wanted = [oracle(each, reduction) for each in parts]
         backend = self.backend("allreduce", dtype, reduction.reduce_op)
-        backend.allreduce(self.group, inputs, outputs, reduction, quiet)
+        backend.allreduce(self.members, inputs, outputs, reduction, quiet)
         compare(outputs, wanted)
 
     def reducescatter(self, dtype: str, sizes: Sequence[int], reduction: Reduction) -> None:
         """Uneven counts: member i gets the more, the greater i."""
         parts = [self.parts(dtype, size, salt) for salt, size in enumerate(sizes)]
-        counts = [uneven(size, self.group.size) for size in sizes]
-        me = self.group.index
+        counts = [uneven(size, self.members.size) for size in sizes]
+        me = self.members.index
         outputs = [np.zeros(c[me], numpy_dtype(dtype)) for c in counts]
         wanted = [
             oracle(each, reduction)[sum(c[:me]) : sum(c[: me + 1])]
@@ -163,32 +163,32 @@ class Program:
         ]
         backend = self.backend("reducescatter", dtype, reduction.reduce_op)
         inputs = [each[me] for each in parts]
-        backend.reducescatter(self.group, inputs, outputs, counts, reduction, quiet)
+        backend.reducescatter(self.members, inputs, outputs, counts, reduction, quiet)
         compare(outputs, wanted)
 
     def allgather(self, dtype: str, sizes: Sequence[int]) -> None:
         """Uneven counts."""
-        counts = [uneven(size, self.group.size) for size in sizes]
+        counts = [uneven(size, self.members.size) for size in sizes]
         parts = [
             [values(10 * salt + i, count, dtype) for i, count in enumerate(c)]
             for salt, c in enumerate(counts)
         ]
-        inputs = [each[self.group.index] for each in parts]
+        inputs = [each[self.members.index] for each in parts]
         outputs = [np.zeros(size, numpy_dtype(dtype)) for size in sizes]
         backend = self.backend("allgather", dtype)
-        backend.allgather(self.group, inputs, outputs, counts, quiet)
+        backend.allgather(self.members, inputs, outputs, counts, quiet)
         compare(outputs, [np.concatenate(each) for each in parts])
 
     def broadcast(self, dtype: str, size: int) -> None:
         """From the last member."""
-        root = self.group.size - 1
-        array = values(self.group.index, size, dtype)
-        self.backend("broadcast", dtype).broadcast(self.group, array, root, quiet)
+        root = self.members.size - 1
+        array = values(self.members.index, size, dtype)
+        self.backend("broadcast", dtype).broadcast(self.members, array, root, quiet)
         compare([array], [values(root, size, dtype)])
 
     def alltoall(self, dtype: str, size: int) -> None:
         """Every member sends different counts to every other."""
-        me, group_size = self.group.index, self.group.size
+        me, group_size = self.members.index, self.members.size
         rows = [uneven(size, group_size)[i:] + uneven(size, group_size)[:i]
                 for i in range(group_size)]  # fmt: skip
         sent = [values(i, size, dtype) for i in range(group_size)]
@@ -201,7 +201,7 @@ class Program:
             return outputs[-1]
 
         backend = self.backend("alltoall", dtype)
-        backend.alltoall(self.group, sent[me], rows[me], allocate, quiet)
+        backend.alltoall(self.members, sent[me], rows[me], allocate, quiet)
         compare(outputs, [np.concatenate(wanted)])
 
 

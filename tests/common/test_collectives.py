@@ -19,7 +19,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives import backend_choice as select
 from hvdlite.common.collectives.backend_choice import build_backends, choose
-from hvdlite.common.collectives.base import Array, Group, Reduction
+from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.kernels import Arithmetic, Casts, register_casts
 from hvdlite.common.collectives.ring import RingBackend
@@ -28,7 +28,7 @@ from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
-from tests.backends import Program, quiet, run_ranks, whole_group
+from tests.backends import Program, all_members, quiet, run_ranks
 
 SUM = Reduction(ReduceOp.SUM)
 TOPOLOGIES = {
@@ -53,7 +53,7 @@ def reduce_all(topology: Topology, sizes: list[int], dtype: str, reduction: Redu
         p = Program.of(transport)
         arrays = [noise(transport.rank, size, dtype) for size in sizes]
         backend = p.backend("allreduce", dtype, reduction.reduce_op)
-        backend.allreduce(p.group, arrays, arrays, reduction, quiet)
+        backend.allreduce(p.members, arrays, arrays, reduction, quiet)
         return arrays
 
     return run_ranks(topology, program)
@@ -115,7 +115,7 @@ def test_blocks_change_no_bit_of_a_hierarchical_allreduce(
 
         arrays = [noise(transport.rank, size, dtype) for size in sizes]
         backend = HierarchicalBackend(transport, ShmBackend(transport), piece_bytes)
-        backend.allreduce(whole_group(transport), arrays, arrays, reduction, noted)
+        backend.allreduce(all_members(transport), arrays, arrays, reduction, noted)
         return arrays, phases
 
     at_once = run_ranks(topology, lambda transport: program(transport, 1 << 20))
@@ -167,7 +167,7 @@ def test_adasum_of_parallel_and_of_zero_vectors() -> None:
         same, one_zero = np.full(4, 3.0), np.full(4, float(transport.rank))
         backend = p.backend("allreduce", "float64", ReduceOp.ADASUM)
         arrays = [same, one_zero]
-        backend.allreduce(p.group, arrays, arrays, Reduction(ReduceOp.ADASUM), quiet)
+        backend.allreduce(p.members, arrays, arrays, Reduction(ReduceOp.ADASUM), quiet)
         return arrays
 
     same, one_zero = run_ranks(Topology.single_host(2), program)[0]
@@ -208,8 +208,8 @@ def test_an_adapter_can_bring_faster_casts() -> None:
 def name_of(topology: Topology, collective: str, dtype: str = "float32", **settings: Any) -> str:
     transport = InProcessWorld(topology).transport(0)
     backends = build_backends(transport, Config(**settings))
-    group = Group(tuple(range(topology.size)), 0, topology)
-    return choose(backends, collective, numpy_dtype(dtype), ReduceOp.SUM, group).name
+    members = Members(tuple(range(topology.size)), 0, topology)
+    return choose(backends, collective, numpy_dtype(dtype), ReduceOp.SUM, members).name
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ class Foreign:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 
-    def supports(self, collective: str, dtype: Any, reduce_op: ReduceOp, group: Group) -> bool:
+    def supports(self, collective: str, dtype: Any, reduce_op: ReduceOp, members: Members) -> bool:
         """Only float64."""
         return dtype == np.float64
 
@@ -282,7 +282,7 @@ def test_a_member_that_leaves_is_named(topology: Topology) -> None:
         p = Program.of(transport)
         array = noise(transport.rank, 1000)
         try:
-            p.backend("allreduce", "float32").allreduce(p.group, [array], [array], SUM, quiet)
+            p.backend("allreduce", "float32").allreduce(p.members, [array], [array], SUM, quiet)
         except PeerLostError as error:
             return error
         return None
@@ -295,7 +295,7 @@ def test_members_that_disagree_on_sizes_fail() -> None:
     def program(transport: Transport) -> None:
         p = Program.of(transport, allreduce="ring")
         array = noise(0, 100 + transport.rank)
-        p.backend("allreduce", "float32").allreduce(p.group, [array], [array], SUM, quiet)
+        p.backend("allreduce", "float32").allreduce(p.members, [array], [array], SUM, quiet)
 
     with pytest.raises((ProtocolError, PeerLostError)):
         run_ranks(Topology.single_host(2), program)
@@ -314,11 +314,11 @@ def test_a_tensor_beyond_2_to_the_31_bytes() -> None:
         pytest.skip("needs 6.5 GB of memory")
 
     def program(transport: Transport) -> None:
-        group = whole_group(transport)
+        members = all_members(transport)
         array = np.full(size, 50, np.uint8)
         array[-1] = transport.rank
         for backend in (ShmBackend(transport), RingBackend(transport)):
-            backend.allreduce(group, [array], [array], SUM, quiet)
+            backend.allreduce(members, [array], [array], SUM, quiet)
         assert array[-1] == 2
         assert array[:-1].min() == array[:-1].max() == 200
 

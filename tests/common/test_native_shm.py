@@ -13,7 +13,7 @@ import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.collectives.base import Array, Group, Reduction
+from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.native import shm as native_shm
 from hvdlite.common.collectives.native.build import BuildError
 from hvdlite.common.collectives.native.shm import PIECE_BYTES, SLOTS, Library, library
@@ -24,7 +24,7 @@ from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests import ranks
-from tests.backends import quiet, run_ranks, whole_group
+from tests.backends import all_members, quiet, run_ranks
 
 SUM = Reduction(ReduceOp.SUM)
 FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -55,7 +55,7 @@ def reduced(
         backend = ShmBackend(transport, found_here if with_library[transport.rank] else None)
         inputs = [part.copy() for part in parts[transport.rank]]
         outputs = inputs if in_place else [np.empty_like(part) for part in inputs]
-        backend.allreduce(whole_group(transport), inputs, outputs, reduction, quiet)
+        backend.allreduce(all_members(transport), inputs, outputs, reduction, quiet)
         if not in_place:
             for given, original in zip(inputs, parts[transport.rank], strict=True):
                 assert given.tobytes() == original.tobytes()
@@ -136,7 +136,7 @@ def test_overlapping_groups_take_turns() -> None:
             if transport.rank not in members:
                 continue
             topology = transport.topology.restrict(members)
-            group = Group(members, members.index(transport.rank), topology)
+            group = Members(members, members.index(transport.rank), topology)
             array = np.full(size, number + 10.0**transport.rank, np.float32)
             backend.allreduce(group, [array], [array], SUM, quiet)
             expected = len(members) * number + sum(10.0**rank for rank in members)
@@ -150,7 +150,7 @@ def test_a_member_that_leaves_later_is_named() -> None:
 
     def program(transport: Transport) -> int | None:
         backend, array = ShmBackend(transport, here), np.ones(1_000_000, np.float32)
-        group = whole_group(transport)
+        group = all_members(transport)
         backend.allreduce(group, [array], [array], SUM, quiet)
         if transport.rank == 1:
             return None

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives import mpi as mpi_backend
-from hvdlite.common.collectives.base import Group, Reduction
+from hvdlite.common.collectives.base import Members, Reduction
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport import bootstrap, mpi
 from hvdlite.common.transport.mpi import MpiTransport, connect
@@ -59,7 +59,7 @@ def check(transport: MpiTransport, way: str) -> None:
     members = tuple(range(1, program.group.size))
     if len(members) > 1 and transport.rank in members:
         topology = transport.topology.restrict(members)
-        group = Group(members, members.index(transport.rank), topology)
+        group = Members(members, members.index(transport.rank), topology)
         Program(transport, group, program.backends).everything("float32", [1, 101])
 
 

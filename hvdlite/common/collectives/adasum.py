@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
+from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.ring import RingBackend
@@ -46,15 +46,15 @@ class AdasumBackend(RingBackend):
         self._shm = shm
 
     def supports(
-        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
         """Adasum of floating-point tensors, among any members."""
         adasum = collective == "allreduce" and reduce_op == ReduceOp.ADASUM
-        return adasum and group.size > 1 and dtype.name in DTYPES
+        return adasum and members.size > 1 and dtype.name in DTYPES
 
     def allreduce(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         reduction: Reduction,
@@ -70,24 +70,24 @@ class AdasumBackend(RingBackend):
         for part, values in zip(_split(vector, inputs), inputs, strict=True):
             arithmetic.load(part, values)
         with activity("ADASUM_TREE"):
-            self._climb(group, vector, inputs)
+            self._climb(members, vector, inputs)
         result = np.empty(total, arithmetic.output_dtype)
-        if group.index == 0:
+        if members.index == 0:
             arithmetic.store(result, vector)
-        one_host = len(group.topology.hosts) == 1
+        one_host = len(members.topology.hosts) == 1
         carrier = self._shm if one_host else RingBackend(self._transport)
-        carrier.broadcast(group, result, 0, activity)
+        carrier.broadcast(members, result, 0, activity)
         Chain(outputs).unpack(0, result)
 
-    def _climb(self, group: Group, vector: Array, tensors: Sequence[Array]) -> None:
+    def _climb(self, members: Members, vector: Array, tensors: Sequence[Array]) -> None:
         """Combine along the tree at the top, up to where this member hands its vector on."""
         other = np.empty_like(vector)
-        for receiver, sender in pairs(group.size):
-            if group.index == sender:
-                rank = group.members[receiver]
+        for receiver, sender in pairs(members.size):
+            if members.index == sender:
+                rank = members.ranks[receiver]
                 self._transport.wait([self._transport.isend(rank, vector)])
-            elif group.index == receiver:
-                rank = group.members[sender]
+            elif members.index == receiver:
+                rank = members.ranks[sender]
                 self._transport.wait([self._transport.irecv(rank, other)])
                 for a, b in zip(_split(vector, tensors), _split(other, tensors), strict=True):
                     combine(a, b)

@@ -12,7 +12,7 @@ import numpy as np
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.adasum import AdasumBackend
-from hvdlite.common.collectives.base import Backend, BackendFactory, Group
+from hvdlite.common.collectives.base import Backend, BackendFactory, Members
 from hvdlite.common.collectives.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.mpi import MpiBackend
 from hvdlite.common.collectives.native.shm import library
@@ -104,28 +104,28 @@ def choose(
     collective: str,
     dtype: np.dtype[Any],
     reduce_op: ReduceOp,
-    group: Group,
+    members: Members,
 ) -> Backend:
-    """The backend that runs `collective` ("allreduce", ...) of `dtype` in `group`.
+    """The backend that runs `collective` ("allreduce", ...) of `dtype` in `members`.
 
-    Every member of the group gets the same answer. A wish that has no meaning here (hierarchical on
+    Every member gets the same answer. A wish that has no meaning here (hierarchical on
     one host, a dtype that MPI lacks) is passed over. Raises `HorovodInternalError` naming the
-    variable when the wish was shared memory and the group spans several hosts.
+    variable when the wish was shared memory and the members are on several hosts.
     """
     wish = backends.wishes.get(collective == "allreduce")
     asked = list(backends)
     if wish is not None:
         asked.insert(len(backends.first), wish.backend)
-        if wish.strict and len(group.topology.hosts) > 1 and reduce_op != ReduceOp.ADASUM:
+        if wish.strict and len(members.topology.hosts) > 1 and reduce_op != ReduceOp.ADASUM:
             raise HorovodInternalError(
-                f"{wish.variable}={wish.value} cannot run {collective}: its {group.size} members "
-                f"are on {len(group.topology.hosts)} hosts; unset {wish.variable}, or set it to "
+                f"{wish.variable}={wish.value} cannot run {collective}: its {members.size} members "
+                f"are on {len(members.topology.hosts)} hosts; unset {wish.variable}, or set it to "
                 f"auto or ring"
             )
     for backend in asked:
-        if backend.supports(collective, dtype, reduce_op, group):
+        if backend.supports(collective, dtype, reduce_op, members):
             return backend
     raise HorovodInternalError(
         f"no backend runs {collective} of {dtype} with {reduce_op.name} "
-        f"among {group.size} members; asked: {', '.join(each.name for each in asked)}"
+        f"among {members.size} members; asked: {', '.join(each.name for each in asked)}"
     )

@@ -1,7 +1,7 @@
 """What a backend is: the floor between a negotiated segment and the transport.
 
 Arrays are flat, contiguous and of one dtype; a segment is a list of them, one for each tensor.
-Input and output of a tensor may be the same memory. All members of a group call the same method
+Input and output of a tensor may be the same memory. All members call the same method
 with the same arguments in the same order. A backend raises `PeerLostError` when a member is gone.
 """
 
@@ -25,17 +25,17 @@ Activity = Callable[[str], AbstractContextManager[object]]  # a phase in the tim
 
 
 @dataclass(frozen=True)
-class Group:
+class Members:
     """The members of a process set, as one of them sees it."""
 
-    members: tuple[int, ...]  # global ranks, ascending
-    index: int  # this rank's position in members
+    ranks: tuple[int, ...]  # global, ascending
+    index: int  # this rank's position in `ranks`
     topology: Topology  # of the members, numbered by position
 
     @cached_property
     def size(self) -> int:
         """Number of members."""
-        return len(self.members)
+        return len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Backend(Protocol):
     name: str  # in capitals, as the timeline shows it: SHM, RING, HIERARCHICAL, MPI
 
     def supports(
-        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Whether this backend can run it; every member of the group gets the same answer."""
+        """Whether this backend can run it; every member gets the same answer."""
 
     def allreduce(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         reduction: Reduction,
@@ -69,7 +69,7 @@ class Backend(Protocol):
 
     def reducescatter(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -80,7 +80,7 @@ class Backend(Protocol):
 
     def allgather(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -90,7 +90,7 @@ class Backend(Protocol):
 
     def broadcast(
         self,
-        group: Group,
+        members: Members,
         array: Array,
         root: int,
         activity: Activity,
@@ -99,7 +99,7 @@ class Backend(Protocol):
 
     def alltoall(
         self,
-        group: Group,
+        members: Members,
         array: Array,
         send_counts: Sequence[int],
         allocate: Callable[[list[int]], Array],

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
+from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_chain, even_part
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.ring import PIECE_BYTES, RingBackend
-from hvdlite.common.collectives.ring_pipeline import Circle, Plan, Trip
+from hvdlite.common.collectives.ring_pipeline import Plan, RingOrder, RingRun
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.base import Transport
 
@@ -38,25 +38,27 @@ BLOCK_PIECES = 2
 
 @dataclass(frozen=True)
 class _Layers:
-    """A group as the hierarchy sees it, at one member."""
+    """The members as the hierarchy sees them, at one of them."""
 
-    local: Group  # the members on this host
-    circle: Circle  # one member of each host; that of the first slice if this member has none
+    local: Members  # the members on this host
+    ring_order: (
+        RingOrder  # one member of each host; that of the first slice if this member has none
+    )
     slices: int
 
     @classmethod
-    def of(cls, group: Group) -> _Layers:
-        """The layers of `group`."""
-        hosts = group.topology.hosts
-        positions = group.topology.peers(group.index)
-        members = tuple(group.members[position] for position in positions)
-        index = positions.index(group.index)
-        local = Group(members, index, group.topology.restrict(positions))
+    def of(cls, members: Members) -> _Layers:
+        """The layers of `members`."""
+        hosts = members.topology.hosts
+        positions = members.topology.peers(members.index)
+        local_ranks = tuple(members.ranks[position] for position in positions)
+        index = positions.index(members.index)
+        local = Members(local_ranks, index, members.topology.restrict(positions))
         slices = min(len(host) for host in hosts)
         place = index if index < slices else 0
-        ranks = tuple(group.members[host[place]] for host in hosts)
-        circle = Circle(tuple(range(len(hosts))), ranks, hosts.index(positions))
-        return cls(local, circle, slices)
+        ranks = tuple(members.ranks[host[place]] for host in hosts)
+        ring_order = RingOrder(tuple(range(len(hosts))), ranks, hosts.index(positions))
+        return cls(local, ring_order, slices)
 
     @property
     def has_slice(self) -> bool:
@@ -65,7 +67,7 @@ class _Layers:
 
 
 class HierarchicalBackend(RingBackend):
-    """Allreduce in groups with several hosts, one of which has several members.
+    """Allreduce among several hosts, one of which has several members.
 
     What it does not offer is left to the ring it is built on.
     """
@@ -79,16 +81,16 @@ class HierarchicalBackend(RingBackend):
         self._shm = shm
 
     def supports(
-        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
         """Allreduce other than Adasum, where both floors of the hierarchy have something to do."""
-        hosts = group.topology.hosts
+        hosts = members.topology.hosts
         layered = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
         return layered and collective == "allreduce" and reduce_op != ReduceOp.ADASUM
 
     def allreduce(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         reduction: Reduction,
@@ -97,9 +99,9 @@ class HierarchicalBackend(RingBackend):
         """See `Backend.allreduce`. Summed by local members first, then around the hosts."""
         if not inputs:
             return
-        layers = _Layers.of(group)
+        layers = _Layers.of(members)
         arithmetic = Arithmetic(inputs[0].dtype, reduction)
-        slices, hosts = layers.slices, len(layers.circle.order)
+        slices, hosts = layers.slices, len(layers.ring_order.order)
         block_bytes = BLOCK_PIECES * self.piece_bytes * slices * hosts
         if sum(array.nbytes for array in inputs) <= block_bytes:
             self._at_once(layers, inputs, outputs, arithmetic, activity)
@@ -109,7 +111,7 @@ class HierarchicalBackend(RingBackend):
         ).plan()
         with activity("HIERARCHICAL_RING"):
             if layers.has_slice:
-                Trip(self._transport, plan).run()
+                RingRun(self._transport, plan).run()
             else:
                 plan.watch()
 
@@ -131,7 +133,7 @@ class HierarchicalBackend(RingBackend):
             self._shm.reduce_parts(local, inputs, partial, counts, arithmetic.inner())
         if layers.has_slice:
             with activity("HIERARCHICAL_RING"):
-                self.allreduce_around(layers.circle, partial, result, arithmetic.outer())
+                self.allreduce_in_ring(layers.ring_order, partial, result, arithmetic.outer())
         self._shm.allgather(local, result, outputs, counts, activity)
 
 
@@ -182,7 +184,7 @@ class _Pipeline:
         self._arithmetic = arithmetic
         self._piece_bytes = piece_bytes
         self._activity = activity
-        self._hosts = len(layers.circle.order)
+        self._hosts = len(layers.ring_order.order)
         self._sources = self._cut(inputs)
         self._targets = self._cut(outputs)
         self._blocks: dict[int, _Block] = {}  # those under way
@@ -214,7 +216,7 @@ class _Pipeline:
             for index, chunk in enumerate(own)
         ]
         return Plan(
-            self._layers.circle,
+            self._layers.ring_order,
             windows,
             windows,
             self._arithmetic.outer(),
@@ -262,13 +264,15 @@ class _Pipeline:
         self, slices: Sequence[Sequence[Chain]], block: int
     ) -> tuple[list[Array], list[list[int]]]:
         """The parts of the tensors in `block`, and how much of each every local member has."""
-        start, members = block * self._length, self._layers.local.size
+        start, local_size = block * self._length, self._layers.local.size
         arrays, counts = [], []
         for owner, chunks in enumerate(slices):
             for chunk in chunks:
                 for view in chunk.views(start, min(start + self._length, chunk.size)):
                     arrays.append(view)
-                    counts.append([view.size if owner == each else 0 for each in range(members)])
+                    counts.append(
+                        [view.size if owner == member else 0 for member in range(local_size)]
+                    )
         return arrays, counts
 
     def _rows(self, rows: Array, block: int) -> list[Array]:
@@ -280,7 +284,7 @@ class _Pipeline:
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
-def _slice_counts(size: int, slices: int, members: int) -> list[int]:
-    """How many of `size` elements each of `members` has; those beyond `slices` have none."""
+def _slice_counts(size: int, slices: int, local_size: int) -> list[int]:
+    """How many of `size` elements each local member has; those beyond `slices` have none."""
     parts = [even_part(size, slices, part) for part in range(slices)]
-    return [part.stop - part.start for part in parts] + [0] * (members - slices)
+    return [part.stop - part.start for part in parts] + [0] * (local_size - slices)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
+from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, member_chain
 from hvdlite.common.collectives.kernels import scale
 from hvdlite.common.collectives.ring import RingBackend
@@ -50,14 +50,14 @@ class MpiBackend(RingBackend):
         self._mpi = transport
 
     def supports(
-        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """The types in `TYPES` in groups of more than one; never Adasum."""
-        return group.size > 1 and dtype.name in TYPES and reduce_op in OPERATIONS
+        """The types in `TYPES` among more than one member; never Adasum."""
+        return members.size > 1 and dtype.name in TYPES and reduce_op in OPERATIONS
 
     def allreduce(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         reduction: Reduction,
@@ -65,11 +65,11 @@ class MpiBackend(RingBackend):
     ) -> None:
         """See `Backend.allreduce`."""
         with activity("MPI_ALLREDUCE"):
-            self._reduce(group, Chain(inputs), Chain(outputs), reduction)
+            self._reduce(members, Chain(inputs), Chain(outputs), reduction)
 
     def reducescatter(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -78,21 +78,21 @@ class MpiBackend(RingBackend):
     ) -> None:
         """See `Backend.reducescatter`: one reduction to each member."""
         with activity("MPI_REDUCESCATTER"):
-            for member in range(group.size):
+            for member in range(members.size):
                 source = member_chain(inputs, counts, member)
-                target = Chain(outputs) if member == group.index else None
-                self._reduce(group, source, target, reduction, member)
+                target = Chain(outputs) if member == members.index else None
+                self._reduce(members, source, target, reduction, member)
 
     def _reduce(
         self,
-        group: Group,
+        members: Members,
         source: Chain,
         target: Chain | None,
         reduction: Reduction,
         root: int | None = None,
     ) -> None:
         """Reduce to `root`, or to all; `target` is where this member wants the result."""
-        comm = self._mpi.subcommunicator(group.members)
+        comm = self._mpi.subcommunicator(members.ranks)
         op = getattr(self._mpi.mpi, OPERATIONS[reduction.reduce_op])
         for start in range(0, source.size, MOST_ELEMENTS):
             given = source.copy(start, min(start + MOST_ELEMENTS, source.size))
@@ -103,14 +103,14 @@ class MpiBackend(RingBackend):
                 request = comm.Iallreduce(send, receive, op)
             else:
                 request = comm.Ireduce(send, receive, op, root)
-            self._mpi.finish(request, group.members)
+            self._mpi.finish(request, members.ranks)
             if target is not None:
                 scale(result, reduction.postscale)
                 target.unpack(start, result)
 
     def allgather(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -118,46 +118,46 @@ class MpiBackend(RingBackend):
     ) -> None:
         """See `Backend.allgather`: one broadcast from each member."""
         with activity("MPI_ALLGATHER"):
-            for member in range(group.size):
+            for member in range(members.size):
                 target = member_chain(outputs, counts, member)
-                if member == group.index:
+                if member == members.index:
                     Chain(inputs).copy_to(target)
                 for view in target.views(0, target.size):
-                    self._broadcast(group, view, member)
+                    self._broadcast(members, view, member)
 
-    def broadcast(self, group: Group, array: Array, root: int, activity: Activity) -> None:
+    def broadcast(self, members: Members, array: Array, root: int, activity: Activity) -> None:
         """See `Backend.broadcast`."""
         with activity("MPI_BROADCAST"):
-            self._broadcast(group, array, root)
+            self._broadcast(members, array, root)
 
-    def _broadcast(self, group: Group, array: Array, root: int) -> None:
-        comm = self._mpi.subcommunicator(group.members)
+    def _broadcast(self, members: Members, array: Array, root: int) -> None:
+        comm = self._mpi.subcommunicator(members.ranks)
         for start in range(0, array.size, MOST_ELEMENTS):
             message = self._message(array[start : start + MOST_ELEMENTS])
-            self._mpi.finish(comm.Ibcast(message, root), group.members)
+            self._mpi.finish(comm.Ibcast(message, root), members.ranks)
 
     def alltoall(
         self,
-        group: Group,
+        members: Members,
         array: Array,
         send_counts: Sequence[int],
         allocate: Callable[[list[int]], Array],
         activity: Activity,
     ) -> None:
         """See `Backend.alltoall`. More than MPI can count go member by member."""
-        comm = self._mpi.subcommunicator(group.members)
+        comm = self._mpi.subcommunicator(members.ranks)
         with activity("MPI_ALLTOALL"):
-            matrix = np.empty((group.size, group.size), np.int64)
+            matrix = np.empty((members.size, members.size), np.int64)
             row = np.array(send_counts, np.int64)
-            self._mpi.finish(comm.Iallgather(row, matrix), group.members)
-            received = [int(count) for count in matrix[:, group.index]]
+            self._mpi.finish(comm.Iallgather(row, matrix), members.ranks)
+            received = [int(count) for count in matrix[:, members.index]]
             output = allocate(received)
             if max(matrix.sum(axis=0).max(), matrix.sum(axis=1).max()) > MOST_ELEMENTS:
-                self._exchange(group, array, send_counts, output, received)
+                self._exchange(members, array, send_counts, output, received)
                 return
             send = self._message(array, send_counts)
             receive = self._message(output, received)
-            self._mpi.finish(comm.Ialltoallv(send, receive), group.members)
+            self._mpi.finish(comm.Ialltoallv(send, receive), members.ranks)
 
     def _message(self, array: Array, counts: Sequence[int] | None = None) -> list[Any]:
         """`array` as mpi4py takes it; `counts`: of the parts that go to or come from members."""

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
+from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_chain, member_chain
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.ring_pipeline import Circle, Plan, Trip
+from hvdlite.common.collectives.ring_pipeline import Plan, RingOrder, RingRun
 from hvdlite.common.transport.base import Pending, Transport
 
 PIECE_BYTES = 252 << 10
@@ -46,14 +46,14 @@ class RingBackend:
         self.piece_bytes = piece_bytes
 
     def supports(
-        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Everything but Adasum, in groups of more than one member."""
-        return group.size > 1 and reduce_op != ReduceOp.ADASUM
+        """Everything but Adasum, among more than one member."""
+        return members.size > 1 and reduce_op != ReduceOp.ADASUM
 
     def allreduce(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         reduction: Reduction,
@@ -63,25 +63,25 @@ class RingBackend:
         if inputs:
             arithmetic = Arithmetic(inputs[0].dtype, reduction)
             with activity("RING_ALLREDUCE"):
-                self.allreduce_around(Circle.of(group), inputs, outputs, arithmetic)
+                self.allreduce_in_ring(RingOrder.of(members), inputs, outputs, arithmetic)
 
-    def allreduce_around(
+    def allreduce_in_ring(
         self,
-        circle: Circle,
+        ring_order: RingOrder,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         arithmetic: Arithmetic,
     ) -> None:
         """An allreduce among the members of `circle`, with any arithmetic."""
-        size = len(circle.order)
+        size = len(ring_order.order)
         sources = [even_chain(inputs, size, chunk) for chunk in range(size)]
         targets = [even_chain(outputs, size, chunk) for chunk in range(size)]
         steps = size - 1
-        self._run(Plan(circle, sources, targets, arithmetic, steps, steps, 0, self.piece_bytes))
+        self._run(Plan(ring_order, sources, targets, arithmetic, steps, steps, 0, self.piece_bytes))
 
     def reducescatter(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -91,17 +91,19 @@ class RingBackend:
         """See `Backend.reducescatter`. Shifted, so that a member ends with its own chunk."""
         if not inputs:
             return
-        circle, arithmetic = Circle.of(group), Arithmetic(inputs[0].dtype, reduction)
-        sources = [member_chain(inputs, counts, member) for member in circle.order]
-        targets = [Chain([])] * group.size
-        targets[circle.index] = Chain(outputs)
-        plan = Plan(circle, sources, targets, arithmetic, group.size - 1, 0, 1, self.piece_bytes)
+        ring_order, arithmetic = RingOrder.of(members), Arithmetic(inputs[0].dtype, reduction)
+        sources = [member_chain(inputs, counts, member) for member in ring_order.order]
+        targets = [Chain([])] * members.size
+        targets[ring_order.index] = Chain(outputs)
+        plan = Plan(
+            ring_order, sources, targets, arithmetic, members.size - 1, 0, 1, self.piece_bytes
+        )
         with activity("RING_REDUCESCATTER"):
             self._run(plan)
 
     def allgather(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -110,42 +112,42 @@ class RingBackend:
         """See `Backend.allgather`."""
         if not inputs:
             return
-        circle = Circle.of(group)
+        ring_order = RingOrder.of(members)
         copied = Arithmetic(inputs[0].dtype, Reduction(ReduceOp.SUM))
-        targets = [member_chain(outputs, counts, member) for member in circle.order]
-        sources = [Chain([])] * group.size
-        sources[circle.index] = Chain(inputs)
+        targets = [member_chain(outputs, counts, member) for member in ring_order.order]
+        sources = [Chain([])] * members.size
+        sources[ring_order.index] = Chain(inputs)
         with activity("RING_ALLGATHER"):
-            sources[circle.index].copy_to(targets[circle.index])
+            sources[ring_order.index].copy_to(targets[ring_order.index])
             self._run(
-                Plan(circle, sources, targets, copied, 0, group.size - 1, 0, self.piece_bytes)
+                Plan(ring_order, sources, targets, copied, 0, members.size - 1, 0, self.piece_bytes)
             )
 
     def _run(self, plan: Plan) -> None:
         if any(plan.sizes):
-            Trip(self._transport, plan).run()
+            RingRun(self._transport, plan).run()
 
-    def broadcast(self, group: Group, array: Array, root: int, activity: Activity) -> None:
+    def broadcast(self, members: Members, array: Array, root: int, activity: Activity) -> None:
         """See `Backend.broadcast`. Pieces go from member to member, and follow each other."""
-        circle = Circle.of(group)
-        distance = (circle.index - circle.order.index(root)) % group.size
+        ring_order = RingOrder.of(members)
+        distance = (ring_order.index - ring_order.order.index(root)) % members.size
         length = max(1, self.piece_bytes // array.itemsize)
         pieces = [array[start : start + length] for start in range(0, array.size, length)]
         sends: deque[Pending] = deque()
         with activity("RING_BROADCAST"):
             receives = deque(
-                self._transport.irecv(circle.rank(-1), piece) for piece in pieces if distance
+                self._transport.irecv(ring_order.rank(-1), piece) for piece in pieces if distance
             )
             for piece in pieces:
                 if distance:
                     self._transport.wait([receives.popleft()])
-                if distance < group.size - 1:
-                    sends.append(self._transport.isend(circle.rank(1), piece))
+                if distance < members.size - 1:
+                    sends.append(self._transport.isend(ring_order.rank(1), piece))
             self._transport.wait(sends)
 
     def alltoall(
         self,
-        group: Group,
+        members: Members,
         array: Array,
         send_counts: Sequence[int],
         allocate: Callable[[list[int]], Array],
@@ -153,28 +155,28 @@ class RingBackend:
     ) -> None:
         """See `Backend.alltoall`. Pairwise: in step k to the k-th next, from the k-th previous."""
         with activity("RING_ALLTOALL"):
-            counts = np.zeros((group.size, 1), np.int64)
-            ones = np.ones(group.size, np.int64).tolist()
+            counts = np.zeros((members.size, 1), np.int64)
+            ones = np.ones(members.size, np.int64).tolist()
             own_counts = np.asarray(send_counts, np.int64)
-            self._exchange(group, own_counts, ones, counts.reshape(-1), ones)
+            self._exchange(members, own_counts, ones, counts.reshape(-1), ones)
             received = [int(count) for count in counts[:, 0]]
-            self._exchange(group, array, send_counts, allocate(received), received)
+            self._exchange(members, array, send_counts, allocate(received), received)
 
     def _exchange(
         self,
-        group: Group,
+        members: Members,
         source: Array,
         send_counts: Sequence[int],
         target: Array,
         receive_counts: Sequence[int],
     ) -> None:
-        circle, size = Circle.of(group), group.size
+        ring_order, size = RingOrder.of(members), members.size
         ends = np.cumsum([0, *send_counts]), np.cumsum([0, *receive_counts])
         parts = [source[ends[0][i] : ends[0][i + 1]] for i in range(size)]
         slots = [target[ends[1][i] : ends[1][i + 1]] for i in range(size)]
-        np.copyto(slots[group.index], parts[group.index])
+        np.copyto(slots[members.index], parts[members.index])
         for step in range(1, size):
-            to, by = ((circle.index + way * step) % size for way in (1, -1))
-            receive = self._transport.irecv(circle.ranks[by], slots[circle.order[by]])
-            send = self._transport.isend(circle.ranks[to], parts[circle.order[to]])
+            to, by = ((ring_order.index + way * step) % size for way in (1, -1))
+            receive = self._transport.irecv(ring_order.ranks[by], slots[ring_order.order[by]])
+            send = self._transport.isend(ring_order.ranks[to], parts[ring_order.order[to]])
             self._transport.wait([receive, send])

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdlite.common.collectives.base import Array, Group
+from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.kernels import Arithmetic, convert, scale
 from hvdlite.common.transport.base import Pending, Transport
 
@@ -45,19 +45,19 @@ def nothing(piece: int) -> None:
 
 
 @dataclass(frozen=True)
-class Circle:
+class RingOrder:
     """The ring as one member sees it."""
 
-    order: tuple[int, ...]  # positions in the group, host by host
+    order: tuple[int, ...]  # positions of the members, host by host
     ranks: tuple[int, ...]  # their global ranks
     index: int  # the place of this member in `order`
 
     @classmethod
-    def of(cls, group: Group) -> Circle:
-        """The ring through all members of `group`."""
-        order = tuple(member for host in group.topology.hosts for member in host)
-        ranks = tuple(group.members[member] for member in order)
-        return cls(order, ranks, order.index(group.index))
+    def of(cls, members: Members) -> RingOrder:
+        """The ring through all members of `members`."""
+        order = tuple(member for host in members.topology.hosts for member in host)
+        ranks = tuple(members.ranks[member] for member in order)
+        return cls(order, ranks, order.index(members.index))
 
     def rank(self, distance: int) -> int:
         """The global rank `distance` places after this one."""
@@ -68,7 +68,7 @@ class Circle:
 class Plan:
     """One trip around the ring: `reduce_steps`, then `gather_steps`."""
 
-    circle: Circle
+    ring_order: RingOrder
     sources: Sequence[Chunk]  # the chunks of the input that this member has; empty: not its own
     targets: Sequence[Chunk]  # the chunks of the output that this member wants
     arithmetic: Arithmetic  # of the reduce steps; the gather steps copy its output
@@ -87,7 +87,7 @@ class Plan:
 
     def chunk(self, step: int) -> int:
         """The chunk that is received in `step`; the one sent is that of step - 1."""
-        return (self.circle.index - step - 1 - self.shift) % len(self.circle.order)
+        return (self.ring_order.index - step - 1 - self.shift) % len(self.ring_order.order)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -138,14 +138,14 @@ class Plan:
                     yield step, piece
 
 
-class Trip:
+class RingRun:
     """A `Plan` under way."""
 
     def __init__(self, transport: Transport, plan: Plan) -> None:
         self._transport = transport
         self._plan = plan
         self._arithmetic = plan.arithmetic
-        self._next, self._previous = plan.circle.rank(1), plan.circle.rank(-1)
+        self._next, self._previous = plan.ring_order.rank(1), plan.ring_order.rank(-1)
         self._free: list[Array] = []
         self._sends: deque[tuple[Pending, Array]] = deque()
         self._wide: Array | None = None  # where sums are made that do not travel as they are

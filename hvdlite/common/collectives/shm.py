@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
+from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_part, member_chain
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native.shm import MEMORY_BYTES, Library, NativeShm
@@ -66,14 +66,14 @@ class ShmBackend:
         self._unread: tuple[int, ...] = ()  # peers whose last signal is still to be taken
 
     def supports(
-        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
         """Everything but Adasum, when all members are on one host."""
-        return len(group.topology.hosts) == 1 and reduce_op != ReduceOp.ADASUM
+        return len(members.topology.hosts) == 1 and reduce_op != ReduceOp.ADASUM
 
     def allreduce(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         reduction: Reduction,
@@ -82,11 +82,11 @@ class ShmBackend:
         """See `Backend.allreduce`. Summed in the order of the members."""
         if not inputs:
             return
-        native = self._native_of(group)
-        if native is not None and native.runs(inputs[0].dtype, reduction.reduce_op, group):
+        native = self._native_of(members)
+        if native is not None and native.runs(inputs[0].dtype, reduction.reduce_op, members):
             with activity("SHM_ALLREDUCE"):
                 self._begin()  # a signal that nobody takes would hide that a peer is gone
-                native.allreduce(group, inputs, outputs, reduction)
+                native.allreduce(members, inputs, outputs, reduction)
             return
         source, target = Chain(inputs), Chain(outputs)
         if not source.size:
@@ -97,7 +97,7 @@ class ShmBackend:
 
         def slots(piece: int) -> list[Array]:
             size = min(length, source.size - piece * length)
-            return [self._slot(rank, piece, dtype)[:size] for rank in group.members]
+            return [self._slot(rank, piece, dtype)[:size] for rank in members.ranks]
 
         def pack(piece: int) -> None:
             size = min(length, source.size - piece * length)
@@ -111,34 +111,34 @@ class ShmBackend:
 
         def reduce(piece: int) -> None:
             every = slots(piece)
-            mine = even_part(every[0].size, group.size, group.index)
-            arithmetic.reduce([slot[mine] for slot in every], every[group.index][mine])
+            mine = even_part(every[0].size, members.size, members.index)
+            arithmetic.reduce([slot[mine] for slot in every], every[members.index][mine])
 
         def unpack(piece: int) -> None:
             for owner, slot in enumerate(slots(piece)):
-                part = even_part(slot.size, group.size, owner)
+                part = even_part(slot.size, members.size, owner)
                 target.unpack(piece * length + part.start, slot[part])
 
         with activity("SHM_ALLREDUCE"):
             if source.size <= min(length, SMALL_BYTES // dtype.itemsize):
-                self._run(self._peers(group), 1, pack, reduce_whole)
+                self._run(self._peers(members), 1, pack, reduce_whole)
             else:
-                self._run(self._peers(group), -(-source.size // length), pack, reduce, unpack)
+                self._run(self._peers(members), -(-source.size // length), pack, reduce, unpack)
 
-    def _native_of(self, group: Group) -> NativeShm | None:
+    def _native_of(self, members: Members) -> NativeShm | None:
         """The compiled allreduce, where all members have the same. They ask each other once."""
-        agreed = self._agreed.get(group.members)
+        agreed = self._agreed.get(members.ranks)
         if agreed is None:
             own = np.array([self._native.identity if self._native else 0], np.uint64)
-            all_of_them = np.empty(group.size, np.uint64)
-            counts = [[1] * group.size]
-            self.allgather(group, [own], [all_of_them], counts, lambda _: nullcontext())
-            agreed = self._agreed[group.members] = bool((all_of_them == own).all())
+            all_of_them = np.empty(members.size, np.uint64)
+            counts = [[1] * members.size]
+            self.allgather(members, [own], [all_of_them], counts, lambda _: nullcontext())
+            agreed = self._agreed[members.ranks] = bool((all_of_them == own).all())
         return self._native if agreed else None
 
     def reducescatter(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -149,11 +149,11 @@ class ShmBackend:
         if inputs:
             arithmetic = Arithmetic(inputs[0].dtype, reduction)
             with activity("SHM_REDUCESCATTER"):
-                self.reduce_parts(group, inputs, outputs, counts, arithmetic)
+                self.reduce_parts(members, inputs, outputs, counts, arithmetic)
 
     def reduce_parts(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -161,9 +161,9 @@ class ShmBackend:
     ) -> None:
         """A reducescatter with any arithmetic. A slot holds one part for each member."""
         dtype = arithmetic.input_dtype
-        sources = [member_chain(inputs, counts, member) for member in range(group.size)]
+        sources = [member_chain(inputs, counts, member) for member in range(members.size)]
         target = Chain(outputs)
-        length = self._piece_bytes // dtype.itemsize // group.size
+        length = self._piece_bytes // dtype.itemsize // members.size
 
         def part(rank: int, piece: int, member: int) -> Array:
             size = max(0, min(length, sources[member].size - piece * length))
@@ -175,17 +175,17 @@ class ShmBackend:
 
         def reduce(piece: int) -> None:
             start = piece * length
-            parts = [part(rank, piece, group.index) for rank in group.members]
+            parts = [part(rank, piece, members.index) for rank in members.ranks]
             for view in target.views(start, start + parts[0].size):
                 arithmetic.reduce([each[: view.size] for each in parts], view)
                 parts = [each[view.size :] for each in parts]
 
         pieces = max(-(-source.size // length) for source in sources)
-        self._run(self._peers(group), pieces, pack, reduce)
+        self._run(self._peers(members), pieces, pack, reduce)
 
     def allgather(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -196,15 +196,15 @@ class ShmBackend:
             return
         dtype = inputs[0].dtype
         source = Chain(inputs)
-        targets = [member_chain(outputs, counts, member) for member in range(group.size)]
+        targets = [member_chain(outputs, counts, member) for member in range(members.size)]
         length = self._piece_bytes // dtype.itemsize
 
         def slot(member: int, piece: int) -> Array:
             size = max(0, min(length, targets[member].size - piece * length))
-            return self._slot(group.members[member], piece, dtype)[:size]
+            return self._slot(members.ranks[member], piece, dtype)[:size]
 
         def pack(piece: int) -> None:
-            source.pack(piece * length, slot(group.index, piece))
+            source.pack(piece * length, slot(members.index, piece))
 
         def unpack(piece: int) -> None:
             for member, target in enumerate(targets):
@@ -212,32 +212,32 @@ class ShmBackend:
 
         pieces = max(-(-target.size // length) for target in targets)
         with activity("SHM_ALLGATHER"):
-            self._run(self._peers(group), pieces, pack, unpack)
+            self._run(self._peers(members), pieces, pack, unpack)
 
-    def broadcast(self, group: Group, array: Array, root: int, activity: Activity) -> None:
+    def broadcast(self, members: Members, array: Array, root: int, activity: Activity) -> None:
         """See `Backend.broadcast`. The others signal to the root alone."""
         chain = Chain([array])
         length = self._piece_bytes // array.itemsize
-        owner = group.members[root]
+        owner = members.ranks[root]
 
         def slot(piece: int) -> Array:
             return self._slot(owner, piece, array.dtype)[: chain.size - piece * length]
 
         def pack(piece: int) -> None:
-            if group.index == root:
+            if members.index == root:
                 chain.pack(piece * length, slot(piece))
 
         def unpack(piece: int) -> None:
-            if group.index != root:
+            if members.index != root:
                 chain.unpack(piece * length, slot(piece))
 
-        peers = self._peers(group) if group.index == root else (owner,)
+        peers = self._peers(members) if members.index == root else (owner,)
         with activity("SHM_BROADCAST"):
             self._run(peers, -(-chain.size // length), pack, unpack)
 
     def alltoall(
         self,
-        group: Group,
+        members: Members,
         array: Array,
         send_counts: Sequence[int],
         allocate: Callable[[list[int]], Array],
@@ -245,48 +245,48 @@ class ShmBackend:
     ) -> None:
         """See `Backend.alltoall`. A slot holds one part for each member."""
         with activity("SHM_ALLTOALL"):
-            matrix = self._exchange_counts(group, send_counts)
-            received = [int(count) for count in matrix[:, group.index]]
+            matrix = self._exchange_counts(members, send_counts)
+            received = [int(count) for count in matrix[:, members.index]]
             output = allocate(received)
-            sources = [member_chain([array], [send_counts], each) for each in range(group.size)]
-            targets = [member_chain([output], [received], each) for each in range(group.size)]
-            length = self._piece_bytes // array.itemsize // group.size
+            sources = [member_chain([array], [send_counts], each) for each in range(members.size)]
+            targets = [member_chain([output], [received], each) for each in range(members.size)]
+            length = self._piece_bytes // array.itemsize // members.size
 
             def part(sender: int, receiver: int, piece: int) -> Array:
                 size = max(0, min(length, int(matrix[sender, receiver]) - piece * length))
-                slot = self._slot(group.members[sender], piece, array.dtype)
+                slot = self._slot(members.ranks[sender], piece, array.dtype)
                 return slot[receiver * length :][:size]
 
             def pack(piece: int) -> None:
                 for receiver, source in enumerate(sources):
-                    source.pack(piece * length, part(group.index, receiver, piece))
+                    source.pack(piece * length, part(members.index, receiver, piece))
 
             def unpack(piece: int) -> None:
                 for sender, target in enumerate(targets):
-                    target.unpack(piece * length, part(sender, group.index, piece))
+                    target.unpack(piece * length, part(sender, members.index, piece))
 
             pieces = -(-int(matrix.max()) // length)
-            self._run(self._peers(group), pieces, pack, unpack)
+            self._run(self._peers(members), pieces, pack, unpack)
 
-    def _exchange_counts(self, group: Group, send_counts: Sequence[int]) -> Array:
+    def _exchange_counts(self, members: Members, send_counts: Sequence[int]) -> Array:
         """Who sends how many elements to whom: row by sender, column by receiver."""
         dtype = np.dtype(np.int64)
-        matrix = np.empty((group.size, group.size), dtype)
+        matrix = np.empty((members.size, members.size), dtype)
 
         def pack(piece: int) -> None:
-            self._slot(self._transport.rank, piece, dtype)[: group.size] = send_counts
+            self._slot(self._transport.rank, piece, dtype)[: members.size] = send_counts
 
         def unpack(piece: int) -> None:
-            for row, rank in zip(matrix, group.members, strict=True):
-                np.copyto(row, self._slot(rank, piece, dtype)[: group.size])
+            for row, rank in zip(matrix, members.ranks, strict=True):
+                np.copyto(row, self._slot(rank, piece, dtype)[: members.size])
 
-        self._run(self._peers(group), 1, pack, unpack)
+        self._run(self._peers(members), 1, pack, unpack)
         return matrix
 
     # -- the pipeline
 
-    def _peers(self, group: Group) -> tuple[int, ...]:
-        return tuple(rank for rank in group.members if rank != self._transport.rank)
+    def _peers(self, members: Members) -> tuple[int, ...]:
+        return tuple(rank for rank in members.ranks if rank != self._transport.rank)
 
     def _run(self, peers: tuple[int, ...], pieces: int, *stages: Stage) -> None:
         """Stage s does piece j in step j + s; the picture at the top is the case of three."""

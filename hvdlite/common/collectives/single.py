@@ -1,4 +1,4 @@
-"""The backend of a group of one: copy and scale."""
+"""The backend of a single member: copy and scale."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.base import Activity, Array, Group, Reduction
+from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.kernels import Arithmetic
 
 
 class SingleBackend:
-    """Everything a group of one member can ask for; nothing is sent."""
+    """Every collective of a single member; nothing is sent."""
 
     name = "SINGLE"
 
     def supports(
-        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Any collective, when the group has one member."""
-        return group.size == 1
+        """Support any collective of a single member."""
+        return members.size == 1
 
     def allreduce(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         reduction: Reduction,
@@ -40,7 +40,7 @@ class SingleBackend:
 
     def reducescatter(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -48,11 +48,11 @@ class SingleBackend:
         activity: Activity,
     ) -> None:
         """The whole tensors, scaled."""
-        self.allreduce(group, inputs, outputs, reduction, activity)
+        self.allreduce(members, inputs, outputs, reduction, activity)
 
     def allgather(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
@@ -63,12 +63,12 @@ class SingleBackend:
             for source, output in zip(inputs, outputs, strict=True):
                 np.copyto(output, source)
 
-    def broadcast(self, group: Group, array: Array, root: int, activity: Activity) -> None:
+    def broadcast(self, members: Members, array: Array, root: int, activity: Activity) -> None:
         """Nothing to do."""
 
     def alltoall(
         self,
-        group: Group,
+        members: Members,
         array: Array,
         send_counts: Sequence[int],
         allocate: Callable[[list[int]], Array],

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.base import Activity, Backend, Group, Reduction
+from hvdlite.common.collectives.base import Activity, Backend, Members, Reduction
 from hvdlite.common.plain.lists import split_rows
 from hvdlite.common.plain.messages import Request, Response
 
@@ -43,7 +43,7 @@ class Run:
     """Everything that one segment needs to run at one rank."""
 
     backend: Backend
-    group: Group
+    members: Members
     operands: Sequence[Operand]
     activity: Activity
 
@@ -53,7 +53,7 @@ class Run:
         request = self.operands[0].response.request
         reduce_op, postscale = ReduceOp(request.reduce_op), request.postscale_factor
         if reduce_op is ReduceOp.AVERAGE:
-            reduce_op, postscale = ReduceOp.SUM, postscale / self.group.size
+            reduce_op, postscale = ReduceOp.SUM, postscale / self.members.size
         return Reduction(reduce_op, request.prescale_factor, postscale)
 
 
@@ -93,7 +93,7 @@ class Row:
 
 def _allreduce(run: Run) -> None:
     run.backend.allreduce(
-        run.group,
+        run.members,
         [operand.input for operand in run.operands],
         [operand.output(operand.response.request.shape) for operand in run.operands],
         run.reduction,
@@ -105,11 +105,11 @@ def _reducescatter(run: Run) -> None:
     counts, outputs = [], []
     for operand in run.operands:
         rows, *rest = operand.response.request.shape
-        parts = split_rows(rows, run.group.size)
+        parts = split_rows(rows, run.members.size)
         counts.append([part * math.prod(rest) for part in parts])
-        outputs.append(operand.output((parts[run.group.index], *rest)))
+        outputs.append(operand.output((parts[run.members.index], *rest)))
     inputs = [operand.input for operand in run.operands]
-    run.backend.reducescatter(run.group, inputs, outputs, counts, run.reduction, run.activity)
+    run.backend.reducescatter(run.members, inputs, outputs, counts, run.reduction, run.activity)
 
 
 def _allgather(run: Run) -> None:
@@ -120,17 +120,17 @@ def _allgather(run: Run) -> None:
         counts.append([dim * math.prod(rest) for dim in first_dims])
         outputs.append(operand.output((sum(first_dims), *rest)))
     inputs = [operand.input for operand in run.operands]
-    run.backend.allgather(run.group, inputs, outputs, counts, run.activity)
+    run.backend.allgather(run.members, inputs, outputs, counts, run.activity)
 
 
 def _broadcast(run: Run) -> None:
     (operand,) = run.operands
     request = operand.response.request
-    root = run.group.members.index(request.root_rank)
+    root = run.members.ranks.index(request.root_rank)
     output = operand.output(request.shape)
-    if root == run.group.index and not np.shares_memory(output, operand.input):
+    if root == run.members.index and not np.shares_memory(output, operand.input):
         np.copyto(output, operand.input)
-    run.backend.broadcast(run.group, output, root, run.activity)
+    run.backend.broadcast(run.members, output, root, run.activity)
 
 
 def _alltoall(run: Run) -> None:
@@ -146,7 +146,7 @@ def _alltoall(run: Run) -> None:
         _alltoall_of_counts(run, operand, allocate)
         return
     run.backend.alltoall(
-        run.group,
+        run.members,
         operand.input,
         [split * row for split in operand.splits],
         lambda counts: allocate([count // row for count in counts]),
@@ -155,11 +155,11 @@ def _alltoall(run: Run) -> None:
 
 
 def _alltoall_of_counts(run: Run, operand: Operand, allocate: Callable[[list[int]], Array]) -> None:
-    received = np.empty(run.group.size, np.int64)
+    received = np.empty(run.members.size, np.int64)
     run.backend.alltoall(
-        run.group,
+        run.members,
         np.array(operand.splits, np.int64),
-        [1] * run.group.size,
+        [1] * run.members.size,
         lambda counts: received,
         run.activity,
     )

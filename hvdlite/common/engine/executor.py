@@ -14,7 +14,7 @@ from hvdlite.common.base.errors import ConfigError, HorovodInternalError, PeerLo
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, choose
-from hvdlite.common.collectives.base import Group
+from hvdlite.common.collectives.base import Members
 from hvdlite.common.collectives.table import ROWS, Run
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.plain.adapter import numpy_dtype
@@ -79,29 +79,29 @@ class Executor:
         self._topology = topology
         self._backends = backends
         self._timeline = timeline
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._members: dict[tuple[int, ...], Members] = {}
         # Told of every segment that has run, before its handles end, on the engine's thread.
         self.observers: tuple[Observer, ...] = ()
 
-    def group(self, members: tuple[int, ...]) -> Group:
-        """The process set with these members, as this rank sees it."""
-        group = self._groups.get(members)
-        if group is None:
-            topology = self._topology.restrict(members)
-            group = self._groups[members] = Group(members, members.index(self._rank), topology)
-        return group
+    def _members_of(self, ranks: tuple[int, ...]) -> Members:
+        """Return the members with these global ranks, as this rank sees them."""
+        members = self._members.get(ranks)
+        if members is None:
+            topology = self._topology.restrict(ranks)
+            members = self._members[ranks] = Members(ranks, ranks.index(self._rank), topology)
+        return members
 
     def run(
         self,
-        members: tuple[int, ...],
+        ranks: tuple[int, ...],
         responses: Sequence[Response],
         entries: Sequence[Entry | None],
     ) -> None:
-        """Run a segment; None stands for a tensor that this rank, having joined, does not have.
+        """Run a segment among `ranks`. An entry of None is a tensor that a joined rank does not have.
 
         Raises `HorovodInternalError` when the job cannot go on.
         """
-        group = self.group(members)
+        members = self._members_of(ranks)
         request = responses[0].request
         row = ROWS[request.collective]
         present = [entry for entry in entries if entry is not None]
@@ -110,7 +110,7 @@ class Executor:
             reduce_op = ReduceOp.SUM
         dtype = numpy_dtype(request.dtype)
         try:
-            backend = choose(self._backends, request.collective, dtype, reduce_op, group)
+            backend = choose(self._backends, request.collective, dtype, reduce_op, members)
         except (ConfigError, HorovodInternalError) as error:  # the same on every rank
             for entry in present:
                 entry.handle.fail(HorovodInternalError(str(error), job_goes_on=True))
@@ -121,12 +121,12 @@ class Executor:
             for entry in present:
                 entry.wait()
             operands = [
-                JoinedOperand(response, group.size) if entry is None else entry
+                JoinedOperand(response, members.size) if entry is None else entry
                 for response, entry in zip(responses, entries, strict=True)
             ]
             assert row.run is not None  # rows without are answered by the negotiation itself
             try:
-                row.run(Run(backend, group, operands, self._activity(names)))
+                row.run(Run(backend, members, operands, self._activity(names)))
             except PeerLostError:
                 raise
             except Exception as error:
@@ -139,7 +139,7 @@ class Executor:
             nbytes = sum(entry.size_bytes for entry in present)
             ready = max((entry.enqueued for entry in present), default=0.0)
             times = start, time.monotonic()
-            run = SegmentRun(tuple(names), row.name, nbytes, *times, members, ready)
+            run = SegmentRun(tuple(names), row.name, nbytes, *times, ranks, ready)
             for observe in self.observers:
                 observe(run)
         for entry in reversed(present):  # who waits for the first should find all of them ended

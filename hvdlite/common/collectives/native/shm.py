@@ -1,8 +1,8 @@
-"""The compiled allreduce of one host: `shm.cc`, found where it can be, and never needed.
+"""The compiled allreduce of one host: a binding to `shm.cc`, used where it can be built.
 
-It does what `shm` does in Python: sums in the order of the members, 16-bit floats in float32, so
-the same bits. It lies in the same memory, behind the slots that Python uses. A group uses it when
-all its members have the same library.
+It computes what `shm.py` computes in Python: sums in the order of the members, 16-bit floats in
+float32, hence the same bits. Its memory lies behind the slots that Python uses. Members use it
+when all of them have the same library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.base import Array, Group, Reduction
+from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.native.build import BuildError, Recipe
 from hvdlite.common.transport.base import CHECK_SECONDS, Transport, connection_lost
 
@@ -129,17 +129,17 @@ class NativeShm:
 
     @property
     def identity(self) -> int:
-        """Members of a group must have the same."""
+        """Members must have the same."""
         return self._library.identity
 
-    def runs(self, dtype: np.dtype[Any], reduce_op: ReduceOp, group: Group) -> bool:
+    def runs(self, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members) -> bool:
         """Whether this is a reduction that it knows."""
         known = _code(dtype) is not None
         return known and reduce_op is ReduceOp.SUM and len(self._ranks) <= MOST_RANKS
 
     def allreduce(
         self,
-        group: Group,
+        members: Members,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         reduction: Reduction,
@@ -157,10 +157,10 @@ class NativeShm:
         ]
         lists = np.array([sizes, sources, targets], np.uint64)
         whole = total * dtype.itemsize <= SMALL_BYTES
-        local = self._local_numbers(group)
+        local = self._local_numbers(members)
         job = Job(
-            members=group.size,
-            index=group.index,
+            members=members.size,
+            index=members.index,
             local_size=len(self._ranks),
             own=self._number[self._transport.rank],
             tensors=len(inputs),
@@ -194,12 +194,12 @@ class NativeShm:
                 gone = rank  # it may have done its part before it went: look once more
             self._transport.check()
 
-    def _local_numbers(self, group: Group) -> Array:
-        numbers = self._locals.get(group.members)
+    def _local_numbers(self, members: Members) -> Array:
+        numbers = self._locals.get(members.ranks)
         if numbers is None:
-            numbers = np.array([self._number[rank] for rank in group.members], np.int64)
-            self._locals[group.members] = numbers
-            for rank in group.members:
+            numbers = np.array([self._number[rank] for rank in members.ranks], np.int64)
+            self._locals[members.ranks] = numbers
+            for rank in members.ranks:
                 self._map(rank)
         return numbers
 
