@@ -1,4 +1,7 @@
-"""Adasum: a sum that shrinks what two gradients have in common, for any number of members.
+"""Adasum: a sum that shrinks the direction two gradients have in common.
+
+The combination of two vectors is that of Maleki et al., "Scaling distributed training with adaptive
+summation", MLSys 2021. The tree for a number of members that is no power of two is ours.
 
 Two vectors, each prescaled, become
 
@@ -13,7 +16,7 @@ every position i that 2 d divides combines a = its own vector with b = that of i
     d = 2  ((0 + 4) + (1 + 5)) + ((2 + 6) + 3)
 
 Position 0 postscales, rounds and broadcasts the result, so all members hold the same bits. 16-bit
-types are float32 on the way, and rounded once.
+types are widened to float32 on the way, and rounded once.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ from hvdlite.common.transport.base import Transport
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LEAST_NORMAL = float(np.finfo(np.float64).tiny)
-BLOCK = 16 << 10  # elements that are worked on at a time, in float64
+BLOCK = 16 << 10  # Elements that are combined at a time: their float64 copies stay in the cache.
 
 
 class AdasumBackend(RingBackend):
-    """Allreduce with Adasum; what it does not offer is left to the ring it is built on."""
+    """Allreduce with the op Adasum. The other collectives are those of `RingBackend`."""
 
     name = "ADASUM"
 
@@ -48,7 +51,7 @@ class AdasumBackend(RingBackend):
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Adasum of floating-point tensors, among any members."""
+        """Support Adasum of floating-point tensors, among any members."""
         adasum = collective == "allreduce" and reduce_op == ReduceOp.ADASUM
         return adasum and members.size > 1 and dtype.name in DTYPES
 
@@ -70,7 +73,7 @@ class AdasumBackend(RingBackend):
         for part, values in zip(_split(vector, inputs), inputs, strict=True):
             arithmetic.load(part, values)
         with activity("ADASUM_TREE"):
-            self._climb(members, vector, inputs)
+            self._reduce_up_the_tree(members, vector, inputs)
         result = np.empty(total, arithmetic.output_dtype)
         if members.index == 0:
             arithmetic.store(result, vector)
@@ -79,8 +82,10 @@ class AdasumBackend(RingBackend):
         carrier.broadcast(members, result, 0, activity)
         Chain(outputs).unpack(0, result)
 
-    def _climb(self, members: Members, vector: Array, tensors: Sequence[Array]) -> None:
-        """Combine along the tree at the top, up to where this member hands its vector on."""
+    def _reduce_up_the_tree(
+        self, members: Members, vector: Array, tensors: Sequence[Array]
+    ) -> None:
+        """Combine along the tree, up to the pair in which this member sends its vector away."""
         other = np.empty_like(vector)
         for receiver, sender in pairs(members.size):
             if members.index == sender:
@@ -94,7 +99,7 @@ class AdasumBackend(RingBackend):
 
 
 def pairs(size: int) -> list[tuple[int, int]]:
-    """(a, b) of every combination in the tree of `size` members, in order; b's part ends there."""
+    """Return the pairs (receiver, sender) of the tree in order. A sender has no later pair."""
     power = 1 << (size.bit_length() - 1)
     tree = [(extra - power, extra) for extra in range(power, size)]
     distance = 1
@@ -105,24 +110,24 @@ def pairs(size: int) -> list[tuple[int, int]]:
 
 
 def combine(a: Array, b: Array) -> None:
-    """a = Adasum of a and b, which are flat and of one floating-point type."""
+    """Combine `b` into `a`. Both are flat arrays of one floating-point dtype."""
     dot = square_a = square_b = 0.0
     for start in range(0, a.size, BLOCK):
         left, right = (x[start : start + BLOCK].astype(np.float64) for x in (a, b))
         dot += float(np.add.reduce(left * right))
         square_a += float(np.add.reduce(left * left))
         square_b += float(np.add.reduce(right * right))
-    share_a, share_b = _share(dot, square_a), _share(dot, square_b)
+    share_a, share_b = _coefficient(dot, square_a), _coefficient(dot, square_b)
     for start in range(0, a.size, BLOCK):
         left, right = (x[start : start + BLOCK].astype(np.float64) for x in (a, b))
         a[start : start + BLOCK] = share_a * left + share_b * right
 
 
-def _share(dot: float, square: float) -> float:
+def _coefficient(dot: float, square: float) -> float:
     return 1.0 if square < LEAST_NORMAL else 1.0 - dot / (2 * square)
 
 
 def _split(vector: Array, tensors: Sequence[Array]) -> list[Array]:
-    """`vector` cut into parts of the sizes of `tensors`."""
+    """Cut `vector` into parts of the sizes of `tensors`."""
     ends = np.cumsum([tensor.size for tensor in tensors])
     return [vector[end - tensor.size : end] for end, tensor in zip(ends, tensors, strict=True)]

@@ -29,7 +29,10 @@ ENTRY_POINTS = "hvdlite.backends"  # each is called with the transport and gives
 
 @dataclass(frozen=True)
 class _Wish:
-    """What a setting says: ask `backend` first; `strict`: no other runs on several hosts."""
+    """The backend that a setting puts first.
+
+    If it is `strict`, no other backend may take its place when members are on several hosts.
+    """
 
     variable: str
     value: str
@@ -40,7 +43,8 @@ class _Wish:
 class Backends(list[Backend]):
     """All backends in the order in which they are asked.
 
-    The `first` of them are asked even before what the user's settings wish for.
+    Those in `first` are asked even before the backend that a setting wishes for: a single member
+    and Adasum have one possible backend each, and backends of third parties come before ours.
     """
 
     def __init__(self, first: Iterable[Backend], rest: Iterable[Backend]) -> None:
@@ -49,11 +53,11 @@ class Backends(list[Backend]):
         self.wishes: dict[bool, _Wish] = {}  # key: it is an allreduce
 
     def retune(self, allreduce: str, piece_bytes: int) -> None:
-        """Allreduce goes on by this plane ("auto", "ring", or "": as before), in such pieces.
+        """Change the backend of allreduce ("auto", "ring"; "" keeps it) and the size of pieces.
 
-        All ranks do so between the same two collectives.
+        All ranks call this between the same two collectives.
         """
-        rings = [each for each in self if isinstance(each, RingBackend)]
+        rings = [backend for backend in self if isinstance(backend, RingBackend)]
         for ring in rings:
             ring.piece_bytes = piece_bytes
         if allreduce:
@@ -74,7 +78,7 @@ def build_backends(transport: Transport, config: Config) -> Backends:
     mpi = MpiBackend(transport) if isinstance(transport, MpiTransport) else None
     local_and_ring: list[Backend] = [shm, HierarchicalBackend(transport, shm), ring]
     backends = Backends([*foreign, SingleBackend(), AdasumBackend(transport, shm)], local_and_ring)
-    named: dict[str, Backend | None] = {each.name.lower(): each for each in local_and_ring}
+    named: dict[str, Backend | None] = {backend.name.lower(): backend for backend in local_and_ring}
     named["mpi"] = mpi
     for is_allreduce, value in ((True, config.allreduce), (False, config.data_plane)):
         if value == "auto":
@@ -89,7 +93,7 @@ def build_backends(transport: Transport, config: Config) -> Backends:
 
 
 def load_factory(point: Any) -> BackendFactory:
-    """The factory behind an entry point; raises `HorovodInternalError` naming it."""
+    """Load the factory of an entry point. Raises `HorovodInternalError` naming the entry point."""
     try:
         factory: BackendFactory = point.load()
     except Exception as error:
@@ -106,11 +110,11 @@ def choose(
     reduce_op: ReduceOp,
     members: Members,
 ) -> Backend:
-    """The backend that runs `collective` ("allreduce", ...) of `dtype` in `members`.
+    """Return the backend that runs `collective` ("allreduce", ...) of `dtype` among `members`.
 
-    Every member gets the same answer. A wish that has no meaning here (hierarchical on
-    one host, a dtype that MPI lacks) is passed over. Raises `HorovodInternalError` naming the
-    variable when the wish was shared memory and the members are on several hosts.
+    Every member gets the same answer. A wish that means nothing here (hierarchical on one host, a
+    dtype that MPI lacks) is passed over. Raises `HorovodInternalError` naming the variable when the
+    wish was shared memory and the members are on several hosts.
     """
     wish = backends.wishes.get(collective == "allreduce")
     asked = list(backends)
@@ -127,5 +131,5 @@ def choose(
             return backend
     raise HorovodInternalError(
         f"no backend runs {collective} of {dtype} with {reduce_op.name} "
-        f"among {members.size} members; asked: {', '.join(each.name for each in asked)}"
+        f"among {members.size} members; asked: {', '.join(backend.name for backend in asked)}"
     )

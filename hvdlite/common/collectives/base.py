@@ -1,8 +1,8 @@
-"""What a backend is: the floor between a negotiated segment and the transport.
+"""The interface of a backend, which runs negotiated segments over the transport.
 
-Arrays are flat, contiguous and of one dtype; a segment is a list of them, one for each tensor.
-Input and output of a tensor may be the same memory. All members call the same method
-with the same arguments in the same order. A backend raises `PeerLostError` when a member is gone.
+A segment is a list of arrays, one for each tensor: flat, contiguous, and of one dtype. The input
+and the output of a tensor may be the same memory. All members call the same method with the same
+arguments in the same order. A backend raises `PeerLostError` when a member is gone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a segment is reduced. AVERAGE never gets here: it is SUM with a postscale."""
+    """How a segment is reduced. Average has become SUM with a postscale before it gets here."""
 
     reduce_op: ReduceOp
     prescale: float = 1.0
@@ -48,14 +48,14 @@ class Reduction:
 
 
 class Backend(Protocol):
-    """One way to move bytes."""
+    """One way to run collectives."""
 
     name: str  # in capitals, as the timeline shows it: SHM, RING, HIERARCHICAL, MPI
 
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Whether this backend can run it; every member gets the same answer."""
+        """Return whether this backend can run the collective, the same on every member."""
 
     def allreduce(
         self,
@@ -65,7 +65,7 @@ class Backend(Protocol):
         reduction: Reduction,
         activity: Activity,
     ) -> None:
-        """Every output becomes the reduction of that tensor over all members."""
+        """Write the reduction of each input over all members to its output."""
 
     def reducescatter(
         self,
@@ -76,7 +76,7 @@ class Backend(Protocol):
         reduction: Reduction,
         activity: Activity,
     ) -> None:
-        """Tensor t is cut into ``counts[t][i]`` elements for member i, who gets that part."""
+        """Reduce tensor t over all members; member i gets ``counts[t][i]`` elements of it."""
 
     def allgather(
         self,
@@ -86,7 +86,7 @@ class Backend(Protocol):
         counts: Sequence[Sequence[int]],
         activity: Activity,
     ) -> None:
-        """Member i gives ``counts[t][i]`` elements of tensor t; outputs hold them in order."""
+        """Gather ``counts[t][i]`` elements of tensor t from member i, in the order of members."""
 
     def broadcast(
         self,
@@ -95,7 +95,7 @@ class Backend(Protocol):
         root: int,
         activity: Activity,
     ) -> None:
-        """`array` of member `root` (a position) is copied into `array` of all others."""
+        """Copy `array` of the member at position `root` into `array` of all others."""
 
     def alltoall(
         self,

@@ -1,4 +1,4 @@
-"""Several flat arrays seen as one: what lets tensors be cut into pieces across their borders."""
+"""Several flat arrays seen as one, so that tensors can be cut into pieces across their borders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdlite.common.collectives.base import Array
 
 
 class Chain:
-    """Flat arrays of one dtype, one behind the other; nothing is copied."""
+    """A view of flat arrays of one dtype, one behind the other."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._arrays = [array for array in arrays if array.size]
@@ -20,7 +20,7 @@ class Chain:
         self.size = self._ends[-1] if self._ends else 0
 
     def views(self, start: int, stop: int) -> Iterator[Array]:
-        """The elements [start, stop) as views of the arrays they lie in."""
+        """Yield the elements [start, stop) as views of the arrays that hold them."""
         index = bisect_right(self._ends, start)
         while start < stop:
             array, end = self._arrays[index], self._ends[index]
@@ -36,7 +36,7 @@ class Chain:
             offset += view.size
 
     def copy(self, start: int, stop: int) -> Array:
-        """The elements [start, stop), of which there must be some, in a new array."""
+        """Return a copy of the elements [start, stop), which must not be empty."""
         return np.concatenate(list(self.views(start, stop)))
 
     def unpack(self, start: int, buffer: Array) -> None:
@@ -55,20 +55,21 @@ class Chain:
 
 
 def even_part(size: int, parts: int, part: int) -> slice:
-    """The `part`-th of `parts` nearly equal parts of `size` elements."""
+    """Return where the `part`-th of `parts` nearly equal parts of `size` elements lies."""
     return slice(size * part // parts, size * (part + 1) // parts)
 
 
 def even_chain(arrays: Sequence[Array], parts: int, part: int) -> Chain:
-    """The `part`-th of `parts` nearly equal parts of every array.
+    """Chain the `part`-th of `parts` nearly equal parts of every array.
 
-    Where an element goes depends on its place in its own array alone.
+    The part an element belongs to depends on its place in its own array alone, and so does the
+    order in which it is summed: fusion with other tensors does not change a bit of the result.
     """
     return Chain([array[even_part(array.size, parts, part)] for array in arrays])
 
 
 def member_chain(arrays: Sequence[Array], counts: Sequence[Sequence[int]], member: int) -> Chain:
-    """The part of every array that belongs to `member`, where array t has counts[t][i] for i."""
+    """Chain the part of every array that belongs to `member`: counts[t][member] elements of t."""
     chosen = []
     for array, sizes in zip(arrays, counts, strict=True):
         start = sum(sizes[:member])

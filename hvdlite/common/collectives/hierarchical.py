@@ -6,10 +6,11 @@ With L slices, L being the number of members on the smallest host, and H hosts:
     2. across the hosts      L rings at a time: members with the same l allreduce their slice
     3. inside each host      allgather by shared memory: everybody gets all slices
 
-What is large goes in blocks, and all three go on at once. Each slice has H chunks, as the ring
-wants them; a block is some pieces of every chunk of every slice. The schedule of the pieces is the
-same in all L rings. It says when a block is needed, which is then reduce-scattered, and when it has
-come back, which is then gathered. So the link is busy while the host adds and copies.
+A large segment is cut into blocks, and all three phases go on at once. Each slice has H chunks, as
+the ring wants them; a block is some pieces of every chunk of every slice. The schedule of the
+pieces is the same in all L rings. It says when a block is needed, which is then reduce-scattered,
+and when it has come back, which is then gathered. So the link between hosts is busy while the host
+adds and copies.
 
 A host sends 2 (H-1)/H S bytes, S being the bytes of the segment. Every tensor is sliced by itself,
 so that the order of summation does not depend on what it is fused with. 16-bit types are summed in
@@ -48,7 +49,7 @@ class _Layers:
 
     @classmethod
     def of(cls, members: Members) -> _Layers:
-        """The layers of `members`."""
+        """Return the layers of `members`."""
         hosts = members.topology.hosts
         positions = members.topology.peers(members.index)
         local_ranks = tuple(members.ranks[position] for position in positions)
@@ -62,14 +63,14 @@ class _Layers:
 
     @property
     def has_slice(self) -> bool:
-        """Whether this member sends anything to other hosts."""
+        """Whether this member takes part in a ring between hosts."""
         return self.local.index < self.slices
 
 
 class HierarchicalBackend(RingBackend):
     """Allreduce among several hosts, one of which has several members.
 
-    What it does not offer is left to the ring it is built on.
+    The other collectives are those of `RingBackend`.
     """
 
     name = "HIERARCHICAL"
@@ -83,7 +84,7 @@ class HierarchicalBackend(RingBackend):
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Allreduce other than Adasum, where both floors of the hierarchy have something to do."""
+        """Support allreduce but Adasum, among several hosts of which one has several members."""
         hosts = members.topology.hosts
         layered = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
         return layered and collective == "allreduce" and reduce_op != ReduceOp.ADASUM
@@ -123,7 +124,7 @@ class HierarchicalBackend(RingBackend):
         arithmetic: Arithmetic,
         activity: Activity,
     ) -> None:
-        """One phase after the other."""
+        """Run one phase after the other: a small segment does not fill a pipeline."""
         local = layers.local
         counts = [_slice_counts(array.size, layers.slices, local.size) for array in inputs]
         mine = [sizes[local.index] for sizes in counts]
@@ -138,14 +139,14 @@ class HierarchicalBackend(RingBackend):
 
 
 class _Block(NamedTuple):
-    """What this member holds of a block: a row for each chunk."""
+    """The memory of a block at one member: a row for each chunk."""
 
-    partial: Array  # sums of the host
-    result: Array  # sums of all hosts; the same memory where that is possible
+    partial: Array  # Sums over the host.
+    result: Array  # Sums over all hosts; the same memory if the dtype is the same.
 
 
 class _Window:
-    """A chunk of which only the blocks that are under way are there; see `trip.Chunk`."""
+    """A chunk of which only the blocks under way are in memory; see `ring_pipeline.Chunk`."""
 
     def __init__(self, size: int, index: int, length: int, blocks: dict[int, _Block]) -> None:
         self.size = size
@@ -154,20 +155,20 @@ class _Window:
         self._blocks = blocks
 
     def views(self, start: int, stop: int) -> Iterator[Array]:
-        """One piece of the partial sums."""
+        """Yield one piece of the partial sums."""
         if start < stop:
             block, offset = divmod(start, self._length)
             yield self._blocks[block].partial[self._index, offset : offset + stop - start]
 
     def unpack(self, start: int, buffer: Array) -> None:
-        """Take one piece of the results."""
+        """Keep one piece of the results."""
         if buffer.size:
             block, offset = divmod(start, self._length)
             self._blocks[block].result[self._index, offset : offset + buffer.size] = buffer
 
 
 class _Pipeline:
-    """A large allreduce in blocks, which the schedule of the ring drives."""
+    """A large allreduce in blocks, driven by the schedule of the ring."""
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class _Pipeline:
         self._hosts = len(layers.ring_order.order)
         self._sources = self._cut(inputs)
         self._targets = self._cut(outputs)
-        self._blocks: dict[int, _Block] = {}  # those under way
+        self._blocks: dict[int, _Block] = {}  # The blocks under way, by number.
         self._free: list[_Block] = []
         length = piece_bytes // arithmetic.output_dtype.itemsize
         largest = max(chunk.size for chunks in self._sources for chunk in chunks)
@@ -195,7 +196,7 @@ class _Pipeline:
         self._length = BLOCK_PIECES * length  # elements of a chunk in a block
 
     def _cut(self, arrays: Sequence[Array]) -> list[list[Chain]]:
-        """The chunks of every slice."""
+        """Return the chunks of every slice."""
         slices, hosts = self._layers.slices, self._hosts
         cut = []
         for index in range(slices):
@@ -204,16 +205,16 @@ class _Pipeline:
         return cut
 
     @property
-    def _own(self) -> list[Chain]:
-        """The chunks of this member's slice."""
+    def _slice_chunks(self) -> list[Chain]:
+        """The chunks of the slice of this member."""
         return self._sources[self._layers.local.index]
 
     def plan(self) -> Plan:
-        """The trip around the hosts."""
-        own = self._own if self._layers.has_slice else self._sources[0]
+        """Return the plan of the ring between the hosts."""
+        chunks = self._slice_chunks if self._layers.has_slice else self._sources[0]
         windows = [
             _Window(chunk.size, index, self._length, self._blocks)
-            for index, chunk in enumerate(own)
+            for index, chunk in enumerate(chunks)
         ]
         return Plan(
             self._layers.ring_order,
@@ -230,28 +231,28 @@ class _Pipeline:
         )
 
     def _before(self, piece: int) -> None:
-        """The first piece of a block is needed."""
+        """Reduce-scatter a block inside the host when its first piece is needed."""
         if piece % BLOCK_PIECES:
             return
         block = piece // BLOCK_PIECES
-        held = self._blocks[block] = self._free.pop() if self._free else self._new_block()
+        memory = self._blocks[block] = self._free.pop() if self._free else self._new_block()
         arrays, counts = self._parts(self._sources, block)
-        partial = self._rows(held.partial, block)
+        partial = self._rows(memory.partial, block)
         with self._activity("HIERARCHICAL_REDUCESCATTER"):
             self._shm.reduce_parts(
                 self._layers.local, arrays, partial, counts, self._arithmetic.inner()
             )
 
     def _after(self, piece: int) -> None:
-        """The last piece of a block has come back."""
+        """Gather a block inside the host when its last piece has come back."""
         if (piece + 1) % BLOCK_PIECES and piece + 1 < self._pieces:
             return
         block = piece // BLOCK_PIECES
-        held = self._blocks.pop(block)
+        memory = self._blocks.pop(block)
         arrays, counts = self._parts(self._targets, block)
-        result = self._rows(held.result, block)
+        result = self._rows(memory.result, block)
         self._shm.allgather(self._layers.local, result, arrays, counts, self._activity)
-        self._free.append(held)
+        self._free.append(memory)
 
     def _new_block(self) -> _Block:
         shape = (self._hosts, self._length)
@@ -263,7 +264,7 @@ class _Pipeline:
     def _parts(
         self, slices: Sequence[Sequence[Chain]], block: int
     ) -> tuple[list[Array], list[list[int]]]:
-        """The parts of the tensors in `block`, and how much of each every local member has."""
+        """Return the parts of the tensors in `block`, and the elements each local member has."""
         start, local_size = block * self._length, self._layers.local.size
         arrays, counts = [], []
         for owner, chunks in enumerate(slices):
@@ -276,15 +277,15 @@ class _Pipeline:
         return arrays, counts
 
     def _rows(self, rows: Array, block: int) -> list[Array]:
-        """As much of `rows` as this member has of `block`."""
+        """Return the part of `rows` that this member has of `block`."""
         if not self._layers.has_slice:
             return [rows[0, :0]]
         start = block * self._length
-        sizes = [min(max(chunk.size - start, 0), self._length) for chunk in self._own]
+        sizes = [min(max(chunk.size - start, 0), self._length) for chunk in self._slice_chunks]
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 def _slice_counts(size: int, slices: int, local_size: int) -> list[int]:
-    """How many of `size` elements each local member has; those beyond `slices` have none."""
+    """Return how many of `size` elements each local member has. Those beyond `slices` have none."""
     parts = [even_part(size, slices, part) for part in range(slices)]
     return [part.stop - part.start for part in parts] + [0] * (local_size - slices)

@@ -1,9 +1,9 @@
 """Arithmetic of the backends: scaling, combining and rounding, the same on every rank.
 
-Values of 16-bit types are widened to float32, combined and scaled there, and rounded once; what a
-ring sends on is rounded as well (see `trip`). Integers are scaled in float64 and truncated toward
-zero. A bool stays true when it is scaled by anything but zero; its sum is "or", its product "and".
-All other types are scaled and combined in their own type.
+Values of 16-bit types are widened to float32, combined and scaled there, and rounded once; a sum
+that a member of a ring passes on is rounded as well (see `ring_pipeline`). Integers are scaled in
+float64 and truncated toward zero. A bool stays true when it is scaled by anything but zero; its sum
+is "or", its product "and". All other types are scaled and combined in their own type.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def register_casts(dtype_name: str, casts: Casts) -> None:
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type in which values of `dtype` are combined."""
+    """Return the dtype in which values of `dtype` are combined."""
     if dtype.itemsize == 2 and dtype.name in _casts:  # the name takes a while to find out
         return np.dtype(np.float32)
     return dtype
@@ -71,10 +71,10 @@ _BOOL_UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 
 class Arithmetic:
-    """One reduction of one dtype: load what ranks give, merge in order, store the result.
+    """One reduction of one dtype: load the inputs, merge them in order, store the result.
 
-    `dtype` is that of inputs and outputs; between `load` and `store` values have the type
-    `accumulator`. A half of it is obtained with `inner` and `outer`: see there.
+    Inputs and outputs have `dtype`; between `load` and `store` values have the dtype
+    `accumulator`. `inner` and `outer` split a reduction in two stages.
     """
 
     def __init__(self, dtype: np.dtype[Any], reduction: Reduction) -> None:
@@ -85,7 +85,7 @@ class Arithmetic:
         self._ufunc = ufuncs[reduction.reduce_op]
 
     def inner(self) -> Arithmetic:
-        """The first stage of two: prescaled and merged, neither postscaled nor rounded."""
+        """Return the first of two stages, which prescales and merges, and does not round."""
         stage = Arithmetic(
             self.input_dtype, Reduction(self.reduction.reduce_op, self.reduction.prescale)
         )
@@ -93,7 +93,7 @@ class Arithmetic:
         return stage
 
     def outer(self) -> Arithmetic:
-        """The second stage: merges what `inner` gave, postscales and rounds."""
+        """Return the second of two stages: it merges results of `inner`, postscales and rounds."""
         op, postscale = self.reduction.reduce_op, self.reduction.postscale
         stage = Arithmetic(self.output_dtype, Reduction(op, postscale=postscale))
         stage.input_dtype = self.accumulator
@@ -101,26 +101,26 @@ class Arithmetic:
 
     @property
     def plain_input(self) -> bool:
-        """`load` would only copy."""
+        """Whether `load` would only copy."""
         return self.input_dtype == self.accumulator and self.reduction.prescale == 1
 
     @property
     def plain_output(self) -> bool:
-        """`store` would only copy."""
+        """Whether `store` would only copy."""
         return self.output_dtype == self.accumulator and self.reduction.postscale == 1
 
     def load(self, accumulator: Array, values: Array) -> None:
-        """accumulator = prescale * values."""
+        """Set accumulator = prescale * values."""
         convert(accumulator, values)
         scale(accumulator, self.reduction.prescale)
 
     def merge(self, accumulator: Array, later: Array) -> None:
-        """accumulator = accumulator op later; both are accumulators."""
+        """Set accumulator = accumulator op later; both have the accumulator's dtype."""
         with QUIET():
             self._ufunc(accumulator, later, out=accumulator)
 
     def absorb(self, accumulator: Array, values: Array) -> None:
-        """accumulator = accumulator op prescale * values."""
+        """Set accumulator = accumulator op prescale * values."""
         if self.plain_input:
             self.merge(accumulator, values)
             return
@@ -132,12 +132,12 @@ class Arithmetic:
             self.merge(accumulator[start : start + step], scratch[: block.size])
 
     def store(self, output: Array, accumulator: Array) -> None:
-        """output = postscale * accumulator, rounded; `accumulator` is overwritten."""
+        """Set output = postscale * accumulator, rounded. The accumulator is overwritten."""
         scale(accumulator, self.reduction.postscale)
         convert(output, accumulator)
 
     def reduce(self, parts: Sequence[Array], output: Array) -> None:
-        """output = postscale * (prescale * parts[0] op prescale * parts[1] op ...), in this order.
+        """Set output = postscale * (prescale * parts[0] op prescale * parts[1] op ...), in order.
 
         `output` may be the memory of one of the parts, element for element.
         """
@@ -168,7 +168,7 @@ class Arithmetic:
 
 
 def convert(destination: Array, source: Array) -> None:
-    """Copy with a change of type where the two differ."""
+    """Copy, and convert where the dtypes differ."""
     if destination.dtype == source.dtype:
         np.copyto(destination, source)
     elif source.dtype.name in _casts:
@@ -181,7 +181,7 @@ def convert(destination: Array, source: Array) -> None:
 
 
 def scale(values: Array, factor: float) -> None:
-    """values *= factor, in place, by the rules at the top; `values` is an accumulator."""
+    """Multiply an accumulator by `factor` in place, by the rules at the top of the module."""
     if factor == 1:
         return
     kind = values.dtype.kind

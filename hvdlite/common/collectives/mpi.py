@@ -52,7 +52,7 @@ class MpiBackend(RingBackend):
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """The types in `TYPES` among more than one member; never Adasum."""
+        """Support the dtypes in `TYPES` among more than one member, and never Adasum."""
         return members.size > 1 and dtype.name in TYPES and reduce_op in OPERATIONS
 
     def allreduce(
@@ -95,10 +95,10 @@ class MpiBackend(RingBackend):
         comm = self._mpi.subcommunicator(members.ranks)
         op = getattr(self._mpi.mpi, OPERATIONS[reduction.reduce_op])
         for start in range(0, source.size, MOST_ELEMENTS):
-            given = source.copy(start, min(start + MOST_ELEMENTS, source.size))
-            scale(given, reduction.prescale)
-            result = np.empty_like(given)
-            send, receive = self._message(given), self._message(result)
+            operand = source.copy(start, min(start + MOST_ELEMENTS, source.size))
+            scale(operand, reduction.prescale)
+            result = np.empty_like(operand)
+            send, receive = self._message(operand), self._message(result)
             if root is None:
                 request = comm.Iallreduce(send, receive, op)
             else:
@@ -160,7 +160,7 @@ class MpiBackend(RingBackend):
             self._mpi.finish(comm.Ialltoallv(send, receive), members.ranks)
 
     def _message(self, array: Array, counts: Sequence[int] | None = None) -> list[Any]:
-        """`array` as mpi4py takes it; `counts`: of the parts that go to or come from members."""
+        """Describe `array` to mpi4py; `counts` are the elements for, or from, each member."""
         mpi_type = getattr(self._mpi.mpi, TYPES[array.dtype.name])
         if counts is None:
             return [array, array.size, mpi_type]

@@ -1,5 +1,8 @@
 """Collectives in a ring: every member sends to the next one only.
 
+The allreduce is that of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
+of workstations", Journal of Parallel and Distributed Computing 69 (2009).
+
 Allreduce of S bytes among 3 members, cut into the chunks 0, 1, 2. In step s member i sends chunk
 (i - s) mod 3 and receives chunk (i - s - 1) mod 3. "+c" is a partial sum of chunk c that is added
 to, "=c" a finished one that is copied:
@@ -10,12 +13,13 @@ to, "=c" a finished one that is copied:
     2  allgather        sends 1, gets =0    sends 2, gets =1    sends 0, gets =2
     3  allgather        sends 0, gets =2    sends 1, gets =0    sends 2, gets =1
 
-After step 1 member i owns chunk (i + 1) mod 3. Each member sends 4 chunks: 2 (N-1)/N S bytes, which
-no algorithm undercuts. 16-bit types travel as such; each member adds in float32, and rounds once.
+After step 1 member i owns chunk (i + 1) mod 3. Each member sends 4 chunks: 2 (N-1)/N S bytes, the
+least that any algorithm sends. 16-bit types are sent as such; each member adds in float32, and
+rounds.
 
-Where an element goes depends on its place in its own tensor alone, and so does the order in which
-it is summed: fusing it with other tensors does not change a bit of the result. Members are ordered
-by host, so each host's border is crossed once in each direction.
+The chunk of an element depends on its place in its own tensor alone, and so does the order in which
+it is summed: fusion with other tensors does not change a bit of the result. Members are ordered by
+host, so that each host receives from one other host, and sends to one.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class RingBackend:
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Everything but Adasum, among more than one member."""
+        """Support everything but Adasum, among more than one member."""
         return members.size > 1 and reduce_op != ReduceOp.ADASUM
 
     def allreduce(
@@ -72,7 +76,7 @@ class RingBackend:
         outputs: Sequence[Array],
         arithmetic: Arithmetic,
     ) -> None:
-        """An allreduce among the members of `circle`, with any arithmetic."""
+        """Reduce among the members of `ring_order`, with any arithmetic."""
         size = len(ring_order.order)
         sources = [even_chain(inputs, size, chunk) for chunk in range(size)]
         targets = [even_chain(outputs, size, chunk) for chunk in range(size)]

@@ -1,12 +1,20 @@
-"""A trip of data around a ring of ranks: what the collectives of `ring` have in common.
+"""The pipeline of a ring: chunks are cut into pieces that follow each other around it.
 
-Chunks are cut into pieces, and the pieces follow each other around the ring: piece p makes step s
-in wave s + p // DEPTH. The order of the messages is the same for all: by wave; in it, the later
-steps first. So while a piece is added, others are being sent and received, and the memory that is
-held does not depend on the size of the tensors.
+All collectives of `ring` but alltoall and broadcast are a `Plan`, which a `RingRun` executes. Piece
+p of a chunk makes step s in wave s + p // DEPTH. With two steps, DEPTH = 2 and pieces 0 to 5, the
+messages (step: pieces) of one member are
 
-Partial sums travel in the type of the tensors. Where that is a 16-bit type, each member widens what
-comes, adds to it in float32, and rounds once before it passes the sum on.
+    wave     0        1        2        3
+    step 0   0 1      2 3      4 5
+    step 1            0 1      2 3      4 5
+
+Within a wave the later step comes first, so that a piece that is nearly done does not wait for one
+that begins. Every member sends and receives in this order, which is why messages carry no numbers.
+While one piece is added, others are sent and received, and the memory in use depends on DEPTH,
+AHEAD and the size of a piece, but not on the size of the tensors.
+
+Partial sums are sent in the dtype of the tensors. If that is a 16-bit float, each member widens the
+sum to float32, adds its part, and rounds once before it sends the sum on.
 """
 
 from __future__ import annotations
@@ -23,30 +31,30 @@ from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.kernels import Arithmetic, convert, scale
 from hvdlite.common.transport.base import Pending, Transport
 
-DEPTH = 2  # pieces that start together
-AHEAD = 4  # receives that are posted before they are waited for
-START = -1  # stands for the step of a piece that nobody sends to this member first
+DEPTH = 2  # Pieces of one step in one wave.
+AHEAD = 4  # Receives are posted before they are waited for, so that no message waits in the kernel.
+START = -1  # The step of the chunk that this member is the first to send.
 
 
 class Chunk(Protocol):
-    """Part of the tensors, such as a `Chain`; only single pieces of it are asked for."""
+    """Part of the tensors, such as a `Chain`. A run reads and writes it piece by piece."""
 
     size: int  # elements
 
     def views(self, start: int, stop: int) -> Iterator[Array]:
-        """The elements [start, stop), in order."""
+        """Yield views of the elements [start, stop), in order."""
 
     def unpack(self, start: int, buffer: Array) -> None:
         """Copy `buffer` into the elements from `start` on."""
 
 
 def nothing(piece: int) -> None:
-    """What there is to do before and after a piece, by default."""
+    """Do nothing: the default of `Plan.before` and `Plan.after`."""
 
 
 @dataclass(frozen=True)
 class RingOrder:
-    """The ring as one member sees it."""
+    """The order of the members around the ring, as one of them sees it."""
 
     order: tuple[int, ...]  # positions of the members, host by host
     ranks: tuple[int, ...]  # their global ranks
@@ -54,31 +62,31 @@ class RingOrder:
 
     @classmethod
     def of(cls, members: Members) -> RingOrder:
-        """The ring through all members of `members`."""
+        """Return the ring through all `members`."""
         order = tuple(member for host in members.topology.hosts for member in host)
         ranks = tuple(members.ranks[member] for member in order)
         return cls(order, ranks, order.index(members.index))
 
     def rank(self, distance: int) -> int:
-        """The global rank `distance` places after this one."""
+        """Return the global rank `distance` places after this member."""
         return self.ranks[(self.index + distance) % len(self.ranks)]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One trip around the ring: `reduce_steps`, then `gather_steps`."""
+    """One run around the ring: `reduce_steps`, then `gather_steps`."""
 
     ring_order: RingOrder
-    sources: Sequence[Chunk]  # the chunks of the input that this member has; empty: not its own
-    targets: Sequence[Chunk]  # the chunks of the output that this member wants
-    arithmetic: Arithmetic  # of the reduce steps; the gather steps copy its output
+    sources: Sequence[Chunk]  # The chunks of this member's input; those it does not have are empty.
+    targets: Sequence[Chunk]  # The chunks of its output; those that it does not want are empty.
+    arithmetic: Arithmetic  # How the reduce steps add; the gather steps copy the results.
     reduce_steps: int
     gather_steps: int
-    shift: int  # in step s, member i sends chunk (i - s - shift) mod N
-    piece_bytes: int  # on the wire, where the last piece of a chunk may be smaller
-    before: Callable[[int], None] = nothing  # called with a piece when its sources are needed
-    after: Callable[[int], None] = nothing  # called with a piece when its targets are complete
-    fewest_pieces: int = 0  # for rings that have to keep in step
+    shift: int  # In step s, member i sends chunk (i - s - shift) mod N.
+    piece_bytes: int  # As sent; the last piece of a chunk may be smaller.
+    before: Callable[[int], None] = nothing  # Is called with a piece when its sources are needed.
+    after: Callable[[int], None] = nothing  # Is called with a piece when its targets are complete.
+    fewest_pieces: int = 0  # Rings that run side by side have the same number of pieces.
 
     @cached_property
     def steps(self) -> int:
@@ -86,42 +94,42 @@ class Plan:
         return self.reduce_steps + self.gather_steps
 
     def chunk(self, step: int) -> int:
-        """The chunk that is received in `step`; the one sent is that of step - 1."""
+        """Return the chunk that is received in `step`. The one sent is the chunk of step - 1."""
         return (self.ring_order.index - step - 1 - self.shift) % len(self.ring_order.order)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of every chunk."""
+        """Number of elements of every chunk."""
         pairs = zip(self.sources, self.targets, strict=True)
         return [max(source.size, target.size) for source, target in pairs]
 
     @property
     def wire_dtype(self) -> np.dtype[Any]:
-        """What travels."""
+        """The dtype of what is sent."""
         return self.arithmetic.output_dtype
 
     @cached_property
     def length(self) -> int:
-        """Elements of a piece."""
+        """Number of elements of a piece."""
         return max(1, self.piece_bytes // self.wire_dtype.itemsize)
 
     @cached_property
     def pieces(self) -> int:
-        """Pieces of the largest chunk; others may end in empty ones."""
+        """Number of pieces of the largest chunk; smaller chunks end in empty pieces."""
         return max(-(-max(self.sizes) // self.length), self.fewest_pieces)
 
     def schedule(self) -> Iterator[tuple[int, int]]:
-        """(step, piece) of all that a member does, in order; START is the step of a start."""
+        """Yield (step, piece) of every action of a member, in order."""
         started = 0
         for step, piece in self.messages():
-            # All that must have started before this can come from the others.
+            # The previous member can only send this message after it got pieces from its own.
             while started < min(self.pieces, (step + piece // DEPTH + 1) * DEPTH):
                 yield START, started
                 started += 1
             yield step, piece
 
     def watch(self) -> None:
-        """Call `before` and `after` as the members of the ring do, without being one."""
+        """Call `before` and `after` when the members of the ring do, without being a member."""
         for step, piece in self.schedule():
             if step == START:
                 self.before(piece)
@@ -129,17 +137,17 @@ class Plan:
                 self.after(piece)
 
     def messages(self) -> Iterator[tuple[int, int]]:
-        """(step, piece) of all messages in the order in which everybody sends them."""
-        groups = -(-self.pieces // DEPTH)
-        for wave in range(groups + self.steps - 1):
-            for step in range(min(wave, self.steps - 1), max(-1, wave - groups), -1):
+        """Yield (step, piece) of every message in the order in which all members send them."""
+        rounds = -(-self.pieces // DEPTH)
+        for wave in range(rounds + self.steps - 1):
+            for step in range(min(wave, self.steps - 1), max(-1, wave - rounds), -1):
                 first = (wave - step) * DEPTH
                 for piece in range(first, min(first + DEPTH, self.pieces)):
                     yield step, piece
 
 
 class RingRun:
-    """A `Plan` under way."""
+    """The execution of a `Plan` by one member."""
 
     def __init__(self, transport: Transport, plan: Plan) -> None:
         self._transport = transport
@@ -148,10 +156,11 @@ class RingRun:
         self._next, self._previous = plan.ring_order.rank(1), plan.ring_order.rank(-1)
         self._free: list[Array] = []
         self._sends: deque[tuple[Pending, Array]] = deque()
-        self._wide: Array | None = None  # where sums are made that do not travel as they are
+        # Sums of 16-bit floats are made here; allocated when the first one is.
+        self._wide: Array | None = None
 
     def run(self) -> None:
-        """Make the trip; all members must."""
+        """Execute the plan. Every member of the ring must do the same."""
         plan = self._plan
         messages = plan.messages()
         posted: deque[tuple[Array, Pending]] = deque()
@@ -174,10 +183,10 @@ class RingRun:
         return buffer, self._transport.irecv(self._previous, buffer)
 
     def _start(self, piece: int) -> None:
-        """Send a piece of the chunk that nobody sends to this member first."""
+        """Send a piece of the chunk that this member is the first to send."""
         chunk = self._plan.chunk(START)
         buffer = self._buffer(chunk, piece)
-        for stretch, values in self._own(chunk, piece, buffer):
+        for stretch, values in self._values(chunk, piece, buffer):
             if self._plan.reduce_steps:
                 self._load(stretch, values)
             else:
@@ -185,11 +194,11 @@ class RingRun:
         self._send(buffer)
 
     def _receive(self, step: int, piece: int, buffer: Array) -> None:
-        """Add to what has come, or copy it out, and pass it on."""
+        """Add to the sum that has come, or copy the result out, and send it on."""
         plan, chunk = self._plan, self._plan.chunk(step)
         if step < plan.reduce_steps:
             last = step == plan.reduce_steps - 1
-            for stretch, values in self._own(chunk, piece, buffer):
+            for stretch, values in self._values(chunk, piece, buffer):
                 self._add(stretch, values, last)
         if step >= plan.reduce_steps - 1:
             plan.targets[chunk].unpack(piece * plan.length, buffer)
@@ -198,8 +207,8 @@ class RingRun:
         else:
             self._release(buffer)
 
-    def _own(self, chunk: int, piece: int, buffer: Array) -> Iterator[tuple[Array, Array]]:
-        """Stretches of `buffer`, each with this member's own values for it."""
+    def _values(self, chunk: int, piece: int, buffer: Array) -> Iterator[tuple[Array, Array]]:
+        """Yield stretches of `buffer`, each with this member's values for it."""
         start, offset = piece * self._plan.length, 0
         for view in self._plan.sources[chunk].views(start, start + buffer.size):
             yield buffer[offset : offset + view.size], view
@@ -208,14 +217,14 @@ class RingRun:
     # -- arithmetic of a stretch
 
     def _load(self, stretch: Array, values: Array) -> None:
-        """The first partial sum."""
+        """Make the first partial sum, of this member's values alone."""
         wide = self._widened(stretch)
         self._arithmetic.load(wide, values)
         if wide is not stretch:
             convert(stretch, wide)
 
     def _add(self, stretch: Array, values: Array, last: bool) -> None:
-        """Add `values` to the partial sum in `stretch`; the `last` sum is postscaled as well."""
+        """Add `values` to the partial sum in `stretch`, and postscale the `last` sum."""
         wide = self._widened(stretch)
         if wide is not stretch:
             convert(wide, stretch)
@@ -226,7 +235,7 @@ class RingRun:
             convert(stretch, wide)
 
     def _widened(self, stretch: Array) -> Array:
-        """An accumulator for `stretch`: itself, if that is of the type."""
+        """Return the accumulator for `stretch`, which is itself if it has the dtype for it."""
         if stretch.dtype == self._arithmetic.accumulator:
             return stretch
         if self._wide is None:
@@ -241,7 +250,7 @@ class RingRun:
             self._release(self._sends.popleft()[1])
 
     def _buffer(self, chunk: int, piece: int) -> Array:
-        """A buffer for this piece, of the size that it has."""
+        """Return a buffer of the size of this piece."""
         plan = self._plan
         block = self._free.pop() if self._free else np.empty(plan.length, plan.wire_dtype)
         return block[: max(0, min(plan.length, plan.sizes[chunk] - piece * plan.length))]

@@ -12,7 +12,7 @@ with m members (a step is what happens between two signals):
     stage 2                                                  unpack piece t, each m-th
                                                              from its owner's slot
 
-What is small takes two stages, with one signal less to wait for: every rank adds all of it.
+A small allreduce takes two stages, with one signal less to wait for: every rank adds all of it.
 
 A rank waits for the signal of step t from all peers between the stages 0 and 1 of step t+1. So
 when it packs piece t+4 into the slot of piece t, its peers have ended step t+2, which unpacked
@@ -37,15 +37,15 @@ from hvdlite.common.transport.base import Transport
 
 SLOTS = 4
 PIECE_BYTES = 256 << 10
-SMALL_BYTES = 32 << 10  # to add so much takes less time than to wait for another signal
+SMALL_BYTES = 32 << 10  # Every rank adds all of it: that takes less time than another signal.
 
-Stage = Callable[[int], None]  # does its part of a piece
+Stage = Callable[[int], None]  # Does its part of the piece with this number.
 
 
 class ShmBackend:
     """All collectives among ranks of one host.
 
-    A transport has only one: it owns the transport's shared memory and signals.
+    A transport has only one ShmBackend, which owns the transport's shared memory and signals.
     """
 
     name = "SHM"
@@ -61,14 +61,16 @@ class ShmBackend:
         self._native: NativeShm | None = None
         if library is not None:
             self._native = NativeShm(transport, library, SLOTS * piece_bytes)
-        self._agreed: dict[tuple[int, ...], bool] = {}  # by members: all have the same library
+        # Whether all members have the same library, by their ranks; they ask each other once.
+        self._agreed: dict[tuple[int, ...], bool] = {}
         self._memory: dict[int, Array] = {}
-        self._unread: tuple[int, ...] = ()  # peers whose last signal is still to be taken
+        # The peers whose signal of the last step is unread. The next collective reads it first.
+        self._unread: tuple[int, ...] = ()
 
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Everything but Adasum, when all members are on one host."""
+        """Support everything but Adasum, if all members are on one host."""
         return len(members.topology.hosts) == 1 and reduce_op != ReduceOp.ADASUM
 
     def allreduce(
@@ -126,14 +128,14 @@ class ShmBackend:
                 self._run(self._peers(members), -(-source.size // length), pack, reduce, unpack)
 
     def _native_of(self, members: Members) -> NativeShm | None:
-        """The compiled allreduce, where all members have the same. They ask each other once."""
+        """Return the compiled allreduce if all members have the same one; they ask once."""
         agreed = self._agreed.get(members.ranks)
         if agreed is None:
-            own = np.array([self._native.identity if self._native else 0], np.uint64)
-            all_of_them = np.empty(members.size, np.uint64)
+            identity = np.array([self._native.identity if self._native else 0], np.uint64)
+            identities = np.empty(members.size, np.uint64)
             counts = [[1] * members.size]
-            self.allgather(members, [own], [all_of_them], counts, lambda _: nullcontext())
-            agreed = self._agreed[members.ranks] = bool((all_of_them == own).all())
+            self.allgather(members, [identity], [identities], counts, lambda _: nullcontext())
+            agreed = self._agreed[members.ranks] = bool((identities == identity).all())
         return self._native if agreed else None
 
     def reducescatter(
@@ -159,7 +161,7 @@ class ShmBackend:
         counts: Sequence[Sequence[int]],
         arithmetic: Arithmetic,
     ) -> None:
-        """A reducescatter with any arithmetic. A slot holds one part for each member."""
+        """Reduce and scatter with any arithmetic. A slot holds one part for each member."""
         dtype = arithmetic.input_dtype
         sources = [member_chain(inputs, counts, member) for member in range(members.size)]
         target = Chain(outputs)
@@ -269,7 +271,7 @@ class ShmBackend:
             self._run(self._peers(members), pieces, pack, unpack)
 
     def _exchange_counts(self, members: Members, send_counts: Sequence[int]) -> Array:
-        """Who sends how many elements to whom: row by sender, column by receiver."""
+        """Return how many elements are sent, as a matrix of senders by receivers."""
         dtype = np.dtype(np.int64)
         matrix = np.empty((members.size, members.size), dtype)
 
@@ -289,7 +291,7 @@ class ShmBackend:
         return tuple(rank for rank in members.ranks if rank != self._transport.rank)
 
     def _run(self, peers: tuple[int, ...], pieces: int, *stages: Stage) -> None:
-        """Stage s does piece j in step j + s; the picture at the top is the case of three."""
+        """Run the stages: stage s does piece j in step j + s, as in the table of the module."""
         if not pieces:
             return
         self._begin()
@@ -303,7 +305,7 @@ class ShmBackend:
         self._unread = peers
 
     def _begin(self) -> None:
-        """Wait until nobody reads my slots any more, and have them."""
+        """Wait until no peer reads the slots of this rank any more, and make sure they exist."""
         self._await(self._unread)
         self._unread = ()
         self._slot(self._transport.rank, 0, np.dtype(np.uint8))
@@ -313,7 +315,7 @@ class ShmBackend:
             self._transport.await_signal(rank)
 
     def _slot(self, rank: int, piece: int, dtype: np.dtype[Any]) -> Array:
-        """The slot of `rank` that `piece` goes through."""
+        """Return the slot of `rank` that `piece` goes through."""
         memory = self._memory.get(rank)
         if memory is None:
             memory = self._transport.shared(rank, SLOTS * self._piece_bytes + MEMORY_BYTES)

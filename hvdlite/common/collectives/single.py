@@ -31,7 +31,7 @@ class SingleBackend:
         reduction: Reduction,
         activity: Activity,
     ) -> None:
-        """The only contribution, scaled."""
+        """Copy the only contribution, scaled."""
         if reduction.reduce_op == ReduceOp.ADASUM:  # of one vector: the vector
             reduction = Reduction(ReduceOp.SUM, reduction.prescale, reduction.postscale)
         with activity("SINGLE_REDUCE"):
@@ -47,7 +47,7 @@ class SingleBackend:
         reduction: Reduction,
         activity: Activity,
     ) -> None:
-        """The whole tensors, scaled."""
+        """Copy the whole tensors, scaled."""
         self.allreduce(members, inputs, outputs, reduction, activity)
 
     def allgather(
@@ -58,7 +58,7 @@ class SingleBackend:
         counts: Sequence[Sequence[int]],
         activity: Activity,
     ) -> None:
-        """A copy."""
+        """Copy the tensor."""
         with activity("SINGLE_COPY"):
             for source, output in zip(inputs, outputs, strict=True):
                 np.copyto(output, source)
@@ -74,6 +74,6 @@ class SingleBackend:
         allocate: Callable[[list[int]], Array],
         activity: Activity,
     ) -> None:
-        """A copy."""
+        """Copy the tensor."""
         with activity("SINGLE_COPY"):
             np.copyto(allocate(list(send_counts)), array[: send_counts[0]])

@@ -97,7 +97,7 @@ class Executor:
         responses: Sequence[Response],
         entries: Sequence[Entry | None],
     ) -> None:
-        """Run a segment among `ranks`. An entry of None is a tensor that a joined rank does not have.
+        """Run a segment among `ranks`. An entry is None where this rank has joined.
 
         Raises `HorovodInternalError` when the job cannot go on.
         """

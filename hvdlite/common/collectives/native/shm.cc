@@ -200,7 +200,7 @@ struct Adder {
 
 // -- what is to be done
 
-struct Job {
+struct SegmentArguments {
   // constant
   int64_t members, index, local_size;  // of the group, my place in it, ranks of this host
   int64_t own;                         // my local number
@@ -227,75 +227,77 @@ constexpr int64_t kDone = 0, kWaiting = 1;
 // A place in the chain of tensors; it only moves forward.
 struct Cursor {
   int64_t tensor = 0, start = 0;  // start: elements before this tensor
-  void seek(const Job& job, int64_t element) {
-    while (element >= start + job.sizes[tensor]) start += job.sizes[tensor++];
+  void seek(const SegmentArguments& segment, int64_t element) {
+    while (element >= start + segment.sizes[tensor]) start += segment.sizes[tensor++];
   }
 };
 
 class Run {
  public:
-  explicit Run(Job& job) : job_(job), pieces_((job.total + job.piece - 1) / job.piece) {}
+  explicit Run(SegmentArguments& segment)
+      : segment_(segment), pieces_((segment.total + segment.piece - 1) / segment.piece) {}
 
   int64_t go() {
-    if (job_.packed == 0 && !nobody_reads()) return kWaiting;
-    int64_t done = job_.whole ? go_whole() : go_in_parts();
+    if (segment_.packed == 0 && !nobody_reads()) return kWaiting;
+    int64_t done = segment_.whole ? go_whole() : go_in_parts();
     if (done == kDone)
-      for (int64_t m = 0; m < job_.members; ++m)
-        if (m != job_.index) job_.base[job_.local[m]] += pieces_;
+      for (int64_t m = 0; m < segment_.members; ++m)
+        if (m != segment_.index) segment_.base[segment_.local[m]] += pieces_;
     return done;
   }
 
  private:
-  Job& job_;
+  SegmentArguments& segment_;
   int64_t pieces_;
   Cursor packs_, reduces_, unpacks_;
 
-  Board* board(int64_t local) const { return (Board*)job_.memory[local]; }
+  Board* board(int64_t local) const { return (Board*)segment_.memory[local]; }
 
   char* slot(int64_t member, int64_t piece) const {
-    char* memory = job_.memory[job_.local[member]];
-    return memory + job_.slots_start + piece % job_.slots * job_.slot_bytes;
+    char* memory = segment_.memory[segment_.local[member]];
+    return memory + segment_.slots_start + piece % segment_.slots * segment_.slot_bytes;
   }
 
-  int64_t first(int64_t piece) const { return piece * job_.piece; }
+  int64_t first(int64_t piece) const { return piece * segment_.piece; }
 
   int64_t length(int64_t piece) const {
-    int64_t left = job_.total - first(piece);
-    return left < job_.piece ? left : job_.piece;
+    int64_t left = segment_.total - first(piece);
+    return left < segment_.piece ? left : segment_.piece;
   }
 
   // Where the part of `member` begins in a piece; that of the last member + 1 is the end.
   int64_t part(int64_t piece, int64_t member) const {
-    return length(piece) * member / job_.members;
+    return length(piece) * member / segment_.members;
   }
 
   // -- progress of the others
 
-  const Counters* told_by(int64_t local) const { return &board(local)->told[job_.own]; }
+  const Counters* told_by(int64_t local) const { return &board(local)->told[segment_.own]; }
 
   // The member that has not come to `pieces` yet; -1: all have.
   int64_t behind(uint64_t Counters::*counter, int64_t pieces) const {
     if (pieces <= 0) return -1;
-    for (int64_t m = 0; m < job_.members; ++m) {
-      int64_t local = job_.local[m];
-      if (m != job_.index && load(&(told_by(local)->*counter)) < job_.base[local] + pieces) return m;
+    for (int64_t m = 0; m < segment_.members; ++m) {
+      int64_t local = segment_.local[m];
+      uint64_t wanted = segment_.base[local] + pieces;
+      if (m != segment_.index && load(&(told_by(local)->*counter)) < wanted) return m;
     }
     return -1;
   }
 
   void tell(uint64_t Counters::*counter, int64_t pieces) {
-    Board* mine = board(job_.own);
-    for (int64_t m = 0; m < job_.members; ++m) {
-      int64_t local = job_.local[m];
-      if (m != job_.index)
-        __atomic_store_n(&(mine->told[local].*counter), job_.base[local] + pieces,
+    Board* mine = board(segment_.own);
+    for (int64_t m = 0; m < segment_.members; ++m) {
+      int64_t local = segment_.local[m];
+      if (m != segment_.index)
+        __atomic_store_n(&(mine->told[local].*counter), segment_.base[local] + pieces,
                          __ATOMIC_RELEASE);
     }
     __atomic_thread_fence(__ATOMIC_SEQ_CST);  // before looking who sleeps: see `sleep`
-    for (int64_t m = 0; m < job_.members; ++m) {
-      if (m == job_.index) continue;
-      Board* theirs = board(job_.local[m]);
-      uint32_t me = uint32_t(job_.own + 1);
+    for (int64_t m = 0; m < segment_.members; ++m) {
+      if (m == segment_.index) continue;
+      Board* theirs = board(segment_.local[m]);
+      uint32_t me = uint32_t(segment_.own + 1);
       if (__atomic_load_n(&theirs->waits_for, __ATOMIC_RELAXED) == me &&
           __atomic_compare_exchange_n(&theirs->waits_for, &me, 0, false, __ATOMIC_SEQ_CST,
                                       __ATOMIC_RELAXED))
@@ -305,10 +307,11 @@ class Run {
 
   // Sleep until `local` has come to `wanted`. False when it has not come in time.
   bool sleep(int64_t local, uint64_t Counters::*counter, uint64_t wanted) const {
-    Board* mine = board(job_.own);
+    Board* mine = board(segment_.own);
     const uint64_t* seen = &(told_by(local)->*counter);
     uint32_t name = uint32_t(local + 1);
-    timespec limit = {time_t(job_.timeout_ns / 1000000000), long(job_.timeout_ns % 1000000000)};
+    int64_t ns = segment_.timeout_ns;
+    timespec limit = {time_t(ns / 1000000000), long(ns % 1000000000)};
     bool in_time = true;
     while (load(seen) < wanted && in_time) {
       __atomic_store_n(&mine->waits_for, name, __ATOMIC_RELAXED);
@@ -324,17 +327,17 @@ class Run {
   }
 
   bool wait(int64_t member, uint64_t Counters::*counter, int64_t pieces) {
-    int64_t local = job_.local[member];
-    if (sleep(local, counter, job_.base[local] + pieces)) return true;
-    job_.missed = local;
+    int64_t local = segment_.local[member];
+    if (sleep(local, counter, segment_.base[local] + pieces)) return true;
+    segment_.missed = local;
     return false;
   }
 
   // Whether all ranks of the host have ended what they did together with me before.
   bool nobody_reads() {
-    for (int64_t local = 0; local < job_.local_size; ++local)
-      if (job_.base[local] > 0 && !sleep(local, &Counters::unpacked, job_.base[local])) {
-        job_.missed = local;
+    for (int64_t local = 0; local < segment_.local_size; ++local)
+      if (segment_.base[local] > 0 && !sleep(local, &Counters::unpacked, segment_.base[local])) {
+        segment_.missed = local;
         return false;
       }
     return true;
@@ -343,38 +346,42 @@ class Run {
   // -- the two ways
 
   int64_t go_whole() {
-    if (job_.packed == 0) {
-      pack_range(0, 0, job_.total);
-      tell(&Counters::packed, job_.packed = 1);
+    if (segment_.packed == 0) {
+      pack_range(0, 0, segment_.total);
+      tell(&Counters::packed, segment_.packed = 1);
     }
     for (int64_t m; (m = behind(&Counters::packed, 1)) >= 0;)
       if (!wait(m, &Counters::packed, 1)) return kWaiting;
-    reduce_range(0, 0, job_.total, nullptr);
-    job_.reduced = job_.unpacked = 1;
-    Board* mine = board(job_.own);
-    for (int64_t m = 0; m < job_.members; ++m)  // nobody waits for it
-      if (m != job_.index) mine->told[job_.local[m]].reduced = job_.base[job_.local[m]] + 1;
+    reduce_range(0, 0, segment_.total, nullptr);
+    segment_.reduced = segment_.unpacked = 1;
+    Board* mine = board(segment_.own);
+    for (int64_t m = 0; m < segment_.members; ++m) {  // nobody waits for it
+      int64_t local = segment_.local[m];
+      if (m != segment_.index) mine->told[local].reduced = segment_.base[local] + 1;
+    }
     tell(&Counters::unpacked, 1);
     return kDone;
   }
 
   int64_t go_in_parts() {
-    while (job_.unpacked < pieces_) {
+    while (segment_.unpacked < pieces_) {
       bool idle = true;
-      if (job_.unpacked < job_.reduced && behind(&Counters::reduced, job_.unpacked + 1) < 0) {
-        unpack(job_.unpacked);
-        tell(&Counters::unpacked, ++job_.unpacked);
+      if (segment_.unpacked < segment_.reduced &&
+          behind(&Counters::reduced, segment_.unpacked + 1) < 0) {
+        unpack(segment_.unpacked);
+        tell(&Counters::unpacked, ++segment_.unpacked);
         idle = false;
       }
-      if (job_.reduced < job_.packed && behind(&Counters::packed, job_.reduced + 1) < 0) {
-        reduce(job_.reduced);
-        tell(&Counters::reduced, ++job_.reduced);
+      if (segment_.reduced < segment_.packed &&
+          behind(&Counters::packed, segment_.reduced + 1) < 0) {
+        reduce(segment_.reduced);
+        tell(&Counters::reduced, ++segment_.reduced);
         idle = false;
       }
-      if (job_.packed < pieces_ && job_.packed < job_.unpacked + job_.slots &&
-          behind(&Counters::unpacked, job_.packed + 1 - job_.slots) < 0) {
-        pack(job_.packed);
-        tell(&Counters::packed, ++job_.packed);
+      if (segment_.packed < pieces_ && segment_.packed < segment_.unpacked + segment_.slots &&
+          behind(&Counters::unpacked, segment_.packed + 1 - segment_.slots) < 0) {
+        pack(segment_.packed);
+        tell(&Counters::packed, ++segment_.packed);
         idle = false;
       }
       if (idle && !wait_for_the_oldest()) return kWaiting;
@@ -383,12 +390,12 @@ class Run {
   }
 
   bool wait_for_the_oldest() {
-    auto counter = job_.unpacked < job_.reduced  ? &Counters::reduced
-                   : job_.reduced < job_.packed ? &Counters::packed
+    auto counter = segment_.unpacked < segment_.reduced  ? &Counters::reduced
+                   : segment_.reduced < segment_.packed ? &Counters::packed
                                                 : &Counters::unpacked;
-    int64_t pieces = job_.unpacked < job_.reduced  ? job_.unpacked + 1
-                     : job_.reduced < job_.packed ? job_.reduced + 1
-                                                  : job_.packed + 1 - job_.slots;
+    int64_t pieces = segment_.unpacked < segment_.reduced  ? segment_.unpacked + 1
+                     : segment_.reduced < segment_.packed ? segment_.reduced + 1
+                                                  : segment_.packed + 1 - segment_.slots;
     int64_t member = behind(counter, pieces);
     return member < 0 || wait(member, counter, pieces);
   }
@@ -396,37 +403,37 @@ class Run {
   // -- a piece
 
   void pack(int64_t piece) {
-    pack_range(piece, 0, part(piece, job_.index));
-    pack_range(piece, part(piece, job_.index + 1), length(piece));
+    pack_range(piece, 0, part(piece, segment_.index));
+    pack_range(piece, part(piece, segment_.index + 1), length(piece));
   }
 
   void reduce(int64_t piece) {
-    char* mine = slot(job_.index, piece);
-    reduce_range(piece, part(piece, job_.index), part(piece, job_.index + 1), mine);
+    char* mine = slot(segment_.index, piece);
+    reduce_range(piece, part(piece, segment_.index), part(piece, segment_.index + 1), mine);
   }
 
   void unpack(int64_t piece) {
-    for (int64_t m = 0; m < job_.members; ++m) {
-      if (m == job_.index) continue;
+    for (int64_t m = 0; m < segment_.members; ++m) {
+      if (m == segment_.index) continue;
       int64_t from = part(piece, m);
-      const char* source = slot(m, piece) + from * job_.itemsize;
+      const char* source = slot(m, piece) + from * segment_.itemsize;
       spans(unpacks_, piece, from, part(piece, m + 1), [&](int64_t tensor, int64_t at, int64_t n) {
-        memcpy(job_.outputs[tensor] + at * job_.itemsize, source, n * job_.itemsize);
-        source += n * job_.itemsize;
+        memcpy(segment_.outputs[tensor] + at * segment_.itemsize, source, n * segment_.itemsize);
+        source += n * segment_.itemsize;
       });
     }
   }
 
   void pack_range(int64_t piece, int64_t from, int64_t to) {
-    char* target = slot(job_.index, piece) + from * job_.itemsize;
+    char* target = slot(segment_.index, piece) + from * segment_.itemsize;
     spans(packs_, piece, from, to, [&](int64_t tensor, int64_t at, int64_t n) {
-      memcpy(target, job_.inputs[tensor] + at * job_.itemsize, n * job_.itemsize);
-      target += n * job_.itemsize;
+      memcpy(target, segment_.inputs[tensor] + at * segment_.itemsize, n * segment_.itemsize);
+      target += n * segment_.itemsize;
     });
   }
 
   void reduce_range(int64_t piece, int64_t from, int64_t to, char* copy) {
-    switch (job_.dtype) {
+    switch (segment_.dtype) {
       case 0: return add<Plain<float>>(piece, from, to, copy);
       case 1: return add<Plain<double>>(piece, from, to, copy);
       case 2: return add<Float16>(piece, from, to, copy);
@@ -438,8 +445,8 @@ class Run {
   template <class Use>
   void spans(Cursor& cursor, int64_t piece, int64_t from, int64_t to, Use use) {
     for (int64_t at = first(piece) + from, end = first(piece) + to; at < end;) {
-      cursor.seek(job_, at);
-      int64_t stop = cursor.start + job_.sizes[cursor.tensor];
+      cursor.seek(segment_, at);
+      int64_t stop = cursor.start + segment_.sizes[cursor.tensor];
       int64_t n = (stop < end ? stop : end) - at;
       use(cursor.tensor, at - cursor.start, n);
       at += n;
@@ -451,14 +458,15 @@ class Run {
   void add(int64_t piece, int64_t from, int64_t to, char* copy) {
     using Element = typename Type::Element;
     using Sum = typename Type::Sum;
-    const Adder<Type> adder{job_.members, Sum(job_.prescale), Sum(job_.postscale)};
+    const Adder<Type> adder{segment_.members, Sum(segment_.prescale), Sum(segment_.postscale)};
     const Element* theirs[kMaxMembers];
-    for (int64_t m = 0; m < job_.members; ++m) theirs[m] = (const Element*)slot(m, piece) + from;
+    for (int64_t m = 0; m < segment_.members; ++m)
+      theirs[m] = (const Element*)slot(m, piece) + from;
     Element* also = copy == nullptr ? nullptr : (Element*)copy + from;
     spans(reduces_, piece, from, to, [&](int64_t tensor, int64_t at, int64_t n) {
-      theirs[job_.index] = (const Element*)job_.inputs[tensor] + at;
-      adder.add(theirs, n, (Element*)job_.outputs[tensor] + at, also);
-      for (int64_t m = 0; m < job_.members; ++m) theirs[m] += n;
+      theirs[segment_.index] = (const Element*)segment_.inputs[tensor] + at;
+      adder.add(theirs, n, (Element*)segment_.outputs[tensor] + at, also);
+      for (int64_t m = 0; m < segment_.members; ++m) theirs[m] += n;
       if (also != nullptr) also += n;
     });
   }
@@ -468,6 +476,6 @@ class Run {
 
 extern "C" {
 
-// Run a job: 0, or 1 when local rank `missed` has not come in time; then call it again.
-int64_t hvdlite_allreduce(Job* job) { return Run(*job).go(); }
+// Run a segment: 0, or 1 when local rank `missed` has not come in time; then call it again.
+int64_t hvdlite_allreduce(SegmentArguments* segment) { return Run(*segment).go(); }
 }

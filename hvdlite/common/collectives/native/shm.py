@@ -38,8 +38,8 @@ _Pointer = ctypes.c_void_p
 _Integer = ctypes.c_int64
 
 
-class Job(ctypes.Structure):
-    """`Job` of shm.cc."""
+class SegmentArguments(ctypes.Structure):
+    """The arguments of one call: `SegmentArguments` of shm.cc."""
 
     _fields_ = (
         *((name, _Integer) for name in (
@@ -60,11 +60,11 @@ class Library:
         self.identity = int(path.stem.rpartition("-")[2], 16)
         self.allreduce: Any = ctypes.CDLL(str(path)).hvdlite_allreduce
         self.allreduce.restype = _Integer
-        self.allreduce.argtypes = (ctypes.POINTER(Job),)
+        self.allreduce.argtypes = (ctypes.POINTER(SegmentArguments),)
 
 
 def recipe() -> Recipe:
-    """How the library is compiled: for the processor of this machine."""
+    """Return how the library is compiled: for the processor of this machine."""
     return Recipe(
         source=Path(__file__).with_name("shm.cc"),
         folder="shm",
@@ -76,7 +76,7 @@ def recipe() -> Recipe:
 
 
 def _processor() -> str:
-    """What the compiler may make use of here."""
+    """Describe the processor, since the compiler uses all of its instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -129,13 +129,13 @@ class NativeShm:
 
     @property
     def identity(self) -> int:
-        """Members must have the same."""
+        """A number that differs between libraries that cannot work together."""
         return self._library.identity
 
     def runs(self, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members) -> bool:
-        """Whether this is a reduction that it knows."""
-        known = _code(dtype) is not None
-        return known and reduce_op is ReduceOp.SUM and len(self._ranks) <= MOST_RANKS
+        """Return whether the compiled code can run this reduction."""
+        supported = _code(dtype) is not None
+        return supported and reduce_op is ReduceOp.SUM and len(self._ranks) <= MOST_RANKS
 
     def allreduce(
         self,
@@ -158,7 +158,7 @@ class NativeShm:
         lists = np.array([sizes, sources, targets], np.uint64)
         whole = total * dtype.itemsize <= SMALL_BYTES
         local = self._local_numbers(members)
-        job = Job(
+        arguments = SegmentArguments(
             members=members.size,
             index=members.index,
             local_size=len(self._ranks),
@@ -182,12 +182,12 @@ class NativeShm:
             inputs=_address(lists[1]),
             outputs=_address(lists[2]),
         )
-        self._run(job)
+        self._run(arguments)
 
-    def _run(self, job: Job) -> None:
+    def _run(self, arguments: SegmentArguments) -> None:
         gone = -1
-        while self._library.allreduce(ctypes.byref(job)):
-            rank = self._ranks[job.missed]
+        while self._library.allreduce(ctypes.byref(arguments)):
+            rank = self._ranks[arguments.missed]
             if gone == rank:
                 raise connection_lost(rank)
             if self._transport.gone(rank):
