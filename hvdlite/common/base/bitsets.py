@@ -1,19 +1,19 @@
-"""Sets of natural numbers as the bits of ints: what many ranks, or many tensors, have in common
-costs one operation for all of them.
+"""Integer sets stored as bit masks, so that one operation handles many ranks or tensors at once.
 
-Ranks are a plain int, a mask: rank r is ``1 << r``. Bits of the response cache are a `NumberSet`.
+A set of ranks is a plain int, a mask, in which rank r is ``1 << r``. A set of bits of the response
+cache is a `NumberSet`, since these numbers grow without bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-PAGE = 4096  # numbers; an operation on so many bits takes about as long as one on 30
+PAGE = 4096  # Numbers in a page: an operation on an int of so many bits takes as long as on 30.
 _LOG = PAGE.bit_length() - 1
 
 
 def mask_of(numbers: Iterable[int]) -> int:
-    """The numbers as bits of one int."""
+    """Return the numbers as bits of one int."""
     if isinstance(numbers, NumberSet):
         return numbers.mask
     mask = 0
@@ -23,7 +23,7 @@ def mask_of(numbers: Iterable[int]) -> int:
 
 
 def runs_of(numbers: Iterable[int]) -> list[int]:
-    """The numbers, ascending, as [start, length, start, length ...]: mostly a few bytes."""
+    """Return the numbers, ascending, as [start, length, start, length ...]: mostly a few bytes."""
     if isinstance(numbers, NumberSet):
         return numbers.runs
     pairs: list[int] = []
@@ -36,19 +36,19 @@ def runs_of(numbers: Iterable[int]) -> list[int]:
 
 
 def lowest(mask: int) -> int:
-    """The lowest number in a mask that is not empty."""
+    """Return the lowest number in a mask that is not empty."""
     return (mask & -mask).bit_length() - 1
 
 
 def numbers_of(mask: int) -> Iterator[int]:
-    """The numbers in a mask, ascending."""
+    """Yield the numbers in a mask, ascending."""
     if not mask & mask - 1:  # one number, or none
         return iter((mask.bit_length() - 1,) if mask else ())
     return (n for start, end in _spans(mask) for n in range(start, end))
 
 
 def _spans(mask: int) -> Iterator[tuple[int, int]]:
-    """Where bits that are set begin and end, ascending: each a search in a text, which is fast."""
+    """Yield (start, end) of each run of set bits: a search in a string, which is fast."""
     if not mask & mask - 1:  # one number
         yield mask.bit_length() - 1, mask.bit_length()
         return
@@ -63,7 +63,7 @@ def _spans(mask: int) -> Iterator[tuple[int, int]]:
 
 
 class NumberSet:
-    """Natural numbers in ascending order; never changed. They may be large and far apart.
+    """An immutable set of natural numbers, which may be large and far apart.
 
     ``pages[p]`` holds the numbers from ``p * PAGE`` on, as bits; no page is empty.
     """
@@ -72,12 +72,12 @@ class NumberSet:
 
     def __init__(self, pages: dict[int, int]) -> None:
         self.pages = pages
-        self._mask = -1  # not known yet
+        self._mask = -1  # Computed at first use.
         self._runs: list[int] | None = None
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> NumberSet:
-        """These numbers."""
+        """Make a set of these numbers."""
         if isinstance(numbers, NumberSet):
             return numbers
         pages: dict[int, int] = {}
@@ -88,7 +88,7 @@ class NumberSet:
 
     @classmethod
     def of_mask(cls, mask: int) -> NumberSet:
-        """The numbers in a mask."""
+        """Make a set of the numbers in a mask."""
         pages, left, page = {}, mask, 0
         while left:
             low = left & (1 << PAGE) - 1
@@ -96,13 +96,13 @@ class NumberSet:
                 pages[page] = low
             left >>= PAGE
             page += 1
-        made = cls(pages)
-        made._mask = mask
-        return made
+        numbers = cls(pages)
+        numbers._mask = mask
+        return numbers
 
     @classmethod
     def of_runs(cls, runs: Sequence[int]) -> NumberSet:
-        """The numbers of `runs`: [start, length, start, length ...]."""
+        """Make a set of the numbers of `runs`: [start, length, start, length ...]."""
         pages: dict[int, int] = {}
         for start, length in zip(runs[::2], runs[1::2], strict=True):
             page, low = start >> _LOG, start & PAGE - 1
@@ -174,7 +174,7 @@ class NumberSet:
         return sum(bits.bit_count() for bits in self.pages.values())
 
     def __eq__(self, other: object) -> bool:
-        """Equal to a set of the same numbers, and to a sequence of them in ascending order."""
+        """Compare with a set, or with a sequence of numbers in ascending order."""
         if isinstance(other, NumberSet):
             return self.pages == other.pages
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -186,17 +186,17 @@ class NumberSet:
 
 
 class Tally:
-    """A count for each of many numbers: the digits of all counts at one place are one int.
+    """Counters of many numbers, stored bit-sliced: one int holds one binary digit of all of them.
 
-    To add to many counts is one addition on paper, done for all of them side by side: it takes as
-    many operations as the amount has binary digits, however many counts it is added to.
+    An addition with carry then works on all counters side by side, and takes as many operations as
+    the amount has binary digits, however many counters it is added to.
     """
 
     def __init__(self) -> None:
-        self._digits: list[int] = []  # the ones, the twos, the fours, ... of all counts
+        self._digits: list[int] = []  # The ones, the twos, the fours ... of all counters.
 
     def add(self, numbers: int, amount: int) -> None:
-        """Add `amount` to the count of each of `numbers`."""
+        """Add `amount` to the counter of each of `numbers`."""
         digits, place, carry = self._digits, 0, 0
         while amount or carry:
             if place == len(digits):
@@ -212,12 +212,12 @@ class Tally:
             place += 1
 
     def which(self, numbers: int, amount: int) -> int:
-        """Those of `numbers` whose count is `amount`."""
+        """Return those of `numbers` whose counter is `amount`."""
         for digit in self._digits:
             numbers = numbers & digit if amount & 1 else numbers & ~digit
             amount >>= 1
         return 0 if amount else numbers
 
     def clear(self, numbers: int) -> None:
-        """Set the counts of `numbers` to 0."""
+        """Set the counters of `numbers` to 0."""
         self._digits = [digit & ~numbers for digit in self._digits]

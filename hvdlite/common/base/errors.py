@@ -19,11 +19,11 @@ class HorovodInternalError(RuntimeError):
 
 
 class PeerLostError(HorovodInternalError):
-    """The connection to another rank ended: the rank died, or left without saying so."""
+    """The connection to another rank ended: the rank died, or left without a departure."""
 
 
 class ProtocolError(HorovodInternalError):
-    """A peer sent what this version of hvdlite cannot have sent."""
+    """A peer sent a message that this version of hvdlite cannot have sent."""
 
 
 class HorovodVersionMismatchError(ImportError):
@@ -40,4 +40,4 @@ class HorovodVersionMismatchError(ImportError):
 
 
 class ConfigError(ValueError):
-    """A setting has a value that it cannot have; the text names where it came from."""
+    """A setting has a wrong value. The text names the variable, flag or file that it came from."""

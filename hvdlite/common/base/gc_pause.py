@@ -1,4 +1,4 @@
-"""What makes loading hvdlite quicker."""
+"""A pause of garbage collection, which makes imports quicker."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """Within this, garbage is not collected, for imports: they make none.
+    """Collect no garbage within this context, for imports, which make none.
 
-    The objects that a framework has just made are due for a full collection, which takes 90 ms, and
-    every one of them is still needed.
+    The objects that a framework has just created would cause a full collection, which takes 90 ms
+    and finds nothing.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -10,7 +10,7 @@ _NOT_THE_USERS = ("hvdlite", "tensorflow", "torch", "keras", "tf_keras")
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, as of the innermost line that is neither hvdlite's nor a framework's."""
+    """Warn, and attribute it to the innermost line outside of hvdlite and the frameworks."""
     frame: FrameType | None = sys._getframe(1)
     level = 2  # 1 is the line below
     while frame is not None and _package(frame) in _NOT_THE_USERS:

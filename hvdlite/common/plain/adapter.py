@@ -1,8 +1,8 @@
-"""What a framework's adapter tells the floors below about its tensors.
+"""The interface by which a framework's adapter describes its tensors to the engine.
 
-The engine sees a tensor only as a `HostBuffer`: a flat numpy array on the host, with a promise of
-when it may be read and what must happen after it was written. A device is whatever makes those
-promises: for the CPU both are empty.
+The engine sees a tensor only as a `HostBuffer`: a flat numpy array on the host, with a method that
+waits until it may be read, and one that is called after it was written. A device implements both;
+for the CPU they do nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ HOST_DEVICE = "cpu"
 
 
 class TensorSpec(NamedTuple):
-    """What ranks compare about a tensor."""
+    """The properties of a tensor that ranks compare."""
 
-    dtype: str  # numpy's name, or "bfloat16"
+    dtype: str  # The name that numpy gives it, or "bfloat16".
     shape: tuple[int, ...]
-    device: str  # "cpu", "cuda", ...: the kind of device, without a number
+    device: str  # The kind of device without its number, such as "cpu" or "cuda".
 
 
 @runtime_checkable
@@ -37,11 +37,11 @@ class HostBuffer(Protocol):
         """Sleep until `array` may be read (a ready event of the device). Engine thread."""
 
     def commit(self) -> None:
-        """`array` has been written: start copying it to the device. Engine thread."""
+        """Start to copy `array`, which has been written, to the device. Engine thread."""
 
 
 class CpuBuffer:
-    """Host memory itself: always ready, nothing to commit."""
+    """Host memory itself, which is always ready and needs no copy."""
 
     __slots__ = ("array",)
 
@@ -49,40 +49,40 @@ class CpuBuffer:
         self.array = array
 
     def wait(self) -> None:
-        """Host memory is always ready."""
+        """Return at once: host memory is always ready."""
 
     def commit(self) -> None:
-        """Host memory needs no copy."""
+        """Do nothing: host memory needs no copy."""
 
 
 class Adapter(Protocol[T]):
-    """The tensors of one framework."""
+    """What hvdlite asks about the tensors of one framework."""
 
     def spec(self, tensor: T) -> TensorSpec:
-        """dtype, shape and device. Raises `ValueError` for a dtype that no collective takes."""
+        """Return dtype, shape and device. Raises `ValueError` for an unsupported dtype."""
 
     def input(self, tensor: T) -> HostBuffer:
-        """The tensor's values; a non-contiguous tensor is copied. Calling thread."""
+        """Return a buffer of the values; a non-contiguous tensor is copied. Calling thread."""
 
     def empty_like(self, tensor: T, shape: tuple[int, ...]) -> T:
-        """A new contiguous tensor of the same dtype and device. Any thread."""
+        """Allocate a contiguous tensor of the same dtype and device. Any thread."""
 
     def output(self, tensor: T) -> HostBuffer:
-        """A buffer that `commit` carries into `tensor` (contiguous or not). Any thread."""
+        """Return a buffer whose `commit` writes to `tensor`, contiguous or not. Any thread."""
 
     def read_splits(self, splits: Any) -> list[int]:
-        """alltoall's splits as ints. Raises `ValueError` where they are not one row of ints."""
+        """Return alltoall's splits as ints. Raises `ValueError` unless they are one row of ints."""
 
     def make_splits(self, splits: Sequence[int], like: Any) -> Any:
-        """Received splits in the form of the splits that were given (None: none were)."""
+        """Return received splits in the form of the argument `like`; None stands for no splits."""
 
     def finish(self, tensor: T) -> None:
-        """The user takes `tensor` after `synchronize`: order it behind `commit`. Calling thread."""
+        """Order the user's next operations on `tensor` behind `commit`. Calling thread."""
 
 
 @cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a `TensorSpec.dtype`; bfloat16 is ml_dtypes'."""
+    """Return the numpy dtype of a `TensorSpec.dtype`; bfloat16 is that of ml_dtypes."""
     if name == "bfloat16":
         import ml_dtypes
 

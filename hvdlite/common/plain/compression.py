@@ -1,4 +1,4 @@
-"""Gradients made smaller on their way between ranks."""
+"""The interface of compression: tensors are made smaller before they are sent."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 
 class Compressor:
-    """What ``compression=`` takes: override both methods."""
+    """Base class of the values of ``compression=``. Override both methods."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor to send, and what `decompress` needs to know."""
+        """Return the tensor to send, and a context for `decompress`."""
         raise NotImplementedError("a Compressor defines compress and decompress")
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The tensor as it was before `compress`, of its dtype."""
+        """Return the tensor in the dtype that it had before `compress`."""
         raise NotImplementedError("a Compressor defines compress and decompress")
 
 
@@ -24,10 +24,10 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor

@@ -55,7 +55,7 @@ class Setting:
             raise ConfigError(f"{source}={text!r}: {error}") from None
 
     def variable_text(self, text: str, source: str) -> str:
-        """What the variable has to hold for the flag or YAML key `source` with the value `text`.
+        """Return the value of the variable for the flag or YAML key `source` with the value `text`.
 
         Raises `ConfigError` naming the source.
         """
@@ -90,7 +90,7 @@ def boolean(text: str) -> bool:
 def number(
     kind: type, minimum: float, unit: str, maximum: float = math.inf
 ) -> Callable[[str], Any]:
-    """A parser of an int or float of at least `minimum`, at most `maximum`, in `unit`."""
+    """Make a parser of an int or float of at least `minimum`, at most `maximum`, in `unit`."""
     what = "a whole number" if kind is int else "a number"
 
     def parse(text: str) -> Any:
@@ -107,7 +107,7 @@ def number(
 
 
 def choice(*values: str) -> Callable[[str], str]:
-    """A parser of one of `values`, in any case."""
+    """Make a parser of one of `values`, in any case."""
 
     def parse(text: str) -> str:
         lowered = text.strip().lower()
@@ -130,20 +130,20 @@ def core_list(text: str) -> tuple[int, ...]:
 
 
 def segmentation(text: str) -> str:
-    """The text of a strategy."""
+    """Check the spelling of a segmentation strategy."""
     read_strategy(text)
     return text
 
 
 def trace_path(text: str) -> str:
-    """The path of an iteration trace, whose suffix says what it is."""
+    """Check the path of an iteration trace, whose suffix names its format."""
     if not text.endswith((".csv", ".parquet")):
         raise ValueError("must be a file name that ends with .csv or .parquet")
     return text
 
 
 def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **where: Any) -> Any:
-    """A dataclass field that carries its `Setting`."""
+    """Make a dataclass field that carries its `Setting`."""
     return field(default=default, metadata={"setting": (env, parse, help, where)})
 
 

@@ -1,4 +1,4 @@
-"""What a rank has enqueued, and what observers are told of a segment that has run."""
+"""Entries, which a rank has enqueued, and the record of a segment that has run."""
 
 from __future__ import annotations
 
@@ -15,67 +15,70 @@ Array = NDArray[Any]
 
 
 class Entry:
-    """Something that was enqueued on this rank; those with a tensor override the data methods."""
+    """An enqueued call on this rank. Entries with a tensor override the data methods."""
 
     splits: tuple[int, ...] = ()
     received_splits: tuple[int, ...] = ()
-    size_bytes = 0  # of the input
-    enqueued = 0.0  # seconds of `time.monotonic`; known while there are observers
-    response: Response  # set before it is run
+    size_bytes = 0  # The size of the input.
+    # When it was enqueued, in seconds of `time.monotonic`. Set only while there are observers.
+    enqueued = 0.0
+    response: Response  # Set when the coordinator has answered, before the entry is run.
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.handle = Handle()
-        self.sent_bit = NO_BIT  # reported under this bit; NO_BIT: in full, or not yet
+        # The bit under which it was reported; NO_BIT if it was reported in full, or not yet.
+        self.sent_bit = NO_BIT
 
     def wait(self) -> None:
         """Sleep until the input may be read."""
 
     @property
     def input(self) -> Array:
-        """The input, flat."""
+        """The input as a flat array."""
         raise TypeError(f"{self.request.collective} has no tensor")
 
     def output(self, shape: tuple[int, ...]) -> Array:
-        """The output of this shape, flat."""
+        """Return the output of this shape as a flat array."""
         raise TypeError(f"{self.request.collective} has no tensor")
 
     def complete(self, value: Any = None) -> None:
-        """It has run."""
+        """Complete the handle: the entry has run."""
         self.handle.complete(value)
 
 
-_GRADIENT_PARTS = {  # how names of gradients end besides, by the collective that carries them
-    "allreduce": re.compile(r"_\d+of\d+$"),  # of a group
-    "allgather": re.compile(r"\.(indices|values)$"),  # of a sparse gradient
+# Suffixes that the name of a gradient gets, by the collective that carries it.
+_GRADIENT_PARTS = {
+    "allreduce": re.compile(r"_\d+of\d+$"),  # A member of a grouped call.
+    "allgather": re.compile(r"\.(indices|values)$"),  # A part of a sparse gradient.
 }
 
 
 class SegmentRun(NamedTuple):
-    """One reduction, or other collective, that has run: what travelled together, and when."""
+    """One segment that has run: which tensors it held, and when."""
 
     names: tuple[str, ...]
     collective: str
-    bytes: int  # of this rank's inputs
-    start: float  # seconds of `time.monotonic`
+    bytes: int  # Of the inputs of this rank.
+    start: float  # Seconds of `time.monotonic`, as all times here.
     end: float
-    members: tuple[int, ...] = ()  # the ranks that took part
-    ready: float = 0.0  # this rank had enqueued the last of them; 0: before anybody watched
+    members: tuple[int, ...] = ()  # The global ranks that took part.
+    ready: float = 0.0  # When this rank enqueued the last tensor; 0 if nobody observed it then.
 
     def gradient_of(self, names: Container[str]) -> str | None:
-        """The first that is one of `names`, which are those of gradients; None: none of them is.
+        """Return the first of `names`, the names of gradients, that is in this segment, or None.
 
-        Gradients are reduced, and those that are sparse have their parts gathered. Anything else
-        may have the name of a gradient too, such as the broadcast of its parameter.
+        Dense gradients are reduced; the parts of sparse ones are gathered. Other collectives may
+        carry the name of a gradient without being one, such as the broadcast of its parameter.
         """
         part = _GRADIENT_PARTS.get(self.collective)
         if part is None:
             return None
         for name in self.names:
-            own = name.partition(".")[2]  # without the collective
-            if self.collective == "allreduce" and own in names:
-                return own
-            whole, parts = part.subn("", own)
+            tensor_name = name.partition(".")[2]  # The collective stands before the dot.
+            if self.collective == "allreduce" and tensor_name in names:
+                return tensor_name
+            whole, parts = part.subn("", tensor_name)
             if parts and whole in names:
                 return whole
         return None

@@ -1,4 +1,4 @@
-"""A promise of one collective's result, and the table of those that users hold as numbers."""
+"""Handles: the result of one collective, and the table of those that users hold as numbers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from hvdlite.common.base.errors import HorovodInternalError
 
 
 class Handle:
-    """Completed or failed once, by the engine; waited for by any thread, asleep."""
+    """The result of one collective, which the engine completes or fails once.
+
+    Any thread may wait for it; a waiting thread sleeps.
+    """
 
     __slots__ = ("_callbacks", "_done", "_error", "_gate", "_value", "hurry")
 
     def __init__(self) -> None:
-        self._gate = threading.Lock()  # locked until the result is there
+        self._gate = threading.Lock()  # Is locked until the result is there.
         self._gate.acquire()
         self._done = False
         self._value: Any = None
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self.hurry: Callable[[], None] = _no_hurry  # called when somebody begins to wait
+        # Is called when a thread begins to wait, so that the engine stops gathering tensors.
+        self.hurry: Callable[[], None] = _no_hurry
 
     def complete(self, value: Any = None) -> None:
-        """The collective has ended well."""
+        """Give the result."""
         self._value = value
         self._end()
 
     def fail(self, error: Exception) -> None:
-        """The collective has failed."""
+        """Give the error that waiting threads raise."""
         self._error = error
         self._end()
 
@@ -40,9 +44,9 @@ class Handle:
             self._call_back()
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when it has ended: now, or in the thread that ends it.
+        """Call `callback` once, now or in the thread that completes the handle.
 
-        It must neither wait nor raise.
+        The callback must neither wait nor raise.
         """
         self._callbacks.append(callback)
         if self._done:
@@ -54,21 +58,21 @@ class Handle:
         while self._callbacks:
             try:
                 callback = self._callbacks.pop()
-            except IndexError:  # the other thread has taken it, and calls it
+            except IndexError:  # The other thread has popped the last one, and calls it.
                 return
             callback()
 
     def poll(self) -> bool:
-        """Whether it has ended; never waits."""
+        """Return whether the result, or an error, is there. Never waits."""
         return self._done
 
     @property
     def error(self) -> Exception | None:
-        """Why it has failed; None while it runs, and when it has ended well."""
+        """The error of a collective that has failed, or None."""
         return self._error
 
     def ended_within(self, seconds: float) -> bool:
-        """Sleep until it has ended, at most so long; whether it has."""
+        """Sleep until the result is there, at most `seconds`; return whether it is."""
         if self._done:
             return True
         self.hurry()
@@ -77,7 +81,7 @@ class Handle:
         return self._done
 
     def wait(self) -> Any:
-        """Sleep until it has ended; the value, or its error raised."""
+        """Sleep until the result is there, and return it, or raise the error."""
         if not self._done:
             self.hurry()
         with self._gate:
@@ -88,11 +92,11 @@ class Handle:
 
 
 def _no_hurry() -> None:
-    """The handle is in nobody's queue."""
+    """Do nothing: the handle is in no queue."""
 
 
 def _fresh(error: Exception) -> Exception:
-    """A copy to raise: one error may fail many handles, and each raise adds to a traceback."""
+    """Copy an error to raise it: one may fail many handles, and raising extends a traceback."""
     if isinstance(error, HorovodInternalError):
         return type(error)(str(error), rank=error.rank, job_goes_on=error.job_goes_on)
     return type(error)(*error.args)

@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 def split_rows(rows: int, parts: int) -> list[int]:
-    """`rows` in `parts` parts as even as can be; the first ``rows % parts`` get one more."""
+    """Return the sizes of `parts` nearly even parts; the first ``rows % parts`` have one more."""
     base, extra = divmod(rows, parts)
     return [base + (part < extra) for part in range(parts)]
 
 
 def split_list(values: Sequence[T], parts: int) -> list[list[T]]:
-    """`values` in order, in `parts` lists whose lengths differ by one at most; some may be empty.
+    """Cut `values` into `parts` lists whose lengths differ by one at most; some may be empty.
 
     Raises `ValueError` unless `parts` is positive.
     """

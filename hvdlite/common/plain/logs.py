@@ -1,4 +1,4 @@
-"""What hvdlite logs goes to standard error, as the settings say."""
+"""The log of hvdlite: standard error, with the level and form of the settings."""
 
 from __future__ import annotations
 

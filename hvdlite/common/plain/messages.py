@@ -170,7 +170,7 @@ _ORDER_KIND = {kind: number for number, kind in enumerate(_ORDERS)}
 
 
 def encode(message: Message) -> bytes:
-    """The message's bytes."""
+    """Encode a message."""
     body: Any = message
     if isinstance(message, Reports):
         body = [
@@ -184,7 +184,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, sender: int) -> Message:
-    """The message that `sender` sent. Raises `ProtocolError` for what cannot be one."""
+    """Decode a message of the rank `sender`. Raises `ProtocolError` if it is none."""
     try:
         kind, body = msgpack.unpackb(data, use_list=False)
         cls = _MESSAGES[_natural(kind)]

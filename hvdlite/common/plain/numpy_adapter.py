@@ -1,4 +1,4 @@
-"""numpy arrays as the tensors of a framework: those of hvdlite.numpy, and host views of others."""
+"""The adapter for numpy arrays: those of hvdlite.numpy, and host views of other tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, Ten
 
 Array = NDArray[Any]
 
-ALIGNMENT_BYTES = 64  # what the widest vector instructions, and TensorFlow's tensors, ask for
+ALIGNMENT_BYTES = 64  # The widest vector instructions and TensorFlow's tensors need it.
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A new array whose memory begins at a multiple of `ALIGNMENT_BYTES`."""
+    """Allocate an array whose memory begins at a multiple of `ALIGNMENT_BYTES`."""
     size_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT_BYTES
@@ -26,7 +26,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def read_splits(splits: Array) -> list[int]:
-    """Splits from an array. Raises `ValueError` where it is not one row of integers."""
+    """Return splits as ints. Raises `ValueError` unless they are one row of integers."""
     if splits.ndim != 1:
         raise ValueError(f"splits must be 1-dimensional, not of shape {splits.shape}")
     if splits.size and not np.issubdtype(splits.dtype, np.integer):
@@ -45,7 +45,7 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 class _CopiedBuffer(CpuBuffer):
-    """The output for an array that is not contiguous and aligned."""
+    """The output buffer of an array that is not contiguous and aligned."""
 
     __slots__ = ("_target",)
 
@@ -58,36 +58,36 @@ class _CopiedBuffer(CpuBuffer):
 
 
 class NumpyAdapter:
-    """numpy arrays, and whatever ``numpy.asarray`` makes one of."""
+    """numpy arrays, and everything that ``numpy.asarray`` converts."""
 
     def spec(self, tensor: Array) -> TensorSpec:
-        """dtype, shape and device; a number or a list is an array too."""
+        """Return dtype, shape and device; a number or a list is an array too."""
         array = np.asarray(tensor)
         return TensorSpec(_name(array.dtype), array.shape, HOST_DEVICE)
 
     def input(self, tensor: Array) -> HostBuffer:
-        """The array's own memory, or a copy of one that is not contiguous and aligned."""
+        """Return the memory of the array, or a copy if it is not contiguous and aligned."""
         array = np.ascontiguousarray(tensor)
         return CpuBuffer((array if array.flags.aligned else array.copy()).reshape(-1))
 
     def empty_like(self, tensor: Array, shape: tuple[int, ...]) -> Array:
-        """A new array, aligned for every kernel."""
+        """Allocate an array, aligned for every kernel."""
         return aligned_empty(shape, np.asarray(tensor).dtype)
 
     def output(self, tensor: Array) -> HostBuffer:
-        """The array's own memory; a buffer where it is not contiguous and aligned."""
+        """Return the memory of the array, or a buffer if it is not contiguous and aligned."""
         if not isinstance(tensor, np.ndarray) or not tensor.flags.writeable:
-            what = "a read-only one" if isinstance(tensor, np.ndarray) else str(type(tensor))
-            raise ValueError(f"only a numpy array can be written in place, not {what}")
+            kind = "a read-only one" if isinstance(tensor, np.ndarray) else str(type(tensor))
+            raise ValueError(f"only a numpy array can be written in place, not {kind}")
         return CpuBuffer(tensor.reshape(-1)) if tensor.flags.carray else _CopiedBuffer(tensor)
 
     def read_splits(self, splits: Any) -> list[int]:
-        """Splits from a list or an array."""
+        """Return splits, from a list or an array, as ints."""
         return read_splits(np.asarray(splits))
 
     def make_splits(self, splits: Sequence[int], like: Any) -> Array:
-        """An array of the splits' dtype, int32 where none were given as an array."""
+        """Return an array of the dtype of `like`, or int32 if it is no array."""
         return np.array(splits, like.dtype if isinstance(like, np.ndarray) else np.int32)
 
     def finish(self, tensor: Array) -> None:
-        """Host memory needs no ordering."""
+        """Do nothing: host memory needs no ordering."""

@@ -1,4 +1,4 @@
-"""The process sets of a job: which ranks belong to which number."""
+"""The process sets of a job: which ranks belong to which process set id."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GLOBAL_ID = 0
 
 
 def flatten(sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """Sets of ranks in one row of numbers: each with its length before it."""
+    """Write sets of ranks as one tuple, each set with its length before it."""
     numbers: list[int] = []
     for ranks in sets:
         members = list(ranks)
@@ -18,7 +18,7 @@ def flatten(sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
 
 
 def unflatten(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """The sets of `flatten`."""
+    """Return the sets that `flatten` has written."""
     sets, start = [], 0
     while start < len(numbers):
         end = start + 1 + numbers[start]
@@ -28,7 +28,7 @@ def unflatten(numbers: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 class ProcessSetTable:
-    """number -> ranks. Every rank changes its table at the same point of the total order."""
+    """The ranks of each process set; all ranks change it at the same point of the order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -37,7 +37,7 @@ class ProcessSetTable:
         self._freed: deque[int] = deque()
 
     def check(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """`ranks` in ascending order. Raises `ValueError` where they cannot be a new set."""
+        """Return `ranks` in ascending order. Raises `ValueError` if they cannot be a new set."""
         members = tuple(sorted(ranks))
         if len(set(members)) != len(members):
             raise ValueError(f"process set {list(members)} names a rank twice")
@@ -49,37 +49,38 @@ class ProcessSetTable:
                 f"process set {list(members)}: rank {foreign[0]} does not exist; "
                 f"the job has ranks 0 to {self.size - 1}"
             )
-        for number, known in self._members.items():
-            if known == members:
+        for process_set_id, ranks_of_set in self._members.items():
+            if ranks_of_set == members:
                 raise ValueError(
-                    f"duplicate process set: {list(members)} is process set {number} already"
+                    f"duplicate process set: {list(members)} is process set {process_set_id}"
+                    " already"
                 )
         return members
 
     def add(self, ranks: Iterable[int]) -> int:
-        """Register a set; its number. Raises `ValueError` as `check` does."""
+        """Register a set and return its id. Raises `ValueError` as `check` does."""
         members = self.check(ranks)
         if self._freed:
-            number = self._freed.popleft()
+            process_set_id = self._freed.popleft()
         else:
-            number = self._next
+            process_set_id = self._next
             self._next += 1
-        self._members[number] = members
-        return number
+        self._members[process_set_id] = members
+        return process_set_id
 
-    def remove(self, number: int) -> None:
-        """Forget a set; its number is used again, the longest free first."""
-        del self._members[number]
-        self._freed.append(number)
+    def remove(self, process_set_id: int) -> None:
+        """Forget a set. Its id is used again, the longest free one first, as in Horovod."""
+        del self._members[process_set_id]
+        self._freed.append(process_set_id)
 
-    def members(self, number: int) -> tuple[int, ...]:
-        """The global ranks of a set, ascending. Raises `KeyError`."""
-        return self._members[number]
+    def members(self, process_set_id: int) -> tuple[int, ...]:
+        """Return the global ranks of a set, ascending. Raises `KeyError`."""
+        return self._members[process_set_id]
 
-    def find(self, number: int) -> tuple[int, ...] | None:
-        """The global ranks of a set, or None where it does not exist."""
-        return self._members.get(number)
+    def find(self, process_set_id: int) -> tuple[int, ...] | None:
+        """Return the global ranks of a set, ascending, or None if there is no such set."""
+        return self._members.get(process_set_id)
 
     def all(self) -> dict[int, list[int]]:
-        """All sets, by number."""
-        return {number: list(ranks) for number, ranks in sorted(self._members.items())}
+        """Return the ranks of all sets by process set id."""
+        return {key: list(ranks) for key, ranks in sorted(self._members.items())}
