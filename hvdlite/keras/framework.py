@@ -16,7 +16,7 @@ _ADAPTERS = {"tensorflow": "hvdlite.tf", "torch": "hvdlite.torch"}
 
 
 def backend_of(package: Any) -> str:
-    """The name of the backend of this Keras.
+    """Return the name of the backend of this Keras.
 
     Raises `NotImplementedError` for a backend that hvdlite has no adapter for.
     """
@@ -32,7 +32,7 @@ def backend_of(package: Any) -> str:
 
 @cache
 def adapter() -> ModuleType:
-    """The module whose collectives take the tensors of Keras' backend.
+    """Return the module whose collectives take the tensors of Keras' backend.
 
     Raises `NotImplementedError` as `backend_of` does.
     """

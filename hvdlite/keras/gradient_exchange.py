@@ -1,4 +1,4 @@
-"""The gradients of one optimizer of Keras on their way to the other ranks, and into the weights."""
+"""The exchange of one Keras optimizer: its gradients are accumulated, reduced, then applied."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Then = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What `DistributedOptimizer` was told. It stands in the class, so that copies have it too."""
+    """The arguments of `DistributedOptimizer`, kept in the class, so that copies have them too."""
 
-    backend: str  # of Keras: which kind of tensors the gradients are
-    prefix: str  # of all names
+    backend: str  # The backend of Keras, whose tensors the gradients are.
+    prefix: str  # The names of all gradients begin with it.
     terms: Terms
     groups: object
     passes: int
@@ -32,7 +32,7 @@ class Settings:
 
 
 class Exchange:
-    """What is done with gradients before an optimizer applies them.
+    """The way of gradients into an optimizer.
 
     gradients -> accumulate, if several passes make a step -> reduce over all ranks -> apply
     """
@@ -48,7 +48,7 @@ class Exchange:
             settings.terms,
             compression=NoneCompressor,
             scaling=Scaling(ReduceOp.MAX),
-            segmentation=Threshold(),  # which is none
+            segmentation=Threshold(),  # The default: no segments.
         )
         self._maximizer = tools.Reducer(settings.prefix, largest)
         self.accumulator: Any = None
@@ -67,17 +67,20 @@ class Exchange:
         return local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients, reduced over all ranks; for some variables of 8-bit floats the largest.
+        """Return the gradients, reduced over all ranks.
 
-        These are overwritten with their gradients: scales, and magnitudes that were met lately.
+        The variables of 8-bit training (scales, recent magnitudes) are overwritten with their
+        gradients, not updated by them. They get the maximum over all ranks.
         """
-        overwritten = [getattr(each, "overwrite_with_gradient", False) for each in variables]
+        overwritten = [
+            getattr(variable, "overwrite_with_gradient", False) for variable in variables
+        ]
         if not any(overwritten):
             reduced: list[Any] = self._reducer.reduce(gradients, variables)
             return reduced
         results = list(gradients)
         for reducer, kind in ((self._reducer, False), (self._maximizer, True)):
-            places = [place for place, each in enumerate(overwritten) if each is kind]
+            places = [place for place, value in enumerate(overwritten) if value is kind]
             some = [[values[place] for place in places] for values in (gradients, variables)]
             for place, result in zip(places, reducer.reduce(*some), strict=True):
                 results[place] = result
@@ -90,9 +93,10 @@ class Exchange:
         then: Then,
         skip: Callable[[], Any],
     ) -> Any:
-        """What ``then(reduced gradients)`` returns; ``skip()`` in a pass that only accumulates.
+        """Return ``then(reduced gradients)``, or ``skip()`` in a pass that only accumulates.
 
-        Within `then`, gradients count as reduced: they pass through this once.
+        Within `then`, gradients count as reduced: methods of Keras that call each other reduce
+        them once.
         """
         if self._reduced:
             return then(list(gradients))
@@ -118,7 +122,7 @@ class Exchange:
             self._reduced = False
 
     def check(self, method: str) -> None:
-        """Raises `RuntimeError` when gradients are about to be applied that were not reduced."""
+        """Raise `RuntimeError` when gradients that were not reduced are about to be applied."""
         if not self._reduced and self.settings.terms.active:
             raise RuntimeError(
                 f"{method}() of a DistributedOptimizer would apply gradients of this rank alone, "

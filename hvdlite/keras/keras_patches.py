@@ -1,7 +1,7 @@
-"""What Keras does with an optimizer, and the optimizer alone cannot see.
+"""Patches of Keras: three methods that handle gradients where the optimizer cannot see them.
 
-Three methods of Keras are replaced when the first optimizer is wrapped. For models and optimizers
-that are not distributed they do what they did before.
+They are replaced when the first optimizer is wrapped. For models and optimizers that are not
+distributed they do what they did before.
 
 - A LossScaleOptimizer, which ``compile()`` puts around an optimizer for mixed precision, skips a
   step in which a gradient has overflowed. It has to look at the reduced gradients: if each rank
@@ -24,12 +24,12 @@ from hvdlite.keras.gradient_exchange import Exchange
 from hvdlite.keras.optimizer_families import Kind, parts_of
 from hvdlite.keras.subclass import Distributed, exchange_of
 
-_MADE_FOR = "_hvdlite_exchange"  # of a model: the one that its training step was made with
+_MADE_FOR = "_hvdlite_exchange"  # The exchange that the training step of a model was made with.
 Method = Callable[..., Any]
 
 
-def intervene(kind: Kind) -> None:
-    """Replace the methods of this Keras; once."""
+def patch_keras(kind: Kind) -> None:
+    """Replace the methods of this Keras, once."""
     for name, entry in kind.entries.items():
         if name in vars(kind.loss_scaler_class):
             _replace(kind.loss_scaler_class, name, partial(_scaling, entry))
@@ -38,7 +38,7 @@ def intervene(kind: Kind) -> None:
 
 
 def _replace(cls: type, name: str, make: Callable[[Method], Method]) -> None:
-    owner = next(each for each in cls.__mro__ if name in vars(each))
+    owner = next(base for base in cls.__mro__ if name in vars(base))
     method = vars(owner)[name]
     if not hasattr(method, "_hvdlite"):
         replacement: Any = wraps(method)(make(method))
@@ -47,7 +47,7 @@ def _replace(cls: type, name: str, make: Callable[[Method], Method]) -> None:
 
 
 def _scaling(entry: Any, method: Method) -> Method:
-    """An entry of a loss scaler, which reduces for the optimizer that it has inside."""
+    """Make the entry of a loss scaler reduce for its inner optimizer."""
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner_optimizer
@@ -56,7 +56,7 @@ def _scaling(entry: Any, method: Method) -> Method:
             if getattr(self, "dynamic", True) and exchange.local:
                 _refuse_local(exchange)
             return entry(method, exchange, self, *args, **kwargs)
-        if any(isinstance(each, Distributed) for each in parts_of(inner)):
+        if any(isinstance(part, Distributed) for part in parts_of(inner)):
             raise RuntimeError(
                 "a LossScaleOptimizer would skip steps by the gradients of this rank alone: wrap "
                 "the LossScaleOptimizer, not what it has inside"
@@ -76,7 +76,7 @@ def _refuse_local(exchange: Exchange) -> None:
 
 
 def _making_step(method: Method) -> Method:
-    """``Model.make_train_function()``."""
+    """Replace ``Model.make_train_function()``."""
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         exchange = _exchange_in(getattr(self, "optimizer", None))
@@ -92,12 +92,12 @@ def _making_step(method: Method) -> Method:
 
 
 def _fitting(method: Method) -> Method:
-    """``Model.fit()``, whose iterations are traced where the settings ask for it."""
+    """Replace ``Model.fit()``, whose iterations are traced where the settings ask for it."""
 
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        each = getattr(self, "optimizer", None)
+        optimizer = getattr(self, "optimizer", None)
         trace = None
-        if any(isinstance(part, Distributed) for part in parts_of(each)) and is_initialized():
+        if any(isinstance(part, Distributed) for part in parts_of(optimizer)) and is_initialized():
             trace = trace_by_setting()
         if trace is None:
             return method(self, *args, **kwargs)
@@ -105,27 +105,28 @@ def _fitting(method: Method) -> Method:
 
         call = signature(method).bind(self, *args, **kwargs)
         callback = IterationTraceCallback(trace)
-        given: Any = call.arguments.get("callbacks")
-        if hasattr(given, "append") and not isinstance(given, list):  # a CallbackList
-            given.append(callback)
+        callbacks: Any = call.arguments.get("callbacks")
+        if hasattr(callbacks, "append") and not isinstance(callbacks, list):  # A CallbackList.
+            callbacks.append(callback)
         else:
-            own = given if isinstance(given, (list, tuple)) else [given] if given else []
-            call.arguments["callbacks"] = [*own, callback]
+            if not isinstance(callbacks, (list, tuple)):
+                callbacks = [callbacks] if callbacks else []
+            call.arguments["callbacks"] = [*callbacks, callback]
         return method(*call.args, **call.kwargs)
 
     return fit
 
 
 def _exchange_in(optimizer: Any) -> Exchange | None:
-    """That of a distributed optimizer whose gradients are tensors of TensorFlow."""
-    for each in parts_of(optimizer):
-        if isinstance(each, Distributed) and each._hvdlite_settings.backend == "tensorflow":
-            return exchange_of(each)
+    """Return the exchange of a distributed optimizer whose gradients are TensorFlow's."""
+    for part in parts_of(optimizer):
+        if isinstance(part, Distributed) and part._hvdlite_settings.backend == "tensorflow":
+            return exchange_of(part)
     return None
 
 
 def _is_stale(model: Any, exchange: Exchange) -> bool:
-    """Whether Keras has made the step before the optimizer was wrapped, and would use it again."""
+    """Return whether Keras made the step before the optimizer was wrapped, and would reuse it."""
     step = getattr(model.train_function, "python_function", model.train_function)
     made_by_keras = getattr(step, "__module__", "").startswith(("keras.", "tf_keras."))
     return made_by_keras and vars(model).get(_MADE_FOR) is not exchange

@@ -20,7 +20,7 @@ def load_model(
     compression: type[Compressor] = NoneCompressor,
     legacy_opts: bool = False,
 ) -> Any:
-    """A model that was saved with ``model.save()``, ready to go on training on all ranks.
+    """Load a model that was saved with ``model.save()``, ready to go on training on all ranks.
 
     Its optimizer gets the state that was saved with it, and is distributed; with `compression`,
     and otherwise as `DistributedOptimizer` makes it. A model that was saved without an optimizer
@@ -33,11 +33,11 @@ def load_model(
     `legacy_opts` has no effect: optimizers of all kinds are wrapped. Raises as Keras does for what
     it cannot load.
     """
-    own = {each.__name__: each for each in custom_optimizers or ()}
-    model = keras.models.load_model(filepath, custom_objects={**own, **(custom_objects or {})})
+    classes = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**classes, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not any(
-        isinstance(each, Distributed) for each in parts_of(optimizer)
+        isinstance(part, Distributed) for part in parts_of(optimizer)
     ):
         DistributedOptimizer(optimizer, compression=compression)
     return model

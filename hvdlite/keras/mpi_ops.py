@@ -30,7 +30,7 @@ def allreduce(
     compression: type[Compressor] = NoneCompressor,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The value, reduced over all ranks, which give values of the same shape and dtype.
+    """Reduce the value over all ranks, which give values of the same shape and dtype.
 
     `op` is Average (default), Sum, Min, Max, Product or Adasum; `average` is its deprecated form.
     `prescale_factor` multiplies before and `postscale_factor` after the reduction.
@@ -50,7 +50,7 @@ def allreduce(
 def allgather(
     value: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The rows of all ranks in rank order; ranks may give different numbers of rows."""
+    """Return the rows of all ranks in rank order; ranks may give different numbers of rows."""
     return adapter().allgather(tensor_of(value), name=name, process_set=process_set)
 
 
@@ -60,7 +60,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The value of the global rank `root_rank`; all ranks give one of the same shape and dtype."""
+    """Return the value of the global rank `root_rank`; all have the same shape and dtype."""
     return adapter().broadcast(tensor_of(value), root_rank, name=name, process_set=process_set)
 
 
@@ -70,7 +70,7 @@ def reducescatter(
     op: int = ReduceOp.AVERAGE,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """This rank's part of the rows of the value that is reduced over all ranks.
+    """Reduce the value over all ranks, and return this rank's part of the rows.
 
     `op` is Average, Sum, Min, Max or Product. The first ``rows % size`` ranks get one row more.
     """
@@ -102,7 +102,7 @@ def _executing_eagerly() -> bool:
 
 
 def tensor_of(value: Any) -> Any:
-    """The value as a tensor of Keras' backend, outside of what is differentiated."""
+    """Convert the value to a tensor of Keras' backend, outside of automatic differentiation."""
     if LEGACY:
         import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""What a distributed optimizer needs of TensorFlow."""
+"""The parts of a distributed Keras optimizer that know TensorFlow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a distributed optimizer needs of PyTorch."""
+"""The parts of a distributed Keras optimizer that know PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Wait = Callable[[], Gradients]
 
 
 class Reducer(reducer.Reducer):
-    """Gradients of this rank in, new tensors with those of all ranks out."""
+    """Reduces gradients of this rank to new tensors."""
 
     sources = Sources(torch.Tensor)
     variable = "keras.Variable"
@@ -34,32 +34,35 @@ class Reducer(reducer.Reducer):
     def send(
         self, gradients: Gradients, sources: Gradients, groups: Sequence[Sequence[str]]
     ) -> Gradients:
-        """Zeros stand in for what only other ranks have. Raises `HorovodInternalError`."""
+        """Reduce; a gradient that only other ranks have counts as zeros here.
+
+        Raises `HorovodInternalError`.
+        """
         if self._layouts is None:
             self._layouts = Layouts(self.terms.process_set, next(iter(gradients), ""))
-        travelling = {}
+        to_reduce = {}
         for name in self._layouts.agree(gradients):
             gradient = gradients[name]
             if gradient is None:
                 gradient = self._layouts.zeros(name, self.sources.plain(sources[name]))
             if gradient.is_sparse and self.terms.sparse_as_dense:
                 gradient = gradient.to_dense()
-            travelling[name] = gradient
-        return {**dict.fromkeys(gradients), **_land(self._start(travelling, groups))}
+            to_reduce[name] = gradient
+        return {**dict.fromkeys(gradients), **_wait_for_all(self._start(to_reduce, groups))}
 
     def _start(self, gradients: Gradients, groups: Sequence[Sequence[str]]) -> list[Wait]:
-        dense = [name for name, each in gradients.items() if not each.is_sparse]
-        known = set(dense)
-        buckets = buckets_of(dense, [[name for name in group if name in known] for group in groups])
+        dense = [name for name, gradient in gradients.items() if not gradient.is_sparse]
+        names = set(dense)
+        buckets = buckets_of(dense, [[name for name in group if name in names] for group in groups])
         waits = [
             self._start_dense({name: gradients[name] for name in bucket}) for bucket in buckets
         ]
-        sparse = [(name, each) for name, each in gradients.items() if each.is_sparse]
-        return waits + [self._start_sparse(name, each) for name, each in sparse]
+        sparse = [(name, gradient) for name, gradient in gradients.items() if gradient.is_sparse]
+        return waits + [self._start_sparse(name, gradient) for name, gradient in sparse]
 
     def _start_dense(self, bucket: Gradients) -> Wait:
         compression = self.terms.compression
-        packed = [compression.compress(each.detach()) for each in bucket.values()]
+        packed = [compression.compress(gradient.detach()) for gradient in bucket.values()]
         names = list(bucket)
         handle = mpi_ops.forms.start_group(
             [tensor for tensor, _ in packed], names[0], self.segments.options(names)
@@ -78,7 +81,7 @@ class Reducer(reducer.Reducer):
         return lambda: {name: wait()}
 
     def describe(self, name: str, gradient: Any, source: Any) -> Gradient | None:
-        """See `reducer.Reducer.describe`. What this rank has not, others may have."""
+        """See `reducer.Reducer.describe`. Other ranks may have a gradient that this one has not."""
         if gradient is None:
             gradient = self.sources.plain(source)
         if gradient.is_sparse and not self.terms.sparse_as_dense:
@@ -88,26 +91,26 @@ class Reducer(reducer.Reducer):
         return Gradient(name, size_bytes, DTYPE_NAMES[gradient.dtype], path)
 
     def divide(self, gradient: torch.Tensor, divisor: int) -> torch.Tensor:
-        """The gradient divided by a number."""
+        """Divide the gradient by a number."""
         return gradient / divisor
 
 
-def _land(waits: Sequence[Wait]) -> dict[str, Any]:
-    """What has arrived, when all has ended. Raises the first error."""
-    arrived: dict[str, Any] = {}
+def _wait_for_all(waits: Sequence[Wait]) -> dict[str, Any]:
+    """Return all reduced gradients when all reductions have ended. Raises the first error."""
+    reduced: dict[str, Any] = {}
     errors = []
     for wait in waits:
         try:
-            arrived.update(wait())
+            reduced.update(wait())
         except HorovodInternalError as error:
             errors.append(error)
     if errors:
         raise errors[0]
-    return arrived
+    return reduced
 
 
 class Accumulator:
-    """Adds up the gradients of several passes."""
+    """Sums of the gradients of several passes."""
 
     def __init__(self, backward_passes_per_step: int, average: bool, sparse_as_dense: bool) -> None:
         self._passes = backward_passes_per_step
@@ -123,8 +126,8 @@ class Accumulator:
         due: Callable[[list[Any]], Any],
         skip: Callable[[list[Any]], Any],
     ) -> Any:
-        """``due(sums)`` in the last pass of a step, and ``skip(sums)`` in all others."""
-        keys = [Reducer.sources.key_of(each) for each in variables]
+        """Return ``due(sums)`` in the last pass of a step, and ``skip(sums)`` in all others."""
+        keys = [Reducer.sources.key_of(variable) for variable in variables]
         for key, gradient in zip(keys, gradients, strict=True):
             if gradient is not None:
                 before = self._sums.get(key)
@@ -135,4 +138,4 @@ class Accumulator:
             return skip(sums)
         self._count = 0
         self._sums.clear()
-        return due([None if each is None else each / self._divisor for each in sums])
+        return due([None if total is None else total / self._divisor for total in sums])

@@ -14,7 +14,7 @@ from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.keras.framework import backend_of
 from hvdlite.keras.gradient_exchange import Exchange, Settings
-from hvdlite.keras.keras_patches import intervene
+from hvdlite.keras.keras_patches import patch_keras
 from hvdlite.keras.optimizer_families import kind_of, parts_of
 from hvdlite.keras.subclass import Distributed, check_local, distribute
 
@@ -37,7 +37,7 @@ def DistributedOptimizer(  # noqa: N802
     segmentation: str | Strategy | None = None,
     **fusion: Any,
 ) -> Any:
-    """The optimizer, which from now on reduces gradients over all ranks before it applies them.
+    """Make the optimizer reduce gradients over all ranks before it applies them, and return it.
 
     It is the same object, with its variables and its state; only its class is another one, derived
     from its own. Wrap an optimizer before ``model.compile()``. Gradients are clipped, accumulated
@@ -105,7 +105,7 @@ def PartialDistributedOptimizer(  # noqa: N802
     segmentation: str | Strategy | None = None,
     **fusion: Any,
 ) -> Any:
-    """As `DistributedOptimizer`; the weights of `local_layers` are each rank's own.
+    """Wrap as `DistributedOptimizer` does, with weights of `local_layers` that each rank has alone.
 
     `local_layers` is a Keras layer, or a list of them; they need not be built yet. Raises
     `ValueError` for anything else, and for an optimizer that clips by a norm of all gradients.
@@ -131,17 +131,17 @@ def PartialDistributedOptimizer(  # noqa: N802
         local_layers,
     )
     exchange = Exchange(settings)
-    size()  # raises before init
-    intervene(kind)
+    size()  # Raises ValueError before init.
+    patch_keras(kind)
     distribute(optimizer, kind, exchange)
     return optimizer
 
 
 def _check(optimizer: Any, op: int, passes: int) -> None:
-    for each in parts_of(optimizer):
-        if isinstance(each, Distributed):
+    for part in parts_of(optimizer):
+        if isinstance(part, Distributed):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
-        if passes > 1 and getattr(each, "gradient_accumulation_steps", None):
+        if passes > 1 and getattr(part, "gradient_accumulation_steps", None):
             raise ValueError(
                 "backward_passes_per_step and gradient_accumulation_steps of Keras both accumulate "
                 "gradients: use one of them"

@@ -1,4 +1,4 @@
-"""The kinds of optimizers that Keras 2 and 3 have, and the ways by which each applies gradients."""
+"""The families of optimizers in Keras 2 and 3, and the methods by which each applies gradients."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ Entry = Callable[..., Any]
 class Kind:
     """One family of optimizers.
 
-    Gradients come in by the `entries`. What lies behind them is `guarded`: it may only be called
-    from there, with gradients that have been reduced.
+    Gradients come in through the methods in `entries`. The `guarded` methods behind them may only
+    be called from there, with gradients that have been reduced.
     """
 
     package: str
-    base: str  # where in the package the class of all of this kind is
-    loss_scaler: str  # the module, and the name, of the class that scales losses for this kind
+    base: str  # The common base class, as a path inside the package.
+    loss_scaler: str  # The class that scales losses for this family, with its module.
     entries: Mapping[str, Entry]
     guarded: Sequence[str]
-    is_replaced: Callable[[], bool] = lambda: False  # by Keras, with an optimizer that it makes
+    # Whether Keras replaces an optimizer of this family by another one.
+    is_replaced: Callable[[], bool] = lambda: False
 
     @property
     def module(self) -> Any:
@@ -34,7 +35,7 @@ class Kind:
         return sys.modules[self.package]
 
     def owns(self, optimizer: Any) -> bool:
-        """Whether the optimizer is of this kind."""
+        """Return whether the optimizer belongs to this family."""
         if self.package not in sys.modules:
             return False
         cls = self.module
@@ -44,14 +45,17 @@ class Kind:
 
     @property
     def loss_scaler_class(self) -> type:
-        """The class of optimizers that wrap one of this kind."""
+        """The class that scales losses for optimizers of this family."""
         module, _, name = self.loss_scaler.rpartition(".")
         cls: type = getattr(import_module(module), name)
         return cls
 
 
 def kind_of(optimizer: Any) -> Kind:
-    """Raises `ValueError` for what is no optimizer of Keras, or one that Keras will not use."""
+    """Return the family of an optimizer.
+
+    Raises `ValueError` for an object of another kind, and for an optimizer that Keras replaces.
+    """
     for kind in KINDS:
         if not kind.owns(optimizer):
             continue
@@ -67,35 +71,35 @@ def kind_of(optimizer: Any) -> Kind:
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
-    """The optimizer, and those that it passes gradients to."""
+    """Yield the optimizer, and those that it passes gradients to."""
     yield optimizer
     inner = getattr(optimizer, "inner_optimizer", None)
-    for each in [*([] if inner is None else [inner]), *getattr(optimizer, "optimizers", ())]:
-        yield from parts_of(each)
+    for part in [*([] if inner is None else [inner]), *getattr(optimizer, "optimizers", ())]:
+        yield from parts_of(part)
 
 
 def _apply(
     method: Entry, exchange: Exchange, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> Any:
-    """``apply()`` of Keras 3, which ``apply_gradients()`` calls too."""
+    """Replace ``apply()`` of Keras 3, which ``apply_gradients()`` calls too."""
     gradients = list(grads)
     variables = None if trainable_variables is None else list(trainable_variables)
     if variables:
         _build_for_branches(optimizer, variables, exchange)
-    known = _trainable_variables(optimizer) if variables is None else variables
-    if not gradients or len(known) != len(gradients):
-        return method(optimizer, gradients, variables)  # it says what is wrong
+    targets = _trainable_variables(optimizer) if variables is None else variables
+    if not gradients or len(targets) != len(gradients):
+        return method(optimizer, gradients, variables)  # Keras raises the error.
     return exchange.through(
         gradients,
-        known,
+        targets,
         lambda reduced: method(optimizer, reduced, variables),
         lambda: _count_pass(optimizer),
     )
 
 
 def _trainable_variables(optimizer: Any) -> list[Any]:
-    """Those that an optimizer of Keras 3 was built with; a loss scaler may keep none itself."""
-    built = [getattr(each, "_trainable_variables", []) for each in parts_of(optimizer)]
+    """Return the variables an optimizer of Keras 3 was built with; a loss scaler may have none."""
+    built = [getattr(part, "_trainable_variables", []) for part in parts_of(optimizer)]
     return max(built, key=len)
 
 
@@ -107,7 +111,7 @@ def _stateless_apply(
     grads: Any,
     trainable_variables: Any,
 ) -> Any:
-    """``stateless_apply()`` of Keras 3."""
+    """Replace ``stateless_apply()`` of Keras 3."""
     if exchange.settings.passes > 1:
         raise ValueError("stateless_apply() keeps no gradients: backward_passes_per_step must be 1")
     return exchange.through(
@@ -121,7 +125,10 @@ def _stateless_apply(
 def _apply_gradients(
     method: Entry, exchange: Exchange, optimizer: Any, grads_and_vars: Any, *args: Any, **kw: Any
 ) -> Any:
-    """``apply_gradients()``; in Keras 3 for optimizers that do not call ``apply()`` there."""
+    """Replace ``apply_gradients()``.
+
+    In Keras 3 for optimizers that do not call ``apply()`` there.
+    """
     pairs = list(grads_and_vars)
     if not pairs:
         return method(optimizer, pairs, *args, **kw)
@@ -143,10 +150,10 @@ def _build_for_branches(optimizer: Any, variables: list[Any], exchange: Exchange
 
 
 def _count_pass(optimizer: Any) -> None:
-    """A pass was made that changes no weights; learning-rate schedules count it."""
-    for each in parts_of(optimizer):
-        if not hasattr(each, "inner_optimizer"):
-            each.iterations.assign_add(1)
+    """Count a pass that changes no weights, for learning-rate schedules."""
+    for part in parts_of(optimizer):
+        if not hasattr(part, "inner_optimizer"):
+            part.iterations.assign_add(1)
 
 
 def _tensorflow_1() -> bool:

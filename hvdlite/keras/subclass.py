@@ -1,7 +1,8 @@
-"""How an optimizer of Keras becomes a distributed one: it gets a class derived from its own.
+"""The class of a distributed Keras optimizer, derived from the optimizer's own class.
 
-The object, its variables and its state stay what they are. Settings stand in the new class, so that
-what ``from_config(get_config())`` or ``type(optimizer)(...)`` make of it is distributed as well.
+The object, its variables and its state stay what they are. The settings are in the new class, so
+that optimizers made by ``from_config(get_config())`` or ``type(optimizer)(...)`` are distributed as
+well.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ Method = Callable[..., Any]
 
 
 class CallableList(list[Any]):
-    """Variables, which may also be called for, as it was with the optimizers of Keras 2."""
+    """A list of variables that may also be called, as with the optimizers of Keras 2."""
 
     def __call__(self) -> CallableList:
         return self
 
 
 class Distributed:
-    """What comes before the class of the wrapped optimizer."""
+    """The base class that is put before the class of the wrapped optimizer."""
 
     _hvdlite_settings: Settings
 
     @property
     def _agg_helper(self) -> Any:
-        """What adds up gradients where several passes make a step; otherwise None."""
+        """The accumulator of gradients if several passes make a step, otherwise None."""
         return exchange_of(self).accumulator
 
     def _allreduce(self, grads: Any, vars: Any) -> list[Any]:
-        """The gradients of these variables, reduced over all ranks; nothing is applied."""
+        """Return the gradients of these variables, reduced over all ranks; apply nothing."""
         return exchange_of(self).reduce(list(grads), list(vars))
 
     def register_local_var(self, var: Any) -> None:
-        """The gradient of this variable is not reduced from now on: each rank has its own.
+        """Do not reduce the gradient of this variable from now on: each rank has its own.
 
         Raises `ValueError` for an optimizer that clips by the norm of all gradients together.
         """
@@ -48,7 +49,7 @@ class Distributed:
         exchange_of(self).local.add(var)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """A copy that Keras makes would be a plain optimizer, which synchronizes nothing."""
+        """Refuse: a copy that Keras makes would be a plain optimizer, which reduces nothing."""
         raise TypeError(
             "a DistributedOptimizer cannot be copied or pickled: save the model, or make "
             "another optimizer with from_config(get_config()) and give it the variables"
@@ -59,8 +60,8 @@ class Distributed:
 
 
 def check_local(optimizer: Any) -> None:
-    """Raises `ValueError` for an optimizer that cannot have local variables."""
-    if any(getattr(each, "global_clipnorm", None) for each in parts_of(optimizer)):
+    """Raise `ValueError` for an optimizer that cannot have local variables."""
+    if any(getattr(part, "global_clipnorm", None) for part in parts_of(optimizer)):
         raise ValueError(
             "global_clipnorm scales all gradients by one norm. With gradients in it that stay "
             "local, it would be another one on each rank: use clipnorm or clipvalue"
@@ -68,8 +69,8 @@ def check_local(optimizer: Any) -> None:
 
 
 def exchange_of(optimizer: Any) -> Exchange:
-    """The exchange of a distributed optimizer; made when it is first needed."""
-    state: dict[str, Any] = optimizer.__dict__  # Keras would track what is set as an attribute
+    """Return the exchange of a distributed optimizer, which is made at first use."""
+    state: dict[str, Any] = optimizer.__dict__  # Keras would track a plain attribute.
     if _EXCHANGE not in state:
         state[_EXCHANGE] = Exchange(optimizer._hvdlite_settings)
     exchange: Exchange = state[_EXCHANGE]
@@ -77,10 +78,10 @@ def exchange_of(optimizer: Any) -> Exchange:
 
 
 def distribute(optimizer: Any, kind: Kind, exchange: Exchange) -> None:
-    """Make it distributed, and what it has inside, with the same exchange."""
-    for each in list(parts_of(optimizer)):
-        object.__setattr__(each, "__class__", _derived_class(type(each), kind, exchange))
-        each.__dict__[_EXCHANGE] = exchange
+    """Make an optimizer and its inner optimizers distributed, with the same exchange."""
+    for part in list(parts_of(optimizer)):
+        object.__setattr__(part, "__class__", _derived_class(type(part), kind, exchange))
+        part.__dict__[_EXCHANGE] = exchange
 
 
 def _derived_class(base: Any, kind: Kind, exchange: Exchange) -> Any:

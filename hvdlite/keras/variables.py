@@ -1,4 +1,4 @@
-"""The variables of models and optimizers: which there are, and how their values travel.
+"""The variables of models and optimizers, and how their values are broadcast.
 
 Variables of Keras 3 (of any backend), of Keras 2 and of TensorFlow are alike here: all of them have
 `numpy()`, `assign(value)`, `shape` and `dtype`.
@@ -22,50 +22,50 @@ from hvdlite.keras.optimizer_families import KINDS, parts_of
 
 @cache
 def sources() -> Sources:
-    """What is a variable, and who is who, for the backend of Keras.
+    """Return what tells the variables of the Keras backend apart.
 
     Raises `NotImplementedError` for a backend that hvdlite has no adapter for.
     """
     tools = import_module(f"hvdlite.keras.on_{backend_of(keras)}")
-    found: Sources = tools.Reducer.sources
-    return found
+    backend_sources: Sources = tools.Reducer.sources
+    return backend_sources
 
 
 def model_variables(model: Any) -> list[Any]:
-    """All weights of the model, those of batch norms included; none before it is built.
+    """Return all weights of the model, those of batch norms included; none before it is built.
 
     The states of random generators are no weights: ranks keep their own.
     """
     try:
         return list(model.weights)
-    except ValueError:  # Keras 2, for a model that is not built
+    except ValueError:  # Keras 2 raises it for a model that is not built.
         return []
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """That which the model was compiled with, and all that are attributes of it."""
-    others = [each for each in vars(model).values() if any(kind.owns(each) for kind in KINDS)]
+    """Return the optimizer the model was compiled with, and all that are attributes of it."""
+    others = [value for value in vars(model).values() if any(kind.owns(value) for kind in KINDS)]
     return [model.optimizer, *others]
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """The state of the optimizer, without what it accumulates of gradients of this rank alone."""
+    """Return the state of the optimizer, without the gradients that Keras accumulates locally."""
     variables = getattr(optimizer, "variables", ())
     variables = variables() if callable(variables) else variables
-    own = [
+    accumulated = [
         gradient
-        for each in parts_of(optimizer)
-        for gradient in getattr(each, "_accumulated_gradients", None) or ()
+        for part in parts_of(optimizer)
+        for gradient in getattr(part, "_accumulated_gradients", None) or ()
     ]
-    return without(variables, own)
+    return without(variables, accumulated)
 
 
 def without(variables: Iterable[Any], excluded: Iterable[Any]) -> list[Any]:
-    """`variables`, each once, without those that are `excluded`."""
+    """Return `variables` without duplicates and without those that are `excluded`."""
     key_of = sources().key_of
-    rest = {key_of(each): each for each in variables}
-    for each in excluded:
-        rest.pop(key_of(each), None)
+    rest = {key_of(variable): variable for variable in variables}
+    for variable in excluded:
+        rest.pop(key_of(variable), None)
     return list(rest.values())
 
 
@@ -75,12 +75,12 @@ def broadcast_values(
     name: str,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Assign to each variable its value on `root_rank`; all values are under way together.
+    """Assign to each variable its value on `root_rank`. All values are sent at the same time.
 
     Every rank gives variables of the same shapes and dtypes in the same order. Raises `ValueError`
     for a foreign root, and `HorovodInternalError` when ranks disagree or one is lost.
     """
-    values = [np.asarray(each.numpy()) for each in variables]
+    values = [np.asarray(variable.numpy()) for variable in variables]
     handles = [
         hvd.broadcast_async(value, root_rank, f"{name}.{index}", process_set)
         for index, value in enumerate(values)
@@ -92,11 +92,11 @@ def broadcast_values(
 
 
 def build_optimizer(model: Any) -> None:
-    """Make the variables that a first step would make, where the model has been built."""
+    """Make the variables that a first step would make, if the model has been built."""
     optimizer = model.optimizer
     if not model.built or getattr(optimizer, "built", getattr(optimizer, "_built", False)):
         return
-    legacy = getattr(optimizer, "_create_all_weights", None)  # of Keras 2
+    legacy = getattr(optimizer, "_create_all_weights", None)  # Keras 2.
     build = getattr(optimizer, "build", legacy)
     if build is not None:
         build(model.trainable_variables)

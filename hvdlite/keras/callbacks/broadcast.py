@@ -80,9 +80,9 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def _warn_of_drift(self) -> None:
         """Say so where `fit` would apply gradients that nobody has reduced."""
-        optimizers = [part for each in optimizers_of(self.model) for part in parts_of(each)]
-        own_step = not type(self.model).train_step.__module__.startswith(("keras.", "tf_keras."))
-        if not own_step and not any(isinstance(each, Distributed) for each in optimizers):
+        optimizers = [part for whole in optimizers_of(self.model) for part in parts_of(whole)]
+        custom_step = not type(self.model).train_step.__module__.startswith(("keras.", "tf_keras."))
+        if not custom_step and not any(isinstance(part, Distributed) for part in optimizers):
             warn_user(
                 "the optimizer of this model is not distributed: each rank trains a model of its "
                 "own. Compile it with optimizer=hvd.DistributedOptimizer(optimizer)"
@@ -106,7 +106,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         broadcast_values(variables, self.root_rank, NAME, self.process_set)
 
     def _check_same(self, counts: Any) -> None:
-        """Raises `ValueError` where the numbers of variables differ between ranks."""
+        """Raise `ValueError` if ranks have different numbers of variables."""
         other = int(np.argmax(counts != counts[0]))
         if counts[other] != counts[0]:
             first_rank, other_rank = self.ranks()[0], self.ranks()[other]
@@ -123,5 +123,5 @@ class BroadcastGlobalVariablesCallback(Callback):
         return without(variables, self._local_variables)
 
     def _gather(self, numbers: list[int]) -> Any:
-        """The numbers of all ranks, a row each."""
+        """Return the numbers of all ranks, a row for each rank."""
         return hvd.allgather(np.array([numbers]), f"{NAME}.counts", self.process_set)

@@ -1,4 +1,4 @@
-"""Metrics of all ranks instead of one rank's own."""
+"""Metrics averaged over all ranks."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class MetricAverageCallback(Callback):
         """Average the logs in place."""
         if logs is None or len(self.ranks()) == 1:
             return
-        own = {key: np.asarray(value, np.float64) for key, value in numbers(logs).items()}
-        of_ranks = allgather_object(own, NAME, self.process_set)
+        metrics = {key: np.asarray(value, np.float64) for key, value in numbers(logs).items()}
+        of_ranks = allgather_object(metrics, NAME, self.process_set)
         check_same_metrics(dict(zip(self.ranks(), of_ranks, strict=True)), epoch)
-        for key in own:
-            mean = np.mean([each[key] for each in of_ranks], axis=0)
+        for key in metrics:
+            mean = np.mean([theirs[key] for theirs in of_ranks], axis=0)
             logs[key] = float(mean) if mean.ndim == 0 else mean
 
 
 def numbers(logs: dict[str, Any]) -> dict[str, Any]:
-    """What can be averaged of the logs, in the order of their keys."""
-    found = {}
+    """Return the numbers among the logs, which can be averaged, in the order of their keys."""
+    metrics = {}
     for key in sorted(logs):
         value = logs[key].numpy() if callable(getattr(logs[key], "numpy", None)) else logs[key]
         array = np.asarray(value)
         if np.issubdtype(array.dtype, np.number) or array.dtype == bool:
-            found[key] = array
-    return found
+            metrics[key] = array
+    return metrics
 
 
 def check_same_metrics(of_ranks: dict[int, dict[str, Any]], epoch: int) -> None:
-    """Raises `ValueError` that names what one rank has and another has not."""
+    """Raise `ValueError` if ranks have different metrics, and name both."""
     first_rank, first = next(iter(of_ranks.items()))
     for rank, other in of_ranks.items():
         shapes = {key: np.shape(value) for key, value in other.items()}
@@ -64,6 +64,6 @@ def check_same_metrics(of_ranks: dict[int, dict[str, Any]], epoch: int) -> None:
 
 
 def describe(metrics: dict[str, Any]) -> str:
-    """Names of metrics, with the shapes of those that are no single numbers."""
+    """Return the names of metrics, with the shapes of those that are no single numbers."""
     shapes = {key: np.shape(value) for key, value in metrics.items()}
     return ", ".join(f"{key}{shape or ''}" for key, shape in shapes.items()) or "none"

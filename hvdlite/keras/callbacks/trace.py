@@ -10,7 +10,7 @@ from hvdlite.keras.callbacks.base import Callback
 
 
 class IterationTraceCallback(Callback):
-    """Each batch that is trained is an iteration of `trace`, which `trace_iterations` has returned.
+    """Records each batch as an iteration of `trace`, which `trace_iterations` has returned.
 
     Keras trains a batch in one call: forward begins where the batch begins, and ends unseen; the
     end of backward is when the last gradient was handed over. The optimizer's time is not known
@@ -25,17 +25,17 @@ class IterationTraceCallback(Callback):
         self._batch: Iteration | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """A batch may have raised in a `fit` before this one."""
+        """Discard the batch that raised in a `fit` before this one."""
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.discard()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self._batch = self._trace.iteration().__enter__()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """It has ended."""
+        """End the iteration."""
         block, self._batch = self._batch, None
         if block is not None:
             block.__exit__(None)
