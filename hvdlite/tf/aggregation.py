@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.tf.sources import key_of, plain
+from hvdlite.tf.variables import key_of, plain
 
 Branch = Callable[[], Any]
 

@@ -1,7 +1,7 @@
 """A collective as TensorFlow runs it: what is known when a graph is built, and what happens then.
 
 Everything here sees numpy arrays: host views of tensors, without a copy. The module next door
-(`python_ops`) puts calls into graphs; without a graph they are run right away.
+(`graph`) puts calls into graphs; without a graph they are run right away.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from hvdlite.common.api import objects
 from hvdlite.common.api.options import Options
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.tf.errors import public
-from hvdlite.tf.sources import plain
-from hvdlite.tf.variables import broadcast_values
+from hvdlite.tf.variables import broadcast_values, plain
 
 
 @public

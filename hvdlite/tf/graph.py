@@ -9,10 +9,11 @@ from contextlib import nullcontext
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from hvdlite.tf import python_graph_ops as python_ops
+from hvdlite.tf import python_graph_ops
 from hvdlite.tf.collective_call import Call, run_now
 from hvdlite.tf.errors import InvalidArgumentError
-from hvdlite.tf.native import graph_ops as native_run
+from hvdlite.tf.graph_order import graphs_around
+from hvdlite.tf.native import graph_ops
 from hvdlite.tf.native.loader import library
 
 
@@ -32,10 +33,10 @@ def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     # However they are run, the names of all other operations in the graph must be the same: names
     # of collectives are made from them, and another rank may run its own in another way.
     with tf.name_scope("Hvdlite"):
-        native = library() if all(map(native_run.takes, calls)) else None
+        native = library() if all(map(graph_ops.takes, calls)) else None
         if native is None:
-            return python_ops.run_in_graph(calls)
-        return native_run.run_in_graph(native, calls)
+            return python_graph_ops.run_in_graph(calls)
+        return graph_ops.run_in_graph(native, calls)
 
 
 def name_in_graph(name: str, ignore_name_scope: bool = False) -> str:
@@ -46,7 +47,7 @@ def name_in_graph(name: str, ignore_name_scope: bool = False) -> str:
     graph = tf.compat.v1.get_default_graph()
     with graph.name_scope(None) if ignore_name_scope else nullcontext():
         unique: str = graph.unique_name(name)
-    if len(python_ops.graphs_around()) > 1:
+    if len(graphs_around()) > 1:
         # Graphs inside this one have operations of the same names. The numbers in their own names
         # ("while_body_25_grad_31") count all of a process, and are not the same on every rank.
         return f"{re.sub(r'_[0-9]+(?=_|$)', '', graph.name)}/{unique}"

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,48 +25,11 @@ import tensorflow as tf
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.numpy_adapter import Array
 from hvdlite.tf.collective_call import Call, Flight
+from hvdlite.tf.graph_order import graphs_around, in_any_order
 
 _RUNNING, _ENDED, _FAILED = np.int32(0), np.int32(1), np.int32(2)
 _FIRST_POLL_SECONDS = 0.001
 _LONGEST_POLL_SECONDS = 0.016  # for a rank that waits long: 60 polls a second are little work
-
-
-@contextmanager
-def in_any_order(calls: Sequence[Call] = ()) -> Iterator[None]:
-    """The operations that are made within this run whenever their inputs are there.
-
-    A ``tf.function`` otherwise runs what has side effects in the order of the program, one after
-    the other: the first gradient that travels would be that which backward makes last. Where one
-    of the `calls` is `in_order`, they run after all that comes before them, and before the rest.
-    """
-    graph: Any = tf.compat.v1.get_default_graph()
-    manager = getattr(graph, "experimental_acd_manager", None)
-    if manager is None:
-        yield
-        return
-    before = graph.get_operations()
-    in_order = any(call.in_order for call in calls)
-    awaited = _stateful(before) if in_order else getattr(graph, "_hvdlite_in_order", [])
-    with tf.control_dependencies(awaited if calls else []):
-        yield
-    made = _stateful(graph.get_operations()[len(before) :])
-    if in_order:
-        graph._hvdlite_in_order = made
-        return
-    for operation in made:
-        manager.run_independently(operation)
-
-
-def _stateful(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
-    return [operation for operation in operations if operation.op_def.is_stateful]
-
-
-def graphs_around() -> list[Any]:
-    """The graph that is being built, the function's of which it is a part, and so on."""
-    graphs: list[Any] = [tf.compat.v1.get_default_graph()]
-    while getattr(outer := getattr(graphs[-1], "outer_graph", None), "building_function", False):
-        graphs.append(outer)
-    return graphs
 
 
 def run_in_graph(calls: Sequence[Call]) -> list[list[tf.Tensor]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.tf.sources import key_of
+from hvdlite.tf.variables import key_of
 
 
 class Provenance:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdlite.common.gradients import reducer
 from hvdlite.common.segmentation import strategies as segmentation
 from hvdlite.tf.gradient_exchange import Gradient, reduce_gradients
-from hvdlite.tf.sources import SOURCES
+from hvdlite.tf.variables import SOURCES
 
 
 class Reducer(reducer.Reducer):

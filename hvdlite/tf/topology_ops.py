@@ -12,7 +12,7 @@ from hvdlite.common.runtime.basics import local_rank, local_size, rank
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import finder, use
 from hvdlite.tf.errors import public
-from hvdlite.tf.python_graph_ops import in_any_order
+from hvdlite.tf.graph_order import in_any_order
 
 
 @public

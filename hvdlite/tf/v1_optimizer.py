@@ -12,8 +12,8 @@ from hvdlite.tf.aggregation import Accumulator, Passes, local_variable
 from hvdlite.tf.gradient_exchange import Gradient
 from hvdlite.tf.reduced_check import Provenance
 from hvdlite.tf.reducer import Reducer
-from hvdlite.tf.sources import key_of
 from hvdlite.tf.subclass import wrap
+from hvdlite.tf.variables import key_of
 
 Pairs = list[tuple[Gradient, Any]]
 

@@ -1,4 +1,4 @@
-"""Variables from one rank to the others."""
+"""Variables of TensorFlow: which object is one, and how their values are broadcast."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api.options import Options
+from hvdlite.common.gradients.variables import Sources
 from hvdlite.tf.collective_call import TensorCall
 from hvdlite.tf.graph import name_in_graph, run_calls
+
+SOURCES = Sources(tf.Variable)
+
+plain = SOURCES.plain
+is_variable = SOURCES.is_variable
+key_of = SOURCES.key_of
 
 
 def broadcast_values(

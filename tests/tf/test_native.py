@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import hvdlite.tf as hvd
 from hvdlite.common.runtime.state import current
-from hvdlite.tf.native import graph_ops as native_run
+from hvdlite.tf.native import graph_ops
 from tests.parallel.jobs import run_command
 from tests.ranks import TIME_LIMIT_SECONDS, run_ranks
 
@@ -126,10 +126,10 @@ def test_calls_are_forgotten_with_their_graph(monkeypatch: pytest.MonkeyPatch) -
             tf.function(hvd.barrier)()
 
     gc.collect()
-    before = len(native_run._registered)
+    before = len(graph_ops._registered)
     run_ranks(1, main)
     gc.collect()
-    assert len(native_run._registered) == before
+    assert len(graph_ops._registered) == before
 
 
 # -- errors

@@ -38,7 +38,7 @@ class Callback(keras.callbacks.Callback):
         self._trained = model
 
     def ranks(self) -> list[int]:
-        """The global ranks that train this model together: this one, and others if there are any.
+        """Return the global ranks that train this model together, this one included.
 
         Raises `ValueError` before `init`, and for a set that is not registered.
         """

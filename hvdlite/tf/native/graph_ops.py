@@ -25,7 +25,7 @@ import tensorflow as tf
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.tf.collective_call import ADAPTER, Call, Flight
-from hvdlite.tf.python_graph_ops import graphs_around, in_any_order
+from hvdlite.tf.graph_order import graphs_around, in_any_order
 
 _READ, _READ_AND_WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
