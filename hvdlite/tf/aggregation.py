@@ -1,4 +1,4 @@
-"""Gradients of several passes added up before they travel, when executing eagerly and in graphs."""
+"""Accumulation of the gradients of several passes before they are reduced, eager and in graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Branch = Callable[[], Any]
 
 
 def local_variable(initial: Callable[[], tf.Tensor], name: str) -> tf.Variable:
-    """A variable that is no part of the model: not trained, not saved, not broadcast.
+    """Make a variable that is no part of the model: not trained, not saved, not broadcast.
 
     `initial` makes its first value; a session assigns it when it runs
     ``tf.compat.v1.local_variables_initializer()``.
@@ -29,34 +29,34 @@ def local_variable(initial: Callable[[], tf.Tensor], name: str) -> tf.Variable:
 
 
 class Passes:
-    """Counts the passes over a model that make a step."""
+    """A counter of the passes over a model that make a step."""
 
     def __init__(self, passes: int) -> None:
         self._passes = passes
         self._count: Any = None
 
     def next(self) -> tf.Tensor:
-        """One more pass; its number in its step, from 0 on."""
+        """Count one more pass, and return its number in its step, from 0 on."""
         if self._count is None:
             self._count = local_variable(lambda: tf.constant(0), "passes")
         return (tf.convert_to_tensor(self._count.assign_add(1)) - 1) % self._passes
 
     def in_first(self, number: tf.Tensor, first: Branch, otherwise: Branch) -> Any:
-        """``first()`` where a step begins with the pass of this number, else ``otherwise()``.
+        """Return ``first()`` if a step begins with the pass of this number, else ``otherwise()``.
 
-        Nothing orders what a branch does after what comes before it in the program but its inputs.
+        Only its inputs order a branch after the operations before it in the program.
         """
         return first() if self._passes == 1 else tf.cond(tf.equal(number, 0), first, otherwise)
 
     def in_last(self, number: tf.Tensor, last: Branch, otherwise: Branch) -> Any:
-        """``last()`` where a step ends with the pass of this number, else ``otherwise()``."""
+        """Return ``last()`` if a step ends with the pass of this number, else ``otherwise()``."""
         if self._passes == 1:
             return last()
         return tf.cond(tf.equal(number, self._passes - 1), last, otherwise)
 
 
 class Accumulator:
-    """Adds up gradients until the last pass of a step.
+    """Sums of gradients until the last pass of a step.
 
     `average` divides their sum by the number of passes. `sparse_as_dense` allows
     `tf.IndexedSlices`, which add up as dense tensors.
@@ -76,32 +76,35 @@ class Accumulator:
         due: Callable[[list[Any]], Any],
         skip: Callable[[list[Any]], Any],
     ) -> Any:
-        """``due(sums)`` in the last pass of a step, and ``skip(sums)`` in all others.
+        """Return ``due(sums)`` in the last pass of a step, and ``skip(sums)`` in all others.
 
         The sums are those of the gradients, None where there is none. In a graph both are built,
         and return tensors in the same structure. Raises `ValueError` for `tf.IndexedSlices`, unless
         they are to be dense.
         """
-        present = [index for index, each in enumerate(gradients) if each is not None]
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         dense = [self._dense(gradients[index]) for index in present]
-        sums = [self._sum(each, variables[at]) for each, at in zip(dense, present, strict=True)]
+        sums = [
+            self._sum(gradient, variables[index])
+            for gradient, index in zip(dense, present, strict=True)
+        ]
         self._number = self._passes.next()
         totals = self._passes.in_first(
             self._number,
-            lambda: [_after(total.assign(each)) for total, each in zip(sums, dense, strict=True)],
+            lambda: [_read(total.assign(value)) for total, value in zip(sums, dense, strict=True)],
             lambda: [
-                _after(total.assign_add(each)) for total, each in zip(sums, dense, strict=True)
+                _read(total.assign_add(value)) for total, value in zip(sums, dense, strict=True)
             ],
         )
 
         def with_gaps(divisor: int) -> list[Any]:
-            scaled = {at: total / divisor for at, total in zip(present, totals, strict=True)}
+            scaled = {index: total / divisor for index, total in zip(present, totals, strict=True)}
             return [scaled.get(index) for index in range(len(gradients))]
 
         return self.when_due(lambda: due(with_gaps(self._divisor)), lambda: skip(with_gaps(1)))
 
     def when_due(self, due: Branch, skip: Branch) -> Any:
-        """``due()`` where the gradients added last were those of the last pass, else ``skip()``."""
+        """Return ``due()`` if the gradients added last are of the last pass, else ``skip()``."""
         return self._passes.in_last(self._number, due, skip)
 
     def _sum(self, gradient: tf.Tensor, variable: Any) -> tf.Variable:
@@ -122,8 +125,8 @@ class Accumulator:
         return tf.convert_to_tensor(gradient)
 
 
-def _after(assigned: Any) -> tf.Tensor:
-    """The value that was assigned."""
+def _read(assigned: Any) -> tf.Tensor:
+    """Return the value that was assigned."""
     return tf.convert_to_tensor(assigned)
 
 

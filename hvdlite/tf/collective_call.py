@@ -1,7 +1,7 @@
-"""A collective as TensorFlow runs it: what is known when a graph is built, and what happens then.
+"""Calls of collectives from TensorFlow: described when a graph is built, started when it runs.
 
-Everything here sees numpy arrays: host views of tensors, without a copy. The module next door
-(`graph`) puts calls into graphs; without a graph they are run right away.
+Tensors are numpy arrays here: host views, without a copy. `graph` puts calls into graphs; without a
+graph `run_now` runs them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ ADAPTER = NumpyAdapter()
 ROWS_DTYPE = tf.int64
 
 
-class Flight(Protocol):
+class Started(Protocol):
     """A collective that was started on this rank."""
 
     @property
     def error(self) -> Exception | None:
-        """Why it has failed; None while it runs, and when it has ended well."""
+        """The error of a collective that has failed, or None."""
 
     @property
     def handles(self) -> Sequence[Handle]:
-        """It has ended when all of these have."""
+        """The handles of the collective, which has ended when all of them are complete."""
 
     def ended_within(self, seconds: float) -> bool:
-        """Sleep until it has ended, at most so long; whether it has."""
+        """Sleep until it has ended, at most `seconds`; return whether it has."""
 
     def arrays(self) -> list[Array]:
-        """Sleep until it has ended; the outputs. Raises its error."""
+        """Sleep until it has ended, and return the outputs. Raises its error."""
 
 
 class Call(Protocol):
@@ -54,7 +54,7 @@ class Call(Protocol):
 
     @property
     def runtime(self) -> Callable[[], Runtime]:
-        """What finds the runtime of the rank, in any thread."""
+        """A function that finds the runtime of the rank, in any thread."""
 
     @property
     def inputs(self) -> Sequence[tf.Tensor]:
@@ -62,7 +62,7 @@ class Call(Protocol):
 
     @property
     def outputs(self) -> Sequence[tf.TensorSpec]:
-        """The dtypes of the outputs, and their shapes as far as they are known."""
+        """The dtypes of the outputs, and their shapes as far as a graph knows them."""
 
     @property
     def in_place(self) -> bool:
@@ -70,14 +70,14 @@ class Call(Protocol):
 
     @property
     def in_order(self) -> bool:
-        """Whether in a function it keeps its place among the collectives before and after it."""
+        """Whether it keeps its place among the collectives of a function, as a barrier does."""
 
     def start(
         self,
         arrays: Sequence[Array],
         adapter: NumpyAdapter = ADAPTER,
         targets: Sequence[Array] | None = None,
-    ) -> Flight:
+    ) -> Started:
         """Enqueue it for the values of `inputs`; never waits.
 
         The outputs are written to `targets` where they are given and the collective is `in_place`;
@@ -86,8 +86,8 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True)
-class TensorFlight:
-    """A collective on tensors."""
+class StartedTensors:
+    """A started collective on tensors."""
 
     operation: Operation[Array]
     with_rows: bool
@@ -104,7 +104,7 @@ class TensorFlight:
         return all(handle.ended_within(seconds) for handle in self.handles)
 
     def arrays(self) -> list[Array]:
-        """The results, and for each of them the rows of each member where those may differ."""
+        """Return the results, then for each of them the rows of each member if those may differ."""
         results = self.operation.take()
         if self.with_rows:
             results += [np.array(entry.rows, np.int64) for entry in self.operation.entries]
@@ -128,7 +128,7 @@ class TensorCall:
 
     @property
     def with_rows(self) -> bool:
-        """Whether the outputs tell where their rows came from."""
+        """Whether there are outputs that tell how many rows came from each member."""
         return ROWS[self.collective].varying_rows
 
     @property
@@ -139,7 +139,7 @@ class TensorCall:
 
     @property
     def outputs(self) -> list[tf.TensorSpec]:
-        """Their dtypes, and their shapes as far as they are known."""
+        """The dtypes of the outputs, and their shapes as far as they are known."""
         outputs = [tf.TensorSpec(self._shape(tensor), tensor.dtype) for tensor in self.tensors]
         if self.with_rows:
             outputs += [tf.TensorSpec([None], ROWS_DTYPE)] * len(self.tensors)
@@ -153,29 +153,29 @@ class TensorCall:
     @property
     def in_place(self) -> bool:
         """Whether the outputs have the shapes of the inputs."""
-        return ROWS[self.collective].scalars  # what takes a scalar does not cut rows
+        return ROWS[self.collective].scalars  # A collective that takes scalars does not cut rows.
 
     def start(
         self,
         arrays: Sequence[Array],
         adapter: NumpyAdapter = ADAPTER,
         targets: Sequence[Array] | None = None,
-    ) -> TensorFlight:
+    ) -> StartedTensors:
         runtime, options = self.runtime(), self.options
         tensors = arrays[: len(self.tensors)]
         if options.splits is not None:
             options = options._replace(splits=arrays[-1])
         label = f"grouped_{self.collective}" if options.grouped else self.collective
-        with runtime.named(self.name, options.process_set) as known:
+        with runtime.named(self.name, options.process_set) as name:
             entries = submit(
-                runtime, adapter, self.collective, f"{label}.{known}", tensors, options, targets
+                runtime, adapter, self.collective, f"{label}.{name}", tensors, options, targets
             )
-        return TensorFlight(Operation(entries, lambda _, results: results), self.with_rows)
+        return StartedTensors(Operation(entries, lambda _, results: results), self.with_rows)
 
 
 @dataclass(frozen=True)
-class SignalFlight:
-    """join, or barrier."""
+class StartedSignal:
+    """A started join or barrier."""
 
     signal: Signal
 
@@ -191,7 +191,7 @@ class SignalFlight:
         return self.signal.handle.ended_within(seconds)
 
     def arrays(self) -> list[Array]:
-        """The rank that joined last; 0 for a barrier."""
+        """Return the rank that joined last; 0 for a barrier."""
         return [np.array(self.signal.wait(), np.int32)]
 
 
@@ -212,22 +212,23 @@ class SignalCall:
         arrays: Sequence[Array] = (),
         adapter: NumpyAdapter = ADAPTER,
         targets: Sequence[Array] | None = None,
-    ) -> SignalFlight:
-        return SignalFlight(Signal(self.collective, self.process_set, self.runtime()))
+    ) -> StartedSignal:
+        return StartedSignal(Signal(self.collective, self.process_set, self.runtime()))
 
 
 def run_now(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
-    """Start all, and wait for all; for eager tensors. Raises the first error when all have ended.
+    """Start all calls on eager tensors, and wait for all of them, also if one has failed.
 
+    Raises the first error.
     The outputs are not copied: they are the memory that the engine has written.
     """
     with as_tensorflow_errors():
-        flights = [call.start([*map(array_of, call.inputs)]) for call in calls]
+        collectives = [call.start([*map(array_of, call.inputs)]) for call in calls]
         results: list[list[tf.Tensor]] = []
         failures: list[HorovodInternalError] = []
-        for flight in flights:
+        for started in collectives:
             try:
-                results.append([tensor_of(array) for array in flight.arrays()])
+                results.append([tensor_of(array) for array in started.arrays()])
             except HorovodInternalError as error:
                 failures.append(error)
         if failures:
@@ -236,18 +237,18 @@ def run_now(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
 
 
 def array_of(tensor: tf.Tensor) -> Array:
-    """A host view of an eager tensor; a scalar is copied."""
+    """Return a host view of an eager tensor; a scalar is copied."""
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
 
 
 def tensor_of(array: Array) -> tf.Tensor:
-    """The array as a tensor, its own memory where that is aligned."""
+    """Return the array as a tensor, which shares its memory if that is aligned."""
     return EagerTensor(array, _cpu(), None)
 
 
 @cache
 def _cpu() -> str:
-    """The full name of the host's device. To ask also starts TensorFlow, where nothing else has."""
+    """Return the full name of the host's device. This starts TensorFlow if nothing else has."""
     with tf.device("CPU:0"):
         name: str = tf.constant(0).device
     return name

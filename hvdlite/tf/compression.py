@@ -16,14 +16,14 @@ class _CastCompressor(Compressor):
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """The tensor as `dtype`, and its own dtype."""
+        """Return the tensor as `dtype`, and the dtype that it had."""
         if not tensor.dtype.is_floating:
             return tensor, None
         return tf.cast(tensor, cls.dtype), tensor.dtype
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """The tensor as its own dtype."""
+        """Return the tensor in the dtype that it had."""
         return tensor if ctx is None else tf.cast(tensor, ctx)
 
 

@@ -44,17 +44,17 @@ class TensorFlowVerbs(Verbs[tf.Tensor]):
         @tf.custom_gradient
         def record(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
             def gradient(*upstream: Any) -> list[tf.Tensor]:
-                return adjoint([tf.convert_to_tensor(each) for each in upstream])
+                return adjoint([tf.convert_to_tensor(gradient) for gradient in upstream])
 
             return forward(list(inputs)), gradient
 
         return list(record(*tensors)) if tensors else []
 
     def own_rows(self, tensor: tf.Tensor, rows: tf.Tensor, position: int) -> tf.Tensor:
-        """The part of `tensor` that came from the member at `position`, by the rows of each."""
+        """Return the part of `tensor` that came from the member at `position`."""
         start = tf.reduce_sum(rows[:position])
         return tensor[start : start + rows[position]]
 
     def zeros_like(self, tensor: tf.Tensor) -> tf.Tensor:
-        """A tensor of zeros of the same shape and dtype."""
+        """Return a tensor of zeros of the same shape and dtype."""
         return tf.zeros_like(tensor)

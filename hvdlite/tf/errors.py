@@ -1,4 +1,4 @@
-"""hvdlite's exceptions as TensorFlow's: each is of both kinds, so that either can be caught."""
+"""Exceptions that are both hvdlite's and TensorFlow's, so that either can be caught."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class FailedPreconditionError(tf.errors.FailedPreconditionError, HorovodInternalError):
-    """Ranks do not agree about a collective; it has failed on all of them, and nothing else."""
+    """Ranks disagree about a collective, which has failed on all of them; the job goes on."""
 
 
 class UnknownError(tf.errors.UnknownError, HorovodInternalError):
@@ -23,12 +23,12 @@ class UnknownError(tf.errors.UnknownError, HorovodInternalError):
 
 
 class InvalidArgumentError(tf.errors.InvalidArgumentError, ValueError):
-    """An argument that no other rank could make right."""
+    """An argument is wrong, whatever other ranks do."""
 
 
 @contextmanager
 def as_tensorflow_errors() -> Iterator[None]:
-    """Within this, hvdlite's exceptions are raised as TensorFlow's."""
+    """Raise hvdlite's exceptions as TensorFlow's within this context."""
     try:
         yield
     except tf.errors.OpError:
@@ -43,7 +43,7 @@ def as_tensorflow_errors() -> Iterator[None]:
 
 
 def public(function: F) -> F:
-    """`function` as users call it: with TensorFlow's errors, and left alone by AutoGraph."""
+    """Make a public function: it raises TensorFlow's errors, and AutoGraph leaves it alone."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

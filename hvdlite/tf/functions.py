@@ -1,4 +1,4 @@
-"""Variables and Python objects from one rank to the others."""
+"""Broadcasts of variables and Python objects, and the gathering of objects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def broadcast_variables(
 
 @public
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """An operation that gives all global variables of the graph their value on `root_rank`.
+    """Return an operation that gives all global variables of the graph their value on `root_rank`.
 
     Raises `RuntimeError` when executing eagerly: there are no global variables then.
     """
@@ -58,7 +58,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of the global rank `root_rank`, on every rank; blocks.
+    """Return the object of the global rank `root_rank` on every rank; blocks.
 
     `obj` is anything that cloudpickle can pickle, and has no effect on other ranks than the
     root, which gets its own object back. `session` has no effect: the object travels at once, also
@@ -73,7 +73,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function of an object that is `broadcast_object` with these arguments."""
+    """Return a function of an object that calls `broadcast_object` with these arguments."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -84,7 +84,7 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """The objects of all ranks, in rank order; blocks. A joined rank has none.
+    """Return the objects of all ranks, in rank order; blocks. A joined rank has none.
 
     `obj` is anything that cloudpickle can pickle. `session` has no effect.
     """

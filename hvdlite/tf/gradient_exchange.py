@@ -1,4 +1,4 @@
-"""Gradients of TensorFlow on their way between ranks: what every optimizer and tape here calls."""
+"""The reduction of TensorFlow's gradients, which every optimizer and tape calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERBS = TensorFlowVerbs()
 
 
 class _DenseBucket:
-    """Gradients that travel together."""
+    """Gradients that are reduced together."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class _DenseBucket:
     ) -> None:
         self.names = names
         self._compression = compression
-        packed = [compression.compress(each) for each in gradients]
+        packed = [compression.compress(gradient) for gradient in gradients]
         self._contexts = [context for _, context in packed]
         tensors = [tensor for tensor, _ in packed]
-        known = [_name(name) for name in names]
-        self.calls = [TensorCall("allreduce", tensors, known[0], segments.options(known))]
+        keys = [_name(name) for name in names]
+        self.calls = [TensorCall("allreduce", tensors, keys[0], segments.options(keys))]
 
     def receive(self, outputs: Outputs) -> list[Gradient]:
         return [
@@ -72,13 +72,13 @@ def reduce_gradients(
     segments: Segments,
     groups: Sequence[Sequence[str]] = (),
 ) -> list[Gradient]:
-    """The gradients, reduced over all ranks; None stays None.
+    """Reduce the gradients over all ranks; None stays None.
 
-    `names` tells them apart, on all ranks alike; those of one of the `groups` (of names) travel
-    together, as `segments` say. All are under way at the same time: in a graph each starts as soon
-    as it is computed. Raises `tf.errors.OpError` when a reduction fails, `NotImplementedError` for
-    `tf.IndexedSlices` with an op other than Average and Sum, and `ValueError` for a gradient that
-    is ragged or a `tf.SparseTensor`.
+    `names` identify them across ranks. Those of one of the `groups` (of names) are reduced
+    together, as `segments` say. All reductions run at the same time: in a graph each starts as soon
+    as its input is computed. Raises `tf.errors.OpError` when a reduction fails,
+    `NotImplementedError` for `tf.IndexedSlices` with an op other than Average and Sum, and
+    `ValueError` for a gradient that is ragged or a `tf.SparseTensor`.
     """
     if not terms.active:
         return list(gradients)
@@ -92,7 +92,7 @@ def reduce_gradients(
         for name, gradient in wanted.items()
         if isinstance(gradient, tf.IndexedSlices) and not terms.sparse_as_dense
     ]
-    apart = {name for each in slices for name in each.names}
+    apart = {name for gradient in slices for name in gradient.names}
     whole = {
         name: dense(wanted[name], f"the gradient '{name}'") for name in wanted if name not in apart
     }
@@ -100,7 +100,7 @@ def reduce_gradients(
 
     def forward(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         buckets = _buckets(dict(zip(whole, tensors, strict=True)), terms, segments, groups)
-        results.update(_travel([*buckets, *slices]))
+        results.update(_run([*buckets, *slices]))
         return [results[name] for name in whole]
 
     def adjoint(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -121,19 +121,19 @@ def _buckets(
     segments: Segments,
     groups: Sequence[Sequence[str]],
 ) -> list[_DenseBucket]:
-    known = [[name for name in group if name in gradients] for group in groups]
+    present = [[name for name in group if name in gradients] for group in groups]
     return [
         _DenseBucket(bucket, [gradients[name] for name in bucket], terms.compression, segments)
-        for bucket in buckets_of(gradients, known)
+        for bucket in buckets_of(gradients, present)
     ]
 
 
-def _travel(travels: Sequence[_DenseBucket | _Slices]) -> Iterator[tuple[str, Gradient]]:
-    """The reduced gradients by their names; all are under way at the same time."""
-    outputs = iter(run_calls([call for each in travels for call in each.calls]))
-    for each in travels:
-        received = each.receive([next(outputs) for _ in each.calls])
-        yield from zip(each.names, received, strict=True)
+def _run(parts: Sequence[_DenseBucket | _Slices]) -> Iterator[tuple[str, Gradient]]:
+    """Run all reductions at the same time, and yield the reduced gradients by their names."""
+    outputs = iter(run_calls([call for part in parts for call in part.calls]))
+    for part in parts:
+        received = part.receive([next(outputs) for _ in part.calls])
+        yield from zip(part.names, received, strict=True)
 
 
 def _backward(name: str) -> str:

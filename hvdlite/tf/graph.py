@@ -1,4 +1,4 @@
-"""Runs collectives now, or puts them into the graph that is being built."""
+"""Collectives that are run now, or put into the graph that is being built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdlite.tf.native.loader import library
 
 
 def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
-    """The outputs of each call. All are started before any is waited for.
+    """Return the outputs of each call. All are started before any is waited for.
 
     Raises `tf.errors.OpError`, now or when the graph is run.
     """
@@ -33,14 +33,14 @@ def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     # However they are run, the names of all other operations in the graph must be the same: names
     # of collectives are made from them, and another rank may run its own in another way.
     with tf.name_scope("Hvdlite"):
-        native = library() if all(map(graph_ops.takes, calls)) else None
+        native = library() if all(map(graph_ops.supports, calls)) else None
         if native is None:
             return python_graph_ops.run_in_graph(calls)
         return graph_ops.run_in_graph(native, calls)
 
 
 def name_in_graph(name: str, ignore_name_scope: bool = False) -> str:
-    """A name that no other collective of the graph that is being built has.
+    """Return a name that no other collective has in the graph that is being built.
 
     Ranks that build the same graph get the same name.
     """
@@ -55,7 +55,7 @@ def name_in_graph(name: str, ignore_name_scope: bool = False) -> str:
 
 
 def default_name(collective: str, tensor: tf.Tensor) -> str:
-    """Horovod's name for a collective on this tensor of a graph."""
+    """Return Horovod's name for a collective on this tensor of a graph."""
     name = re.sub(r"^[0-9]+:", "captured:", tensor.name)  # a number that ranks need not share
     normalized = re.sub(r"[^a-zA-Z0-9_]", "_", name)
     return f"Horovod{collective.capitalize()}_{normalized}"

@@ -13,11 +13,12 @@ from hvdlite.tf.collective_call import Call
 
 @contextmanager
 def in_any_order(calls: Sequence[Call] = ()) -> Iterator[None]:
-    """The operations that are made within this run whenever their inputs are there.
+    """Let the operations made within this context run as soon as their inputs are computed.
 
-    A ``tf.function`` otherwise runs what has side effects in the order of the program, one after
-    the other: the first gradient that travels would be that which backward makes last. Where one
-    of the `calls` is `in_order`, they run after all that comes before them, and before the rest.
+    A ``tf.function`` otherwise runs operations with side effects one after the other, in the order
+    of the program: the first gradient to be reduced would be the one that backward computes last.
+    If one of the `calls` is `in_order`, the operations run after all before them, and before the
+    rest.
     """
     graph: Any = tf.compat.v1.get_default_graph()
     manager = getattr(graph, "experimental_acd_manager", None)
@@ -42,7 +43,7 @@ def _stateful(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 def graphs_around() -> list[Any]:
-    """The graph that is being built, the function's of which it is a part, and so on."""
+    """Return the graph that is being built, then the graphs that it lies in, from inside out."""
     graphs: list[Any] = [tf.compat.v1.get_default_graph()]
     while getattr(outer := getattr(graphs[-1], "outer_graph", None), "building_function", False):
         graphs.append(outer)

@@ -22,30 +22,33 @@ _NAME = "sync_batch_norm"
 def moments(
     inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None, process_set: ProcessSet
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and biased variance over `axes` of the inputs of all ranks, as one batch.
+    """Return mean and biased variance over `axes` of the inputs of all ranks, as one batch.
 
     Only where `mask` is true, which has the dimensions of the inputs without the last. Ranks may
     have batches of different sizes, and empty ones. Both results have the dtype of the inputs and
     their dimensions without `axes`, and are zero where there is nothing at all.
     """
-    mean, variance, count = _own_moments(inputs, axes, mask)
+    mean, variance, count = _local_moments(inputs, axes, mask)
     shape = tf.shape(mean)
-    own = [tf.reshape(tf.cast(each, tf.float64), [-1]) for each in (mean, variance, count)]
-    means, variances, counts = tf.unstack(_gather(tf.stack([own]), process_set), 3, axis=1)
+    local = [tf.reshape(tf.cast(value, tf.float64), [-1]) for value in (mean, variance, count)]
+    means, variances, counts = tf.unstack(_gather(tf.stack([local]), process_set), 3, axis=1)
     total = tf.reduce_sum(counts, 0)
     mean = tf.math.divide_no_nan(tf.reduce_sum(means * counts, 0), total)
     squares = tf.reduce_sum((variances + tf.square(means - mean)) * counts, 0)
     variance = tf.math.divide_no_nan(squares, total)
     whole_mean, whole_variance = (
-        tf.cast(tf.reshape(each, shape), inputs.dtype) for each in (mean, variance)
+        tf.cast(tf.reshape(moment, shape), inputs.dtype) for moment in (mean, variance)
     )
     return whole_mean, whole_variance
 
 
-def _own_moments(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None) -> list[tf.Tensor]:
-    """Mean, biased variance, and the number of values, of each channel on this rank.
+def _local_moments(
+    inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None
+) -> list[tf.Tensor]:
+    """Return mean, biased variance and number of values of each channel on this rank.
 
-    They are combined in place of sums of squares, which lose precision.
+    Ranks combine these as Chan et al. do ("Updating formulae and a pairwise algorithm for computing
+    sample variances", 1979), since sums of squares lose precision.
     """
     wide = tf.cast(inputs, tf.float32) if inputs.dtype.size == 2 else inputs
     valid = None
@@ -56,17 +59,17 @@ def _own_moments(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None)
         count = tf.reduce_sum(tf.cast(valid, wide.dtype), axes, keepdims=True)
 
     def average(values: tf.Tensor) -> tf.Tensor:
-        known = values if valid is None else tf.where(valid, values, 0)
-        return tf.math.divide_no_nan(tf.reduce_sum(known, axes, keepdims=True), count)
+        counted = values if valid is None else tf.where(valid, values, 0)
+        return tf.math.divide_no_nan(tf.reduce_sum(counted, axes, keepdims=True), count)
 
     mean = average(wide)
     variance = average(tf.square(wide - mean))
     counts = tf.broadcast_to(count, tf.shape(mean))
-    return [tf.squeeze(each, axes) for each in (mean, variance, counts)]
+    return [tf.squeeze(value, axes) for value in (mean, variance, counts)]
 
 
-def _gather(own: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
-    """The rows of all ranks. The gradient is that of the losses of all ranks together."""
+def _gather(local: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
+    """Gather the rows of all ranks. The gradient is that of the losses of all ranks together."""
     plain = Options(process_set)
     rows: list[Any] = []
 
@@ -81,4 +84,4 @@ def _gather(own: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
         (total,) = _VERBS.reduce("allreduce", gradients, name, NoneCompressor, summed)
         return [_VERBS.own_rows(total, rows[0], process_set.rank() or 0)]
 
-    return _VERBS.differentiable([own], forward, adjoint)[0]
+    return _VERBS.differentiable([local], forward, adjoint)[0]

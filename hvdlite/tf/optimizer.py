@@ -37,7 +37,7 @@ def DistributedOptimizer(  # noqa: N802
     segmentation: str | Strategy | None = None,
     **fusion: Any,
 ) -> Any:
-    """An optimizer of the same class that reduces gradients over all ranks before each step.
+    """Return an optimizer of the same class that reduces gradients over all ranks before each step.
 
     - `optimizer`: one of Keras, for which `hvdlite.keras.DistributedOptimizer` does the work, or of
       `tf.compat.v1.train`; do not use it yourself afterwards. The latter reduces in

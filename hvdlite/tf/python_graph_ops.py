@@ -1,4 +1,4 @@
-"""Collectives in a graph, by Python functions that TensorFlow calls.
+"""Collectives in a graph as Python functions that TensorFlow calls.
 
     start ... start          enqueue, and end: each as soon as its input is there
         \\   /
@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.numpy_adapter import Array
-from hvdlite.tf.collective_call import Call, Flight
+from hvdlite.tf.collective_call import Call, Started
 from hvdlite.tf.graph_order import graphs_around, in_any_order
 
 _RUNNING, _ENDED, _FAILED = np.int32(0), np.int32(1), np.int32(2)
@@ -33,7 +33,7 @@ _LONGEST_POLL_SECONDS = 0.016  # for a rank that waits long: 60 polls a second a
 
 
 def run_in_graph(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
-    """Operations in the current graph that start all calls, and wait for all of them."""
+    """Make operations in the current graph that start all calls, and wait for all of them."""
     with in_any_order(calls):
         tickets = tf.stack([_start(call) for call in calls])
         runtime = calls[0].runtime
@@ -55,8 +55,8 @@ def run_in_graph(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
 def _start(call: Call) -> tf.Tensor:
     def start(*arrays: Array) -> Any:
         handles = call.runtime().handles
-        flight = call.start(arrays)
-        return np.int64(handles.add(flight))
+        started = call.start(arrays)
+        return np.int64(handles.add(started))
 
     ticket = tf.numpy_function(start, call.inputs, tf.int64, name="HvdliteStart")
     ticket.set_shape([])
@@ -65,13 +65,13 @@ def _start(call: Call) -> tf.Tensor:
 
 def _poll_until_ended(runtime: Any, tickets: tf.Tensor) -> tf.Tensor:
     def poll(numbers: Array, round: Any) -> Any:
-        flights: list[Flight] = [runtime().handles.get(int(number)) for number in numbers]
+        collectives: list[Started] = [runtime().handles.get(int(number)) for number in numbers]
         seconds = min(_FIRST_POLL_SECONDS * (1 + int(round)), _LONGEST_POLL_SECONDS)
         deadline = time.monotonic() + seconds
-        for flight in flights:
-            if not flight.ended_within(max(deadline - time.monotonic(), 0)):
+        for started in collectives:
+            if not started.ended_within(max(deadline - time.monotonic(), 0)):
                 return _RUNNING
-        return _FAILED if any(flight.error for flight in flights) else _ENDED
+        return _FAILED if any(started.error for started in collectives) else _ENDED
 
     give_way = _give_way()
 
@@ -89,7 +89,7 @@ def _poll_until_ended(runtime: Any, tickets: tf.Tensor) -> tf.Tensor:
 
 
 def _give_way() -> Callable[[], tf.Tensor]:
-    """Makes operations after which the executor goes on at the end of its queue.
+    """Make operations after which the executor goes on at the end of its queue.
 
     A loop alone keeps its thread: what has become ready runs where it has become so. The next
     element of a dataset is made by another thread, which hands the rest of the loop back.
@@ -98,7 +98,7 @@ def _give_way() -> Callable[[], tf.Tensor]:
         iterator = _eager_iterator() if tf.executing_eagerly() else _new_iterator()
     resource = iterator._iterator_resource
     for graph in reversed(graphs_around()):
-        if graph.building_function:  # the loop of a gradient takes nothing that is in no graph
+        if graph.building_function:  # The loop of a gradient captures only tensors of graphs.
             resource = graph.capture(resource)
     return lambda: tf.raw_ops.IteratorGetNext(  # get_next() itself warns when called often
         iterator=resource, output_types=[tf.int32], output_shapes=[[]]
@@ -125,13 +125,13 @@ _one_at_a_time = threading.Lock()  # guards that there is one
 
 
 def _check(runtime: Any, tickets: tf.Tensor, state: tf.Tensor) -> tf.Operation:
-    """Fails with the type of error that eager execution raises."""
+    """Make an operation that fails with the type of error that eager execution raises."""
 
     def blame(numbers: tf.Tensor) -> tf.Tensor:
         # The message of a Python exception becomes an UnknownError, whatever its class. Reading a
         # variable that does not exist is a FailedPreconditionError, and it names the variable.
-        flights = [runtime().handles.take(int(number)) for number in numbers]
-        error = next(flight.error for flight in flights if flight.error)
+        collectives = [runtime().handles.take(int(number)) for number in numbers]
+        error = next(started.error for started in collectives if started.error)
         if not (isinstance(error, HorovodInternalError) and error.job_goes_on):
             raise error
         with tf.init_scope():
@@ -146,5 +146,5 @@ def _check(runtime: Any, tickets: tf.Tensor, state: tf.Tensor) -> tf.Operation:
 
 
 def _take(runtime: Any, numbers: Array) -> list[Array]:
-    flights: list[Flight] = [runtime.handles.take(int(number)) for number in numbers]
-    return [array for flight in flights for array in flight.arrays()]
+    collectives: list[Started] = [runtime.handles.take(int(number)) for number in numbers]
+    return [array for started in collectives for array in started.arrays()]

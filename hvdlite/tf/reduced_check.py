@@ -1,8 +1,8 @@
-"""Whether gradients that are about to be applied have passed through the exchange with other ranks.
+"""A check that gradients about to be applied have been reduced over all ranks.
 
-They may have been clipped or scaled meanwhile. In a graph it is asked whether they were computed
-from what was reduced; without one, whether their variables' gradients were reduced since the last
-step.
+They may have been clipped or scaled meanwhile. In a graph the check asks whether they were computed
+from reduced gradients; eagerly, whether the gradients of their variables were reduced since the
+last step.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import tensorflow as tf
 from hvdlite.tf.variables import key_of
 
 
-class Provenance:
-    """What one optimizer remembers of the gradients that it has reduced."""
+class ReducedCheck:
+    """The reduced gradients of one optimizer."""
 
     def __init__(self, label: str) -> None:
-        self._collection = f"{label}/{id(self)}"  # in the graph: it lives as long as the tensors
+        self._collection = f"{label}/{id(self)}"  # In the graph, it lives as long as the tensors.
         self._fresh: dict[int, Any] = {}
 
     def note(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """These are the reduced gradients of the variables."""
+        """Remember the reduced gradients of the variables."""
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is None:
                 continue
@@ -34,7 +34,7 @@ class Provenance:
                 graph.add_to_collection(self._collection, _tensor(gradient).name)
 
     def foreign(self, pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
-        """The variables among ``(gradient, variable)`` whose gradients are of this rank alone."""
+        """Return the variables of the pairs whose gradients are of this rank alone."""
         return [
             variable
             for gradient, variable in pairs
@@ -42,7 +42,7 @@ class Provenance:
         ]
 
     def forget(self, variables: Iterable[Any]) -> None:
-        """A step was made with the gradients of these variables."""
+        """Forget the gradients of these variables, with which a step was made."""
         for variable in variables:
             self._fresh.pop(key_of(variable), None)
 
@@ -50,7 +50,7 @@ class Provenance:
         if tf.executing_eagerly():
             return key_of(variable) in self._fresh
         tensor = _tensor(gradient)
-        if not tf.is_symbolic_tensor(tensor):  # a number that somebody has put there
+        if not tf.is_symbolic_tensor(tensor):  # The user has put a constant there.
             return False
         seen: set[tuple[int, str]] = set()
         pending = [tensor]
@@ -71,7 +71,7 @@ def _tensor(gradient: Any) -> tf.Tensor:
 
 
 def _inputs(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """What a tensor is computed from, also where that is in the graph around its own."""
+    """Return the inputs of a tensor, also those in the graph around its own."""
     outside = [
         outer
         for outer, inner in getattr(tensor.graph, "captures", ())

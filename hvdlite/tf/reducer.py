@@ -1,4 +1,4 @@
-"""How an optimizer or a tape of TensorFlow reduces its gradients."""
+"""The reducer of the gradients of an optimizer or a tape of TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdlite.tf.variables import SOURCES
 
 
 class Reducer(reducer.Reducer):
-    """Gradients of this rank in, gradients of all ranks out; eager and in graphs."""
+    """Reduces gradients of this rank, eagerly and in graphs."""
 
     sources = SOURCES
     variable = "tf.Variable"
@@ -25,7 +25,7 @@ class Reducer(reducer.Reducer):
         sources: Mapping[str, Any],
         groups: Sequence[Sequence[str]],
     ) -> Mapping[str, Gradient]:
-        """Raises `tf.errors.OpError` when a reduction fails."""
+        """Reduce the gradients. Raises `tf.errors.OpError` when a reduction fails."""
         reduced = reduce_gradients(
             list(gradients.values()), list(gradients), self.terms, self.segments, groups
         )
@@ -42,7 +42,7 @@ class Reducer(reducer.Reducer):
         return segmentation.Gradient(name, elements * dtype.size, dtype.name, path)
 
     def divide(self, gradient: Gradient, divisor: int) -> Gradient:
-        """The gradient divided by a number."""
+        """Divide the gradient by a number."""
         if isinstance(gradient, tf.IndexedSlices):
             values = gradient.values / divisor
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

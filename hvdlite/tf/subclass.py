@@ -1,4 +1,4 @@
-"""How a tape or an optimizer of TensorFlow becomes a distributed one of the same class."""
+"""The class of a distributed tape or optimizer, derived from the class of the wrapped one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def wrap(mixin: type, wrapped: Any) -> Any:
-    """The object once more, as an instance of a new class that is derived from `mixin` and its own.
+    """Return the object as an instance of a new class, derived from `mixin` and its own class.
 
-    Both are one: they share all their attributes. `mixin` has ``__slots__`` for those that the
-    wrapped one shall not have, ``_wrapped`` among them.
+    Both objects share all attributes. `mixin` has ``__slots__`` for those that the wrapped object
+    shall not have, ``_wrapped`` among them.
     """
     base = type(wrapped)
     same = {"__doc__": base.__doc__, "__module__": base.__module__}

@@ -16,7 +16,7 @@ from hvdlite.tf.moments import moments
 
 
 class Synchronized:
-    """Comes before BatchNormalization of a Keras, which asks here for the moments of a batch."""
+    """The base class that is put before Keras' BatchNormalization, and gives it its moments."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class SynchronizedOfKeras2(Synchronized):
             return super()._moments(inputs, reduction_axes, keep_dims, mask)  # type: ignore[misc]
         results = moments(inputs, reduction_axes, mask, self.process_set)
         for axis in reduction_axes if keep_dims else ():
-            results = tuple(tf.expand_dims(each, axis) for each in results)
+            results = tuple(tf.expand_dims(moment, axis) for moment in results)
         return results
 
 
 def _registered(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """The set, or that of these ranks, which a saved layer had. Raises `ValueError`."""
+    """Return the set, or the registered set of these ranks. Raises `ValueError` without one."""
     if isinstance(process_set, ProcessSet):
         return process_set
     for known in current().known_sets.values():

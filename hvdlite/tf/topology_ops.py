@@ -1,4 +1,4 @@
-"""The small questions about the job as operations, answered when a graph is run."""
+"""Rank and size as operations, which are answered when a graph is run."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hvdlite.tf.graph_order import in_any_order
 
 @public
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """The number of this rank, as an int32 scalar."""
+    """Return the number of this rank, as an int32 scalar."""
     return _answer(rank, name or "HorovodRank")
 
 
 @public
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """The number of this rank on its host, as an int32 scalar."""
+    """Return the number of this rank on its host, as an int32 scalar."""
     return _answer(local_rank, name or "HorovodLocalRank")
 
 
 @public
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """The number of ranks on this host, as an int32 scalar."""
+    """Return the number of ranks on this host, as an int32 scalar."""
     return _answer(local_size, name or "HorovodLocalSize")
 
 
 @public
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """The number of ranks in a process set, as an int32 scalar.
+    """Return the number of ranks in a process set, as an int32 scalar.
 
     Raises `tf.errors.InvalidArgumentError`, when it is run, for a set that is not registered.
     """
@@ -45,7 +45,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 
 @public
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """1 where this rank is a member of a process set, otherwise 0: an int32 scalar.
+    """Return 1 if this rank is a member of a process set, otherwise 0, as an int32 scalar.
 
     Raises `tf.errors.InvalidArgumentError`, when it is run, for a set that is not registered.
     """

@@ -18,12 +18,12 @@ check_num_rank_power_of_2 = num_rank_is_power_2
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """Hashable references to the variables: a tuple, nested as the lists are nested."""
+    """Return hashable references to the variables: a tuple, nested as the lists are."""
     return tuple(map(vars_to_refs, vars)) if isinstance(vars, list) else vars.ref()
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The opposite of `vars_to_refs`."""
+    """Return the variables of the references that `vars_to_refs` made."""
     return list(map(refs_to_vars, refs)) if isinstance(refs, tuple) else refs.deref()
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.tf.aggregation import Accumulator, Passes, local_variable
 from hvdlite.tf.gradient_exchange import Gradient
-from hvdlite.tf.reduced_check import Provenance
+from hvdlite.tf.reduced_check import ReducedCheck
 from hvdlite.tf.reducer import Reducer
 from hvdlite.tf.subclass import wrap
 from hvdlite.tf.variables import key_of
@@ -19,25 +19,29 @@ Pairs = list[tuple[Gradient, Any]]
 
 
 class DistributedMixin(tf.compat.v1.train.Optimizer):
-    """Comes before the class of the wrapped optimizer, and shares its attributes."""
+    """The base class that is put before the class of the wrapped optimizer.
 
-    __slots__ = ("_aggregation", "_provenance", "_reducer", "_wrapped")
+    Shares its attributes.
+    """
+
+    __slots__ = ("_aggregation", "_reduced_check", "_reducer", "_wrapped")
 
     _aggregation: Accumulator | None
-    _provenance: Provenance
+    _reduced_check: ReducedCheck
     _reducer: Reducer
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
-        """As the wrapped optimizer's, reduced over all ranks: ``(gradient, variable)``.
+        """Return the wrapped optimizer's ``(gradient, variable)``, reduced over all ranks.
 
         Gradients may then be clipped or scaled before ``apply_gradients()``. In passes that only
         add gradients up they have no meaning, and are not applied. Raises `tf.errors.OpError` when
         a reduction fails.
         """
         pairs = super().compute_gradients(*args, **kwargs)
-        gradients, variables = [each for each, _ in pairs], [each for _, each in pairs]
+        gradients = [gradient for gradient, _ in pairs]
+        variables = [variable for _, variable in pairs]
         reduced = self._reduce(gradients, variables)
-        self._provenance.note(reduced, variables)
+        self._reduced_check.note(reduced, variables)
         return list(zip(reduced, variables, strict=True))
 
     def _reduce(self, gradients: list[Gradient], variables: list[Any]) -> list[Gradient]:
@@ -58,7 +62,7 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
         name: str | None = None,
         **options: Any,
     ) -> Any:
-        """As the wrapped optimizer's, in the last pass of a step; otherwise nothing.
+        """Apply as the wrapped optimizer does, in the last pass of a step; otherwise do nothing.
 
         Raises `RuntimeError` for gradients that ``compute_gradients()`` has not reduced.
         """
@@ -75,23 +79,23 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
             return
         is_local = self._reducer.local.pick([variable for _, variable in pairs])
         shared = [pair for pair, local in zip(pairs, is_local, strict=True) if not local]
-        foreign = self._provenance.foreign(shared)
+        foreign = self._reduced_check.foreign(shared)
         if foreign:
+            names = ", ".join(variable.name for variable in foreign[:3])
             raise RuntimeError(
                 "apply_gradients() of a DistributedOptimizer was given gradients of this rank "
-                f"alone, of {', '.join(each.name for each in foreign[:3])}: the ranks' variables "
-                "would drift apart. Take those that its compute_gradients() returns, in the same "
-                "graph and anew for each step"
+                f"alone, of {names}: the ranks' variables would drift apart. Take those that its "
+                "compute_gradients() returns, in the same graph and anew for each step"
             )
-        self._provenance.forget(variable for _, variable in shared)
+        self._reduced_check.forget(variable for _, variable in shared)
 
     def register_local_var(self, var: Any) -> None:
-        """The gradient of this variable is not reduced from now on: each rank has its own."""
+        """Do not reduce the gradient of this variable from now on: each rank has its own."""
         self._reducer.local.add(var)
 
 
 class AdasumMixin(tf.compat.v1.train.Optimizer):
-    """Comes before the class of the wrapped optimizer, and shares its attributes.
+    """The base class that is put before the class of the wrapped optimizer; shares its attributes.
 
     Each pass makes a step with the gradients of this rank. What the steps since the last exchange
     have changed is then combined with what those of the other ranks have changed.
@@ -101,7 +105,7 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
 
     _passes: Passes
     _reducer: Reducer
-    _starts: dict[int, tf.Variable]  # what variables were after the last exchange
+    _starts: dict[int, tf.Variable]  # The values of variables after the last exchange.
 
     def apply_gradients(
         self,
@@ -128,7 +132,8 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
         with _after(applied):
             began = [start.read_value() for start in starts]
             steps = [
-                each.read_value() - start for each, start in zip(variables, began, strict=True)
+                variable.read_value() - start
+                for variable, start in zip(variables, began, strict=True)
             ]
         ended = self._passes.in_last(
             number, lambda: self._exchange(variables, began, steps), tf.no_op
@@ -144,7 +149,7 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
         ]
 
     def _start(self, variable: Any) -> tf.Variable:
-        """What holds the variable as it was after the last exchange."""
+        """Return the variable that holds the value after the last exchange."""
         key = key_of(variable)
         if key not in self._starts:
             shape, dtype = variable.shape, variable.dtype.base_dtype
@@ -160,7 +165,7 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
         )
 
     def register_local_var(self, var: Any) -> None:
-        """This variable is not combined from now on: each rank has its own."""
+        """Do not combine this variable from now on: each rank has its own."""
         self._reducer.local.add(var)
 
 
@@ -173,7 +178,7 @@ def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> Any:
 
 
 def _after(operation: Any) -> Any:
-    """Operations made within this run after that one."""
+    """Order the operations made within this context after `operation`."""
     return tf.control_dependencies([] if operation is None else [operation])
 
 
@@ -183,7 +188,7 @@ def distributed(
     passes: int,
     average_passes: bool,
 ) -> Any:
-    """The optimizer, whose gradients the reducer reduces once in so many passes.
+    """Return the optimizer with gradients that the reducer reduces once in `passes` passes.
 
     Raises `ValueError` for arguments that contradict each other.
     """
@@ -202,7 +207,7 @@ def distributed(
     if adasum:
         wrapped._passes, wrapped._starts = Passes(passes), {}
         return wrapped
-    wrapped._provenance = Provenance("hvdlite_reduced")
+    wrapped._reduced_check = ReducedCheck("hvdlite_reduced")
     wrapped._aggregation = (
         Accumulator(passes, average_passes, reducer.terms.sparse_as_dense) if passes > 1 else None
     )

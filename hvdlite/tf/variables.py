@@ -22,7 +22,7 @@ key_of = SOURCES.key_of
 def broadcast_values(
     variables: Sequence[Any], name: str | None, options: Options
 ) -> list[tf.Tensor]:
-    """The values that the variables have on the root, all under way at the same time."""
+    """Return the values of the variables on the root, which are sent at the same time."""
     base = name or "broadcast_variables"
     calls = []
     for index, variable in enumerate(variables):

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.tf.collective_call import ADAPTER, Call, Flight
+from hvdlite.tf.collective_call import ADAPTER, Call, Started
 from hvdlite.tf.graph_order import graphs_around, in_any_order
 
 _READ, _READ_AND_WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
@@ -35,7 +35,7 @@ _memory.argtypes = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: Any, access: int) -> Array:
-    """The array at an address. It must not be used longer than the memory is there."""
+    """Return the array at an address, which must not be used longer than the memory exists."""
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes == 0:
         return np.empty(shape, dtype)
@@ -50,7 +50,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         operations: Any = tf.load_op_library(str(path))
         self.start, self.take = operations.hvdlite_start, operations.hvdlite_take
-        waiting = ctypes.CDLL(str(path))  # its functions are called without the GIL
+        waiting = ctypes.CDLL(str(path))  # Its functions are called without the GIL.
         quick = ctypes.PyDLL(str(path))
         integers = ctypes.POINTER(ctypes.c_int64)
         pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -63,7 +63,7 @@ class Library:
         self.finish = _function(waiting.hvdlite_finish, None, pointer)
 
     def next(self) -> list[int]:
-        """Sleep until there is something; the record of all of it."""
+        """Sleep until graphs have enqueued collectives, and return the record of all of them."""
         length = ctypes.c_int64()
         record: list[int] = self._next(ctypes.byref(length))[: length.value]
         return record
@@ -94,15 +94,15 @@ _registered: weakref.WeakValueDictionary[int, _Registered] = weakref.WeakValueDi
 _numbers = itertools.count(secrets.randbits(62))
 
 
-def takes(call: Call) -> bool:
-    """Whether its tensors are plain memory: not strings, for example."""
+def supports(call: Call) -> bool:
+    """Return whether the tensors of the call are plain memory, unlike strings."""
     return all(
         tensor.dtype.is_numpy_compatible and tensor.dtype != tf.string for tensor in call.inputs
     )
 
 
 def run_in_graph(library: Library, calls: Sequence[Call]) -> list[list[tf.Tensor]]:
-    """Operations in the current graph that start all calls, and wait for all of them."""
+    """Make operations in the current graph that start all calls, and wait for all of them."""
     with in_any_order(calls):
         tickets = [_start(library, call) for call in calls]
         outputs = [output for call in calls for output in call.outputs]
@@ -127,7 +127,7 @@ def _start(library: Library, call: Call) -> tf.Tensor:
 
 
 def _keep(registered: _Registered) -> None:
-    """Let it live as long as the graph that is being built, or a function around that."""
+    """Keep the call alive as long as the graph that is being built, or a function around it."""
     for graph in graphs_around():
         if not hasattr(graph, "_hvdlite_calls"):
             graph._hvdlite_calls = []
@@ -138,7 +138,7 @@ def _keep(registered: _Registered) -> None:
 
 
 def serve(library: Library) -> None:
-    """Have a thread that starts what graphs enqueue."""
+    """Start the thread that starts the collectives of graphs."""
     threading.Thread(target=_serve, args=(library,), name="hvdlite-tf", daemon=True).start()
     library.serve()
 
@@ -147,35 +147,35 @@ def _serve(library: Library) -> None:
     while True:
         record = iter(library.next())
         for pointer in record:
-            _Passage(library, pointer, next(record)).start(record)
+            _GraphCollective(library, pointer, next(record)).start(record)
 
 
-class _Passage(NumpyAdapter):
-    """One collective between a graph and the engine; the adapter makes outputs in the graph."""
+class _GraphCollective(NumpyAdapter):
+    """One collective of a graph. As an adapter it allocates outputs in the memory of the graph."""
 
     def __init__(self, library: Library, pointer: int, number: int) -> None:
         self._library = library
         self._pointer = pointer
         self._registered = _registered.get(number)
         self._inputs: list[Array] = []
-        self._made: set[int] = set()  # outputs that are the graph's memory
-        self._flight: Flight | None = None
-        self._open: list[int] = []  # one for each handle that has not ended
+        self._made: set[int] = set()  # The outputs that are in the memory of the graph.
+        self._started: Started | None = None
+        self._open: list[int] = []  # One item for each handle that is not complete.
 
     def start(self, record: Iterator[int]) -> None:
-        """Enqueue it, with what the record tells of its tensors."""
+        """Enqueue the collective on the tensors that the record describes."""
         try:
-            flight = self._enqueue(record)
+            started = self._enqueue(record)
         except Exception as error:
             self._end(error)
             return
-        self._flight = flight
-        handles = flight.handles
+        self._started = started
+        handles = started.handles
         self._open = [*range(len(handles))]
         for handle in handles:
             handle.on_end(self._one_has_ended)
 
-    def _enqueue(self, record: Iterator[int]) -> Flight:
+    def _enqueue(self, record: Iterator[int]) -> Started:
         registered = self._registered
         inputs, targets = next(record), next(record)
         places = [_place(record) for _ in range(inputs)]
@@ -197,8 +197,8 @@ class _Passage(NumpyAdapter):
         return registered.call.start(self._inputs, ADAPTER, written)
 
     def empty_like(self, tensor: Array, shape: tuple[int, ...]) -> Array:
-        """The output for an input."""
-        number = next(i for i, each in enumerate(self._inputs) if each is tensor)
+        """Allocate the output for an input."""
+        number = next(i for i, array in enumerate(self._inputs) if array is tensor)
         return self._make(number, shape)
 
     def _make(self, number: int, shape: tuple[int, ...]) -> Array:
@@ -209,9 +209,9 @@ class _Passage(NumpyAdapter):
         return array_at(address, shape, self._registered.outputs[number], _READ_AND_WRITE)
 
     def _one_has_ended(self) -> None:
-        if self._open.pop() == 0:  # the last one: whoever is told so
-            assert self._flight is not None
-            self._end(self._flight.error)
+        if self._open.pop() == 0:  # pop() is atomic: exactly one thread sees the last item.
+            assert self._started is not None
+            self._end(self._started.error)
 
     def _end(self, error: Exception | None) -> None:
         try:
@@ -225,11 +225,11 @@ class _Passage(NumpyAdapter):
             self._library.finish(waiting)
 
     def _fill(self) -> None:
-        """Copy what is not in the graph's memory."""
-        assert self._registered is not None and self._flight is not None
+        """Copy the outputs that are not in the memory of the graph."""
+        assert self._registered is not None and self._started is not None
         if self._registered.in_place:
             return
-        for number, array in enumerate(self._flight.arrays()):
+        for number, array in enumerate(self._started.arrays()):
             if number not in self._made:
                 self._make(number, array.shape)[...] = array
 
@@ -240,7 +240,7 @@ def _place(record: Iterator[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def _code(error: Exception) -> int:
-    """The kind of error that eager execution raises."""
+    """Return the code of the error that eager execution raises."""
     if isinstance(error, HorovodInternalError) and error.job_goes_on:
         return int(tf.errors.FAILED_PRECONDITION)
     if isinstance(error, HorovodInternalError):

@@ -1,7 +1,7 @@
-"""Whether graphs run collectives by the compiled operations, and these operations, loaded once.
+"""The compiled operations of graphs, built and loaded once, if they are wanted.
 
-They only make it faster. Ranks of one job may have them or not: what travels between ranks, and
-what a user sees, is the same.
+They only make graphs faster. Some ranks of a job may have them and others not: the messages between
+ranks, and the results, are the same.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _state = _State()
 
 
 def library() -> Library | None:
-    """The operations; None where graphs shall call Python.
+    """Return the compiled operations, or None if graphs shall call Python.
 
-    HVDLITE_TF_NATIVE says what is wanted: "off", "on" (raises `BuildError` where it cannot be), or
-    "auto": where they can be had. They are compiled now if they never were; for one rank alone only
-    if they are "on".
+    HVDLITE_TF_NATIVE is "off", "on" (raises `BuildError` if they cannot be built), or "auto": use
+    them if they can be built. They are compiled now if they never were; for one rank alone only
+    with "on".
     """
     wanted = Config.from_environ().tf_native
     if wanted == "off":

@@ -36,47 +36,47 @@ struct Gathering;
 
 // One collective on its way. The graph holds it by a ticket, Python by a pointer to a shared_ptr: its
 // tensors outlive a step that is cancelled while the engine reads and writes them.
-struct Flight {
+struct Collective {
   int64_t call = 0;
   int in_place = 0;  // so many outputs are there from the start
   tensorflow::DataTypeVector output_types;
   std::vector<Tensor> inputs;
   std::vector<Tensor> outputs;
-  // All below is guarded by the hub's mutex.
+  // All below is guarded by the queue's mutex.
   bool ended = false;
   absl::Status status;
-  std::shared_ptr<Gathering> gathering;  // waits for this flight
+  std::shared_ptr<Gathering> gathering;  // waits for this collective
 };
 
-using FlightPointer = std::shared_ptr<Flight>;
+using CollectivePointer = std::shared_ptr<Collective>;
 
 // One execution of HvdliteTake.
 struct Gathering {
   OpKernelContext* context = nullptr;  // valid until `done` was called
   tensorflow::AsyncOpKernel::DoneCallback done;
-  std::vector<FlightPointer> flights;
+  std::vector<CollectivePointer> collectives;
   tensorflow::CancellationToken token = tensorflow::CancellationManager::kInvalidToken;
   bool cancellable = false;
-  size_t missing = 0;    // flights that have not ended; guarded by the hub's mutex
+  size_t missing = 0;    // collectives that have not ended; guarded by the queue's mutex
   bool claimed = false;  // by whoever calls `done`; guarded likewise
 };
 
 // What both sides share. Never destroyed: threads may still wait for it when the process ends.
-struct Hub {
+struct Queue {
   std::mutex mutex;
   std::condition_variable arrived;
-  std::vector<FlightPointer> queue;
+  std::vector<CollectivePointer> waiting;
   pid_t served_in = -1;  // the process that has the thread of Python's; a forked child has none
 };
 
-Hub& hub() {
-  static Hub* the_hub = new Hub;
-  return *the_hub;
+Queue& queue() {
+  static Queue* instance = new Queue;
+  return *instance;
 }
 
 // What a graph passes from HvdliteStart to HvdliteTake.
 struct Ticket {
-  FlightPointer flight;
+  CollectivePointer collective;
   std::string TypeName() const { return "hvdlite::Ticket"; }
   std::string DebugString() const { return TypeName(); }
   void Encode(tensorflow::VariantTensorData*) const {}
@@ -92,33 +92,33 @@ class Start : public tensorflow::OpKernel {
   }
 
   void Compute(OpKernelContext* context) override {
-    auto flight = std::make_shared<Flight>();
-    flight->call = call_;
-    flight->in_place = in_place_;
-    flight->output_types = output_types_;
-    flight->outputs.resize(output_types_.size());
+    auto collective = std::make_shared<Collective>();
+    collective->call = call_;
+    collective->in_place = in_place_;
+    collective->output_types = output_types_;
+    collective->outputs.resize(output_types_.size());
     // An input that nobody else will read becomes the output: no memory has to be found and touched.
     // This comes first, for a reference of our own would be a reader.
     for (int i = 0; i < in_place_; ++i) {
       OP_REQUIRES_OK(context, context->forward_input_or_allocate_temp(
                                   {i}, output_types_[i], context->input(i).shape(),
-                                  &flight->outputs[i]));
+                                  &collective->outputs[i]));
     }
-    for (int i = 0; i < context->num_inputs(); ++i) flight->inputs.push_back(context->input(i));
+    for (int i = 0; i < context->num_inputs(); ++i) collective->inputs.push_back(context->input(i));
     Tensor* ticket = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &ticket));
-    ticket->scalar<tensorflow::Variant>()() = Ticket{flight};
+    ticket->scalar<tensorflow::Variant>()() = Ticket{collective};
     bool first, served;
     {
-      std::lock_guard<std::mutex> lock(hub().mutex);
-      served = hub().served_in == getpid();
-      first = hub().queue.empty();
-      if (served) hub().queue.push_back(std::move(flight));
+      std::lock_guard<std::mutex> lock(queue().mutex);
+      served = queue().served_in == getpid();
+      first = queue().waiting.empty();
+      if (served) queue().waiting.push_back(std::move(collective));
     }
     OP_REQUIRES(context, served,
                 absl::UnknownError("this process was forked from a rank and is no rank itself: "
                                    "run collectives in the parent, or start it with spawn"));
-    if (first) hub().arrived.notify_one();
+    if (first) queue().arrived.notify_one();
   }
 
  private:
@@ -133,14 +133,14 @@ void finish(const std::shared_ptr<Gathering>& gathering) {
   if (gathering->cancellable) {
     context->cancellation_manager()->DeregisterCallback(gathering->token);
   }
-  for (const auto& flight : gathering->flights) context->SetStatus(flight->status);
+  for (const auto& collective : gathering->collectives) context->SetStatus(collective->status);
   if (context->status().ok()) {
     int number = 0;
-    for (const auto& flight : gathering->flights) {
-      for (auto& output : flight->outputs) context->set_output(number++, std::move(output));
+    for (const auto& collective : gathering->collectives) {
+      for (auto& output : collective->outputs) context->set_output(number++, std::move(output));
     }
   }
-  gathering->flights.clear();
+  gathering->collectives.clear();
   auto done = std::move(gathering->done);
   done();
 }
@@ -154,7 +154,7 @@ class Take : public tensorflow::AsyncOpKernel {
     for (int i = 0; i < context->num_inputs(); ++i) {
       const auto* ticket = context->input(i).scalar<tensorflow::Variant>()().get<Ticket>();
       OP_REQUIRES_ASYNC(context, ticket != nullptr, absl::InternalError("no ticket"), done);
-      gathering->flights.push_back(ticket->flight);
+      gathering->collectives.push_back(ticket->collective);
     }
     gathering->context = context;
     gathering->done = std::move(done);
@@ -162,14 +162,14 @@ class Take : public tensorflow::AsyncOpKernel {
   }
 
  private:
-  // Whether all flights have ended already. Otherwise the last of them will end the execution, or the
+  // Whether all collectives have ended already. Otherwise the last of them will end the execution, or the
   // cancellation of the step: whichever claims it.
   static bool await(const std::shared_ptr<Gathering>& gathering) {
     auto* cancellation = gathering->context->cancellation_manager();
-    std::unique_lock<std::mutex> lock(hub().mutex);
-    for (const auto& flight : gathering->flights) {
-      if (!flight->ended) {
-        flight->gathering = gathering;
+    std::unique_lock<std::mutex> lock(queue().mutex);
+    for (const auto& collective : gathering->collectives) {
+      if (!collective->ended) {
+        collective->gathering = gathering;
         ++gathering->missing;
       }
     }
@@ -191,10 +191,10 @@ class Take : public tensorflow::AsyncOpKernel {
   static void cancel(const std::shared_ptr<Gathering>& gathering) {
     if (gathering == nullptr) return;
     {
-      std::lock_guard<std::mutex> lock(hub().mutex);
+      std::lock_guard<std::mutex> lock(queue().mutex);
       if (gathering->claimed) return;
       gathering->claimed = true;
-      for (const auto& flight : gathering->flights) flight->gathering = nullptr;
+      for (const auto& collective : gathering->collectives) collective->gathering = nullptr;
     }
     gathering->context->SetStatus(absl::CancelledError("the step was cancelled"));
     auto done = std::move(gathering->done);
@@ -230,41 +230,41 @@ int64_t number_of(const void* pointer) { return reinterpret_cast<int64_t>(pointe
 }  // namespace
 }  // namespace hvdlite
 
-using hvdlite::Flight;
-using hvdlite::FlightPointer;
-using hvdlite::hub;
+using hvdlite::Collective;
+using hvdlite::CollectivePointer;
+using hvdlite::queue;
 
 extern "C" {
 
 // This process has a thread that calls hvdlite_next, from now on.
 void hvdlite_serve() {
-  std::lock_guard<std::mutex> lock(hub().mutex);
-  hub().served_in = getpid();
+  std::lock_guard<std::mutex> lock(queue().mutex);
+  queue().served_in = getpid();
 }
 
-// Sleeps until something is in the queue, and takes all of it. For each flight in turn:
-//   flight, call, number of inputs, number of targets,
+// Sleeps until something is in the queue, and takes all of it. For each collective in turn:
+//   collective, call, number of inputs, number of targets,
 //   for each input: address, number of dimensions, dimensions; for each target: address
 // The memory is good until the next call.
 const int64_t* hvdlite_next(int64_t* length) {
-  static auto* taken = new std::vector<FlightPointer>;
+  static auto* taken = new std::vector<CollectivePointer>;
   static auto* record = new std::vector<int64_t>;
   {
-    std::unique_lock<std::mutex> lock(hub().mutex);
-    hub().arrived.wait(lock, [] { return !hub().queue.empty(); });
-    taken->swap(hub().queue);
+    std::unique_lock<std::mutex> lock(queue().mutex);
+    queue().arrived.wait(lock, [] { return !queue().waiting.empty(); });
+    taken->swap(queue().waiting);
   }
   record->clear();
-  for (auto& flight : *taken) {
-    record->insert(record->end(), {hvdlite::number_of(new FlightPointer(flight)), flight->call,
-                                   static_cast<int64_t>(flight->inputs.size()), flight->in_place});
-    for (const auto& input : flight->inputs) {
+  for (auto& collective : *taken) {
+    record->insert(record->end(), {hvdlite::number_of(new CollectivePointer(collective)), collective->call,
+                                   static_cast<int64_t>(collective->inputs.size()), collective->in_place});
+    for (const auto& input : collective->inputs) {
       record->push_back(hvdlite::number_of(hvdlite::data(input)));
       record->push_back(input.dims());
       for (int i = 0; i < input.dims(); ++i) record->push_back(input.dim_size(i));
     }
-    for (int i = 0; i < flight->in_place; ++i) {
-      record->push_back(hvdlite::number_of(hvdlite::data(flight->outputs[i])));
+    for (int i = 0; i < collective->in_place; ++i) {
+      record->push_back(hvdlite::number_of(hvdlite::data(collective->outputs[i])));
     }
   }
   taken->clear();
@@ -273,27 +273,27 @@ const int64_t* hvdlite_next(int64_t* length) {
 }
 
 // Makes the tensor for an output of this shape; its address, or null where there is no memory.
-void* hvdlite_allocate(FlightPointer* pointer, int output, int rank, const int64_t* dims) {
-  Flight& flight = **pointer;
+void* hvdlite_allocate(CollectivePointer* pointer, int output, int rank, const int64_t* dims) {
+  Collective& collective = **pointer;
   tensorflow::TensorShape shape;
   for (int i = 0; i < rank; ++i) shape.AddDim(dims[i]);
-  tensorflow::Tensor tensor(flight.output_types[output], shape);
+  tensorflow::Tensor tensor(collective.output_types[output], shape);
   if (!tensor.IsInitialized()) return nullptr;
-  flight.outputs[output] = tensor;
+  collective.outputs[output] = tensor;
   return hvdlite::data(tensor);
 }
 
 // The collective has ended: with all outputs written where `code` is 0, else with an absl::StatusCode
 // and a message. The pointer is no more. Returns null, or what must be given to hvdlite_finish.
-void* hvdlite_end(FlightPointer* pointer, int code, const char* message) {
-  FlightPointer flight = std::move(*pointer);
+void* hvdlite_end(CollectivePointer* pointer, int code, const char* message) {
+  CollectivePointer collective = std::move(*pointer);
   delete pointer;
-  flight->inputs.clear();
+  collective->inputs.clear();
   std::shared_ptr<hvdlite::Gathering> gathering;
-  std::lock_guard<std::mutex> lock(hub().mutex);
-  if (code != 0) flight->status = absl::Status(static_cast<absl::StatusCode>(code), message);
-  flight->ended = true;
-  gathering = std::move(flight->gathering);
+  std::lock_guard<std::mutex> lock(queue().mutex);
+  if (code != 0) collective->status = absl::Status(static_cast<absl::StatusCode>(code), message);
+  collective->ended = true;
+  gathering = std::move(collective->gathering);
   if (gathering == nullptr || --gathering->missing != 0 || gathering->claimed) return nullptr;
   gathering->claimed = true;
   return new std::shared_ptr<hvdlite::Gathering>(std::move(gathering));

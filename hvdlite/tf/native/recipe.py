@@ -1,4 +1,4 @@
-"""How `ops.cc` is compiled: with the flags of the TensorFlow that is installed."""
+"""The recipe to compile `ops.cc`, with the flags of the TensorFlow that is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdlite.common.collectives.native.build import Recipe
 
 
 def recipe() -> Recipe:
-    """That of the compiled operations for this TensorFlow."""
+    """Return the recipe of the compiled operations for this TensorFlow."""
     return Recipe(
         source=Path(__file__).with_name("ops.cc"),
         folder="tf",
