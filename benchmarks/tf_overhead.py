@@ -34,7 +34,7 @@ from resnet50 import SIZES
 
 import hvdlite.numpy as hvd
 from hvdlite.common.gradients.buckets import Scaling, Terms
-from hvdlite.common.gradients.segment_plan import Segments
+from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import NoneCompressor
 
 NATIVE, PYTHON, TORCH = "TensorFlow, compiled operations", "TensorFlow, Python", "PyTorch"
@@ -76,7 +76,7 @@ def tensorflow_steps(sizes: list[int], threads: int = 1) -> dict[str, Step]:
     names = [f"tf.{number}" for number in range(len(sizes))]
 
     terms = Terms(NoneCompressor, Scaling(hvd.Sum), False, hvd.global_process_set)
-    segments = Segments(terms, grouped=False)
+    segments = SegmentPlan(terms, grouped=False)
 
     def build(reduce: bool) -> Step:
         @tf.function(autograph=False)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdlite.common.api.options import Options
 from hvdlite.common.gradients.buckets import Terms, buckets_of
-from hvdlite.common.gradients.segment_plan import Segments
+from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.tf.collective_call import TensorCall
 from hvdlite.tf.differentiable import TensorFlowVerbs
@@ -30,7 +30,7 @@ class _DenseBucket:
         names: Sequence[str],
         gradients: Sequence[tf.Tensor],
         compression: type[Compressor],
-        segments: Segments,
+        segments: SegmentPlan,
     ) -> None:
         self.names = names
         self._compression = compression
@@ -69,7 +69,7 @@ def reduce_gradients(
     gradients: Sequence[Gradient],
     names: Sequence[str],
     terms: Terms,
-    segments: Segments,
+    segments: SegmentPlan,
     groups: Sequence[Sequence[str]] = (),
 ) -> list[Gradient]:
     """Reduce the gradients over all ranks; None stays None.
@@ -118,7 +118,7 @@ def reduce_gradients(
 def _buckets(
     gradients: Mapping[str, tf.Tensor],
     terms: Terms,
-    segments: Segments,
+    segments: SegmentPlan,
     groups: Sequence[Sequence[str]],
 ) -> list[_DenseBucket]:
     present = [[name for name in group if name in gradients] for group in groups]

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hvdlite.common.iterations.rows import IterationRow
-from hvdlite.tools.trace_advice import ENOUGH, Advice, Travel, advise
+from hvdlite.common.segmentation.rules import Reduction
+from hvdlite.tools.trace_advice import NEGLIGIBLE_TAIL, Advice, advise
 from hvdlite.tools.trace_summary import Figure, Summary, summarize
-from hvdlite.tools.typical_iteration import Skeleton, skeleton_of
+from hvdlite.tools.typical_iteration import TypicalIteration, typical_iteration
 
 MIB = 1 << 20
 SCRIPT = "train.py"  # stands for what the user runs
@@ -38,7 +39,7 @@ class Table(NamedTuple):
         return column > 0 and column not in self.texts
 
 
-class Report(NamedTuple):
+class IterationReport(NamedTuple):
     """All that is said of a trace."""
 
     title: str
@@ -48,10 +49,10 @@ class Report(NamedTuple):
     command: str  # to try; empty where nothing is proposed
 
 
-def make_report(rows: Sequence[IterationRow]) -> Report:
+def make_report(rows: Sequence[IterationRow]) -> IterationReport:
     """The report on at least one row."""
-    summary, skeleton = summarize(rows), skeleton_of(rows)
-    advice = advise_on(summary, skeleton)
+    summary, typical = summarize(rows), typical_iteration(rows)
+    advice = advise_on(summary, typical)
     command = (
         f"hvdlite-run -np {summary.ranks} --segmentation {advice.segmentation} python {SCRIPT}"
         if advice.segmentation
@@ -59,33 +60,33 @@ def make_report(rows: Sequence[IterationRow]) -> Report:
     )
     title = f"{summary.iterations} iterations of {summary.ranks} ranks"
     tables = (_phases(summary), _segments(summary))
-    return Report(title, tables, tuple(_notes(summary, skeleton)), advice, command)
+    return IterationReport(title, tables, tuple(_notes(summary, typical)), advice, command)
 
 
-def advise_on(summary: Summary, skeleton: Skeleton | None) -> Advice:
+def advise_on(summary: Summary, typical: TypicalIteration | None) -> Advice:
     """What a trace advises."""
-    if skeleton is not None:
-        return advise(*skeleton[:4])
-    travels = [Travel(each.start, each.start, each.bytes) for each in summary.segments]
-    return advise(None, None, 0.0, travels)
+    if typical is not None:
+        return advise(*typical[:4])
+    reductions = [Reduction(each.start, each.start, each.bytes) for each in summary.segments]
+    return advise(None, None, 0.0, reductions)
 
 
-def _notes(summary: Summary, skeleton: Skeleton | None) -> Iterator[str]:
+def _notes(summary: Summary, typical: TypicalIteration | None) -> Iterator[str]:
     if summary.alike < 1:
         yield (
             f"The segments are those of {summary.alike:.0%} of the rows, which have "
             f"{len(summary.segments)}; in the others gradients travelled together in another way."
         )
-    if skeleton is not None and skeleton.wait > ENOUGH * skeleton.iteration_end:
+    if typical is not None and typical.wait > NEGLIGIBLE_TAIL * typical.iteration_end:
         slower = summary.figures["computation"].more or 0.0
         hint = (
             "See which rank is slowest in computation."
-            if slower > SAME_RANK * skeleton.wait
+            if slower > SAME_RANK * typical.wait
             else "Now one rank is late, now another: are there enough cores, and is nothing else "
             "running on them?"
         )
         yield (
-            f"The last rank ends backward {duration(skeleton.wait)} after the first, and the rest "
+            f"The last rank ends backward {duration(typical.wait)} after the first, and the rest "
             f"waits for it: no cut helps against that. {hint}"
         )
 

@@ -7,21 +7,21 @@ from statistics import median
 from typing import NamedTuple
 
 from hvdlite.common.iterations.rows import IterationRow
-from hvdlite.tools.trace_advice import Travel
+from hvdlite.common.segmentation.rules import Reduction
 from hvdlite.tools.trace_summary import iterations_of
 
 
-class Skeleton(NamedTuple):
+class TypicalIteration(NamedTuple):
     """Medians; seconds after the beginning of forward."""
 
     fp_end: float | None  # None: not seen
     bp_end: float
     iteration_end: float
-    travels: tuple[Travel, ...]
+    reductions: tuple[Reduction, ...]
     wait: float  # from the first rank's end of backward to the last one's
 
 
-def skeleton_of(rows: Sequence[IterationRow]) -> Skeleton | None:
+def typical_iteration(rows: Sequence[IterationRow]) -> TypicalIteration | None:
     """The skeleton of at least one row; None where the end of backward was never seen.
 
     All but `bp_end` are medians of times from the end of backward in the same row: what comes
@@ -49,13 +49,13 @@ def skeleton_of(rows: Sequence[IterationRow]) -> Skeleton | None:
         assert found is not None
         return found
 
-    travels = []
+    reductions = []
     for segments in zip(*(row.segments for row in last), strict=True):
         starts, ends, sizes = zip(*segments, strict=True)
-        travels.append(Travel(always(starts), always(ends), int(median(sizes))))
+        reductions.append(Reduction(always(starts), always(ends), int(median(sizes))))
     iteration_end = always(row.iteration_end for row in last)
     fp_end = typical(row.fp_end for row in last)
-    return Skeleton(fp_end, bp_end, iteration_end, tuple(travels), median(waits))
+    return TypicalIteration(fp_end, bp_end, iteration_end, tuple(reductions), median(waits))
 
 
 def _bp_end(row: IterationRow) -> float:

@@ -19,7 +19,7 @@ from hvdlite.common.api.options import Options
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import Schedule, Terms
-from hvdlite.common.gradients.segment_plan import Segments
+from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
@@ -162,7 +162,7 @@ class GradientExchange:
         names: dict[torch.Tensor, str],
         schedule: Schedule[str],
         terms: Terms,
-        segments: Segments,
+        segments: SegmentPlan,
     ) -> None:
         self.names = names
         self.terms = terms

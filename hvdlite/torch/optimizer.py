@@ -23,7 +23,7 @@ from hvdlite.common.gradients.buckets import (
     scaling,
     split_evenly,
 )
-from hvdlite.common.gradients.segment_plan import Segments
+from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.iterations.trace import announce
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.basics import size
@@ -253,13 +253,13 @@ def DistributedOptimizer(  # noqa: N802
     if against and fuse_all_optimizer_ops:
         warn_user(f"{NO_EFFECT}: {against}")
     if op == ReduceOp.ADASUM and size() > 1:
-        Segments(terms, grouped=False).settle()  # says it where one was set
+        SegmentPlan(terms, grouped=False).settle()  # says it where one was set
         adasum = wrap(AdasumMixin, optimizer, terms)
         adasum._set_up(names, terms)
         announce(adasum)
         return adasum
     as_views = gradient_as_bucket_view or bool(fuse_all_optimizer_ops and not against)
-    segments = Segments(terms, chosen is not None, as_views)
+    segments = SegmentPlan(terms, chosen is not None, as_views)
     schedule = Schedule(buckets_of(names.values(), _resolve_groups(chosen, names, terms)), passes)
     wrapped = wrap(_DistributedMixin, optimizer, terms)
     wrapped._fuses = fuse_all_optimizer_ops

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.gradients.auto_segments import AutoSegments, all_here
+from hvdlite.common.gradients.auto_segments import AutoSegments, no_rank_has_joined
 from hvdlite.common.gradients.buckets import Schedule, Terms
-from hvdlite.common.gradients.segment_plan import Segments
+from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.runtime.state import for_collective
 from hvdlite.common.segmentation.strategies import Auto, Gradient, Strategy
 from hvdlite.torch.dtypes import DTYPE_NAMES
@@ -39,7 +39,7 @@ class Cuts:
         schedule: Schedule[str],
         layouts: Layouts,
         terms: Terms,
-        segments: Segments,
+        segments: SegmentPlan,
     ) -> None:
         """`names` and `schedule` grow when parameters are added."""
         self._names = names
@@ -142,7 +142,7 @@ class Cuts:
             self.auto = AutoSegments(gradients, self._label, process_set, strategy.file)
 
     def _all_here(self) -> bool:
-        return all_here(self._label, self._terms.process_set)
+        return no_rank_has_joined(self._label, self._terms.process_set)
 
     def live_alone(self, param_groups: ParamGroups) -> None:
         """Let gradients that do not travel live in segments, for the optimizer's step."""

@@ -58,7 +58,7 @@ def test_the_reference_model() -> None:
 )
 def test_by_size(percentages: list[float], ends: list[int], percent: list[float]) -> None:
     strategy = by_size(percentages)
-    assert strategy.ends(BACKWARD) == ends
+    assert strategy.last_indices(BACKWARD) == ends
     assert shares(strategy) == percent
 
 
@@ -105,10 +105,10 @@ def test_by_threshold_what_overflows_opens_the_next() -> None:
     gradients = [
         Gradient(name, size, "float32") for name, size in zip("abcde", (4, 4, 1, 9, 8), strict=True)
     ]
-    assert Threshold(8).ends(gradients) == [1, 2, 3, 4]
-    assert Threshold(0).ends(gradients) == [0, 1, 2, 3, 4]
-    assert Threshold(10).ends(gradients) == [2, 3, 4]
-    assert Threshold(100).ends(gradients) == [4]
+    assert Threshold(8).last_indices(gradients) == [1, 2, 3, 4]
+    assert Threshold(0).last_indices(gradients) == [0, 1, 2, 3, 4]
+    assert Threshold(10).last_indices(gradients) == [2, 3, 4]
+    assert Threshold(100).last_indices(gradients) == [4]
 
 
 def test_one_gradient_by_the_default_is_one_segment() -> None:
@@ -117,8 +117,8 @@ def test_one_gradient_by_the_default_is_one_segment() -> None:
 
 
 def test_lenient_indices() -> None:
-    assert Index((20, 35), strict=False).ends(BACKWARD) == [20, 35, 160]
-    assert Index((20, 500), strict=False).ends(BACKWARD) == [20, 160]
+    assert Index((20, 35), strict=False).last_indices(BACKWARD) == [20, 35, 160]
+    assert Index((20, 500), strict=False).last_indices(BACKWARD) == [20, 160]
 
 
 LISTS = st.lists(
@@ -151,7 +151,7 @@ def test_every_gradient_is_in_one_segment_in_order_and_of_one_dtype(
     if isinstance(strategy, Size) and len(strategy.percentages) > len(gradients) > 0:
         if strategy != Size():
             with pytest.raises(ValueError, match="segments of"):
-                strategy.ends(gradients)
+                strategy.last_indices(gradients)
         return
     segments = segments_of(strategy, gradients)
     places = {gradient: place for place, gradient in enumerate(gradients)}
@@ -202,9 +202,9 @@ def test_indices_that_are_refused(indices: Any, text: str) -> None:
 
 def test_what_does_not_fit_the_gradients_is_refused() -> None:
     with pytest.raises(ValueError, match=r"index:1,5: the last index must be 160.*not 5"):
-        by_index([1, 5]).ends(BACKWARD)
+        by_index([1, 5]).last_indices(BACKWARD)
     with pytest.raises(ValueError, match="3 segments of 2 gradients"):
-        by_size([50, 25, 25]).ends(BACKWARD[:2])
+        by_size([50, 25, 25]).last_indices(BACKWARD[:2])
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_fleets_other_name_of_the_count() -> None:
 def test_texts(text: str, strategy: Strategy) -> None:
     read = read_strategy(text)
     assert read == strategy
-    assert read_strategy(read.text) == read
+    assert read_strategy(read.spec) == read
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.common.segmentation.parsing import by_size
-from hvdlite.tools.trace_advice import Advice, Travel, advise
+from hvdlite.common.segmentation.rules import Reduction
+from hvdlite.tools.trace_advice import Advice, advise
 
 MIB = 1 << 20
 FP_END, BP_END, END = 10.0, 30.0, 45.0
 
 
-def advice(*travels: tuple[float, float, float], end: float = END) -> Advice:
+def advice(*reductions: tuple[float, float, float], end: float = END) -> Advice:
     """Forward takes 10 s, backward 20 s; `travels` are start, end and MiB."""
-    return advise(FP_END, BP_END, end, [Travel(a, b, int(n * MIB)) for a, b, n in travels])
+    return advise(FP_END, BP_END, end, [Reduction(a, b, int(n * MIB)) for a, b, n in reductions])
 
 
 def test_rule_1_the_first_starts_early_and_the_last_is_long() -> None:
@@ -47,7 +48,7 @@ def test_rule_3_where_all_travel_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("travels", "why"),
+    ("reductions", "why"),
     [
         ([(15, 25, 80), (30, 31, 20)], "nothing to gain"),
         ([(15, 25, 80)], "nothing to gain"),  # a model whose last gradients do not travel
@@ -55,20 +56,20 @@ def test_rule_3_where_all_travel_together() -> None:
         ([], "nothing to cut"),
     ],
 )
-def test_where_no_cut_helps(travels: list[tuple[float, float, float]], why: str) -> None:
-    given = advice(*travels, end=55)
+def test_where_no_cut_helps(reductions: list[tuple[float, float, float]], why: str) -> None:
+    given = advice(*reductions, end=55)
     assert (given.rule, given.percentages, given.segmentation) == (0, (), "")
     assert why in given.why
 
 
 def test_without_the_end_of_backward_nothing_can_be_said() -> None:
-    assert "backward_done()" in advise(None, None, 45, [Travel(1, 2, 3)]).why
+    assert "backward_done()" in advise(None, None, 45, [Reduction(1, 2, 3)]).why
 
 
 def test_without_the_end_of_forward_backward_is_two_thirds_of_both() -> None:
-    late = [Travel(25.0, 40.0, 90 * MIB), Travel(40.0, 42.0, 10 * MIB)]
+    late = [Reduction(25.0, 40.0, 90 * MIB), Reduction(40.0, 42.0, 10 * MIB)]
     assert advise(None, 30.0, 45.0, late).rule == 2
-    early = [Travel(12.0, 22.0, 50 * MIB), Travel(30.0, 42.0, 50 * MIB)]
+    early = [Reduction(12.0, 22.0, 50 * MIB), Reduction(30.0, 42.0, 50 * MIB)]
     assert advise(None, 30.0, 45.0, early).rule == 1
 
 
@@ -77,8 +78,8 @@ spans = st.tuples(st.floats(0, 100), st.floats(0, 30), st.integers(1, 10**9))
 
 @given(st.lists(spans, min_size=1, max_size=20))
 def test_what_is_proposed_can_be_used(drawn: list[tuple[float, float, int]]) -> None:
-    travels = sorted(Travel(start, start + length, size) for start, length, size in drawn)
-    given = advise(FP_END, BP_END, 200.0, travels)
+    reductions = sorted(Reduction(start, start + length, size) for start, length, size in drawn)
+    given = advise(FP_END, BP_END, 200.0, reductions)
     assert bool(given.percentages) == (given.rule > 0)
     if given.percentages:
         by_size(given.percentages)  # 1 to 8 numbers from 0 that sum to 100

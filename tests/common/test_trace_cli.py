@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.iterations.files import open_rows
-from hvdlite.common.iterations.rows import IterationRow, Marks, SegmentTimes, make_row
+from hvdlite.common.iterations.rows import IterationRow, IterationTimes, SegmentTimes, make_row
 from hvdlite.common.timeline.recorder import path_of_rank
 from hvdlite.tools import trace_plot, trace_report
 from hvdlite.tools.trace_cli import main
 from hvdlite.tools.trace_summary import median_iteration, read_trace, summarize
-from hvdlite.tools.typical_iteration import skeleton_of
+from hvdlite.tools.typical_iteration import typical_iteration
 
 rich = pytest.importorskip("rich", reason="the extra 'trace' is not installed")
 MS = 1e-3
@@ -25,15 +25,15 @@ MIB = 1 << 20
 def row(rank: int, iteration: int, slower: float = 0.0, segments: int = 2) -> IterationRow:
     """In ms: forward 10, backward 20, the last segment until 40, the optimizer until 42."""
     start = iteration * 100.0
-    marks = Marks(
+    marks = IterationTimes(
         start * MS, (start + 10) * MS, (start + 30 + slower) * MS, 2 * MS, (start + 42) * MS
     )
-    travels = [
+    reductions = [
         SegmentTimes((start + 20) * MS, (start + 25) * MS, 5 * MIB),
         SegmentTimes((start + 30 + slower) * MS, (start + 40) * MS, 5 * MIB),
     ]
     before = None if iteration == 0 else (start - 58) * MS
-    return make_row(iteration, rank, marks, travels[:segments], before, 7.0)
+    return make_row(iteration, rank, marks, reductions[:segments], before, 7.0)
 
 
 def write(folder: Path, ranks: int = 3, iterations: int = 5) -> str:
@@ -126,10 +126,10 @@ def test_cuts_of_as_many_segments_are_told_apart() -> None:
 
 def test_advice_is_about_the_rank_that_the_others_wait_for() -> None:
     rows = [row(rank, k, 9.0 * rank) for rank in range(2) for k in range(3)]
-    skeleton = skeleton_of(rows)
-    assert skeleton is not None
-    assert skeleton.bp_end == pytest.approx(39 * MS) and skeleton.wait == pytest.approx(9 * MS)
-    assert skeleton.travels[-1].end == pytest.approx(40 * MS)
+    typical = typical_iteration(rows)
+    assert typical is not None
+    assert typical.bp_end == pytest.approx(39 * MS) and typical.wait == pytest.approx(9 * MS)
+    assert typical.reductions[-1].end == pytest.approx(40 * MS)
     report = trace_report.make_report(rows)
     assert report.advice.rule == 0 and "nothing to gain" in report.advice.why
     assert "9.000 ms after the first" in report.notes[0]
@@ -149,20 +149,20 @@ def test_a_rank_that_is_always_late_is_told_from_ranks_that_take_turns() -> None
 def test_iterations_of_other_lengths_do_not_blur_what_comes_after_backward() -> None:
     rows = []
     for k, computed in enumerate([20, 400, 30]):  # communication ends 5 ms after it each time
-        marks = Marks(k * 1.0, None, k + computed * MS, None, k + (computed + 6) * MS)
+        marks = IterationTimes(k * 1.0, None, k + computed * MS, None, k + (computed + 6) * MS)
         last = SegmentTimes(k + computed * MS, k + (computed + 5) * MS, 1)
         rows.append(make_row(k, 0, marks, [last], None, 0.0))
-    skeleton = skeleton_of(rows)
-    assert skeleton is not None
-    assert skeleton.travels[0].end - skeleton.bp_end == pytest.approx(5 * MS)
-    assert skeleton.fp_end is None
+    typical = typical_iteration(rows)
+    assert typical is not None
+    assert typical.reductions[0].end - typical.bp_end == pytest.approx(5 * MS)
+    assert typical.fp_end is None
 
 
 def test_without_the_end_of_backward_there_are_tables_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = open_rows(str(tmp_path / "t.csv"))
-    marks = Marks(1.0, None, None, None, 1.5)
+    marks = IterationTimes(1.0, None, None, None, 1.5)
     file.append([make_row(0, 0, marks, [SegmentTimes(1.1, 1.2, 5)], None, 0.0)])
     file.close()
     assert main(["report", str(tmp_path / "t.csv")]) == 0

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.segmentation import saved_results as learned
-from hvdlite.common.segmentation.boundaries import pasted
+from hvdlite.common.segmentation.boundaries import split_call
 from hvdlite.common.segmentation.cost import (
     CostModel,
-    Iteration,
+    MeasuredIteration,
     ReductionCost,
     fit,
     fit_reductions,
@@ -48,7 +48,7 @@ class Machine:
     random: Random = field(default_factory=lambda: Random(1))
     drift: float = 0.0  # the same for all of backward together
 
-    def run(self, ends: Sequence[int]) -> Iteration:
+    def run(self, ends: Sequence[int]) -> MeasuredIteration:
         now, ready = 0.0, []
         slow = max(self.random.gauss(1, self.drift), 0.5) if self.drift else 1.0
         for seconds in self.compute:
@@ -63,7 +63,7 @@ class Machine:
             free = start + (self.latency + (nbytes + more) / self.bandwidth) * self._jitter()
             segments.append((nbytes, start, free))
             first = end + 1
-        return Iteration(tuple(ready), tuple(segments), backward_end, free)
+        return MeasuredIteration(tuple(ready), tuple(segments), backward_end, free)
 
     def tail(self, ends: Sequence[int]) -> float:
         noise, self.noise = self.noise, 0.0
@@ -118,10 +118,10 @@ def machine(model: str, network: str, noise: float = 0.0) -> Machine:
 def train(tuner: Tuner, on: Machine, iterations: int) -> list[Decision]:
     decisions = []
     for _ in range(iterations):
-        tuner.observe(on.run(tuner.ends))
+        tuner.observe(on.run(tuner.last_indices))
         decision = tuner.decide()
         if decision is not None:
-            assert list(decision.ends) == tuner.ends
+            assert list(decision.last_indices) == tuner.last_indices
             decisions.append(decision)
     return decisions
 
@@ -137,7 +137,7 @@ def test_the_tail_is_within_five_percent_of_the_best(model: str, network: str) -
     decisions = train(tuner, on, FREEZES_WITHIN)
     assert decisions[-1].frozen
     assert not any(each.frozen for each in decisions[:-1])
-    assert on.tail(tuner.ends) <= 1.05 * on.best_tail(4)
+    assert on.tail(tuner.last_indices) <= 1.05 * on.best_tail(4)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -151,7 +151,7 @@ def test_the_tail_is_within_ten_percent_of_the_best_on_a_noisy_machine(
     assert [each.frozen for each in decisions][-1:] == [True]
     # A tail is what is left of two long times: their noise is the measure of what can be seen.
     seen = 0.01 * sum(on.compute)
-    assert on.tail(tuner.ends) <= 1.1 * on.best_tail(4) + seen
+    assert on.tail(tuner.last_indices) <= 1.1 * on.best_tail(4) + seen
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -163,7 +163,7 @@ def test_backward_that_varies_leaves_room_for_late_gradients(
     on = Machine(gradients, [compute] * 24, *NETWORKS[network], noise=0.1, drift=0.1)
     on.random = Random(seed)
     tuner = frozen(on)
-    assert len(tuner.ends) <= MOST_SEGMENTS
+    assert len(tuner.last_indices) <= MOST_SEGMENTS
 
     def mean_tail(ends: Sequence[int]) -> float:
         on.random = Random(100)
@@ -171,8 +171,8 @@ def test_backward_that_varies_leaves_room_for_late_gradients(
 
     # What is best where nothing varies has no room: its tails are several times as long.
     calm = Machine(gradients, on.compute, *NETWORKS[network])
-    tight = frozen(calm).ends
-    assert mean_tail(tuner.ends) < 0.7 * mean_tail(tight)
+    tight = frozen(calm).last_indices
+    assert mean_tail(tuner.last_indices) < 0.7 * mean_tail(tight)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -181,7 +181,7 @@ def test_what_was_tried_teaches_what_to_try_next(model: str, network: str) -> No
     on = machine(model, network)
     on.knee = sum(each.bytes for each in on.gradients) / 8  # large ones are slower than expected
     tuner = frozen(on)
-    assert on.tail(tuner.ends) <= 1.05 * on.best_tail(4)
+    assert on.tail(tuner.last_indices) <= 1.05 * on.best_tail(4)
 
 
 def test_the_first_iteration_of_a_turn_does_not_count() -> None:
@@ -192,7 +192,7 @@ def test_the_first_iteration_of_a_turn_does_not_count() -> None:
         ends = trials.current
         tail = tails[ends][seen[ends] % 4]
         seen[ends] += 1
-        trials.observe(Iteration((1.0,) * 10, ((1, 1.0, 1.0 + tail),), 1.0, 1.0 + tail))
+        trials.observe(MeasuredIteration((1.0,) * 10, ((1, 1.0, 1.0 + tail),), 1.0, 1.0 + tail))
     assert trials.ranking(len) == [(4, 9), (9,)]
 
 
@@ -204,7 +204,7 @@ def test_what_noise_does_not_let_tell_apart_has_more_turns(noise: float, turns: 
     while not trials.finished:
         seen += trials.current == (4, 9)
         tail = (1.0 if trials.current == (9,) else 1.1) * random.gauss(1, noise)
-        trials.observe(Iteration((1.0,) * 10, ((1, 1.0, 1.0 + tail),), 1.0, 1.0 + tail))
+        trials.observe(MeasuredIteration((1.0,) * 10, ((1, 1.0, 1.0 + tail),), 1.0, 1.0 + tail))
     assert seen in range(4 * 3, 4 * turns + 1)
     assert (seen > 4 * 3) == (turns > 3)
 
@@ -213,10 +213,10 @@ def test_the_first_iterations_have_hccls_split_and_one_segment_is_tried() -> Non
     on = machine("ResNet-50", "10 Gbit/s")
     tuner = Tuner(on.gradients)
     assert tuner.decide() is None
-    assert tuner.ends == Size().ends(on.gradients)
-    tried = [each.ends for each in train(tuner, on, FREEZES_WITHIN)]
+    assert tuner.last_indices == Size().last_indices(on.gradients)
+    tried = [each.last_indices for each in train(tuner, on, FREEZES_WITHIN)]
     assert (len(on.gradients) - 1,) in tried
-    assert tuple(Size().ends(on.gradients)) in tried
+    assert tuple(Size().last_indices(on.gradients)) in tried
 
 
 def test_one_gradient_needs_no_tuning() -> None:
@@ -227,7 +227,7 @@ def test_one_gradient_needs_no_tuning() -> None:
 def test_iterations_with_gradients_missing_do_not_count() -> None:
     on = machine("ResNet-50", "10 Gbit/s")
     tuner = Tuner(on.gradients)
-    whole = on.run(tuner.ends)
+    whole = on.run(tuner.last_indices)
     for _ in range(FREEZES_WITHIN):
         tuner.observe(whole._replace(ready=whole.ready[1:]))
         tuner.observe(whole._replace(ready=(float("inf"), *whole.ready[1:])))
@@ -270,7 +270,7 @@ def test_another_speed_of_the_network_leads_to_other_segments(factor: float) -> 
     assert not decisions[0].frozen
     assert decisions[-1].frozen
     on.noise = 0
-    assert on.tail(tuner.ends) <= 1.1 * on.best_tail(4)
+    assert on.tail(tuner.last_indices) <= 1.1 * on.best_tail(4)
 
 
 def test_another_speed_of_backward_is_noticed() -> None:
@@ -279,21 +279,21 @@ def test_another_speed_of_backward_is_noticed() -> None:
     on.compute = [4 * seconds for seconds in on.compute]
     decisions = train(tuner, on, FREEZES_WITHIN)
     assert decisions[-1].frozen
-    assert on.tail(tuner.ends) <= 1.05 * on.best_tail(4)
+    assert on.tail(tuner.last_indices) <= 1.05 * on.best_tail(4)
 
 
 def test_what_is_known_is_used_at_once_and_not_changed() -> None:
     on = machine("ResNet-50", "1 Gbit/s", noise=0.05)
-    tuner = Tuner(on.gradients, known=[3, 23])
+    tuner = Tuner(on.gradients, saved=[3, 23])
     assert tuner.decide() == Decision((3, 23), True)
     assert train(tuner, on, 500) == []
-    assert tuner.ends == [3, 23]
+    assert tuner.last_indices == [3, 23]
 
 
 @pytest.mark.parametrize("known", [[], [3], [5, 3, 23], [-1, 23], [3, 3, 23], [3, 24]])
 def test_ends_of_another_model_are_refused(known: list[int]) -> None:
     with pytest.raises(ValueError, match="24 gradients"):
-        Tuner(coarse_resnet(24), known=known)
+        Tuner(coarse_resnet(24), saved=known)
 
 
 # -- its parts
@@ -313,8 +313,8 @@ def test_the_search_finds_what_a_search_through_everything_finds(
     cost = ReductionCost(latency, 1 / bandwidth)
     model = CostModel(whole.ready, sizes, whole.backward_end, cost)
     for segments, proposal in enumerate(best_cuts(model, 4), start=1):
-        assert len(proposal.ends) == segments
-        assert proposal.tail == pytest.approx(on.tail(proposal.ends), abs=1e-9)
+        assert len(proposal.last_indices) == segments
+        assert proposal.tail == pytest.approx(on.tail(proposal.last_indices), abs=1e-9)
         assert min(each.tail for each in best_cuts(model, segments)) == pytest.approx(
             on.best_tail(segments), abs=1e-9
         )
@@ -343,9 +343,11 @@ def test_the_three_rules() -> None:
             CostModel(ready, equal, 10.0, ReductionCost(0.01, seconds_per_byte)), ends
         )
 
-    assert (7, 9) in near([4, 9], 0.005)  # the last one is long: its cut moves later
-    assert (4, 9) in near([8, 9], 0.01)  # the first one starts late: its cut moves earlier
-    assert (4, 9) in near([9], 0.001)  # backward has room
+    assert (7, 9) in near([4, 9], 0.005)  # the last one is long: 50, 50 becomes 80, 20
+    assert (7, 9) in near([8, 9], 0.01)  # the first one starts late: 90, 10 becomes 80, 20
+    assert (7, 9) in near([9], 0.001)  # backward has room: 100 becomes 80, 20
+    assert (5, 7, 9) in near([7, 9], 0.0045)  # backward has room: 80, 20 becomes 60, 20, 20
+    assert near([0, 9], 1.0) == []  # communication is far longer than backward
 
 
 def test_a_search_among_very_many_gradients() -> None:
@@ -353,9 +355,9 @@ def test_a_search_among_very_many_gradients() -> None:
     ready = [1e-4 * k for k in range(gradients)]
     model = CostModel(ready, [1000] * gradients, 0.6, ReductionCost(1e-3, 1e-7))
     for segments, proposal in enumerate(best_cuts(model, 3), start=1):
-        assert len(proposal.ends) == segments
-        assert proposal.ends[-1] == gradients - 1
-        assert proposal.tail == pytest.approx(model.tail(proposal.ends))
+        assert len(proposal.last_indices) == segments
+        assert proposal.last_indices[-1] == gradients - 1
+        assert proposal.tail == pytest.approx(model.tail(proposal.last_indices))
 
 
 def test_the_cost_of_a_reduction_survives_outliers() -> None:
@@ -404,7 +406,7 @@ def obeyed(line: str, gradients: Sequence[Gradient]) -> list[int]:
         "hvd.set_split_strategy_by_size": by_size,
         "hvd.set_split_strategy_by_idx": by_index,
     }
-    return strategy[call](values).ends(gradients)
+    return strategy[call](values).last_indices(gradients)
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=40), st.data())
@@ -414,23 +416,25 @@ def test_the_line_makes_the_same_segments_again(sizes: list[int], data: st.DataO
     last = len(sizes) - 1
     cuts = data.draw(st.sets(st.integers(0, last), max_size=7))
     ends = sorted({*cuts, last})
-    assert obeyed(pasted(ends, gradients), gradients) == ends
+    assert obeyed(split_call(ends, gradients), gradients) == ends
 
 
 def test_the_line_has_no_more_digits_than_it_needs() -> None:
-    assert pasted([160], BACKWARD) == "hvd.set_split_strategy_by_size([100])"
-    assert pasted([28, 60, 160], BACKWARD) == "hvd.set_split_strategy_by_size([64.5, 15.2, 20.3])"
+    assert split_call([160], BACKWARD) == "hvd.set_split_strategy_by_size([100])"
+    assert (
+        split_call([28, 60, 160], BACKWARD) == "hvd.set_split_strategy_by_size([64.5, 15.2, 20.3])"
+    )
 
 
 def test_gradients_that_no_percentage_tells_apart_are_named_by_index() -> None:
     gradients = named([0, 0, 0, 100])
-    assert pasted([1, 3], gradients) == "hvd.set_split_strategy_by_idx([1, 3])"
+    assert split_call([1, 3], gradients) == "hvd.set_split_strategy_by_idx([1, 3])"
 
 
 def test_the_line_says_what_is_in_force() -> None:
     on = machine("transformer", "1 Gbit/s")
     tuner = frozen(on)
-    assert obeyed(tuner.text, on.gradients) == tuner.ends
+    assert obeyed(tuner.call, on.gradients) == tuner.last_indices
 
 
 def test_a_file_goes_round(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""`auto` at work: what an iteration took is measured, and all ranks cut anew at the same step.
+"""The execution of `auto`: measure iterations, and change all ranks' segments at the same step.
 
-A gradient is ready when the last rank has it: ranks tell each other their times, on the clock of
-rank 0. The first rank of the process set decides, and tells the others after a step, so that the
-next one is the same everywhere. While a rank has joined, nothing is decided: it would not hear.
+A gradient is ready when the last rank has it, so ranks exchange their times, on the clock of rank
+0. The first rank of the process set runs the tuner and broadcasts its decision after a step, so
+that the next step is the same on every rank. While a rank has joined nothing is decided, since a
+joined rank takes part in no such broadcast.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.state import for_collective
-from hvdlite.common.segmentation.cost import Iteration
+from hvdlite.common.segmentation.cost import MeasuredIteration
 from hvdlite.common.segmentation.saved_results import load, save
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient
 from hvdlite.common.segmentation.tuner import Decision, Tuner
 
-MOST_RUNS = 1024  # that are kept of one iteration
-STEPS_WHEN_FROZEN = 10  # from one look whether something has changed to the next
-_NOTHING, _TRY, _KEEP = range(3)  # what the first rank says
+MOST_RUNS = 1024  # the most reductions of one iteration that are kept
+STEPS_WHEN_FROZEN = 10  # between two checks for drift
+_NO_CHANGE, _TRIAL, _FROZEN = range(3)  # the kinds of decisions in the broadcast
 
 _forms: Forms[Array] = Forms(NumpyAdapter())
 
 
-def all_here(label: str, process_set: ProcessSet) -> bool:
-    """Whether no rank has joined. All others ask at the same point."""
+def no_rank_has_joined(label: str, process_set: ProcessSet) -> bool:
+    """Return whether no rank has joined; all other ranks call this at the same point."""
     one = np.ones(1, np.int64)
     name = f"segmentation.ranks.{label}"
     ranks = _forms.allreduce(one, name=name, op=ReduceOp.SUM, process_set=process_set)
@@ -41,14 +42,14 @@ def all_here(label: str, process_set: ProcessSet) -> bool:
 
 
 class AutoSegments:
-    """The segmentation of the gradients of one optimizer, as it is found."""
+    """The segmentation of the gradients of one optimizer while it is tuned."""
 
     def __init__(
         self, gradients: Sequence[Gradient], label: str, process_set: ProcessSet, file: str = ""
     ) -> None:
-        """`gradients` in the order in which they become ready; `label` is the same on all ranks.
+        """Tune `gradients`, which are in ready order; `label` is the same on all ranks.
 
-        `file` is read and written by the first rank.
+        The first rank reads and writes `file`.
         """
         runtime = for_collective()
         self._engine = runtime.engine
@@ -57,41 +58,45 @@ class AutoSegments:
         self._process_set = process_set
         self._file = file
         self._root = min(process_set.ranks or [0])
-        self.frozen = False  # nothing is tried any more; the same on all ranks
+        # Set by the same decision on all ranks: tuning has ended, and times are shared rarely.
+        self.frozen = False
         self._steps = 0
         self._ready: dict[str, float] = {}
         self._runs: deque[SegmentRun] = deque(maxlen=MOST_RUNS)
+        # Set on the first rank alone; the others follow its decisions.
         self._tuner: Tuner | None = None
-        self._known: list[int] | None = None  # by the file
+        # The last indices from the file, until the user has been told of them.
+        self._saved: list[int] | None = None
         if runtime.rank == self._root:
-            self._known = load(file, gradients) if file else None
-            self._tuner = Tuner(gradients, self._known)
-            names, runs = {each.name for each in gradients}, self._runs
+            self._saved = load(file, gradients) if file else None
+            self._tuner = Tuner(gradients, self._saved)
+            names, runs = {gradient.name for gradient in gradients}, self._runs
 
             def keep(run: SegmentRun) -> None:
                 if run.gradient_of(names) is not None:
                     runs.append(run)
 
+            # `keep` must not refer to self: the engine would keep this object alive.
             weakref.finalize(self, runtime.engine.observe(keep))
 
     def note(self, name: str) -> None:
-        """This gradient is complete."""
+        """Record that this gradient is complete on this rank."""
         self._ready[name] = time.monotonic()
 
     def note_missing(self) -> None:
-        """Those that are not complete by now do not come: zeros take their place from now on."""
-        for each in self.gradients:
-            if each.name not in self._ready:
-                self.note(each.name)
+        """Record the remaining gradients as complete: backward skipped them, and zeros are sent."""
+        for gradient in self.gradients:
+            if gradient.name not in self._ready:
+                self.note(gradient.name)
 
     def restart_count(self) -> None:
-        """All ranks are at the same point, after different numbers of steps."""
+        """Count steps from 0 again; ranks call this at the same point after unequal step counts."""
         self._steps = 0
 
     def step(self) -> list[int] | None:
-        """All gradients are reduced. Where segments end from now on; None: as before.
+        """Return the last indices that apply from now on; None: the segments stay as they are.
 
-        Every rank of the set calls it after each step.
+        Every rank of the process set calls this after each step, when all gradients are reduced.
         """
         runs, ready = [*self._runs], self._ready
         self._runs.clear()
@@ -99,23 +104,25 @@ class AutoSegments:
         self._steps += 1
         if self.frozen and self._steps % STEPS_WHEN_FROZEN:
             return None
-        times = self._share(ready)
-        if not all_here(self._label, self._process_set):
+        times = self._latest_times(ready)
+        if not no_rank_has_joined(self._label, self._process_set):
             return None
-        said = np.zeros(1 + MOST_SEGMENTS, np.int64)
+        message = np.zeros(1 + MOST_SEGMENTS, np.int64)  # the kind, the last indices, and -1
         if self._tuner is not None:
             self._observe(self._tuner, times, runs)
-            self._say(self._tuner, said)
+            self._write_decision(self._tuner, message)
         name = f"segmentation.auto.{self._label}"
-        kind, *ends = _forms.broadcast(said, self._root, name, self._process_set).tolist()
-        if kind == _NOTHING:
+        kind, *last_indices = _forms.broadcast(
+            message, self._root, name, self._process_set
+        ).tolist()
+        if kind == _NO_CHANGE:
             return None
-        self.frozen = kind == _KEEP
-        return [end for end in ends if end >= 0]
+        self.frozen = kind == _FROZEN
+        return [index for index in last_indices if index >= 0]
 
-    def _share(self, ready: dict[str, float]) -> list[float]:
-        """When the last rank had each gradient, and when the last of them had all reduced."""
-        times = [ready[each.name] for each in self.gradients]
+    def _latest_times(self, ready: dict[str, float]) -> list[float]:
+        """Return when the last rank had each gradient, and when it had all results, in seconds."""
+        times = [ready[gradient.name] for gradient in self.gradients]
         local = np.array([*times, time.monotonic()]) + self._engine.clock_offset_seconds
         name = f"segmentation.times.{self._label}"
         latest = _forms.allreduce(local, name=name, op=ReduceOp.MAX, process_set=self._process_set)
@@ -128,32 +135,34 @@ class AutoSegments:
         ahead = self._engine.clock_offset_seconds - start
         spans = [(run.bytes, run.start + ahead, run.end + ahead) for run in runs]
         tuner.observe(
-            Iteration(
-                tuple(each - start for each in ready),
-                tuple(span for span in spans if span[1] >= 0),  # others: of another optimizer
+            MeasuredIteration(
+                tuple(seconds - start for seconds in ready),
+                # A reduction before the first gradient belongs to another optimizer.
+                tuple(span for span in spans if span[1] >= 0),
                 max(ready) - start,
                 end - start,
             )
         )
 
-    def _say(self, tuner: Tuner, said: Array) -> None:
+    def _write_decision(self, tuner: Tuner, message: Array) -> None:
         decision = tuner.decide()
         if decision is None:
             return
-        said[0] = _KEEP if decision.frozen else _TRY
-        said[1:] = -1
-        said[1 : 1 + len(decision.ends)] = decision.ends
+        message[0] = _FROZEN if decision.frozen else _TRIAL
+        message[1:] = -1
+        message[1 : 1 + len(decision.last_indices)] = decision.last_indices
         if decision.frozen:
-            self._tell(tuner, decision)
+            self._announce(tuner, decision)
 
-    def _tell(self, tuner: Tuner, decision: Decision) -> None:
-        """In words, once for each choice; and to the file."""
-        count = f"{len(decision.ends)} segment{'s' if len(decision.ends) > 1 else ''}"
-        who = f"hvdlite: {len(self.gradients)} gradients travel"
-        known, self._known = self._known, None
-        if known is not None:
-            print(f"{who} in {count}, as {self._file} says: {tuner.text}", flush=True)
+    def _announce(self, tuner: Tuner, decision: Decision) -> None:
+        """Print a frozen segmentation, and save it unless it comes from the file."""
+        segments = len(decision.last_indices)
+        count = f"{segments} segment{'s' if segments > 1 else ''}"
+        subject = f"hvdlite: {len(self.gradients)} gradients travel"
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            print(f"{subject} in {count}, as {self._file} says: {tuner.call}", flush=True)
             return
-        print(f"{who} best in {count}: {tuner.text}", flush=True)
+        print(f"{subject} best in {count}: {tuner.call}", flush=True)
         if self._file:
-            save(self._file, decision.ends, self.gradients)
+            save(self._file, decision.last_indices, self.gradients)

@@ -60,7 +60,7 @@ class Terms:
         found = self.segmentation
         if found is not None and found != Threshold() and not self.fusable:
             raise ValueError(
-                f"segmentation {found.text}: only Average and Sum travel in segments, "
+                f"segmentation {found.spec}: only Average and Sum travel in segments, "
                 f"not {self.scaling.op.name.capitalize()}"
             )
 

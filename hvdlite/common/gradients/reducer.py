@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hvdlite.common.gradients.buckets import Terms, check_groups, split_evenly
-from hvdlite.common.gradients.segment_plan import Segments
+from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.gradients.variables import LocalSources, Sources
 from hvdlite.common.segmentation.strategies import Gradient
 
@@ -32,7 +32,7 @@ class Reducer(ABC):
         """
         check_groups(groups, self.sources.is_variable, self.variable)
         self.terms = terms
-        self.segments = Segments(terms, groups is not None)
+        self.segments = SegmentPlan(terms, groups is not None)
         self.local = LocalSources(self.sources)
         self._prefix = prefix
         self._groups = groups

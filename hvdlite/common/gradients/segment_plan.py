@@ -1,4 +1,4 @@
-"""The segments in which the gradients of one optimizer travel, in every framework."""
+"""The segment plan: which gradients of one optimizer are reduced together, in every framework."""
 
 from __future__ import annotations
 
@@ -24,51 +24,56 @@ from hvdlite.common.segmentation.strategies import (
     segments_of,
 )
 
-VIEWED = Threshold(25 * MIB)  # of gradients that live in segments; PyTorch's buckets are so large
+# The default for gradients that are views of their segment: the size of PyTorch's buckets.
+VIEWED = Threshold(25 * MIB)
 
 
-class Segments:
-    """Finds out, when gradients travel for the first time, how they are cut."""
+class SegmentPlan:
+    """The split of one optimizer's gradients, settled when they are first reduced."""
 
     def __init__(self, terms: Terms, grouped: bool, as_views: bool = False) -> None:
-        """`grouped`: the user has named groups, which travel as they are.
+        """Plan for gradients that are reduced as `terms` say.
 
-        `as_views`: gradients are views of their segment, which has to be planned for that; the
-        caller has seen that this can be.
+        With `grouped` the user has named groups, which are reduced as they are. With `as_views`
+        gradients are views of their segment, so segments must be planned; the caller has checked
+        that views are possible. Raises `ValueError` for groups beside a segmentation.
         """
         if grouped and terms.segmentation is not None:
-            raise ValueError(f"groups and segmentation {terms.segmentation.text}: give one of them")
+            raise ValueError(f"groups and segmentation {terms.segmentation.spec}: give one of them")
         self._terms = terms
         self.as_views = as_views
         self._grouped = grouped
-        self._known = False
+        # Set by `settle`; the strategy below is final from then on.
+        self._settled = False
         self._strategy: Strategy | None = None
         self._views = " as views" if as_views else ""
-        self._fixed: dict[tuple[Gradient, ...], list[int]] = {}  # ends, by `cut_once`
-        self._ends = ""  # that a file has given: ranks may have different files
+        self._fixed: dict[tuple[Gradient, ...], list[int]] = {}  # last indices by `cut_once`
+        # Set by `cut_once` for the negotiation: ranks whose files differ get a mismatch error.
+        self._last_indices_label = ""
 
     @property
     def strategy(self) -> Strategy | None:
-        """None: what is ready travels. Raises `ValueError` before `init`."""
-        if not self._known:
+        """The strategy; None: each gradient is sent when ready. `ValueError` before `init`."""
+        if not self._settled:
             self.settle()
         return self._strategy
 
     def settle(self) -> None:
-        """Gradients travel, or would if there were other ranks: nothing else can be chosen now."""
-        if not self._known:
+        """Make the user's choice final, since gradients are about to be reduced."""
+        if not self._settled:
             process_set = self._terms.process_set
-            registered = process_set.process_set_id is not None  # others have nothing chosen
-            by_set = chosen(process_set) if registered else Threshold()  # asked in any case
-            found = self._terms.segmentation or by_set
-            if self.as_views and found == Threshold():
-                found = VIEWED
-            if found != Threshold():
-                against = self._reason_against_segments()
-                self._strategy = None if against else found
-                if against:
-                    warn_user(f"segmentation {found.text} has no effect: {against}")
-            self._known = True
+            registered = process_set.process_set_id is not None  # others have no choice by calls
+            # This is asked in any case, because the question makes the choice final.
+            by_calls = chosen(process_set) if registered else Threshold()
+            strategy = self._terms.segmentation or by_calls
+            if self.as_views and strategy == Threshold():
+                strategy = VIEWED
+            if strategy != Threshold():
+                objection = self._reason_against_segments()
+                self._strategy = None if objection else strategy
+                if objection:
+                    warn_user(f"segmentation {strategy.spec} has no effect: {objection}")
+            self._settled = True
 
     def _reason_against_segments(self) -> str:
         if self._grouped:
@@ -79,60 +84,61 @@ class Segments:
         return ""
 
     def cut(self, gradients: Sequence[Gradient]) -> list[list[str]]:
-        """The names of the gradients of each segment.
+        """Return the names of the gradients of each segment.
 
-        Raises `ValueError` where the strategy cannot be followed with these gradients.
+        Raises `ValueError` where the strategy does not fit these gradients.
         """
         strategy = self.strategy
-        assert strategy is not None  # the caller has looked
+        assert strategy is not None  # callers check `strategy` first
         if isinstance(strategy, Index) and not strategy.strict:
-            _warn_of_what_is_ignored(strategy, len(gradients))
+            _warn_of_ignored_indices(strategy, len(gradients))
         return _names(strategy, gradients)
 
     def cut_once(self, gradients: Sequence[Gradient]) -> list[list[str]]:
-        """As `cut`, where nothing can be learned: `auto` only knows what its file says."""
+        """Cut as `cut` does where nothing is measured: `auto` follows its file, or the default."""
         strategy = self.strategy
         if not isinstance(strategy, Auto):
             return self.cut(gradients)
         key = tuple(gradients)
-        if key not in self._fixed:  # a tape that executes eagerly asks in each step
-            self._fixed[key] = self._ends_of(strategy, gradients)
-        ends = self._fixed[key]
-        self._ends = f" (ends {','.join(map(str, ends))})"
-        return self.cut_again(gradients, ends)
+        if key not in self._fixed:  # an eager tape asks in each step
+            self._fixed[key] = self._saved_or_default(strategy, gradients)
+        last_indices = self._fixed[key]
+        self._last_indices_label = f" (ends {','.join(map(str, last_indices))})"
+        return self.cut_again(gradients, last_indices)
 
-    def _ends_of(self, strategy: Auto, gradients: Sequence[Gradient]) -> list[int]:
-        ends = load(strategy.file, gradients) if strategy.file else None
-        if ends is None:
-            ends = strategy.ends(gradients)
+    def _saved_or_default(self, strategy: Auto, gradients: Sequence[Gradient]) -> list[int]:
+        last_indices = load(strategy.file, gradients) if strategy.file else None
+        if last_indices is None:
+            last_indices = strategy.last_indices(gradients)
             warn_user(
                 "segmentation auto learns from the hooks of PyTorch: here gradients are cut as "
-                f"{Size().text} says. Give another segmentation, or auto:FILE with what was learned"
+                f"{Size().spec} says. Give another segmentation, or auto:FILE with what was learned"
             )
-        return ends
+        return last_indices
 
     def cut_again(
-        self, gradients: Sequence[Gradient], ends: Sequence[int] | None = None
+        self, gradients: Sequence[Gradient], last_indices: Sequence[int] | None = None
     ) -> list[list[str]]:
-        """As `cut`, when more is known: sparse and unused gradients may be missing among them.
+        """Cut as `cut` does after the first step, when sparse and unused gradients are left out.
 
-        With `ends`, segments end at these numbers.
+        With `last_indices`, segments end there. Fewer gradients than the strategy names are no
+        error here.
         """
-        strategy = self.strategy if ends is None else Index(tuple(ends))
-        assert strategy is not None  # the caller has looked
+        strategy = self.strategy if last_indices is None else Index(tuple(last_indices))
+        assert strategy is not None  # callers check `strategy` first
         if isinstance(strategy, (Index, Size)):
             strategy = replace(strategy, strict=False)
         return _names(strategy, gradients)
 
     def options(self, names: Sequence[str]) -> Options:
-        """What the reduction of gradients with these names says, which are to travel together."""
+        """Return the options of the reduction of these gradients, which form one segment."""
         options = self._terms.options
         if self.strategy is None:
             return options._replace(grouped=len(names) > 1)
         return options._replace(
             grouped=True,
             names=tuple(names),
-            settings=f"segmentation={self.strategy.text}{self._ends}{self._views}",
+            settings=f"segmentation={self.strategy.spec}{self._last_indices_label}{self._views}",
             fusion_bytes=WHOLE_GROUP,
         )
 
@@ -141,15 +147,15 @@ def _names(strategy: Strategy, gradients: Sequence[Gradient]) -> list[list[str]]
     return _names_of(strategy, tuple(gradients))
 
 
-@lru_cache(maxsize=64)  # a tape that executes eagerly asks in each step
+@lru_cache(maxsize=64)  # an eager tape asks in each step
 def _names_of(strategy: Any, gradients: tuple[Gradient, ...]) -> list[list[str]]:
-    return [[each.name for each in segment] for segment in segments_of(strategy, gradients)]
+    return [[gradient.name for gradient in segment] for segment in segments_of(strategy, gradients)]
 
 
-def _warn_of_what_is_ignored(strategy: Index, gradients: int) -> None:
-    ignored = [str(last) for last in strategy.last if last >= gradients]
+def _warn_of_ignored_indices(strategy: Index, gradients: int) -> None:
+    ignored = [str(index) for index in strategy.indices if index >= gradients]
     if ignored:
         warn_user(
-            f"{strategy.text}: {', '.join(ignored)} lies past the last of {gradients} gradients "
+            f"{strategy.spec}: {', '.join(ignored)} lies past the last of {gradients} gradients "
             "and is ignored"
         )

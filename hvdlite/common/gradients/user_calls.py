@@ -16,7 +16,7 @@ from hvdlite.common.segmentation.parsing import (
     read_strategy,
 )
 from hvdlite.common.segmentation.strategies import Index, Size, Strategy
-from hvdlite.common.segmentation.user_choice import Choice
+from hvdlite.common.segmentation.user_choice import UserChoice
 
 
 def set_split_strategy_by_size(
@@ -67,11 +67,11 @@ def _set_split(strategy: Size | Index, process_set: ProcessSet) -> None:
         warn_user(warning)
 
 
-def _choice(runtime: Runtime, process_set: ProcessSet) -> Choice:
+def _choice(runtime: Runtime, process_set: ProcessSet) -> UserChoice:
     number = process_set.process_set_id
     if number is None:
         raise ValueError(f"{process_set} is not registered: add it first")
-    return runtime.choices.setdefault(number, Choice())
+    return runtime.choices.setdefault(number, UserChoice())
 
 
 def chosen(process_set: ProcessSet) -> Strategy:

@@ -16,7 +16,7 @@ from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.trainers import Trainers
-from hvdlite.common.segmentation.user_choice import Choice
+from hvdlite.common.segmentation.user_choice import UserChoice
 from hvdlite.common.timeline.recorder import Timeline, path_of_rank
 from hvdlite.common.transport.base import Transport
 
@@ -37,7 +37,7 @@ class Runtime:
         # What was checked, by the name of a tensor or group: specs, options, and the request or
         # requests that they make.
         self.requests: dict[str, tuple[Any, Any, Request | tuple[Request, ...]]] = {}
-        self.choices: dict[int, Choice] = {}  # by process set: how gradients are split
+        self.choices: dict[int, UserChoice] = {}  # by process set: how gradients are split
         self._unnamed: dict[int | None, int] = {}  # by process set: calls without a name
         self._eras: dict[int | None, object] = {}  # by process set
         self._unnamed_lock = threading.Lock()  # guards it

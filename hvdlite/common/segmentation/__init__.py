@@ -1,1 +1,1 @@
-"""Which gradients travel together: strategies that cut a list of gradients into segments."""
+"""Segmentation: which gradients are reduced together, as the user chooses or as is measured."""

@@ -1,8 +1,8 @@
-"""What a segmentation costs, by a model that is fitted from measurements.
+"""The cost model of segmentations, fitted from measured iterations.
 
-A gradient is ready at a known time of backward; one reduction takes latency + bytes / bandwidth,
-but for what was measured of its size; segments run one after another. This module never sends,
-sleeps or reads a clock.
+A gradient becomes ready at a known time of backward. A reduction takes latency + bytes / bandwidth,
+corrected by what was measured of its size. Segments are reduced one after another. This module
+never sends, sleeps or reads a clock.
 """
 
 from __future__ import annotations
@@ -15,42 +15,44 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-# Of a reduction, as far as one size of segments cannot tell; no more than half of its time.
+# One size of segments cannot tell latency from bandwidth: this latency is assumed then, but at most
+# half of the measured time.
 TYPICAL_LATENCY_SECONDS = 1e-4
-SIZES_AN_OCTAVE = 4  # that are told apart where the line is corrected
+SIZES_AN_OCTAVE = 4  # the resolution of the corrections: sizes closer than this share a factor
 
 
-class Iteration(NamedTuple):
-    """What one rank measured of one iteration: seconds of one clock, from its start."""
+class MeasuredIteration(NamedTuple):
+    """The times of one iteration, in seconds from its start, on the clock of rank 0."""
 
-    ready: tuple[float, ...]  # when gradient i, in ready order, was complete
+    ready: tuple[float, ...]  # by gradient in ready order: when the last rank had it
     segments: tuple[tuple[int, float, float], ...]  # bytes, start, end of each reduction
     backward_end: float
-    end: float  # the last reduction has ended, and the results are back
+    end: float  # the results of the last reduction are back
 
     @property
     def tail(self) -> float:
-        """Seconds of communication that backward does not hide."""
+        """The seconds of communication that backward does not hide."""
         return self.end - self.backward_end
 
     @property
     def communication(self) -> float:
-        """Seconds of all reductions."""
+        """The seconds of all reductions together."""
         return sum(end - start for _, start, end in self.segments)
 
 
 class ReductionCost(NamedTuple):
-    """What a reduction takes: a line, times what was measured of sizes where that differs from it.
+    """The duration of a reduction: a line over its bytes, times a measured correction.
 
-    Caches and windows of protocols make large ones, or small ones, slower than any line says.
+    The corrections are needed because caches and protocol windows make some sizes slower than any
+    line predicts.
     """
 
     latency: float  # seconds
     seconds_per_byte: float
-    corrections: tuple[tuple[float, float], ...] = ()  # logarithm of bytes, ascending; a factor
+    corrections: tuple[tuple[float, float], ...] = ()  # (log2 of bytes + 1, factor), ascending
 
     def seconds(self, nbytes: Floats) -> Floats:
-        """Of reductions of so many bytes."""
+        """Return the seconds of reductions of `nbytes` each, an array of any shape."""
         line = self.latency + self.seconds_per_byte * nbytes
         if not self.corrections:
             return line
@@ -60,9 +62,9 @@ class ReductionCost(NamedTuple):
 
 
 class CostModel:
-    """Predicts when each reduction of a segmentation runs.
+    """The prediction of when each reduction of a segmentation runs.
 
-    A segment is counted as one reduction, also where it holds two dtypes.
+    A segment counts as one reduction, also where it holds two dtypes.
     """
 
     def __init__(
@@ -72,60 +74,71 @@ class CostModel:
         backward_end: float,
         cost: ReductionCost,
     ) -> None:
-        """`ready` seconds and `sizes` in bytes of the gradients, in the order in which they go."""
+        """Model gradients with these `ready` seconds and `sizes` in bytes, in ready order."""
         self.ready: Floats = np.maximum.accumulate(np.asarray(ready, dtype=np.float64))
         self.sums: Floats = np.cumsum(np.asarray(sizes, dtype=np.float64))
         self.backward_end = backward_end
         self.cost = cost
 
-    def runs(self, ends: Sequence[int]) -> list[tuple[float, float]]:
-        """Start and end of each reduction, seconds."""
-        runs: list[tuple[float, float]] = []
-        free = 0.0
-        last = list(ends)
-        took = self.cost.seconds(np.diff(self.sums[last], prepend=0.0))
-        for ready, seconds in zip(self.ready[last].tolist(), took.tolist(), strict=True):
-            start = max(free, ready)
-            free = start + seconds
-            runs.append((start, free))
-        return runs
+    def segment_bytes(self, last_indices: Sequence[int]) -> list[float]:
+        """Return the bytes of each segment."""
+        segment_bytes: list[float] = np.diff(self.sums[list(last_indices)], prepend=0.0).tolist()
+        return segment_bytes
 
-    def tail(self, ends: Sequence[int]) -> float:
-        """Seconds from the end of backward to the end of the last reduction."""
-        return self.runs(ends)[-1][1] - self.backward_end
+    def reductions(self, last_indices: Sequence[int]) -> list[tuple[float, float]]:
+        """Return the start and the end of each reduction, seconds.
+
+        A reduction starts when the last gradient of its segment is ready and the reduction before
+        it has ended.
+        """
+        reductions: list[tuple[float, float]] = []
+        free = 0.0
+        durations = self.cost.seconds(np.array(self.segment_bytes(last_indices)))
+        ready_times = self.ready[list(last_indices)]
+        for ready, duration in zip(ready_times.tolist(), durations.tolist(), strict=True):
+            start = max(free, ready)
+            free = start + duration
+            reductions.append((start, free))
+        return reductions
+
+    def tail(self, last_indices: Sequence[int]) -> float:
+        """Return the seconds from the end of backward to the end of the last reduction."""
+        return self.reductions(last_indices)[-1][1] - self.backward_end
 
 
 class Forecast:
-    """What iterations like those that were seen take with a segmentation.
+    """The mean tail of a segmentation over the measured iterations.
 
-    Times of backward vary, and not alike in both directions: a gradient that is late lengthens the
-    tail, one that is early shortens nothing. So a tail is the mean of those of all iterations.
+    One typical iteration would not do: a gradient that is late lengthens the tail, and one that is
+    early shortens nothing, so the mean tail is longer than the tail of the mean iteration.
     """
 
     def __init__(
-        self, iterations: Sequence[Iteration], sizes: Sequence[int], cost: ReductionCost
+        self, iterations: Sequence[MeasuredIteration], sizes: Sequence[int], cost: ReductionCost
     ) -> None:
-        """`iterations`: at least one; `sizes` in bytes of the gradients, in ready order."""
-        ready = np.array([each.ready for each in iterations], dtype=np.float64)
+        """Forecast from at least one iteration; `sizes` are the gradients' bytes in ready order."""
+        ready = np.array([iteration.ready for iteration in iterations], dtype=np.float64)
         self._ready: Floats = np.maximum.accumulate(ready, axis=1)  # (iterations, gradients)
-        self._backward_end: Floats = np.array([each.backward_end for each in iterations])
+        self._backward_end: Floats = np.array(
+            [iteration.backward_end for iteration in iterations], dtype=np.float64
+        )
         self._sizes = sizes
         self._cost = cost
         self.sums: Floats = np.cumsum(np.asarray(sizes, dtype=np.float64))
 
-    def tail(self, ends: Sequence[int]) -> float:
-        """Seconds from the end of backward to the end of the last reduction, on average."""
-        last = list(ends)
-        took = self._cost.seconds(np.diff(self.sums[last], prepend=0.0))
+    def tail(self, last_indices: Sequence[int]) -> float:
+        """Return the mean seconds from the end of backward to the end of the last reduction."""
+        last = list(last_indices)
+        durations = self._cost.seconds(np.diff(self.sums[last], prepend=0.0))
         free = np.zeros(len(self._backward_end))
-        for end, seconds in zip(last, took.tolist(), strict=True):
-            free = np.maximum(free, self._ready[:, end]) + seconds
+        for index, duration in zip(last, durations.tolist(), strict=True):
+            free = np.maximum(free, self._ready[:, index]) + duration
         return float(np.mean(free - self._backward_end))
 
     def model(self, lateness: float) -> CostModel:
-        """One iteration in the place of all: `lateness` is the quantile that is ready by then.
+        """Return the model of one iteration whose ready times are the quantile `lateness`.
 
-        0.5 is the median; with more, less of backward is left when a gradient is ready.
+        0.5 is the median. The larger the quantile, the later gradients become ready in backward.
         """
         backward_end = float(np.median(self._backward_end))
         left = np.quantile(self._backward_end[:, None] - self._ready, 1 - lateness, axis=0)
@@ -133,8 +146,8 @@ class Forecast:
         return CostModel(ready, self._sizes, backward_end, self._cost)
 
 
-def fit(iterations: Sequence[Iteration], sizes: Sequence[int]) -> Forecast:
-    """The forecast from these iterations, at least one, with a reduction in it."""
+def fit(iterations: Sequence[MeasuredIteration], sizes: Sequence[int]) -> Forecast:
+    """Return the forecast from at least one iteration; one of them has a reduction."""
     cost = fit_reductions(
         [
             (nbytes, end - start)
@@ -146,16 +159,16 @@ def fit(iterations: Sequence[Iteration], sizes: Sequence[int]) -> Forecast:
 
 
 def fit_reductions(reductions: Sequence[tuple[int, float]]) -> ReductionCost:
-    """The cost by (bytes, seconds), at least one of them."""
+    """Return the cost fitted from at least one pair of bytes and seconds."""
     line = ReductionCost(*_fit_line(reductions))
     nbytes, seconds = np.array(reductions, dtype=np.float64).T
     expected = line.seconds(nbytes)
     octaves = _octaves(nbytes)
     factors = np.where(expected > 0, seconds / np.maximum(expected, 1e-12), 1.0)
-    alike = np.round(octaves * SIZES_AN_OCTAVE)
+    bins = np.round(octaves * SIZES_AN_OCTAVE)
     corrections = [
-        (float(np.median(octaves[alike == each])), float(np.median(factors[alike == each])))
-        for each in np.unique(alike)
+        (float(np.median(octaves[bins == index])), float(np.median(factors[bins == index])))
+        for index in np.unique(bins)
     ]
     return line._replace(corrections=tuple(corrections))
 
@@ -166,10 +179,12 @@ def _octaves(nbytes: Floats) -> Floats:
 
 
 def _fit_line(reductions: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Latency in seconds, and seconds per byte.
+    """Return the latency in seconds and the seconds per byte, neither of them negative.
 
-    The line is that of Theil and Sen, through the median of each size: a pair of sizes counts by
-    their distance, and a reduction for the latency by how short it is. Neither is ever negative.
+    This is the Theil-Sen estimator (Theil 1950, Sen 1968), which outliers do not move: the slope is
+    the median of the slopes of all pairs. Pairs of sizes are weighted by their distance, since the
+    noise of a short one makes its slope useless. The latency is the median of the residuals,
+    weighted towards short reductions, which it dominates.
     """
     by_size: dict[int, list[float]] = {}
     for nbytes, seconds in reductions:

@@ -1,4 +1,4 @@
-"""Notices that a frozen segmentation is one for another machine, model or network than now.
+"""The drift detector: it notices that a frozen segmentation no longer fits the job.
 
 This module never sends, sleeps or reads a clock.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 from statistics import median
 from typing import NamedTuple
 
-from hvdlite.common.segmentation.cost import Iteration
+from hvdlite.common.segmentation.cost import MeasuredIteration
 
 WINDOW_ITERATIONS = 20
-CHANGED = 1.5  # a factor, up or down, of the median of a window...
-CALM = 1.25  # ...and of the next one: if that is nearer than this, it was a disturbance
-NEGLIGIBLE = 0.05  # of a step: what takes less counts as much, so that nothing is no change
+CHANGED = 1.5  # a median that differs from the first window's by this factor is suspicious
+CALM = 1.25  # a next window within this factor shows that it was a passing disturbance
+# Shorter times count as this share of a step, so that noise in a negligible time is no change.
+NEGLIGIBLE = 0.05
 
 
 class _Times(NamedTuple):
-    """Medians of a window, seconds."""
+    """The medians of a window, in seconds."""
 
     step: float
     backward: float
@@ -25,16 +26,16 @@ class _Times(NamedTuple):
     tail: float
 
 
-class Watch:
-    """Compares each window of iterations with the first one."""
+class DriftDetector:
+    """A comparison of each window of iterations with the first one."""
 
     def __init__(self) -> None:
-        self._window: list[Iteration] = []
+        self._window: list[MeasuredIteration] = []
         self._first: _Times | None = None
         self._suspicious = False
 
-    def changed(self, iteration: Iteration) -> bool:
-        """Take in an iteration; whether two windows in a row differ by much from the first."""
+    def changed(self, iteration: MeasuredIteration) -> bool:
+        """Record an iteration; return whether two windows in a row differ from the first."""
         self._window.append(iteration)
         if len(self._window) < WINDOW_ITERATIONS:
             return False
@@ -49,18 +50,18 @@ class Watch:
         return False
 
 
-def _times(window: list[Iteration]) -> _Times:
-    step = median(each.end for each in window)
+def _times(window: list[MeasuredIteration]) -> _Times:
+    step = median(iteration.end for iteration in window)
     least = NEGLIGIBLE * step
     return _Times(
         step,
-        max(median(each.backward_end for each in window), least),
-        max(median(each.communication for each in window), least),
-        max(median(each.tail for each in window), least),
+        max(median(iteration.backward_end for iteration in window), least),
+        max(median(iteration.communication for iteration in window), least),
+        max(median(iteration.tail for iteration in window), least),
     )
 
 
 def _factor(first: _Times, now: _Times) -> float:
-    """The largest factor by which one of the times has changed, up or down."""
+    """Return the largest factor by which one of the times has changed, up or down."""
     pairs = [(max(pair), min(pair)) for pair in zip(first, now, strict=True)]
     return max((high / low if low > 0 else 1.0) for high, low in pairs)

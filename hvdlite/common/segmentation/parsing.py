@@ -1,4 +1,4 @@
-"""From what a user gives to a strategy; whatever is wrong is said with the value that is."""
+"""Parse user input into a `Strategy`. Every error quotes the offending value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdlite.common.segmentation.strategies import (
     Threshold,
 )
 
-_TOLERANCE = 1e-6  # of the sum of percentages
+_TOLERANCE = 1e-6  # the most by which the sum of percentages may differ from 100
 _KINDS = "threshold[:MB], size[:PERCENT,...], index:LAST,..., mb:MB[,COUNT], count:N, auto[:FILE]"
 
 _FUSION = ("fuse_grad_size_in_MB", "fuse_grad_count", "fuse_all_reduce_ops")
@@ -28,7 +28,7 @@ _FLEETS_COUNT = "_fuse_grad_size_in_TFLOPS"
 
 
 def by_size(percentages: Any) -> Size:
-    """`Size`. Raises `ValueError` unless they are 1 to 8 numbers from 0 that sum to 100."""
+    """Return `Size`; raise `ValueError` unless 1 to 8 numbers from 0 on sum to 100."""
     values = _sequence(percentages, "percentages")
     for value in values:
         if not _is_number(value) or not value >= 0 or math.isinf(value):
@@ -39,14 +39,14 @@ def by_size(percentages: Any) -> Size:
 
 
 def by_index(indices: Any) -> Index:
-    """`Index`. Raises `ValueError` unless they are 1 to 8 ascending numbers from 0."""
+    """Return `Index`; raise `ValueError` unless there are 1 to 8 ascending integers from 0 on."""
     values = _sequence(indices, "indices")
     for value in values:
         if not _is_whole(value) or value < 0:
             raise ValueError(f"indices: {value!r} is no whole number from 0 on")
-    for before, value in pairwise(values):
-        if value <= before:
-            raise ValueError(f"indices: {value} does not come after {before}")
+    for previous, value in pairwise(values):
+        if value <= previous:
+            raise ValueError(f"indices: {value} does not come after {previous}")
     return Index(tuple(values))
 
 
@@ -55,7 +55,7 @@ def by_megabytes(
     fuse_grad_count: Any = None,
     fuse_all_reduce_ops: Any = True,
 ) -> Strategy:
-    """`Megabytes`, by default 32 and 50; without `fuse_all_reduce_ops` nothing is fused.
+    """Return `Megabytes`, by default 32 and 50, or no fusion without `fuse_all_reduce_ops`.
 
     Raises `TypeError` for a value of another type.
     """
@@ -71,12 +71,12 @@ def by_megabytes(
 
 
 def resolve(segmentation: Any, **fusion: Any) -> Strategy | None:
-    """The strategy that the arguments of an optimizer ask for; None where they ask for none.
+    """Return the strategy that the arguments of an optimizer select; None where they select none.
 
-    `segmentation` is a text as `read_strategy` takes, or a strategy; `fusion` has Fleet's names:
-    `fuse_grad_size_in_MB`, `fuse_grad_count` (or `_fuse_grad_size_in_TFLOPS`, which Fleet calls
-    it), `fuse_all_reduce_ops`. Raises `TypeError` for another name or type, `ValueError` for what
-    is wrong otherwise.
+    `segmentation` is a string for `read_strategy`, or a strategy. `fusion` has the names of
+    PaddlePaddle Fleet: `fuse_grad_size_in_MB`, `fuse_grad_count` (Fleet calls it
+    `_fuse_grad_size_in_TFLOPS`), `fuse_all_reduce_ops`. Raises `TypeError` for another name or
+    type, and `ValueError` for any other mistake.
     """
     count = fusion.pop(_FLEETS_COUNT, None)
     for name in fusion:
@@ -86,8 +86,8 @@ def resolve(segmentation: Any, **fusion: Any) -> Strategy | None:
                 f"segmentation, {', '.join(_FUSION)}"
             )
     if count is not None and fusion.get("fuse_grad_count") is not None:
-        given = fusion["fuse_grad_count"]
-        warn_user(f"fuse_grad_count={given!r} wins over {_FLEETS_COUNT}={count!r}: give one")
+        grad_count = fusion["fuse_grad_count"]
+        warn_user(f"fuse_grad_count={grad_count!r} wins over {_FLEETS_COUNT}={count!r}: give one")
     elif count is not None:
         fusion["fuse_grad_count"] = count
     if segmentation is None:
@@ -105,52 +105,52 @@ def resolve(segmentation: Any, **fusion: Any) -> Strategy | None:
 
 
 def read_comm_fusion(config: Any) -> dict[str, Strategy]:
-    """The strategy for each collective of a ``comm_fusion``, as MindSpore has it.
+    """Return the strategy of each collective in a ``comm_fusion``, the dict of MindSpore.
 
-    Raises `TypeError` for what is no dict, `KeyError` for keys and modes that are not known or
-    missing, `ValueError` for a config that its mode does not take.
+    Raises `TypeError` where a dict is expected, `KeyError` for keys and modes that are unknown or
+    missing, and `ValueError` for a config that its mode does not accept.
     """
     if not isinstance(config, dict):
         raise TypeError(f"comm_fusion: {config!r} is not a dict")
-    return {name: _fusion_of(name, given) for name, given in config.items()}
+    return {name: _fusion_of(name, entry) for name, entry in config.items()}
 
 
-def _fusion_of(collective: str, given: Any) -> Strategy:
-    what = f"comm_fusion[{collective!r}]"
+def _fusion_of(collective: str, entry: Any) -> Strategy:
+    key = f"comm_fusion[{collective!r}]"
     modes = _MODES.get(collective)
     if modes is None:
-        raise KeyError(f"{what}: it must be one of {', '.join(_MODES)}")
-    if not isinstance(given, dict):
-        raise TypeError(f"{what}: {given!r} is not a dict")
-    if set(given) != {"mode", "config"}:
-        raise KeyError(f"{what}: {given!r} must have 'mode' and 'config', and nothing else")
-    mode, config = given["mode"], given["config"]
+        raise KeyError(f"{key}: it must be one of {', '.join(_MODES)}")
+    if not isinstance(entry, dict):
+        raise TypeError(f"{key}: {entry!r} is not a dict")
+    if set(entry) != {"mode", "config"}:
+        raise KeyError(f"{key}: {entry!r} must have 'mode' and 'config', and nothing else")
+    mode, config = entry["mode"], entry["config"]
     if mode not in modes:
-        raise KeyError(f"{what}: mode {mode!r} is none of {', '.join(modes)}")
-    return _MODE_READERS[mode](config, what)
+        raise KeyError(f"{key}: mode {mode!r} is none of {', '.join(modes)}")
+    return _MODE_READERS[mode](config, key)
 
 
-def _auto_fusion(config: Any, what: str) -> Threshold:
+def _auto_fusion(config: Any, key: str) -> Threshold:
     if config is not None:
-        raise ValueError(f"{what}: mode 'auto' takes the config None, not {config!r}")
+        raise ValueError(f"{key}: mode 'auto' takes the config None, not {config!r}")
     return Threshold(_AUTO_FUSION_BYTES)
 
 
-def _size_fusion(config: Any, what: str) -> Threshold:
+def _size_fusion(config: Any, key: str) -> Threshold:
     if not _is_whole(config) or config < 0:
-        raise ValueError(f"{what}: mode 'size' takes whole MB from 0 on, not {config!r}")
+        raise ValueError(f"{key}: mode 'size' takes whole MB from 0 on, not {config!r}")
     return Threshold(config * MIB)
 
 
-def _index_fusion(config: Any, what: str) -> Index:
+def _index_fusion(config: Any, key: str) -> Index:
     if not isinstance(config, list) or not all(map(_is_whole, config)):
-        raise TypeError(f"{what}: mode 'index' takes a list of whole numbers, not {config!r}")
-    if not config or config[0] < 0 or any(b <= a for a, b in pairwise(config)):
-        raise ValueError(f"{what}: {config!r} must be ascending numbers from 0 on, at least one")
+        raise TypeError(f"{key}: mode 'index' takes a list of whole numbers, not {config!r}")
+    if not config or config[0] < 0 or any(after <= before for before, after in pairwise(config)):
+        raise ValueError(f"{key}: {config!r} must be ascending numbers from 0 on, at least one")
     return Index(tuple(config), strict=False)
 
 
-_AUTO_FUSION_BYTES = 64 * MIB
+_AUTO_FUSION_BYTES = 64 * MIB  # of MindSpore's mode "auto"
 _MODES = {
     "allreduce": ("auto", "size", "index"),
     "allgather": ("auto", "size"),
@@ -163,11 +163,11 @@ _MODE_READERS: dict[str, Callable[[Any, str], Strategy]] = {
 }
 
 
-def read_strategy(text: str) -> Strategy:
-    """The strategy that `text` names. `ValueError` that says what is wrong."""
-    kind, given, rest = text.strip().partition(":")
+def read_strategy(spec: str) -> Strategy:
+    """Return the strategy that `spec` spells, such as ``size:80,20``; raise `ValueError`."""
+    kind, colon, rest = spec.strip().partition(":")
     reader = _READERS.get(kind)
-    if reader is None or (given and not rest):
+    if reader is None or (colon and not rest):
         raise ValueError(f"must be one of {_KINDS}")
     return reader(rest)
 
@@ -214,11 +214,11 @@ def _number(text: str, kind: type) -> Any:
     return value
 
 
-def _sequence(values: Any, what: str) -> Sequence[Any]:
+def _sequence(values: Any, name: str) -> Sequence[Any]:
     if not isinstance(values, (list, tuple)) or not values:
-        raise ValueError(f"{what}: {values!r} is not a list with something in it")
+        raise ValueError(f"{name}: {values!r} is not a list with something in it")
     if len(values) > MOST_SEGMENTS:
-        raise ValueError(f"{what}: {len(values)} segments, and {MOST_SEGMENTS} are the most")
+        raise ValueError(f"{name}: {len(values)} segments, and {MOST_SEGMENTS} are the most")
     return values
 
 

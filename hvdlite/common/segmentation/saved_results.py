@@ -1,4 +1,4 @@
-"""The file in which segmentations that were learned wait for the next run, one for each model."""
+"""The file that keeps tuned segmentations for the next run, one for each model."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvdlite.common.segmentation.boundaries import check_ends, pasted
+from hvdlite.common.segmentation.boundaries import check_last_indices, split_call
 from hvdlite.common.segmentation.strategies import Gradient
 
 log = logging.getLogger("hvdlite")
 
 FORMAT = "hvdlite segmentation"
 VERSION = 1
-MOST_MODELS = 16  # in one file
+MOST_MODELS = 16  # in one file; the one saved least recently is dropped
 
 
-def save(path: str, ends: Sequence[int], gradients: Sequence[Gradient]) -> None:
-    """Write what was learned for these gradients; who reads at the same time sees all or nothing.
+def save(path: str, last_indices: Sequence[int], gradients: Sequence[Gradient]) -> None:
+    """Save the tuned segmentation of these gradients.
 
-    A file that cannot be written is warned of: training goes on without.
+    The file is replaced atomically: a concurrent reader sees the old content or the new one. A file
+    that cannot be written is only a warning, and training goes on.
     """
     model = {
         "gradients": len(gradients),
         "bytes": _bytes(gradients),
-        "ends": list(ends),
-        "paste": pasted(ends, gradients),
+        "ends": list(last_indices),
+        "paste": split_call(last_indices, gradients),
     }
     try:
         models = _models(_read(path))  # a script may have several optimizers
@@ -49,13 +50,13 @@ def save(path: str, ends: Sequence[int], gradients: Sequence[Gradient]) -> None:
 
 
 def load(path: str, gradients: Sequence[Gradient]) -> list[int] | None:
-    """The ends that were learned for these gradients; None, and tuning begins anew, without.
+    """Return the saved last indices for these gradients; None, and tuning begins anew, without.
 
-    A file that is not there is as good as empty. Any other that gives nothing is warned of: it
-    cannot be read, is no such file, or belongs to another model.
+    A missing file counts as an empty one. Any other file without usable last indices is a warning:
+    it cannot be read, has another format, or belongs to another model.
     """
     try:
-        return _ends(_models(_read(path)), gradients)
+        return _last_indices(_models(_read(path)), gradients)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -64,8 +65,8 @@ def load(path: str, gradients: Sequence[Gradient]) -> list[int] | None:
 
 
 def digest(gradients: Sequence[Gradient]) -> str:
-    """What tells models apart: names, bytes and dtypes, in their order."""
-    listed = json.dumps([list(each) for each in gradients])
+    """Return the digest that identifies a model: names, bytes and dtypes in their order."""
+    listed = json.dumps([list(gradient) for gradient in gradients])
     return hashlib.sha256(listed.encode()).hexdigest()
 
 
@@ -75,37 +76,39 @@ def _read(path: str) -> Any:
 
 
 def _models(content: Any) -> dict[str, Any]:
-    """By digest, that which was learned last at the end. Raises `ValueError` for other content."""
+    """Return the models by digest, the latest last; raise `ValueError` for other content."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError("it holds no segmentation that hvdlite has learned")
     if content.get("version") != VERSION:
         raise ValueError(f"it has version {content.get('version')!r}, not {VERSION}")
     models = content.get("models")
-    if not isinstance(models, dict) or not all(isinstance(each, dict) for each in models.values()):
+    if not isinstance(models, dict) or not all(
+        isinstance(model, dict) for model in models.values()
+    ):
         raise ValueError(f"models: {models!r} are none")
     return models
 
 
-def _ends(models: dict[str, Any], gradients: Sequence[Gradient]) -> list[int]:
+def _last_indices(models: dict[str, Any], gradients: Sequence[Gradient]) -> list[int]:
     model = models.get(digest(gradients))
     if model is None:
         others = ", ".join(
-            f"of {each.get('gradients')} gradients and {each.get('bytes')} bytes"
-            for each in models.values()
+            f"of {other.get('gradients')} gradients and {other.get('bytes')} bytes"
+            for other in models.values()
         )
         raise ValueError(
             f"it was learned for another model ({others}); this one has {len(gradients)} gradients "
             f"and {_bytes(gradients)} bytes, other names, or another order"
         )
-    ends = model.get("ends")
-    if not isinstance(ends, list) or not all(type(end) is int for end in ends):
-        raise ValueError(f"ends: {ends!r} is no list of whole numbers")
-    check_ends(ends, gradients)
-    return ends
+    last_indices = model.get("ends")
+    if not isinstance(last_indices, list) or not all(type(index) is int for index in last_indices):
+        raise ValueError(f"ends: {last_indices!r} is no list of whole numbers")
+    check_last_indices(last_indices, gradients)
+    return last_indices
 
 
 def _bytes(gradients: Sequence[Gradient]) -> int:
-    return sum(each.bytes for each in gradients)
+    return sum(gradient.bytes for gradient in gradients)
 
 
 def _replace(path: str, text: str) -> None:

@@ -1,7 +1,8 @@
-"""The strategies: gradients in an order, with bytes, dtype and layer, in; where segments end, out.
+"""Segmentation strategies: each maps ordered gradients to the last index of each segment.
 
-This module never sends, sleeps or reads a clock. The law of all of them, by `segments_of`: every
-gradient is in exactly one segment, each segment holds one dtype, in the order of the gradients.
+`segments_of` guarantees that every gradient is in exactly one segment, that each segment holds one
+dtype, and that segments keep the order of the gradients. This module never sends, sleeps or reads
+a clock.
 
 The rules are those of Huawei HCCL's gradient split (`Size`, `Index`), of PaddlePaddle Fleet's
 communication fusion (`Megabytes`, `Count`), and of MindSpore's ``comm_fusion`` (`Threshold`).
@@ -16,21 +17,21 @@ from typing import ClassVar, NamedTuple, Protocol
 
 MIB = 1 << 20
 JOB_THRESHOLD_BYTES = 128 * MIB  # the default of the job's threshold
-MOST_SEGMENTS = 8  # that percentages or indices may ask for
-HCCL_DEFAULT = (96.54, 3.46)  # percent of the bytes
+MOST_SEGMENTS = 8  # the most segments of a split by percentages or indices, as in HCCL
+HCCL_DEFAULT = (96.54, 3.46)  # HCCL splits so, in percent of the bytes, when nothing is set
 
 
 class Gradient(NamedTuple):
-    """A dense gradient, as far as a strategy looks at it."""
+    """The properties of a dense gradient that strategies use."""
 
     name: str
     bytes: int
     dtype: str
-    path: str = ""  # of the parameter in its model, where that is not the name
+    path: str = ""  # path of the parameter in its model; empty where the name is the path
 
     @property
     def layer(self) -> str:
-        """The owner of the parameter, as names tell it: ``layer1.0.conv1`` of its ``weight``."""
+        """The layer that owns the parameter: ``layer1.0.conv1`` for ``layer1.0.conv1.weight``."""
         path = self.path or self.name
         head, _, _ = path.replace("/", ".").rpartition(".")
         return head or path
@@ -40,55 +41,56 @@ class Strategy(Protocol):
     """Cuts gradients into segments."""
 
     in_ready_order: ClassVar[bool]
-    """Whether gradients are given as they become ready; otherwise in the order of the model."""
+    """Whether the strategy expects gradients in ready order; otherwise in the model's order."""
 
     def __hash__(self) -> int:
-        """Equal strategies are the same."""
+        """Return the same hash for equal strategies, so that plans can be cached by strategy."""
 
     @property
-    def text(self) -> str:
-        """What a user can give to have this strategy."""
+    def spec(self) -> str:
+        """The spelling of this strategy that the user can give as ``segmentation``."""
 
-    def ends(self, gradients: Sequence[Gradient]) -> list[int]:
-        """The last index of each segment, ascending; the last is that of the last gradient.
+    def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
+        """Return the last index of each segment, ascending; the final one is the last gradient's.
 
-        Raises `ValueError` where it cannot be followed with these gradients.
+        Raises `ValueError` where the strategy does not fit these gradients.
         """
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A tensor with which a segment would exceed `bytes` opens the next one.
+    """Segments of at most `bytes`: a tensor that would overflow a segment opens the next one.
 
-    Without `bytes` nothing is planned: what is ready travels, fused up to the job's threshold.
+    Without `bytes` nothing is planned: gradients are reduced as they become ready, fused up to the
+    job's threshold. MindSpore's ``comm_fusion`` counts the opening tensor in the same way.
     """
 
     bytes: int | None = None
     in_ready_order: ClassVar[bool] = True
 
     @property
-    def text(self) -> str:
-        """See `Strategy.text`."""
+    def spec(self) -> str:
+        """See `Strategy.spec`."""
         return "threshold" if self.bytes is None else f"threshold:{self.bytes / MIB:g}"
 
-    def ends(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.ends`."""
+    def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
+        """See `Strategy.last_indices`."""
         limit = JOB_THRESHOLD_BYTES if self.bytes is None else self.bytes
-        ends: list[int] = []
-        filled = 0
+        last_indices: list[int] = []
+        filled_bytes = 0
         for index, gradient in enumerate(gradients):
-            if index and filled + gradient.bytes > limit:
-                ends.append(index - 1)
-                filled = 0
-            filled += gradient.bytes
-        return _closed(ends, gradients)
+            if index and filled_bytes + gradient.bytes > limit:
+                last_indices.append(index - 1)
+                filled_bytes = 0
+            filled_bytes += gradient.bytes
+        return _closed(last_indices, len(gradients))
 
 
 @dataclass(frozen=True)
 class Size:
     """Segments that hold, as nearly as whole gradients can, these percentages of all bytes.
 
-    Where it is not `strict`, there may be fewer gradients than percentages.
+    With `strict`, fewer gradients than percentages are an error.
     """
 
     percentages: tuple[float, ...] = HCCL_DEFAULT
@@ -96,63 +98,55 @@ class Size:
     in_ready_order: ClassVar[bool] = True
 
     @property
-    def text(self) -> str:
-        """See `Strategy.text`."""
-        return "size:" + ",".join(f"{each:g}" for each in self.percentages)
+    def spec(self) -> str:
+        """See `Strategy.spec`."""
+        return "size:" + ",".join(f"{share:g}" for share in self.percentages)
 
-    def ends(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.ends`."""
-        if (
-            self.strict and self.percentages != HCCL_DEFAULT
-        ):  # which makes one segment of one gradient
-            _check_number(self.text, len(self.percentages), gradients)
-        sums = list(accumulate(gradient.bytes for gradient in gradients))
-        ends: list[int] = []
-        for share in accumulate(self.percentages[:-1]):
-            goal = sums[-1] * share / 100 if sums else 0
-            first = ends[-1] + 1 if ends else 0
-            nearest = min(range(len(sums)), key=lambda index: abs(sums[index] - goal), default=0)
-            ends.append(max(nearest, first))
-            if ends[-1] >= len(gradients) - 1:
-                break
-        return _closed(ends, gradients)
+    def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
+        """See `Strategy.last_indices`."""
+        # HCCL's default is exempt: it yields one segment for a single gradient.
+        if self.strict and self.percentages != HCCL_DEFAULT:
+            _check_count(self.spec, len(self.percentages), gradients)
+        return nearest_indices(
+            list(accumulate(gradient.bytes for gradient in gradients)), self.percentages
+        )
 
 
 @dataclass(frozen=True)
 class Index:
-    """Segments that end with the gradients of these numbers.
+    """Segments that end with the gradients at these indices.
 
-    Where it is not `strict`, numbers beyond the last gradient are left out, and what follows the
-    last number is one more segment.
+    With `strict`, the final index must be that of the last gradient. Otherwise indices past the
+    last gradient are ignored, and the gradients after the final index form one more segment.
     """
 
-    last: tuple[int, ...]
+    indices: tuple[int, ...]
     strict: bool = True
     in_ready_order: ClassVar[bool] = True
 
     @property
-    def text(self) -> str:
-        """See `Strategy.text`."""
-        return "index:" + ",".join(map(str, self.last))
+    def spec(self) -> str:
+        """See `Strategy.spec`."""
+        return "index:" + ",".join(map(str, self.indices))
 
-    def ends(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.ends`."""
+    def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
+        """See `Strategy.last_indices`."""
         if self.strict:
-            _check_number(self.text, len(self.last), gradients)
-            if self.last[-1] != len(gradients) - 1:
+            _check_count(self.spec, len(self.indices), gradients)
+            if self.indices[-1] != len(gradients) - 1:
                 raise ValueError(
-                    f"{self.text}: the last index must be {len(gradients) - 1}, that of the last "
-                    f"of {len(gradients)} gradients, not {self.last[-1]}"
+                    f"{self.spec}: the last index must be {len(gradients) - 1}, that of the last "
+                    f"of {len(gradients)} gradients, not {self.indices[-1]}"
                 )
-        return _closed([end for end in self.last if end < len(gradients)], gradients)
+        return _closed([index for index in self.indices if index < len(gradients)], len(gradients))
 
 
 @dataclass(frozen=True)
 class Megabytes:
-    """Whole layers, until there are `size` MiB or more than `count` tensors in a segment.
+    """Whole layers, until a segment holds `size` MiB or more than `count` tensors.
 
-    A layer is never split, so a segment may hold more. `size` 0: one segment; below 0: one for
-    each layer. `count` 1 or less sets no limit.
+    A segment may overshoot, since a layer is never split. A `size` of 0 makes one segment, a
+    negative one a segment for each layer. A `count` of 1 or less sets no limit.
     """
 
     size: float = 32
@@ -160,91 +154,112 @@ class Megabytes:
     in_ready_order: ClassVar[bool] = False
 
     @property
-    def text(self) -> str:
-        """See `Strategy.text`."""
+    def spec(self) -> str:
+        """See `Strategy.spec`."""
         return f"mb:{self.size:g},{self.count}"
 
-    def ends(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.ends`."""
+    def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
+        """See `Strategy.last_indices`."""
         if self.size == 0:
-            return _closed([], gradients)
+            return _closed([], len(gradients))
         limit = max(self.size, 0) * MIB
         return _by_layer(gradients, limit, self.count)
 
 
 @dataclass(frozen=True)
 class Count:
-    """Whole layers, until there are more than `count` tensors in a segment."""
+    """Whole layers, until a segment holds more than `count` tensors."""
 
     count: int
     in_ready_order: ClassVar[bool] = False
 
     @property
-    def text(self) -> str:
-        """See `Strategy.text`."""
+    def spec(self) -> str:
+        """See `Strategy.spec`."""
         return f"count:{self.count}"
 
-    def ends(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.ends`."""
+    def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
+        """See `Strategy.last_indices`."""
         return _by_layer(gradients, float("inf"), self.count)
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Learned from what iterations measure: `Size` as HCCL's default before anything is known.
+    """Tuned from measured iterations; HCCL's default until the first measurements exist.
 
-    `file` holds what was learned: it is read if it is there, and written when tuning ends.
+    `file` keeps the tuned segmentation: it is read if it exists, and written when tuning ends.
     """
 
     file: str = ""
     in_ready_order: ClassVar[bool] = True
 
     @property
-    def text(self) -> str:
-        """See `Strategy.text`."""
+    def spec(self) -> str:
+        """See `Strategy.spec`."""
         return f"auto:{self.file}" if self.file else "auto"
 
-    def ends(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.ends`."""
-        return Size().ends(gradients)
+    def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
+        """See `Strategy.last_indices`."""
+        return Size().last_indices(gradients)
+
+
+def nearest_indices(sums: Sequence[float], percentages: Sequence[float]) -> list[int]:
+    """Return the last indices of segments that hold these percentages of the bytes most nearly.
+
+    `sums` are the cumulative bytes of the gradients. Of two indices that are equally near the goal
+    the earlier one ends the segment, as in HCCL.
+    """
+    last_indices: list[int] = []
+    for share in accumulate(percentages[:-1]):
+        goal = sums[-1] * share / 100 if sums else 0
+        first = last_indices[-1] + 1 if last_indices else 0
+        nearest = min(range(len(sums)), key=lambda index: abs(sums[index] - goal), default=0)
+        last_indices.append(max(nearest, first))
+        if last_indices[-1] >= len(sums) - 1:
+            break
+    return _closed(last_indices, len(sums))
 
 
 def segments_of(strategy: Strategy, gradients: Sequence[Gradient]) -> list[list[Gradient]]:
-    """The gradients, cut by the strategy, and each segment once more by dtype.
+    """Return the gradients of each segment; segments of several dtypes are divided by dtype.
 
-    Raises `ValueError` as `Strategy.ends` does.
+    Raises `ValueError` as `Strategy.last_indices` does.
     """
-    return [list(segment) for segment in _pieces(strategy, gradients)]
+    return [list(segment) for segment in _segments_of_one_dtype(strategy, gradients)]
 
 
-def _pieces(strategy: Strategy, gradients: Sequence[Gradient]) -> Iterator[list[Gradient]]:
+def _segments_of_one_dtype(
+    strategy: Strategy, gradients: Sequence[Gradient]
+) -> Iterator[list[Gradient]]:
     if not gradients:
         return
-    for before, end in pairwise([-1, *strategy.ends(gradients)]):
+    for previous_last, last in pairwise([-1, *strategy.last_indices(gradients)]):
         by_dtype: dict[str, list[Gradient]] = {}
-        for gradient in gradients[before + 1 : end + 1]:
+        for gradient in gradients[previous_last + 1 : last + 1]:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         yield from by_dtype.values()
 
 
 def _by_layer(gradients: Sequence[Gradient], limit_bytes: float, limit_count: int) -> list[int]:
-    ends: list[int] = []
-    tensors = filled = last = 0
+    last_indices: list[int] = []
+    tensors = filled_bytes = seen = 0
     for _, layer in groupby(gradients, key=lambda gradient: gradient.layer):
         for gradient in layer:
-            tensors, filled, last = tensors + 1, filled + gradient.bytes, last + 1
-        if (limit_count > 1 and tensors > limit_count) or filled >= limit_bytes:
-            ends.append(last - 1)
-            tensors = filled = 0
-    return _closed(ends, gradients)
+            tensors, filled_bytes, seen = tensors + 1, filled_bytes + gradient.bytes, seen + 1
+        # Fleet compares the count with ">" and the bytes with ">=".
+        if (limit_count > 1 and tensors > limit_count) or filled_bytes >= limit_bytes:
+            last_indices.append(seen - 1)
+            tensors = filled_bytes = 0
+    return _closed(last_indices, len(gradients))
 
 
-def _closed(ends: list[int], gradients: Sequence[Gradient]) -> list[int]:
-    """`ends`, the last of which is that of the last gradient."""
-    last = len(gradients) - 1
-    return ends if last < 0 or (ends and ends[-1] == last) else [*ends, last]
+def _closed(last_indices: list[int], count: int) -> list[int]:
+    """Return `last_indices`, completed so that the final segment ends with the last gradient."""
+    last = count - 1
+    complete = last < 0 or (last_indices and last_indices[-1] == last)
+    return last_indices if complete else [*last_indices, last]
 
 
-def _check_number(text: str, segments: int, gradients: Sequence[Gradient]) -> None:
+def _check_count(spec: str, segments: int, gradients: Sequence[Gradient]) -> None:
     if segments > len(gradients):
-        raise ValueError(f"{text}: {segments} segments of {len(gradients)} gradients")
+        raise ValueError(f"{spec}: {segments} segments of {len(gradients)} gradients")

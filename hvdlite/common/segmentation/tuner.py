@@ -1,11 +1,11 @@
-"""Finds where to cut by measuring: the state machine behind `auto`.
+"""The tuner: the state machine behind `auto`, which finds where to cut by measuring.
 
     warm up -> learn with the first split -> try what the model proposes -> freeze, and watch
                         ^                                                        |
                         +---------- the model or the network has changed --------+
 
-It runs on one rank, and all ranks follow what it decides. This module never sends, sleeps or reads
-a clock: it is a function of the iterations that it is told of.
+One rank runs it, and all ranks follow its decisions. This module never sends, sleeps or reads a
+clock: a decision depends on the observed iterations alone.
 """
 
 from __future__ import annotations
@@ -14,106 +14,119 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvdlite.common.segmentation.boundaries import check_ends, pasted
-from hvdlite.common.segmentation.cost import Forecast, Iteration, fit
-from hvdlite.common.segmentation.drift_detector import Watch
+from hvdlite.common.segmentation.boundaries import check_last_indices, split_call
+from hvdlite.common.segmentation.cost import Forecast, MeasuredIteration, fit
+from hvdlite.common.segmentation.drift_detector import DriftDetector
 from hvdlite.common.segmentation.search import neighbours, robust_cuts, worthwhile
 from hvdlite.common.segmentation.strategies import MOST_SEGMENTS, Gradient, Size
 from hvdlite.common.segmentation.trials import Trials
 
 WARMUP_ITERATIONS = 3  # of a job: memory is allocated, names are negotiated, caches are cold
-LEARN_ITERATIONS = 5  # with the first split, before anything is proposed
-MOST_ROUNDS = 3  # of proposing and trying: each knows more sizes of segments than the one before
-PROPOSED = 3  # of the model's best, in one round
-KEPT = 2  # of a round, that are tried again in the next one
-ALIKE_BYTES = 0.01  # cuts that differ by less than this share of all bytes are the same...
-ALIKE_TAIL = 0.02  # ...when the tails that are predicted differ by less than this share
+LEARN_ITERATIONS = 5  # measured with the first split before anything is proposed
+MOST_ROUNDS = 3  # of proposing and trying: each round has measured more sizes than the one before
+PROPOSED = 3  # the model's best proposals that one round tries
+KEPT = 2  # the best candidates of a round that the next round tries again
+# Two segmentations with equally many segments are alike when their cuts differ by less than this
+# share of all bytes, and their predicted tails by less than this share.
+ALIKE_BYTES = 0.01
+ALIKE_TAIL = 0.02
 
 
 class Decision(NamedTuple):
-    """What all ranks shall use from the next iteration on."""
+    """The segmentation that all ranks use from the next iteration on."""
 
-    ends: tuple[int, ...]  # the last index of each segment, as of `Strategy.ends`
-    frozen: bool  # nothing is tried any more
+    last_indices: tuple[int, ...]  # of the segments, as of `Strategy.last_indices`
+    frozen: bool  # tuning has ended
 
 
 class Tuner:
-    """Observes iterations, and decides which segmentation the next ones have."""
+    """The search for the segmentation with the shortest tail, one iteration at a time."""
 
-    def __init__(self, gradients: Sequence[Gradient], known: Sequence[int] | None = None) -> None:
-        """For these gradients, at least one, in ready order; other gradients are another tuner.
+    def __init__(self, gradients: Sequence[Gradient], saved: Sequence[int] | None = None) -> None:
+        """Tune at least one gradient; `gradients` are in ready order and stay the same.
 
-        With `known` ends, of an earlier run, nothing is tried until something changes by much; the
-        first `decide` tells of them. Raises `ValueError` where they are not of these gradients.
+        `saved` last indices of an earlier run are frozen until the drift detector sees a change;
+        the first `decide` returns them. Raises `ValueError` where they do not fit `gradients`.
         """
         self._gradients = tuple(gradients)
-        self._sizes = [each.bytes for each in gradients]
-        self._seen: list[Iteration] = []  # since learning began
+        self._sizes = [gradient.bytes for gradient in gradients]
+        self._measured: list[MeasuredIteration] = []  # since learning began
+        # Set while candidates alternate; None while learning and while frozen.
         self._trials: Trials | None = None
-        self._watch: Watch | None = None
-        self._to_drop = WARMUP_ITERATIONS
+        # Set while frozen.
+        self._drift: DriftDetector | None = None
+        self._to_drop = WARMUP_ITERATIONS  # the next iterations, which do not count
         self._rounds = 0
         self._tried: list[tuple[int, ...]] = []
+        # Set by a change of segmentation, until `decide` returns it.
         self._decision: Decision | None = None
-        self.ends: list[int] = Size().ends(self._gradients)  # in force
-        if known is not None:
-            check_ends(known, self._gradients)
-            self._freeze(tuple(known))
+        self.last_indices: list[int] = Size().last_indices(self._gradients)  # in force
+        if saved is not None:
+            check_last_indices(saved, self._gradients)
+            self._freeze(tuple(saved))
         elif len(self._gradients) == 1:
             self._freeze((0,))
 
     @property
     def frozen(self) -> bool:
-        """Whether nothing is tried at present."""
-        return self._watch is not None
+        """Whether tuning has ended, at least until the drift detector sees a change."""
+        return self._drift is not None
 
     @property
-    def text(self) -> str:
-        """The segmentation in force, as a line that can be pasted into a script."""
-        return pasted(self.ends, self._gradients)
+    def call(self) -> str:
+        """The call that sets the segmentation in force, as source code to paste into a script."""
+        return split_call(self.last_indices, self._gradients)
 
-    def observe(self, iteration: Iteration) -> None:
-        """Take in what was measured of the latest iteration.
+    def observe(self, iteration: MeasuredIteration) -> None:
+        """Record the latest iteration.
 
-        One that cannot be compared, with gradients missing or nothing sent, does not count.
+        An iteration that cannot be compared, with gradients missing or nothing sent, is ignored.
         """
-        if not self._counts(iteration):
+        if not self._is_comparable(iteration):
             return
         if self._to_drop:
             self._to_drop -= 1
-        elif self._watch is not None:
-            if self._watch.changed(iteration):
-                self._begin_again()
+        elif self._drift is not None:
+            if self._drift.changed(iteration):
+                self._restart()
         elif self._trials is not None:
-            self._seen.append(iteration)
-            self._try(self._trials, iteration)
+            self._measured.append(iteration)
+            self._continue_trials(self._trials, iteration)
         else:
-            self._seen.append(iteration)
-            if len(self._seen) >= LEARN_ITERATIONS:
+            self._measured.append(iteration)
+            if len(self._measured) >= LEARN_ITERATIONS:
                 self._propose(None)
 
     def decide(self) -> Decision | None:
-        """What all ranks shall use from the next iteration on; None: go on as it is."""
+        """Return the segmentation that all ranks use from now on; None: the one in force stays."""
         decision, self._decision = self._decision, None
         return decision
 
     # -- phases
 
-    def _try(self, trials: Trials, iteration: Iteration) -> None:
+    def _continue_trials(self, trials: Trials, iteration: MeasuredIteration) -> None:
         trials.observe(iteration)
         if trials.finished:
             self._propose(trials)
-        elif trials.current != tuple(self.ends):
+        elif trials.current != tuple(self.last_indices):
             self._use(trials.current, frozen=False)
 
-    def _propose(self, tried: Trials | None) -> None:
-        """Try what the model proposes now, beside the best of those tried; or freeze the best."""
-        forecast = fit(self._seen, self._sizes)
-        ranking = tried.ranking(forecast.tail) if tried else []
-        new = [ends for ends in self._candidates(forecast) if not self._known(forecast, ends)]
+    def _propose(self, trials: Trials | None) -> None:
+        """Begin a round of trials with the model's proposals, or freeze the best candidate.
+
+        A round also tries the best candidates of the round before, `trials`, since measurements of
+        different rounds cannot be compared where the machine drifts.
+        """
+        forecast = fit(self._measured, self._sizes)
+        ranking = trials.ranking(forecast.tail) if trials else []
+        new = [
+            candidate
+            for candidate in self._candidates(forecast)
+            if not any(self._alike(forecast, candidate, tried) for tried in self._tried)
+        ]
         if ranking:
-            worth_it = (1 - ALIKE_TAIL) * forecast.tail(ranking[0])
-            new = [ends for ends in new if forecast.tail(ends) < worth_it]
+            worthwhile_tail = (1 - ALIKE_TAIL) * forecast.tail(ranking[0])
+            new = [candidate for candidate in new if forecast.tail(candidate) < worthwhile_tail]
         if ranking and (not new or self._rounds == MOST_ROUNDS):
             self._freeze(ranking[0])
             return
@@ -123,49 +136,50 @@ class Tuner:
         self._use(self._trials.current, frozen=False)
 
     def _candidates(self, forecast: Forecast) -> list[tuple[int, ...]]:
-        """The few best, those of the rules beside the best, one segment, and HCCL's; distinct."""
+        """Return the model's best proposals, all distinct.
+
+        The first round adds what the rules of thumb derive from the best one, a single segment, and
+        HCCL's default: a model of few measurements may be wrong.
+        """
         proposals = worthwhile(robust_cuts(forecast, MOST_SEGMENTS))
-        found = [proposal.ends for proposal in proposals[: -PROPOSED - 1 : -1]]
+        candidates = [proposal.last_indices for proposal in proposals[: -PROPOSED - 1 : -1]]
         if self._rounds == 0:
-            one = (len(self._gradients) - 1,)
-            near = neighbours(forecast.model(0.5), found[0])
-            found += [*near, one, tuple(Size().ends(self._gradients))]
-        return list(dict.fromkeys(found))
+            single = (len(self._gradients) - 1,)
+            near = neighbours(forecast.model(0.5), candidates[0])
+            candidates += [*near, single, tuple(Size().last_indices(self._gradients))]
+        return list(dict.fromkeys(candidates))
 
-    def _known(self, forecast: Forecast, ends: tuple[int, ...]) -> bool:
-        """Whether it was tried already, or something that is hardly different."""
-        return any(self._alike(forecast, ends, tried) for tried in self._tried)
-
-    def _alike(self, forecast: Forecast, ends: tuple[int, ...], other: tuple[int, ...]) -> bool:
-        if len(ends) != len(other):
+    def _alike(self, forecast: Forecast, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        """Return whether two segmentations are too similar to be worth two trials."""
+        if len(one) != len(other):
             return False
         sums = forecast.sums
-        apart = max(abs(sums[a] - sums[b]) for a, b in zip(ends, other, strict=True))
-        if ends != other and apart > ALIKE_BYTES * sums[-1]:
+        distance = max(abs(sums[a] - sums[b]) for a, b in zip(one, other, strict=True))
+        if one != other and distance > ALIKE_BYTES * sums[-1]:
             return False
-        tails = forecast.tail(ends), forecast.tail(other)
+        tails = forecast.tail(one), forecast.tail(other)
         return abs(tails[0] - tails[1]) <= ALIKE_TAIL * max(tails)
 
-    def _freeze(self, ends: tuple[int, ...]) -> None:
-        self._watch = Watch()
+    def _freeze(self, last_indices: tuple[int, ...]) -> None:
+        self._drift = DriftDetector()
         self._trials = None
-        self._seen = []
-        self._to_drop = max(self._to_drop, 1)  # the first one with other segments
-        self._use(ends, frozen=True)
+        self._measured = []
+        self._to_drop = max(self._to_drop, 1)  # the first iteration pays for the new segments
+        self._use(last_indices, frozen=True)
 
-    def _begin_again(self) -> None:
-        self._watch = None
+    def _restart(self) -> None:
+        self._drift = None
         self._tried = []
         self._rounds = 0
-        self._use(tuple(self.ends), frozen=False)
+        self._use(tuple(self.last_indices), frozen=False)
 
-    def _use(self, ends: tuple[int, ...], frozen: bool) -> None:
-        self.ends = list(ends)
-        self._decision = Decision(ends, frozen)
+    def _use(self, last_indices: tuple[int, ...], frozen: bool) -> None:
+        self.last_indices = list(last_indices)
+        self._decision = Decision(last_indices, frozen)
 
     # -- checks
 
-    def _counts(self, iteration: Iteration) -> bool:
+    def _is_comparable(self, iteration: MeasuredIteration) -> bool:
         if len(iteration.ready) != len(self._gradients) or not iteration.segments:
             return False
         return all(map(math.isfinite, (*iteration.ready, iteration.backward_end, iteration.end)))
