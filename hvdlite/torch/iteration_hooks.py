@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.iterations.marks import Steps
+from hvdlite.common.iterations.marks import StepMarks
 
 UNSEEN_STEPS = 2  # after which forward is not looked for any more
 
@@ -27,7 +27,9 @@ UNSEEN_STEPS = 2  # after which forward is not looked for any more
 class IterationHooks:
     """The hooks of one optimizer for one trace, from the beginning until `remove`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, steps: Steps, ends_later: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, steps: StepMarks, ends_later: bool
+    ) -> None:
         """With `ends_later` the optimizer itself calls `on_iteration_end`."""
         self._optimizer = weakref.ref(optimizer)
         self._steps = steps

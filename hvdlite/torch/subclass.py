@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from hvdlite.common.gradients.buckets import Terms
-from hvdlite.common.iterations.marks import Steps
+from hvdlite.common.iterations.marks import StepMarks
 from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.torch.iteration_hooks import IterationHooks
 
@@ -32,7 +32,7 @@ class Wrapped(torch.optim.Optimizer):
         finally:
             self._in_own_step = False
 
-    def trace_steps(self, steps: Steps) -> Callable[[], None]:
+    def trace_steps(self, steps: StepMarks) -> Callable[[], None]:
         """Tell `steps` of every iteration, until what this returns is called."""
         hooks = IterationHooks(self, steps, self._communicates_after_step)
         self._trace_hooks = (*self._trace_hooks, hooks)

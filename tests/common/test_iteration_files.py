@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.common.iterations.files import RowsFormatError, open_rows, read_rows
-from hvdlite.common.iterations.rows import IterationRow, Marks, SegmentTimes, make_row, overlap_of
+from hvdlite.common.iterations.rows import (
+    IterationRow,
+    IterationTimes,
+    SegmentTimes,
+    make_row,
+    overlap_of,
+)
 
 SCALARS = (
     "iteration", "rank", "fp_start", "fp_end", "bp_end", "iteration_end", "fp_bp_time", "tail",
@@ -23,7 +29,7 @@ SCALARS = (
 def row(iteration: int, *segments: tuple[float, float, int], rank: int = 0) -> IterationRow:
     """Forward takes 1 s, backward 2 s, and the optimizer 0.5 s of the next 2 s."""
     start = 10.0 * iteration
-    marks = Marks(start, start + 1, start + 3, 0.5, start + 5)
+    marks = IterationTimes(start, start + 1, start + 3, 0.5, start + 5)
     times = [SegmentTimes(start + a, start + b, n) for a, b, n in segments]
     return make_row(iteration, rank, marks, times, None if iteration == 0 else start - 4, 0.0)
 
@@ -39,7 +45,7 @@ def test_what_is_derived() -> None:
 
 
 def test_the_common_clock_moves_times_and_no_durations() -> None:
-    marks = Marks(1.0, 2.0, 3.0, 0.5, 5.0)
+    marks = IterationTimes(1.0, 2.0, 3.0, 0.5, 5.0)
     moved = make_row(0, 0, marks, [SegmentTimes(2.5, 3.5, 1)], 0.25, 100.0)
     plain = make_row(0, 0, marks, [SegmentTimes(2.5, 3.5, 1)], 0.25, 0.0)
     assert moved[2:6] == (101.0, 102.0, 103.0, 105.0)
@@ -48,7 +54,9 @@ def test_the_common_clock_moves_times_and_no_durations() -> None:
 
 
 def test_what_was_not_seen_is_none() -> None:
-    made = make_row(0, 0, Marks(1.0, None, None, None, 5.0), [SegmentTimes(2, 3, 1)], None, 0.0)
+    made = make_row(
+        0, 0, IterationTimes(1.0, None, None, None, 5.0), [SegmentTimes(2, 3, 1)], None, 0.0
+    )
     assert made.fp_end is made.bp_end is made.fp_bp_time is made.tail is made.overlap is None
 
 

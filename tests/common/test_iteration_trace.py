@@ -11,7 +11,7 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.iterations.files import CsvFile, ParquetFile, read_rows
-from hvdlite.common.iterations.marks import Steps
+from hvdlite.common.iterations.marks import StepMarks
 from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.plain.entries import SegmentRun
@@ -43,12 +43,12 @@ def run_of(*names: str) -> SegmentRun:
 )
 def test_gradients_are_known_by_their_names(name: str, taken: bool) -> None:
     names = ["conv.weight"]
-    steps = Steps(lambda: names, lambda marks, runs: True)
-    assert steps.takes(run_of(name)) == taken
-    assert steps.takes(run_of("allreduce.loss", name)) == taken
-    assert not steps.takes(run_of("allreduce.new"))
+    steps = StepMarks(lambda: names, lambda marks, runs: True)
+    assert steps.owns(run_of(name)) == taken
+    assert steps.owns(run_of("allreduce.loss", name)) == taken
+    assert not steps.owns(run_of("allreduce.new"))
     names.append("new")
-    assert steps.takes(run_of("allreduce.new"))
+    assert steps.owns(run_of("allreduce.new"))
 
 
 def block(trace: Any, count: int = 1) -> None:

@@ -1,7 +1,7 @@
-"""The iteration trace in files: CSV, which grows by rows, and Parquet, written at the end.
+"""The files of the iteration trace: CSV, which grows by rows, and Parquet, written at the end.
 
-The number of segments is not known in advance. When a row has more than any before it, a CSV file
-is written anew with more columns, and takes the place of the old one at once.
+The number of segments is not known in advance. When a row has more of them than the file has
+columns for, a wider CSV file is written, which then replaces the old one atomically.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any, Protocol
 from hvdlite.common.iterations.rows import WHOLE, IterationRow, cells, columns, row_of
 from hvdlite.common.plain.config import trace_path
 
-CHUNK_ROWS = 10_000  # that wait for the Parquet file as Python objects
+CHUNK_ROWS = 10_000  # rows kept as Python objects before they become an Arrow table
 
 
 class RowsFormatError(ValueError):
-    """A file is no iteration trace; the text names it."""
+    """The error that a file is no iteration trace; the message names the file."""
 
 
 class RowsFile(Protocol):
-    """A file that takes rows."""
+    """A file to which rows are appended."""
 
     path: str
 
     def append(self, rows: Sequence[IterationRow]) -> None:
-        """Take rows. Raises `OSError`."""
+        """Append rows; raise `OSError` when they cannot be written."""
 
     def close(self) -> None:
-        """The file is complete. Raises `OSError`."""
+        """Complete the file; raise `OSError` when it cannot be written."""
 
 
 def check_path(path: str) -> None:
-    """Raises `ValueError` unless the suffix is that of a kind of file."""
+    """Raise `ValueError` unless the suffix is ``.csv`` or ``.parquet``."""
     try:
         trace_path(path)
     except ValueError as error:
@@ -45,7 +45,7 @@ def check_path(path: str) -> None:
 
 
 def open_rows(path: str) -> RowsFile:
-    """The file `path`, which is overwritten: CSV or Parquet, as its suffix says.
+    """Open the file `path` for writing: CSV or Parquet, by its suffix. An old file is replaced.
 
     Raises `ValueError` for another suffix, `OSError` when it cannot be written, and `ImportError`
     for Parquet without pyarrow.
@@ -55,26 +55,27 @@ def open_rows(path: str) -> RowsFile:
 
 
 class CsvFile:
-    """Rows are in the file when `append` returns."""
+    """A CSV file; rows are in it when `append` returns."""
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
-        self._segments = 0  # for which there are columns
+        self._segments = 0  # the number of segments that the columns have room for
         self._file = open(self.path, "w", encoding="utf-8", newline="")  # noqa: SIM115
         self._write([columns(0)])
 
     def append(self, rows: Sequence[IterationRow]) -> None:
+        """See `RowsFile.append`."""
         segments = max((len(row.segments) for row in rows), default=0)
         if segments > self._segments:
             self._widen(segments)
-        self._write(map(self._texts, rows))
+        self._write(map(self._format, rows))
 
-    def _texts(self, row: IterationRow) -> list[str]:
-        texts = [
+    def _format(self, row: IterationRow) -> list[str]:
+        formatted = [
             "" if value is None else f"{value:.9f}" if isinstance(value, float) else str(value)
             for value in cells(row)
         ]
-        return [*texts, *[""] * (len(columns(self._segments)) - len(texts))]
+        return [*formatted, *[""] * (len(columns(self._segments)) - len(formatted))]
 
     def _widen(self, segments: int) -> None:
         more = "," * (len(columns(segments)) - len(columns(self._segments)))
@@ -98,23 +99,25 @@ class CsvFile:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(lines)
         self._file.write(text.getvalue())
-        self._file.flush()  # of whole lines: a run that is killed leaves a good file
+        self._file.flush()  # whole lines only, so that a killed run leaves a good file
 
     def close(self) -> None:
+        """See `RowsFile.close`."""
         self._file.close()
 
 
 class ParquetFile:
-    """Rows wait in memory, some hundred bytes each, until `close` writes them."""
+    """A Parquet file; rows wait in memory, some hundred bytes each, until `close` writes them."""
 
     def __init__(self, path: str) -> None:
         self._arrow, self._parquet = _pyarrow()
         self.path = os.path.abspath(path)
         self._rows: list[IterationRow] = []
         self._tables: list[Any] = []
-        Path(self.path).write_bytes(b"")  # what cannot be written is refused now
+        Path(self.path).write_bytes(b"")  # an unwritable path fails now, not at the end of the run
 
     def append(self, rows: Sequence[IterationRow]) -> None:
+        """See `RowsFile.append`."""
         self._rows.extend(rows)
         if len(self._rows) >= CHUNK_ROWS:
             self._pack()
@@ -126,15 +129,19 @@ class ParquetFile:
             name: arrow.int64() if name in WHOLE or name.endswith("_bytes") else arrow.float64()
             for name in names
         }
-        filled = ([*own, *[None] * (len(names) - len(own))] for own in map(cells, self._rows))
+        filled = (
+            [*values, *[None] * (len(names) - len(values))] for values in map(cells, self._rows)
+        )
         values = list(zip(*filled, strict=True)) or [()] * len(names)
         arrays = {
-            name: arrow.array(each, types[name]) for name, each in zip(names, values, strict=True)
+            name: arrow.array(column, types[name])
+            for name, column in zip(names, values, strict=True)
         }
         self._tables.append(arrow.table(arrays))
         self._rows = []
 
     def close(self) -> None:
+        """See `RowsFile.close`."""
         if self._rows or not self._tables:
             self._pack()
         table = self._arrow.concat_tables(self._tables, promote_options="default")
@@ -155,7 +162,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def read_rows(path: str) -> list[IterationRow]:
-    """The rows of a file. A last line of CSV that is not complete is left out.
+    """Return the rows of a file; an incomplete last line of CSV is left out.
 
     Raises `OSError`, `RowsFormatError` that names the file and the place, and `ImportError`.
     """

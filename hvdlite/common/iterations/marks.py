@@ -1,28 +1,33 @@
-"""One iteration while it goes on: what its trainer or its block tells of it, and its gradients."""
+"""One iteration while it runs: the times that its trainer or block marks, and its reductions."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from hvdlite.common.iterations.rows import Marks
+from hvdlite.common.iterations.rows import IterationTimes
 from hvdlite.common.plain.entries import SegmentRun
 
 now = time.monotonic
 
 
-class Steps:
-    """The marks of the iteration that one trainer is in, and its gradients that have travelled."""
+class StepMarks:
+    """The marks of the step that one trainer is in, and the reductions of its gradients."""
 
     def __init__(
         self,
         names: Callable[[], Collection[str]],
-        end: Callable[[Marks, list[SegmentRun]], bool],
+        end: Callable[[IterationTimes, list[SegmentRun]], bool],
     ) -> None:
-        """`names` are those of the gradients; `end` is told of an iteration, and may refuse it."""
+        """Mark steps of the trainer whose gradients have these `names`.
+
+        `end` receives the times and reductions of each finished step; it returns whether it accepts
+        them.
+        """
         self._names = names
         self._end = end
-        self._known_names: frozenset[str] = frozenset()
+        # A copy of `names`, made again when their number changes: building it each time is slow.
+        self._cached_names: frozenset[str] = frozenset()
         self._clear()
 
     def _clear(self) -> None:
@@ -34,91 +39,91 @@ class Steps:
         self._optimizer_start = 0.0
 
     def forward_started(self) -> None:
-        """Forward begins; the first time in an iteration counts."""
+        """Mark the beginning of forward; the first mark in a step counts."""
         if self.fp_start is None:
             self.fp_start = now()
 
     def forward_ended(self) -> None:
-        """A model has its output; the last time in an iteration counts."""
+        """Mark that the model has its output; the last mark in a step counts."""
         self.fp_end = now()
 
     def backward_ended(self) -> None:
-        """A backward pass has ended; the last one counts."""
+        """Mark the end of a backward pass; the last mark in a step counts."""
         self.bp_end = now()
 
     def optimizer_started(self) -> None:
-        """The optimizer begins its own step."""
+        """Mark the beginning of the optimizer's own step."""
         self._optimizer_start = now()
 
     def optimizer_ended(self) -> None:
-        """The optimizer's own step has ended. What a closure did inside it is not part of it."""
+        """Mark the end of the optimizer's own step, without the work of a closure inside it."""
         starts = [self._optimizer_start, self.bp_end or 0.0, *(run.end for run in self.runs)]
         self.optimizer_time = max(now() - max(starts), 0.0)
 
     def ended(self) -> bool:
-        """The iteration has ended. Whether it makes a row; not without its beginning."""
-        marks = Marks(self.fp_start, self.fp_end, self.bp_end, self.optimizer_time, now())
-        taken = self._end(marks, self.runs)
+        """Mark the end of the step; return whether it makes a row, which needs its beginning."""
+        times = IterationTimes(self.fp_start, self.fp_end, self.bp_end, self.optimizer_time, now())
+        accepted = self._end(times, self.runs)
         self._clear()
-        return taken
+        return accepted
 
     def start_over(self) -> None:
-        """Gradients were thrown away, and with them what led to them; if anything has."""
+        """Discard the marks, if a backward pass has ended: its gradients were thrown away."""
         if self.bp_end is not None:
             self._clear()
 
-    def takes(self, run: SegmentRun) -> bool:
-        """Whether these are gradients of this trainer."""
+    def owns(self, run: SegmentRun) -> bool:
+        """Return whether a reduction is of gradients of this trainer."""
         names = self._names()
-        if len(names) != len(self._known_names):
-            self._known_names = frozenset(names)
-        return run.gradient_of(self._known_names) is not None
+        if len(names) != len(self._cached_names):
+            self._cached_names = frozenset(names)
+        return run.gradient_of(self._cached_names) is not None
 
 
-class Iteration:
-    """A block that is one iteration: forward begins where it begins, the step ends where it ends.
+class IterationMarks:
+    """The marks of a block that is one iteration: it begins with forward and ends with the step.
 
-    What is not told is taken from the hooks of a distributed optimizer, where there is one. The end
-    of backward, otherwise, is when the last gradient was handed over.
+    Marks that the user leaves out come from the hooks of a distributed optimizer, where there is
+    one. Without either, backward ends when the last gradient is submitted.
     """
 
     def __init__(
         self,
-        begin: Callable[[Iteration], None],
-        end: Callable[[Marks | None, list[SegmentRun]], None],
+        begin: Callable[[IterationMarks], None],
+        end: Callable[[IterationTimes | None, list[SegmentRun]], None],
     ) -> None:
-        """`end` is told of None when the block has raised."""
+        """Call `begin` on entry and `end` on exit, with None for the times if the block raised."""
         self._begin = begin
         self._end = end
         self._start = 0.0
         self._forward_end: float | None = None
         self._backward_end: float | None = None
         self._reduced: float | None = None
-        self._hooked: list[Marks] = []  # of steps that optimizers have made in the block
+        self._hooked: list[IterationTimes] = []  # of the steps of optimizers inside the block
         self.runs: list[SegmentRun] = []
 
     def forward_done(self) -> None:
-        """The model has its output; the last call counts."""
+        """Mark that the model has its output; the last call counts."""
         self._forward_end = now()
 
     def backward_done(self) -> None:
-        """This rank has all its gradients; the last call counts."""
+        """Mark that this rank has all its gradients; the last call counts."""
         self._backward_end = now()
 
     def reduced(self) -> None:
-        """The gradients of all ranks are here, and only the optimizer's own step is left."""
+        """Mark that all gradients are reduced, and only the optimizer's own step is left."""
         self._reduced = now()
 
-    def absorb(self, marks: Marks, runs: list[SegmentRun]) -> None:
-        """An optimizer with hooks has made a step inside the block."""
-        self._hooked.append(marks)
+    def absorb(self, times: IterationTimes, runs: list[SegmentRun]) -> None:
+        """Record the step of an optimizer with hooks inside the block."""
+        self._hooked.append(times)
         self.runs += runs
 
     def discard(self) -> None:
         """End the block without a row."""
         self._end(None, self.runs)
 
-    def __enter__(self) -> Iteration:
+    def __enter__(self) -> IterationMarks:
         self._begin(self)
         self._start = now()
         return self
@@ -128,21 +133,23 @@ class Iteration:
         if kind is not None:
             self.discard()
         else:
-            self._end(self._marks(end), self.runs)
+            self._end(self._times(end), self.runs)
 
-    def _marks(self, end: float) -> Marks:
+    def _times(self, end: float) -> IterationTimes:
         hooked = self._hooked
-        own = [each.optimizer_time for each in hooked if each.optimizer_time is not None]
+        in_optimizers = [
+            times.optimizer_time for times in hooked if times.optimizer_time is not None
+        ]
         last_ready = _latest(run.ready for run in self.runs)
-        return Marks(
+        return IterationTimes(
             self._start,
-            self._forward_end or _latest(each.fp_end for each in hooked),
-            self._backward_end or _latest(each.bp_end for each in hooked) or last_ready,
-            end - self._reduced if self._reduced else sum(own) if own else None,
+            self._forward_end or _latest(times.fp_end for times in hooked),
+            self._backward_end or _latest(times.bp_end for times in hooked) or last_ready,
+            end - self._reduced if self._reduced else sum(in_optimizers) if in_optimizers else None,
             end,
         )
 
 
 def _latest(times: Iterable[float | None]) -> float | None:
-    """The last of the times that are known; 0 is not."""
-    return max((each for each in times if each), default=None)
+    """Return the last time; None and 0 stand for times that were not marked."""
+    return max((seconds for seconds in times if seconds), default=None)

@@ -1,4 +1,4 @@
-"""The rows of the iteration trace: when one iteration did what on one rank, and what follows."""
+"""The rows of the iteration trace: the phases of one iteration on one rank, and derived times."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 
 class SegmentTimes(NamedTuple):
-    """Gradients that travelled together; seconds of the common clock."""
+    """One reduction of gradients; times are seconds of the common clock."""
 
     start: float
     end: float
-    bytes: int  # of this rank's gradients
+    bytes: int  # the bytes of this rank's gradients in it
 
 
 class IterationRow(NamedTuple):
@@ -26,13 +26,13 @@ class IterationRow(NamedTuple):
     fp_bp_time: float | None  # from fp_start to bp_end
     tail: float | None  # from bp_end to iteration_end, less optimizer_time
     optimizer_time: float | None  # the optimizer's own step, without waiting for other ranks
-    data_time: float | None  # from the end of the iteration before; None for the first
+    data_time: float | None  # from the end of the previous iteration; None for the first
     overlap: float | None  # share of the communication that lies before bp_end, 0 to 1
     segments: tuple[SegmentTimes, ...]  # in the order in which they ran
 
 
-class Marks(NamedTuple):
-    """What was seen of one iteration, in seconds of this rank's monotonic clock."""
+class IterationTimes(NamedTuple):
+    """The measured times of one iteration, in seconds of this rank's monotonic clock."""
 
     fp_start: float | None
     fp_end: float | None
@@ -44,16 +44,16 @@ class Marks(NamedTuple):
 def make_row(
     iteration: int,
     rank: int,
-    marks: Marks,
+    times: IterationTimes,
     segments: Sequence[SegmentTimes],
-    before: float | None,
+    previous_end: float | None,
     shift: float,
 ) -> IterationRow:
-    """A row on the common clock, which is `shift` seconds ahead of the one of all arguments.
+    """Return a row on the common clock, which is `shift` seconds ahead of the arguments' clock.
 
-    `before` is when the iteration before has ended; the beginning of this one was seen.
+    `previous_end` is the end of the previous iteration. The beginning of this one must be known.
     """
-    fp_start, fp_end, bp_end, optimizer_time, end = marks
+    fp_start, fp_end, bp_end, optimizer_time, end = times
     assert fp_start is not None
     ordered = sorted(segments)
     return IterationRow(
@@ -66,16 +66,16 @@ def make_row(
         None if bp_end is None else bp_end - fp_start,
         None if bp_end is None else end - bp_end - (optimizer_time or 0.0),
         optimizer_time,
-        None if before is None else fp_start - before,
+        None if previous_end is None else fp_start - previous_end,
         None if bp_end is None else overlap_of(ordered, bp_end),
         tuple(SegmentTimes(start + shift, stop + shift, size) for start, stop, size in ordered),
     )
 
 
 def overlap_of(segments: Sequence[SegmentTimes], bp_end: float) -> float | None:
-    """Which share of the communication lies before `bp_end`; None where there is none."""
-    total = sum(each.end - each.start for each in segments)
-    hidden = sum(max(min(each.end, bp_end) - each.start, 0.0) for each in segments)
+    """Return the share of the communication before `bp_end`; None without communication."""
+    total = sum(segment.end - segment.start for segment in segments)
+    hidden = sum(max(min(segment.end, bp_end) - segment.start, 0.0) for segment in segments)
     return hidden / total if total > 0 else None
 
 
@@ -83,22 +83,26 @@ def overlap_of(segments: Sequence[SegmentTimes], bp_end: float) -> float | None:
 
 _PARTS = SegmentTimes._fields
 SCALARS = IterationRow._fields[:-1]
-WHOLE = ("iteration", "rank")
+WHOLE = ("iteration", "rank")  # the columns of integers, besides those of bytes
 
 
 def columns(segments: int) -> list[str]:
-    """The names of the columns of rows with up to so many segments, which are counted from 1."""
+    """Return the column names of rows with up to `segments` segments, numbered from 1."""
     parts = [f"allreduce_{k + 1}_{part}" for k in range(segments) for part in _PARTS]
     return [*SCALARS, *parts]
 
 
 def cells(row: IterationRow) -> list[Any]:
-    """The row's values, in the order of `columns`."""
+    """Return the row's values, in the order of `columns`."""
     return [*row[:-1], *(value for segment in row.segments for value in segment)]
 
 
 def row_of(values: Mapping[str, Any]) -> IterationRow:
-    """The row from its columns; an empty cell is None or "". Raises `ValueError`, `KeyError`."""
+    """Return the row of these columns; an empty cell is None or "".
+
+    Raises `ValueError` for a cell that is no number or must not be empty, and `KeyError` for a
+    missing column.
+    """
 
     def number(name: str) -> Any:
         value = values[name]

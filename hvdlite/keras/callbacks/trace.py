@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdlite.common.iterations.marks import Iteration
+from hvdlite.common.iterations.marks import IterationMarks
 from hvdlite.common.iterations.trace import IterationTrace
 from hvdlite.keras.callbacks.base import Callback
 
@@ -22,7 +22,7 @@ class IterationTraceCallback(Callback):
     def __init__(self, trace: IterationTrace) -> None:
         super().__init__()
         self._trace = trace
-        self._batch: Iteration | None = None
+        self._batch: IterationMarks | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Discard the batch that raised in a `fit` before this one."""
