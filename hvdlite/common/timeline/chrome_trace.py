@@ -1,6 +1,6 @@
-"""The file behind the timeline: events in Chrome's trace format, as Horovod writes them.
+"""The timeline's file: events in Chrome's trace format, with the event names of Horovod.
 
-This module knows neither threads nor queues: `Trace` is told what happened when, in order.
+This module has no threads and no queues: `TraceWriter` receives timed records in order.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-ENGINE_TRACK = "[engine]"  # what the engine thread does
-SEGMENT_TRACK = "[segments]"  # tensors that travel together, and their bytes
-HEAD_PID = 0  # carries what is about the whole file
+ENGINE_TRACK = "[engine]"  # the track of the engine thread's states
+SEGMENT_TRACK = "[segments]"  # the track of segments, with their bytes
+HEAD_PID = 0  # the "process" of events that describe the whole file
 NEGOTIATE_PREFIX = "NEGOTIATE_"
-TRACKS = 1 << 15  # tensor names that are remembered; the one that is longest unused goes first
+TRACKS = 1 << 15  # the most open tracks; the least recently used one is dropped
 
 
 class TraceFile:
-    """A JSON array on disk that grows by whole batches and is complete after each."""
+    """A JSON array on disk, one event a line, that is complete after each batch of events."""
 
     TAIL = b"\n]\n"
 
     def __init__(self, path: str, first: str) -> None:
+        """Replace the file `path` by an array of the event `first`.
+
+        Raises `OSError` that names the path when it cannot be written or is no regular file.
+        """
         self.path = os.path.abspath(path)
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
@@ -42,20 +46,21 @@ class TraceFile:
             raise error if error.filename else _unwritable(error.errno, path) from None
 
     def append(self, events: Iterable[str]) -> None:
-        """Write `events` over the final bracket, with a new one, in one call."""
-        # The file's own size says where the end is: an interrupted call cannot leave us wrong.
+        """Overwrite the final bracket with `events` and a new bracket, in one system call."""
+        # The file's size is the position: a count of our own would be wrong after a failed call.
         end = os.fstat(self._fd).st_size - len(self.TAIL)
         self._write_at(end, (",\n" + ",\n".join(events)).encode() + self.TAIL)
 
     def _write_at(self, offset: int, data: bytes) -> None:
         if os.pwrite(self._fd, data, offset) == len(data):
             return
+        # The disk is full: drop the partial batch, so that the file stays complete JSON.
         os.ftruncate(self._fd, offset)
         os.pwrite(self._fd, self.TAIL, offset)
         raise _unwritable(errno.ENOSPC, self.path)
 
     def close(self) -> None:
-        """Close the file; nothing happens the second time."""
+        """Close the file; idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -67,31 +72,34 @@ def _unwritable(number: int | None, path: str, reason: str = "") -> OSError:
 
 
 class _Track:
-    """One "process" of the trace: a tensor, the engine or the segments."""
+    """The state of one "process" of the trace: a tensor, the engine or the segments."""
 
     __slots__ = ("negotiating", "open", "pid")
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.open = 0  # spans that have begun and not ended
-        self.negotiating = False  # the one open span is a negotiation
+        self.open = 0  # the depth of nested spans that have begun and not ended
+        self.negotiating = False  # whether the only open span is a negotiation
 
 
-class Trace:
-    """Turns records into events, and keeps every track well formed: each B gets its E.
+class TraceWriter:
+    """The conversion of timeline records to events, in which every B event gets its E event.
 
-    Recording can begin, and events can be lost, at any point of a tensor's life. What does not
-    fit the state of its track is left out, and what it left open is closed.
+    Recording can begin, and records can be lost, at any point of a tensor's life. A record that
+    does not fit the state of its track is left out, and spans that it should have ended are ended.
+    The methods of tensors and the engine have the names and arguments of those of `Timeline`,
+    preceded by the time `now` in monotonic nanoseconds.
     """
 
     def __init__(self, path: str, rank: int, clock_offset_seconds: float | None) -> None:
+        """Write to the file `path`; the clock offset is None where it is not yet measured."""
         self._rank = rank
         self._start_ns = time.monotonic_ns()
         self._start_epoch_us = time.time_ns() // 1000
         self._last_ts = 0
         self._tracks: OrderedDict[str, _Track] = OrderedDict()
-        self._pids = HEAD_PID
-        self._quoted: dict[str, str] = {}
+        self._pids = HEAD_PID  # the last pid in use
+        self._quoted: dict[str, str] = {}  # JSON strings by name: phases recur in every step
         self._events: list[str] = []
         self.file = TraceFile(path, self._head(clock_offset_seconds))
         self._events.append(
@@ -107,12 +115,12 @@ class Trace:
             self.file.append(events)
 
     def finish(self, now: int) -> None:
-        """Close every span that is open, and write."""
+        """End every open span, and append the events to the file."""
         self._end_all(now)
         self.write()
 
     def drop(self, now: int, count: int) -> None:
-        """Say that `count` events are missing here."""
+        """Record that `count` events are missing here."""
         self._end_all(now)
         self._events.append(
             f'{{"ph": "i", "name": "EVENTS_DROPPED", "ts": {self._ts(now)}, "pid": {HEAD_PID}, '
@@ -120,11 +128,13 @@ class Trace:
         )
 
     def clock_offset(self, now: int, seconds: float) -> None:
+        """See `Timeline.set_clock_offset`."""
         self._events.append(self._head(seconds))
 
-    # ---- tensors (what Timeline records by the same names)
+    # ---- tensors
 
     def negotiate_start(self, now: int, tensor: str, collective: str) -> None:
+        """See `Timeline.negotiate_start`."""
         track = self._track(tensor)
         if not track.negotiating:
             self._end_open(now, track)
@@ -132,6 +142,7 @@ class Trace:
             track.negotiating = True
 
     def rank_ready(self, now: int, tensor: str, rank: int) -> None:
+        """See `Timeline.rank_ready`."""
         track = self._track(tensor)
         if track.negotiating:
             self._events.append(
@@ -140,28 +151,33 @@ class Trace:
             )
 
     def negotiate_end(self, now: int, tensor: str) -> None:
+        """See `Timeline.negotiate_end`."""
         track = self._track(tensor)
         if track.negotiating:
             self._end_open(now, track)
 
     def start(self, now: int, tensor: str, collective: str) -> None:
+        """See `Timeline.start`."""
         track = self._track(tensor)
         self._end_open(now, track)
         self._begin(now, track, collective.upper())
 
     def activity_start(self, now: int, tensors: Sequence[str], activity: str) -> None:
+        """See `Timeline.activity_start`."""
         for tensor in tensors:
             track = self._track(tensor)
             if track.open and not track.negotiating:
                 self._begin(now, track, activity)
 
     def activity_end(self, now: int, tensors: Sequence[str]) -> None:
+        """See `Timeline.activity_end`."""
         for tensor in tensors:
             track = self._track(tensor)
             if track.open > 1:
                 self._end(now, track)
 
     def end(self, now: int, tensor: str, dtype: str | None, shape: Sequence[int] | None) -> None:
+        """See `Timeline.end`."""
         track = self._track(tensor)
         if track.negotiating:
             self._end_open(now, track)
@@ -173,12 +189,14 @@ class Trace:
     # ---- the engine
 
     def engine(self, now: int, state: str | None) -> None:
+        """See `Timeline.engine`."""
         track = self._track(ENGINE_TRACK)
         self._end_open(now, track)
         if state is not None:
             self._begin(now, track, state)
 
     def mark_cycle(self, now: int) -> None:
+        """See `Timeline.mark_cycle`."""
         self._events.append(
             f'{{"ph": "i", "name": "CYCLE_START", "ts": {self._ts(now)}, "s": "g"}}'
         )
@@ -186,6 +204,7 @@ class Trace:
     def segment_start(
         self, now: int, names: Sequence[str], count: int, nbytes: int, collective: str
     ) -> None:
+        """See `Timeline.segment_start`."""
         track = self._track(SEGMENT_TRACK)
         self._end_open(now, track)
         args = {"tensors": count, "bytes": nbytes, "names": list(names)}
@@ -193,6 +212,7 @@ class Trace:
         self._count_bytes(now, track, nbytes)
 
     def segment_end(self, now: int) -> None:
+        """See `Timeline.segment_end`."""
         track = self._track(SEGMENT_TRACK)
         if track.open:
             self._end_open(now, track)
@@ -201,7 +221,7 @@ class Trace:
     # ---- events
 
     def _ts(self, now: int) -> int:
-        # Two threads may append in another order than they read the clock, by a hair.
+        # Two threads may read the clock in one order and append in the other: never go back.
         self._last_ts = max(self._last_ts, (now - self._start_ns) // 1000)
         return self._last_ts
 
@@ -232,7 +252,7 @@ class Trace:
         )
 
     def _quote(self, name: str) -> str:
-        """`name` in JSON; only names of phases come here, and those are few."""
+        """Return `name` in JSON, cached: only the few names of phases come here."""
         if name not in self._quoted:
             self._quoted[name] = json.dumps(name)
         return self._quoted[name]
@@ -251,10 +271,10 @@ class Trace:
             self._end_open(time.monotonic_ns(), oldest)
         self._pids += 1
         sort_index = {ENGINE_TRACK: -2, SEGMENT_TRACK: -1}.get(name, self._pids)
-        for what, value in (("name", json.dumps(name)), ("sort_index", str(sort_index))):
+        for key, value in (("name", json.dumps(name)), ("sort_index", str(sort_index))):
             self._events.append(
-                f'{{"name": "process_{what}", "ph": "M", "pid": {self._pids}, '
-                f'"args": {{"{what}": {value}}}}}'
+                f'{{"name": "process_{key}", "ph": "M", "pid": {self._pids}, '
+                f'"args": {{"{key}": {value}}}}}'
             )
         track = self._tracks[name] = _Track(self._pids)
         return track

@@ -1,11 +1,13 @@
-"""The timeline: what the engine does with each tensor, as a Chrome trace (Perfetto, chrome://tracing).
+"""The timeline: a Chrome trace of what the engine does with each tensor.
+
+Perfetto and chrome://tracing display it.
 
     training thread, engine thread            writer thread
-    timeline.start(...)  -> queue (bounded) -> Trace (state of each track) -> TraceFile (disk)
+    timeline.start(...)  -> queue (bounded) -> TraceWriter (tracks) -> TraceFile (disk)
 
 Recording costs one clock reading and one append; a disabled timeline costs one comparison. The
-file is a JSON array that ends with ``]`` after every write, so that it loads whatever happens to
-the process. Tensors are "processes" of the trace, with Horovod's event names:
+file is a JSON array that ends with ``]`` after every write, so that it can be loaded even after a
+SIGKILL. Tensors are "processes" of the trace, with Horovod's event names:
 
     NEGOTIATE_ALLREDUCE  with a tick for each rank that is ready
     ALLREDUCE            with nested activities; ends with the tensor's dtype and shape
@@ -25,18 +27,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import PurePath
 from typing import Any
 
-from hvdlite.common.timeline.chrome_trace import Trace, TraceFile
+from hvdlite.common.timeline.chrome_trace import TraceFile, TraceWriter
 
-QUEUE_EVENTS = 1 << 18  # what waits for the writer; some 50 MB when full
-BATCH_EVENTS = 4096  # formatted at a time: bounds the memory of the writer
+QUEUE_EVENTS = 1 << 18  # the most events that wait for the writer: some 50 MB
+BATCH_EVENTS = 4096  # formatted at a time, which bounds the memory of the writer
 FLUSH_SECONDS = 0.1  # how long events gather before they are written
-NAMES_SHOWN = 8  # tensors of a segment that are named in the file
+NAMES_SHOWN = 8  # the most tensors of a segment that the file names
 
 log = logging.getLogger("hvdlite")
 
 
 def path_of_rank(path: str, rank: int) -> str:
-    """Where `rank` writes when every rank writes a timeline: ``a.json`` -> ``a.rank3.json``."""
+    """Return the file of `rank` when every rank writes one: ``a.json`` -> ``a.rank3.json``."""
     pure = PurePath(path)
     return str(pure.with_name(f"{pure.stem}.rank{rank}{pure.suffix}"))
 
@@ -44,11 +46,12 @@ def path_of_rank(path: str, rank: int) -> str:
 class Timeline:
     """The timeline of one rank; it can be switched on, to another file, and off at any time.
 
-    All methods may be called from any thread. While `enabled` is False those that record do
+    All methods may be called from any thread. While `enabled` is False, recording methods do
     nothing. In a forked child a timeline is off and leaves the parent's file alone.
     """
 
     def __init__(self, rank: int, *, queue_events: int = QUEUE_EVENTS) -> None:
+        """Make a timeline that is off; its queue holds at most `queue_events`."""
         self.rank = rank
         self.enabled = False
         self._bound = queue_events
@@ -61,8 +64,9 @@ class Timeline:
         self._mark_cycles = False
         self._queue: deque[tuple[Callable[..., None], int, tuple[Any, ...]]] = deque()
         self._dropped = 0
-        self._lock = threading.RLock()  # guards _trace, _writer, _dropped and the draining end
-        self._trace: Trace | None = None
+        # Guards _trace, _writer and _dropped, and the popping end of the queue.
+        self._lock = threading.RLock()
+        self._trace: TraceWriter | None = None
         self._writer: threading.Thread | None = None
         self._wake = threading.Event()  # something is in the queue
         self._stopping = threading.Event()
@@ -71,20 +75,20 @@ class Timeline:
 
     @classmethod
     def open(cls, path: str, rank: int, mark_cycles: bool = False) -> Timeline:
-        """A timeline that records to `path` from now on; raises as `record_to`."""
+        """Return a timeline that records to `path` from now on; raise as `record_to`."""
         timeline = cls(rank)
         timeline.record_to(path, mark_cycles)
         return timeline
 
     def record_to(self, path: str, mark_cycles: bool = False) -> None:
-        """Record to the file `path`, which is overwritten; the file in use until now is finished.
+        """Record to the file `path`, which is overwritten; a file in use until now is completed.
 
-        Nothing but `mark_cycles` changes when `path` is in use already. Raises `OSError` that
-        names the path when it cannot be written; recording then goes on as before.
+        When `path` is in use already, only `mark_cycles` changes. Raises `OSError` that names the
+        path when it cannot be written; recording then goes on as before.
         """
         with self._lock:
             if self._trace is None or self._trace.file.path != os.path.abspath(path):
-                trace = Trace(path, self.rank, self._clock_offset_seconds)
+                trace = TraceWriter(path, self.rank, self._clock_offset_seconds)
                 self._finish_file()
                 self._trace = trace
             self._mark_cycles = mark_cycles
@@ -92,7 +96,7 @@ class Timeline:
             self.enabled = True
 
     def close(self) -> None:
-        """Write what is recorded and stop recording; nothing happens when it is off."""
+        """Stop recording and complete the file; idempotent."""
         with self._lock:
             self.enabled = False
             writer, self._writer = self._writer, None
@@ -103,7 +107,7 @@ class Timeline:
             writer.join()
 
     def flush(self) -> None:
-        """Write what is recorded until now; the writer does so ten times a second by itself."""
+        """Write the events recorded until now; the writer does so ten times a second anyway."""
         with self._lock:
             if self._trace is not None:
                 try:
@@ -112,49 +116,49 @@ class Timeline:
                     self._give_up(self._trace.file, error)
 
     def set_clock_offset(self, seconds: float) -> None:
-        """Tell how far ``time.monotonic()`` of rank 0 is ahead of this rank's at one moment.
+        """Set how many seconds ``time.monotonic()`` of rank 0 is ahead of this rank's.
 
-        It is stored in the file; with it the files of several ranks are put on one clock.
+        The file stores it, so that a merge can put the files of several ranks on one clock.
         """
         with self._lock:
             self._clock_offset_seconds = seconds
         if self.enabled:
-            self._put(Trace.clock_offset, seconds)
+            self._put(TraceWriter.clock_offset, seconds)
 
     # ---- tensors
 
     def negotiate_start(self, tensor: str, collective: str) -> None:
-        """The first rank asks for `collective` (``"allreduce"``); again: nothing."""
+        """Record the first request for `collective` (``"allreduce"``); later ones are ignored."""
         if self.enabled:
-            self._put(Trace.negotiate_start, tensor, collective)
+            self._put(TraceWriter.negotiate_start, tensor, collective)
 
     def rank_ready(self, tensor: str, rank: int) -> None:
-        """`rank` is ready for the tensor that is negotiated."""
+        """Record that `rank` is ready for the tensor under negotiation."""
         if self.enabled:
-            self._put(Trace.rank_ready, tensor, rank)
+            self._put(TraceWriter.rank_ready, tensor, rank)
 
     def negotiate_end(self, tensor: str) -> None:
-        """All ranks are ready."""
+        """Record that all ranks are ready."""
         if self.enabled:
-            self._put(Trace.negotiate_end, tensor)
+            self._put(TraceWriter.negotiate_end, tensor)
 
     def start(self, tensor: str, collective: str) -> None:
-        """The collective (or ``"error"``) begins for `tensor`."""
+        """Record that the collective (or ``"error"``) begins for `tensor`."""
         if self.enabled:
-            self._put(Trace.start, tensor, collective)
+            self._put(TraceWriter.start, tensor, collective)
 
     def activity_start(self, tensors: Sequence[str], activity: str) -> None:
-        """A phase, such as ``MEMCPY_IN_FUSION_BUFFER``, begins for all `tensors`."""
+        """Record that a phase, such as ``MEMCPY_IN_FUSION_BUFFER``, begins for all `tensors`."""
         if self.enabled:
-            self._put(Trace.activity_start, tensors, activity)
+            self._put(TraceWriter.activity_start, tensors, activity)
 
     def activity_end(self, tensors: Sequence[str]) -> None:
-        """The innermost phase of `tensors` ends."""
+        """Record that the innermost phase of `tensors` ends."""
         if self.enabled:
-            self._put(Trace.activity_end, tensors)
+            self._put(TraceWriter.activity_end, tensors)
 
     def activity(self, tensors: Sequence[str], name: str) -> AbstractContextManager[None]:
-        """The block is phase `name` of `tensors`."""
+        """Return a context manager that records its block as phase `name` of `tensors`."""
         return self._activity(tensors, name) if self.enabled else nullcontext()
 
     @contextmanager
@@ -168,31 +172,33 @@ class Timeline:
     def end(
         self, tensor: str, dtype: str | None = None, shape: Sequence[int] | None = None
     ) -> None:
-        """The collective of `tensor` has ended; its output has `dtype` and `shape`."""
+        """Record the end of the collective of `tensor`; its output has `dtype` and `shape`."""
         if self.enabled:
-            self._put(Trace.end, tensor, dtype, shape)
+            self._put(TraceWriter.end, tensor, dtype, shape)
 
     # ---- the engine
 
     def engine(self, state: str | None) -> None:
-        """The engine is in `state` (``"WAIT"``) until the next call; None: in no state."""
+        """Record that the engine is in `state` (``"WAIT"``) until the next call; None: in none."""
         if self.enabled:
-            self._put(Trace.engine, state)
+            self._put(TraceWriter.engine, state)
 
     def mark_cycle(self) -> None:
-        """The engine woke up; recorded only with ``mark_cycles``."""
+        """Record that the engine woke up, if ``mark_cycles`` is on."""
         if self.enabled and self._mark_cycles:
-            self._put(Trace.mark_cycle)
+            self._put(TraceWriter.mark_cycle)
 
     def segment_start(self, names: Sequence[str], nbytes: int, collective: str) -> None:
-        """The tensors `names`, `nbytes` in all, begin to travel together."""
+        """Record that the tensors `names`, `nbytes` in all, begin to be sent together."""
         if self.enabled:
-            self._put(Trace.segment_start, names[:NAMES_SHOWN], len(names), nbytes, collective)
+            self._put(
+                TraceWriter.segment_start, names[:NAMES_SHOWN], len(names), nbytes, collective
+            )
 
     def segment_end(self) -> None:
-        """The segment has arrived."""
+        """Record the end of the segment that began last."""
         if self.enabled:
-            self._put(Trace.segment_end)
+            self._put(TraceWriter.segment_end)
 
     # ---- the queue and its writer
 
@@ -218,13 +224,13 @@ class Timeline:
     def _write(self, wake: threading.Event, stopping: threading.Event) -> None:
         while True:
             wake.wait()
-            if stopping.wait(FLUSH_SECONDS):  # others gather meanwhile
+            if stopping.wait(FLUSH_SECONDS):  # more events gather meanwhile
                 return
             wake.clear()
             self.flush()
 
-    def _drain(self, trace: Trace) -> None:
-        """Write what is in the queue now, then how many events found no place in it."""
+    def _drain(self, trace: TraceWriter) -> None:
+        """Write the events in the queue, then the number of those that found it full."""
         dropped, self._dropped = self._dropped, 0
         left = len(self._queue)
         while left:
@@ -252,7 +258,7 @@ class Timeline:
         self._queue.clear()
 
     def _give_up(self, file: TraceFile, error: OSError) -> None:
-        """The disk is full, or worse: training goes on without a timeline."""
+        """Switch the timeline off after an error such as a full disk; training goes on."""
         self.enabled = False
         file.close()
         self._trace = None
