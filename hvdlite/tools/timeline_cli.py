@@ -21,16 +21,17 @@ from hvdlite.tools.timeline_reader import (
     Head,
     TimelineFormatError,
     check,
+    is_cut_off,
     read_events,
     read_head,
 )
 
 PROBLEMS_SHOWN = 20
-SORTED_BEFORE = 2  # a file's own tracks have sort indices from -SORTED_BEFORE on
+SORTED_BEFORE = 2  # the sort indices of a file's special tracks begin with -SORTED_BEFORE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code: 0, 1 (a problem) or 2 (usage)."""
+    """Run the command line `argv`; return the exit code: 0, 1 (a problem) or 2 (usage)."""
     options = _parser().parse_args(argv)
     try:
         return int(options.run(options))
@@ -64,18 +65,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_check(options: argparse.Namespace) -> int:
-    report = check(read_events(options.file))
-    print(f"{options.file}: {report.events} events on {report.tracks} tracks, ", end="")
-    print(f"{report.collectives} collectives completed")
-    if report.dropped:
-        print(f"{report.dropped} events were dropped: the writer could not keep up")
-    if report.open_spans:
-        print(f"{report.open_spans} spans have no end: the process was killed")
-    for problem in report.problems[:PROBLEMS_SHOWN]:
+    result = check(read_events(options.file))
+    print(f"{options.file}: {result.events} events on {result.tracks} tracks, ", end="")
+    print(f"{result.collectives} collectives completed")
+    _warn_if_cut_off(options.file)
+    if result.dropped:
+        print(f"{result.dropped} events were dropped: the writer could not keep up")
+    if result.open_spans:
+        print(f"{result.open_spans} spans have no end: the process was killed")
+    for problem in result.problems[:PROBLEMS_SHOWN]:
         print(problem, file=sys.stderr)
-    if len(report.problems) > PROBLEMS_SHOWN:
-        print(f"and {len(report.problems) - PROBLEMS_SHOWN} more problems", file=sys.stderr)
-    return 1 if report.problems else 0
+    if len(result.problems) > PROBLEMS_SHOWN:
+        print(f"and {len(result.problems) - PROBLEMS_SHOWN} more problems", file=sys.stderr)
+    return 1 if result.problems else 0
+
+
+def _warn_if_cut_off(path: str) -> None:
+    if is_cut_off(path):
+        print(
+            f"hvdlite-timeline: {path} is cut off, and is read up to its last whole line: the "
+            "process was killed while it wrote, or the disk was full",
+            file=sys.stderr,
+        )
 
 
 def _run_draw(options: argparse.Namespace) -> int:
@@ -94,11 +105,13 @@ def _run_merge(options: argparse.Namespace) -> int:
 def merge_files(paths: Sequence[str], output: str) -> None:
     """Join timelines on rank 0's clock; tracks are named ``rank N: tensor``.
 
-    Each file is read twice, event by event: memory does not grow with the files. Without clock
-    offsets in all of them the ranks' wall clocks are trusted, with a warning. Raises `OSError`
+    Each file is read twice, event by event, so that memory does not grow with the files. Without
+    clock offsets in all of them, the ranks' wall clocks are used, with a warning. Raises `OSError`
     and `TimelineFormatError`; `output` appears complete or not at all.
     """
     heads = [read_head(path) for path in paths]
+    for path in paths:
+        _warn_if_cut_off(path)
     for path, head in zip(paths, heads, strict=True):
         if head.start_epoch is None:
             raise TimelineFormatError(f"{path}: no event says when the file began")
@@ -122,14 +135,14 @@ def _common_starts(heads: Sequence[Head]) -> list[int]:
         return common
     print(
         "hvdlite-timeline: not all files know how far their rank's clock is from rank 0's; "
-        "the wall clocks of the hosts are taken instead",
+        "the wall clocks of the hosts are used instead",
         file=sys.stderr,
     )
     return [head.start_epoch or 0 for head in heads]
 
 
 def _first_pids(heads: Sequence[Head]) -> list[int]:
-    """What is added to each file's pids, so that no two files share one."""
+    """Return the numbers to add to each file's pids, so that no two files share a pid."""
     first_pids, next_pid = [], HEAD_PID
     for head in heads:
         first_pids.append(next_pid)
@@ -138,7 +151,7 @@ def _first_pids(heads: Sequence[Head]) -> list[int]:
 
 
 def _shifted(path: str, rank: int, shift: int, first_pid: int) -> Iterator[Event]:
-    """The events of one file on the common clock, with pids and names of their own."""
+    """Yield the events of one file on the common clock, with unique pids and names."""
     for event in read_events(path):
         args = event.get("args", {})
         if event.get("pid", HEAD_PID) != HEAD_PID:

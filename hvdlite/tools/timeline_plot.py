@@ -1,4 +1,7 @@
-"""A picture of a timeline: tracks as rows, their spans as coloured bars. Needs matplotlib."""
+"""A picture of a timeline: one row for each track, with spans as coloured bars.
+
+It needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ COLOURS = (
     "#6b7f2a", "#5a6b8c",
 )  # fmt: skip
 ENGINE_STATE_COLOURS = {"WAIT": "#e4e4e4"}
-NAME_CHARACTERS = 44  # of a row's label
+NAME_CHARACTERS = 44  # the most of a track's name that its label shows
 
-LABEL_SHARE = 0.035  # of the picture's width: a narrower bar gets no text
+LABEL_SHARE = 0.035  # the share of the picture's width that a bar needs to get text
 MERGED_NAME = re.compile(r"^rank \d+: ")
 
 Window = tuple[float | None, float | None]  # first and last millisecond; None: no limit
@@ -28,98 +31,102 @@ Window = tuple[float | None, float | None]  # first and last millisecond; None: 
 
 @dataclass
 class Span:
-    """A bar; times are in microseconds."""
+    """A bar of the picture; times are in microseconds."""
 
     start: float
     end: float
     name: str
-    depth: int  # 0: directly in its track
+    depth: int  # the number of spans around it
     bytes: int | None = None
 
 
 @dataclass
-class Row:
-    """A track of the picture."""
+class Track:
+    """A track, which is one row of the picture."""
 
     name: str
     spans: list[Span] = field(default_factory=list)
-    ticks: list[float] = field(default_factory=list)  # a rank became ready
+    ticks: list[float] = field(default_factory=list)  # when ranks became ready
 
     @property
     def tensor(self) -> str:
-        """The name without the rank that a merge has put before it."""
+        """The name without the rank that a merge puts before it."""
         return MERGED_NAME.sub("", self.name)
 
     @property
     def order(self) -> int:
-        """The engine and the segments stand above the tensors."""
+        """The group of rows: 0 for the engine, 1 for segments, 2 for tensors below them."""
         return {ENGINE_TRACK: 0, SEGMENT_TRACK: 1}.get(self.tensor, 2)
 
 
-def collect(events: Iterable[Event], window: Window = (None, None)) -> list[Row]:
-    """The rows of a picture of what happened in `window`: engine, segments, then tensors."""
+def collect(events: Iterable[Event], window: Window = (None, None)) -> list[Track]:
+    """Return the tracks with spans in `window`, in order: engine, segments, then tensors."""
     low = float("-inf") if window[0] is None else window[0] * 1000
     high = float("inf") if window[1] is None else window[1] * 1000
-    head, rows, stacks = Head(), {}, {}  # type: Head, dict[int, Row], dict[int, list[Span]]
+    head = Head()
+    tracks: dict[int, Track] = {}
+    stacks: dict[int, list[Span]] = {}
     last = 0.0
     for event in events:
-        head.read(event)
+        head.update(event)
         pid, now, phase = event.get("pid"), event.get("ts", 0), event.get("ph")
         last = max(last, now)
         if pid not in head.names:
             continue
-        row = rows.setdefault(pid, Row(head.names[pid]))
+        track = tracks.setdefault(pid, Track(head.names[pid]))
         stack = stacks.setdefault(pid, [])
         if phase == "X" and low <= now <= high:
-            row.ticks.append(now)
+            track.ticks.append(now)
         elif phase == "B" and now <= high:
             size = event.get("args", {}).get("bytes")
             stack.append(Span(now, float("inf"), str(event.get("name")), len(stack), size))
         elif phase == "E" and stack:
-            _finish(row, stack.pop(), now, low)
+            _end_span(track, stack.pop(), now, low)
     for pid, stack in stacks.items():
         for span in stack:
-            _finish(rows[pid], span, last, low)
-    return _sorted([row for row in rows.values() if row.spans])
+            _end_span(tracks[pid], span, last, low)
+    return _sorted([track for track in tracks.values() if track.spans])
 
 
-def _sorted(rows: list[Row]) -> list[Row]:
-    """The engine first; a tensor's rows stand together, the tensor that came first on top."""
+def _sorted(tracks: list[Track]) -> list[Track]:
+    """Sort the engine first, and the tracks of one tensor together, by the tensor's first span."""
     begins: dict[str, float] = {}
-    for row in rows:
-        first = min(span.start for span in row.spans)
-        begins[row.tensor] = min(first, begins.get(row.tensor, first))
-    return sorted(rows, key=lambda row: (row.order, begins[row.tensor], len(row.name), row.name))
+    for track in tracks:
+        first = min(span.start for span in track.spans)
+        begins[track.tensor] = min(first, begins.get(track.tensor, first))
+    return sorted(
+        tracks, key=lambda track: (track.order, begins[track.tensor], len(track.name), track.name)
+    )
 
 
-def _finish(row: Row, span: Span, end: float, low: float) -> None:
+def _end_span(track: Track, span: Span, end: float, low: float) -> None:
     span.end = end
     if end >= low:
-        row.spans.append(span)
+        track.spans.append(span)
 
 
 def draw(
     events: Iterable[Event], output: str, window: Window, tensors: int, title: str = ""
 ) -> None:
-    """Draw `events` into the image file `output`, with at most `tensors` rows of tensors.
+    """Draw `events` into the image file `output`, with at most `tensors` tracks of tensors.
 
-    Raises `ImportError` without matplotlib and `TimelineFormatError` when nothing is to be drawn.
+    Raises `ImportError` without matplotlib and `TimelineFormatError` when the window is empty.
     """
     figure_class, patch_class = load_matplotlib("plot")
-    rows = collect(events, window)
-    special = [row for row in rows if row.order < 2]
-    plain = [row for row in rows if row.order == 2]
-    shown = special + plain[:tensors]
+    tracks = collect(events, window)
+    not_tensors = [track for track in tracks if track.order < 2]
+    of_tensors = [track for track in tracks if track.order == 2]
+    shown = not_tensors + of_tensors[:tensors]
     if not shown:
         raise TimelineFormatError("nothing happened in this part of the timeline")
-    low = min(span.start for row in shown for span in row.spans)
-    high = max(span.end for row in shown for span in row.spans)
+    low = min(span.start for track in shown for span in track.spans)
+    high = max(span.end for track in shown for span in track.spans)
     figure = figure_class(figsize=(12, 1.6 + 0.27 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
     colours = _Colours()
-    for index, row in enumerate(shown):
-        _draw_row(axes, index, row, colours, low, LABEL_SHARE * (high - low) / 1000)
-    _label(axes, shown, len(plain) - tensors, title)
+    for index, track in enumerate(shown):
+        _draw_track(axes, index, track, colours, low, LABEL_SHARE * (high - low) / 1000)
+    _label(axes, shown, len(of_tensors) - tensors, title)
     if window[0] is not None:
         axes.set_xlim(left=max(0.0, window[0] - low / 1000))
     if window[1] is not None:
@@ -130,15 +137,15 @@ def draw(
 
 
 class _Colours:
-    """A colour for each name, handed out in the order in which they come."""
+    """The colours of names, assigned in the order in which names appear."""
 
     def __init__(self) -> None:
         self.used: dict[str, str] = {}
         self._next = 0
 
-    def of(self, row: Row, span: Span) -> str:
-        """The colour of `span`, and its name into the legend."""
-        if row.order == 0:
+    def of(self, track: Track, span: Span) -> str:
+        """Return the colour of `span`, and add its name to the legend."""
+        if track.order == 0:
             return self._named(f"engine: {span.name}", ENGINE_STATE_COLOURS.get(span.name))
         if span.name.startswith(NEGOTIATE_PREFIX):
             return self._named("negotiation", NEGOTIATION_COLOUR)
@@ -161,29 +168,31 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB"
 
 
-def _draw_row(
-    axes: Any, index: int, row: Row, colours: _Colours, low: float, labelled: float
+def _draw_track(
+    axes: Any, index: int, track: Track, colours: _Colours, low: float, labelled: float
 ) -> None:
-    """Bars from `low` (us) on; segments longer than `labelled` (ms) show their bytes."""
-    for span in sorted(row.spans, key=lambda span: span.depth):
+    """Draw bars from `low` (us) on; segments longer than `labelled` (ms) show their bytes."""
+    for span in sorted(track.spans, key=lambda span: span.depth):
         height = 0.8 / (1 + span.depth) ** 0.8
         start, width = (span.start - low) / 1000, (span.end - span.start) / 1000
-        colour = colours.of(row, span)
+        colour = colours.of(track, span)
         axes.broken_barh([(start, width)], (index - height / 2, height), facecolors=colour)
         if span.bytes is not None and width > labelled:
             middle = start + width / 2
             axes.text(middle, index, _size(span.bytes), fontsize=6, va="center", ha="center")
-    ticks = [(tick - low) / 1000 for tick in row.ticks]
+    ticks = [(tick - low) / 1000 for tick in track.ticks]
     axes.vlines(ticks, index - 0.4, index + 0.4, colors="#8a4b08", linewidth=0.8)
 
 
-def _label(axes: Any, rows: list[Row], left_out: int, title: str) -> None:
+def _label(axes: Any, tracks: list[Track], left_out: int, title: str) -> None:
     names = [
-        row.name if len(row.name) <= NAME_CHARACTERS else "…" + row.name[-NAME_CHARACTERS + 1 :]
-        for row in rows
+        track.name
+        if len(track.name) <= NAME_CHARACTERS
+        else "…" + track.name[-NAME_CHARACTERS + 1 :]
+        for track in tracks
     ]
-    axes.set_yticks(range(len(rows)), names, fontsize=7)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(tracks)), names, fontsize=7)
+    axes.set_ylim(len(tracks) - 0.4, -0.6)
     axes.set_xlabel("ms" + (f"   ({left_out} more tensors are not shown)" if left_out > 0 else ""))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)

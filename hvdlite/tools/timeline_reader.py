@@ -1,111 +1,135 @@
-"""Reading timelines: events one at a time, the head of a file, and what is wrong with it."""
+"""The timeline reader: the events of a file one at a time, its head, and its problems."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from hvdlite.common.timeline.chrome_trace import HEAD_PID, NEGOTIATE_PREFIX
 
 Event = dict[str, Any]
-READ_CHARACTERS = 1 << 18
-EVENT_CHARACTERS = 1 << 20  # no event is longer
-SPACE = " \t\r\n"
+TAIL_BYTES = 64  # read at the end of a file in search of the final bracket
 
 
 class TimelineFormatError(ValueError):
-    """A file is no timeline; the text names the file and what is wrong."""
+    """The error that a file is no timeline; the message names the file and the place."""
+
+
+class _LineError(TimelineFormatError):
+    """The error that a line is not one whole event; `incomplete` where its newline is missing."""
+
+    def __init__(self, message: str, incomplete: bool) -> None:
+        super().__init__(message)
+        self.incomplete = incomplete
 
 
 def read_events(path: str) -> Iterator[Event]:
-    """The events of `path` in order, holding a part of the file at a time.
+    """Yield the events of `path` in order.
 
-    Raises `OSError` when it cannot be read and `TimelineFormatError` when it is not a JSON array
-    of events; an array that is cut off, as Horovod's may be, is an error at its end.
+    A file with one event a line, as hvdlite and Horovod write it, is read line by line. It may be
+    cut off by a kill: its whole lines are read, and `is_cut_off` tells. Memory holds one line. A
+    JSON array in another layout is read at once. Raises `OSError` when the file cannot be read and
+    `TimelineFormatError` when it is not a JSON array of events.
     """
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         try:
-            yield from _events(_Text(file))
-        except UnicodeDecodeError as error:
-            raise TimelineFormatError(f"{path}: not text in UTF-8 ({error.reason})") from None
+            yield from _events(file if file.seekable() else io.BytesIO(file.read()))
         except TimelineFormatError as error:
             raise TimelineFormatError(f"{path}: {error}") from None
 
 
-class _Text:
-    """A file as a buffer that is refilled at its end and dropped at its front."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._dropped = 0
-        self.buffer = ""
-        self.at = 0
-
-    @property
-    def position(self) -> int:
-        """Characters before `at`, since the start of the file."""
-        return self._dropped + self.at
-
-    def refill(self) -> bool:
-        """Read on; False at the end of the file."""
-        more = self._file.read(READ_CHARACTERS)
-        self._dropped += self.at
-        self.buffer, self.at = self.buffer[self.at :] + more, 0
-        return bool(more)
-
-    def peek(self) -> str:
-        """The next character that is no space, or "" at the end; it is not consumed."""
-        while True:
-            while self.at < len(self.buffer):
-                if self.buffer[self.at] not in SPACE:
-                    return self.buffer[self.at]
-                self.at += 1
-            if not self.refill():
-                return ""
-
-    def expect(self, wanted: str) -> str:
-        """Consume the next character, which must be one of `wanted`."""
-        found = self.peek()
-        if not found or found not in wanted:
-            choice = " or ".join(repr(each) for each in wanted)
-            what = repr(found) if found else "the file ends"
-            raise TimelineFormatError(f"{choice} expected at character {self.position}, {what}")
-        self.at += 1
-        return found
+def is_cut_off(path: str) -> bool:
+    """Return whether the regular file `path` lacks the final bracket of a JSON array."""
+    if not os.path.isfile(path):
+        return False  # a pipe can be read only once
+    with open(path, "rb") as file:
+        return not _is_closed(file)
 
 
-def _events(text: _Text) -> Iterator[Event]:
-    text.expect("[")
-    if text.peek() == "]":
-        text.expect("]")
-    else:
-        yield _event(text)
-        while text.expect(",]") == ",":
-            yield _event(text)
-    if text.peek():
-        raise TimelineFormatError(f"text after the final ']' at character {text.position}")
+def _events(file: BinaryIO) -> Iterator[Event]:
+    count = 0
+    try:
+        for event in _events_by_line(file):
+            yield event
+            count += 1
+    except _LineError as error:
+        # Another tool may have laid the file out anew. Without its final bracket it is no whole
+        # array, and need not be read into memory.
+        events = _read_array(file) if _is_closed(file) else None
+        if events is not None:
+            yield from map(_checked, events[count:])
+        elif not (error.incomplete and count):  # otherwise the file is cut off
+            raise
 
 
-def _event(text: _Text) -> Event:
-    text.peek()
-    while True:
-        try:
-            event, text.at = json.JSONDecoder().raw_decode(text.buffer, text.at)
-            break
-        except json.JSONDecodeError as error:
-            start = text.position
-            if len(text.buffer) - text.at > EVENT_CHARACTERS or not text.refill():
-                message = f"{error.msg} in the event at character {start}"
-                raise TimelineFormatError(message) from None
+def _events_by_line(file: BinaryIO) -> Iterator[Event]:
+    """Yield the event of each line.
+
+    Raises `_LineError` for a line that is not one event, and `TimelineFormatError` for a file that
+    does not begin as a JSON array.
+    """
+    opened = closed = False
+    for number, line in enumerate(file, 1):
+        text = line.strip()
+        if not opened and text:
+            if not text.startswith(b"["):
+                raise TimelineFormatError(f"'[' expected at its beginning, not {_quote(text)}")
+            opened, text = True, text[1:].lstrip()
+        if not text:
+            continue
+        if closed:
+            raise TimelineFormatError(f"line {number}: text after the final ']'")
+        if text.endswith(b"]"):
+            closed, text = True, text[:-1].rstrip()
+        if text:
+            try:
+                event = _parse(text.removesuffix(b","))
+            except (ValueError, RecursionError) as error:
+                message = f"line {number} is not an event: {error}"
+                raise _LineError(message, not line.endswith(b"\n")) from None
+            yield _checked(event)
+    if not opened:
+        raise TimelineFormatError("'[' expected at its beginning: the file is empty")
+
+
+def _read_array(file: BinaryIO) -> list[Any] | None:
+    """Return the array that the whole file is; None where it is none."""
+    file.seek(0)
+    try:
+        array = _parse(file.read())
+    except (ValueError, RecursionError):
+        return None
+    return array if isinstance(array, list) else None
+
+
+def _parse(text: bytes) -> Any:
+    # Decoded here: `json.loads` guesses the encoding of bytes.
+    return json.loads(text.decode("utf-8"))
+
+
+def _is_closed(file: BinaryIO) -> bool:
+    """Return whether the file ends with a bracket."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - TAIL_BYTES, 0))
+    return file.read().rstrip().endswith(b"]")
+
+
+def _checked(event: Any) -> Event:
     if not _is_event(event):
-        raise TimelineFormatError(f"{event!r} before character {text.position} is not an event")
+        raise TimelineFormatError(f"{event!r} is not an event")
     return event  # type: ignore[no-any-return]
 
 
+def _quote(text: bytes) -> str:
+    return repr(text[:20].decode("utf-8", "replace"))
+
+
 def _is_event(value: Any) -> bool:
-    """Whether the fields of `value` have the types that all readers rely on."""
+    """Return whether the fields of `value` have the types that all readers rely on."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("pid", HEAD_PID), int)
@@ -116,16 +140,16 @@ def _is_event(value: Any) -> bool:
 
 @dataclass
 class Head:
-    """What a file says about itself; times are in microseconds."""
+    """The description of a file by its own events; times are in microseconds."""
 
     rank: int | None = None
     start_epoch: int | None = None
     start_monotonic: int | None = None
-    clock_offset: int | None = None  # of rank 0's monotonic clock, ahead of this rank's
-    names: dict[int, str] = field(default_factory=dict)  # of the tracks, by pid
+    clock_offset: int | None = None  # how far rank 0's monotonic clock is ahead of this rank's
+    names: dict[int, str] = field(default_factory=dict)  # the names of tracks, by pid
 
-    def read(self, event: Event) -> None:
-        """Take what `event` says; the last word counts."""
+    def update(self, event: Event) -> None:
+        """Adopt the description in `event`, if it has one; a later one replaces an earlier one."""
         args = event.get("args", {})
         if event.get("ph") != "M":
             return
@@ -139,51 +163,51 @@ class Head:
 
     @property
     def start_common(self) -> int | None:
-        """When the file began, on rank 0's monotonic clock."""
+        """The start of the file on rank 0's monotonic clock; None where the offset is unknown."""
         if self.start_monotonic is None or self.clock_offset is None:
             return None
         return self.start_monotonic + self.clock_offset
 
 
 def read_head(path: str) -> Head:
-    """What the whole file `path` says about itself; raises as `read_events`."""
+    """Return the description of the whole file `path`; raise as `read_events`."""
     head = Head()
     for event in read_events(path):
-        head.read(event)
+        head.update(event)
     return head
 
 
 @dataclass
-class Report:
-    """What `check` found."""
+class TimelineCheck:
+    """The result of `check`."""
 
     events: int = 0
     tracks: int = 0
     collectives: int = 0
-    dropped: int = 0  # events that found no place in the queue
-    open_spans: int = 0  # begun and not ended: the process was killed
+    dropped: int = 0  # events that found the queue full
+    open_spans: int = 0  # spans without an end: the process was killed
     problems: list[str] = field(default_factory=list)
 
 
-def check(events: Iterable[Event]) -> Report:
-    """Whether `events` make a timeline: named tracks, spans that nest, ticks in negotiations."""
-    report, head = Report(), Head()
+def check(events: Iterable[Event]) -> TimelineCheck:
+    """Check that tracks have names, spans nest, and ready ranks appear in negotiations."""
+    result, head = TimelineCheck(), Head()
     stacks: dict[int, list[str]] = {}
     for number, event in enumerate(events):
-        head.read(event)
+        head.update(event)
         problem = _problem(event, head, stacks)
         if problem:
-            report.problems.append(f"event {number}: {problem}: {json.dumps(event)}")
-        report.events += 1
+            result.problems.append(f"event {number}: {problem}: {json.dumps(event)}")
+        result.events += 1
         if event.get("name") == "EVENTS_DROPPED":
-            report.dropped += event.get("args", {}).get("count", 0)
+            result.dropped += event.get("args", {}).get("count", 0)
         if event.get("ph") == "E" and "args" in event:
-            report.collectives += 1
+            result.collectives += 1
     if head.start_epoch is None:
-        report.problems.append("no event says when the file began")
-    report.tracks = len(head.names)
-    report.open_spans = sum(len(stack) for stack in stacks.values())
-    return report
+        result.problems.append("no event says when the file began")
+    result.tracks = len(head.names)
+    result.open_spans = sum(len(stack) for stack in stacks.values())
+    return result
 
 
 def _problem(event: Event, head: Head, stacks: dict[int, list[str]]) -> str | None:

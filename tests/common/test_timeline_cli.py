@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvdlite.common.timeline.recorder import Timeline
-from hvdlite.tools import timeline_reader as timeline_events
 from hvdlite.tools.timeline_cli import main
 from hvdlite.tools.timeline_plot import collect
-from hvdlite.tools.timeline_reader import TimelineFormatError, check, read_events
+from hvdlite.tools.timeline_reader import check, is_cut_off, read_events
 
 Event = dict[str, Any]
 HEAD = (
@@ -128,7 +129,7 @@ def test_a_merge_that_fails_leaves_no_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = write(tmp_path / "good.json", 0, offset=0)
-    (tmp_path / "bad.json").write_text("[" + HEAD + ",")
+    (tmp_path / "bad.json").write_text(f"[\n{HEAD},\n{{]\n")
     before = sorted(tmp_path.iterdir())
     assert main(["merge", good, str(tmp_path / "bad.json"), "-o", str(tmp_path / "out")]) == 1
     assert main(["merge", good, str(tmp_path / "none.json"), "-o", str(tmp_path / "out")]) == 1
@@ -177,15 +178,18 @@ def test_check_finds(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "'[' expected at character 0, the file ends"),
-        ('{"traceEvents": []}', "'[' expected at character 0, '{'"),
-        (f"[{HEAD}", "',' or ']' expected"),
-        (f"[{HEAD},", "in the event at character"),
-        (f"[{HEAD}, {HEAD[:20]}", "in the event at character"),
-        (f"[{HEAD}]]", "text after the final ']'"),
-        ("[1]", "1 before character 2 is not an event"),
+        ("", "'[' expected at its beginning: the file is empty"),
+        ('{"traceEvents": []}', "'[' expected at its beginning, not '{\"traceEvents\": []}'"),
+        (f"[{HEAD}, {HEAD[:20]}", "line 1 is not an event"),  # cut off before a line was whole
+        (f"[{HEAD}]]", "line 1 is not an event"),
+        (f"[\n{HEAD}\n]\n]", "line 4: text after the final ']'"),
+        (f"[\n{HEAD},\n{HEAD[:20]},\n{HEAD}\n]", "line 3 is not an event"),
+        (f"[\n{HEAD},\n{HEAD[:20]}\n", "line 3 is not an event"),
+        ("[" + "[" * 100_000 + "\n]", "line 1 is not an event"),
+        ("[1]", "1 is not an event"),
+        (f"[\n {HEAD}, 1\n]", "1 is not an event"),
         ('[{"pid": "x"}]', "is not an event"),
-        (b"[\xff]", "not text in UTF-8"),
+        (b"[\xff]", "line 1 is not an event: 'utf-8' codec"),
     ],
 )
 def test_a_broken_file_is_refused_by_name(
@@ -208,22 +212,74 @@ def test_check_counts_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "5 events were dropped" in output and "1 spans have no end" in output
 
 
-def test_events_are_read_across_the_borders_of_the_buffer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "a.json", 0)
-    expected = list(read_events(path))
-    monkeypatch.setattr(timeline_events, "READ_CHARACTERS", 3)
-    assert list(read_events(path)) == expected == json.loads(Path(path).read_text())
+def test_a_file_that_another_tool_has_laid_out_anew_is_read(tmp_path: Path) -> None:
+    timeline = Timeline.open(str(tmp_path / "a.json"), 0)
+    for tensor in ("a", "b"):
+        timeline.segment_start([tensor], 12, "allreduce")  # events with arrays inside
+        timeline.start(tensor, "allreduce")
+        timeline.end(tensor, "float32", (2, 3))
+    timeline.close()
+    events = json.loads((tmp_path / "a.json").read_text())
+    again = tmp_path / "again.json"
+    lines = [json.dumps(event) for event in events]
+    for layout in (
+        json.dumps(events),
+        json.dumps(events) + "\n",
+        json.dumps(events, indent=2),
+        json.dumps(events, indent=0),
+        "[" + ",\n".join(lines) + "]",
+        "[\n" + ",\n".join(lines[:4]) + ",\n" + ",".join(lines[4:]) + "\n]\n",
+        "[\n" + ",\n".join(lines[:4]) + ",\n" + ", ".join(lines[4:]) + "]",
+        "\n [\n\n" + "\n,".join(lines) + "\n]\n\n",
+        ("[\r\n" + ",\r\n".join(lines) + "\r\n]\r\n"),
+    ):
+        again.write_text(layout, newline="")
+        assert list(read_events(str(again))) == events
+        assert not is_cut_off(str(again))
 
 
-def test_a_broken_event_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_cut_off_anywhere_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+    timeline = Timeline.open(str(tmp_path / "a.json"), 0)
+    timeline.segment_start(["a"], 12, "allreduce")
+    timeline.start("a", "allreduce")
+    timeline.end("a", "float32", (2, 3))
+    timeline.close()
+    content = (tmp_path / "a.json").read_bytes()
+    events = json.loads(content)
+    part = tmp_path / "part.json"
+    first_whole = content.index(b"}}") + 2  # the head: its line has no comma yet
+    for size in range(first_whole, len(content) - 2):
+        part.write_bytes(content[:size])
+        whole = content[:size].count(b"\n") - 1  # the first line is the bracket
+        read = list(read_events(str(part)))
+        assert read == events[: len(read)]
+        assert whole <= len(read) <= whole + 1  # a last line may lack nothing but its newline
+
+
+def test_what_is_cut_off_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
-    path.write_text("[" + "{" * 100_000)
-    monkeypatch.setattr(timeline_events, "READ_CHARACTERS", 100)
-    monkeypatch.setattr(timeline_events, "EVENT_CHARACTERS", 1000)
-    with pytest.raises(TimelineFormatError, match="in the event at character 1"):
-        list(read_events(str(path)))
+    path.write_text(f"[\n{HEAD},\n{TRACK},\n{TRACK[:30]}")
+    assert main(["check", str(path)]) == 0
+    output = capsys.readouterr()
+    assert "2 events on 1 tracks" in output.out
+    assert f"{path} is cut off" in output.err
+    assert main(["merge", str(path), "-o", str(tmp_path / "merged.json")]) == 0
+    assert f"{path} is cut off" in capsys.readouterr().err
+    path.write_text(f"[\n{HEAD},\n{TRACK}\n]\n")
+    assert main(["check", str(path)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_pipe_is_read_in_any_layout(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    for layout in (f"[\n{HEAD},\n{TRACK}\n]\n", f"[{HEAD}, {TRACK}]"):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        writer = threading.Thread(target=path.write_text, args=(layout,))
+        writer.start()
+        assert list(read_events(str(path))) == [json.loads(HEAD), json.loads(TRACK)]
+        writer.join(timeout=60)
+        assert not writer.is_alive()
 
 
 def test_a_picture_has_the_engine_above_the_tensors(tmp_path: Path) -> None:
