@@ -1,4 +1,4 @@
-"""What pictures are drawn with, where it is installed."""
+"""The optional import of matplotlib."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def load_matplotlib(extra: str) -> tuple[Any, Any]:
-    """The classes of matplotlib's figures and patches.
+    """Return matplotlib's classes `Figure` and `Patch`.
 
-    Raises `ImportError` without it, which names the `extra` of hvdlite that brings it.
+    Raises `ImportError` without matplotlib; the message names the `extra` of hvdlite to install.
     """
     try:
         figure = import_module("matplotlib.figure")

@@ -1,4 +1,4 @@
-"""``hvdlite-trace``: what an iteration trace says, and what to do about it.
+"""``hvdlite-trace``: report on iteration traces.
 
 hvdlite-trace report trace.csv
 hvdlite-trace report trace.csv --html report.html --picture iteration.png
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.iterations.rows import IterationRow
-from hvdlite.tools.trace_report import SCRIPT, Report, Table, make_report
+from hvdlite.tools.trace_report import SCRIPT, IterationReport, Table, make_report
 from hvdlite.tools.trace_summary import read_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code: 0, 1 (a problem) or 2 (usage)."""
+    """Run the command line `argv`; return the exit code: 0, 1 (a problem) or 2 (usage)."""
     options = _parser().parse_args(argv)
     try:
         _run_report(options)
@@ -58,13 +58,13 @@ def _run_report(options: argparse.Namespace) -> None:
         Path(options.html).write_text(_page(report, rows), encoding="utf-8")
 
 
-def _page(report: Report, rows: Sequence[IterationRow]) -> str:
+def _page(report: IterationReport, rows: Sequence[IterationRow]) -> str:
     picture = import_module("hvdlite.tools.trace_plot").svg(rows)
     page: str = import_module("hvdlite.tools.trace_html").make_page(report, picture)
     return page
 
 
-def _print(report: Report) -> None:
+def _print(report: IterationReport) -> None:
     try:
         console = import_module("rich.console").Console(highlight=False)
         table_class = import_module("rich.table").Table
@@ -75,7 +75,7 @@ def _print(report: Report) -> None:
         console.print(_rich(table_class, table))
     for text in (*report.notes, report.advice.why):
         console.print(text, markup=False)
-    if report.command:  # not wrapped: it is to be pasted
+    if report.command:  # not wrapped, so that it can be pasted
         text = f"Try, with your own script for {SCRIPT}:\n  {report.command}"
         console.print(text, markup=False, soft_wrap=True)
 

@@ -1,11 +1,11 @@
-"""The report on an iteration trace as one HTML page that needs no other file."""
+"""The report on an iteration trace as one HTML page without external files."""
 
 from __future__ import annotations
 
 from html import escape
 from string import Template
 
-from hvdlite.tools.trace_report import SCRIPT, Report, Table
+from hvdlite.tools.trace_report import SCRIPT, IterationReport, Table
 
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -38,8 +38,8 @@ $notes
 """)
 
 
-def make_page(report: Report, picture: str) -> str:
-    """The page; `picture` is an SVG element."""
+def make_page(report: IterationReport, picture: str) -> str:
+    """Return the page; `picture` is an SVG element."""
     command = (
         f"<p>Try, with your own script for {SCRIPT}: <code>{escape(report.command)}</code></p>\n"
         if report.command

@@ -1,6 +1,6 @@
-"""A picture of one iteration: what every rank computes, and when its gradients travel.
+"""A picture of one iteration: the computation and the communication of every rank.
 
-Needs matplotlib.
+It needs matplotlib.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdlite.common.iterations.rows import IterationRow
 from hvdlite.tools.drawing import load_matplotlib
 from hvdlite.tools.trace_summary import median_iteration
 
-MOST_RANKS = 16  # that are shown
+MOST_RANKS = 16  # the most ranks in one picture
 COLOURS = {
     "forward": "#9ec5e8",
     "backward": "#2f6db0",
@@ -23,7 +23,7 @@ COLOURS = {
     "segment": "#3c9d6f",
     "segment, after backward": "#d1495b",
 }
-LABEL_SHARE = 0.02  # of the picture's width: a narrower bar gets no text
+LABEL_SHARE = 0.02  # the share of the picture's width that a bar needs to get text
 SUFFIXES = (".png", ".svg")
 
 
@@ -37,19 +37,19 @@ class Bar(NamedTuple):
 
 
 def bars_of(row: IterationRow) -> tuple[list[Bar], list[Bar]]:
-    """What the rank computes, and what travels; a segment is cut where backward ends."""
-    computed: list[Bar] = []
+    """Return the bars of computation, and those of segments, divided where backward ends."""
+    computation: list[Bar] = []
     if row.bp_end is not None and row.fp_end is not None:
-        computed = [
+        computation = [
             Bar("forward", row.fp_start, row.fp_end),
             Bar("backward", row.fp_end, row.bp_end),
         ]
     elif row.bp_end is not None:
-        computed = [Bar("forward and backward", row.fp_start, row.bp_end)]
+        computation = [Bar("forward and backward", row.fp_start, row.bp_end)]
     if row.optimizer_time is not None:
         end = row.iteration_end
-        computed.append(Bar("optimizer", end - row.optimizer_time, end))
-    return computed, list(_segment_bars(row))
+        computation.append(Bar("optimizer", end - row.optimizer_time, end))
+    return computation, list(_segment_bars(row))
 
 
 def _segment_bars(row: IterationRow) -> Iterator[Bar]:
@@ -62,7 +62,7 @@ def _segment_bars(row: IterationRow) -> Iterator[Bar]:
 
 
 def draw(rows: Sequence[IterationRow], output: str) -> None:
-    """Draw a median iteration into a file, ``.png`` or ``.svg``.
+    """Draw an iteration of median length into the file `output`, ``.png`` or ``.svg``.
 
     Raises `ValueError` for another suffix, `ImportError` without matplotlib, and `OSError`.
     """
@@ -71,13 +71,13 @@ def draw(rows: Sequence[IterationRow], output: str) -> None:
 
 
 def check_suffix(output: str) -> None:
-    """Raises `ValueError` for a picture that cannot be drawn."""
+    """Raise `ValueError` unless the suffix of `output` is ``.png`` or ``.svg``."""
     if Path(output).suffix not in SUFFIXES:
         raise ValueError(f"{output}: a picture is named .png or .svg")
 
 
 def svg(rows: Sequence[IterationRow]) -> str:
-    """The picture as an SVG element, without what comes before it in a file.
+    """Return the picture as an SVG element, without the XML prologue of a file.
 
     Raises `ImportError` without matplotlib.
     """
@@ -87,7 +87,7 @@ def svg(rows: Sequence[IterationRow]) -> str:
 
 
 def make_figure(rows: Sequence[IterationRow]) -> Any:
-    """The figure. Raises `ImportError` without matplotlib."""
+    """Return the figure; raise `ImportError` without matplotlib."""
     figure_class, patch_class = load_matplotlib("trace")
     chosen = median_iteration(rows)
     shown = chosen[:MOST_RANKS]
@@ -104,7 +104,7 @@ def make_figure(rows: Sequence[IterationRow]) -> Any:
             axes.vlines(1000 * (row.bp_end - begin), 2 * index - 0.5, 2 * index + 1.5,
                         colors="#444444", linestyles="dotted", linewidth=0.9)  # fmt: skip
     names = [
-        f"rank {row.rank}: {what}" for row in shown for what in ("computation", "communication")
+        f"rank {row.rank}: {kind}" for row in shown for kind in ("computation", "communication")
     ]
     axes.set_yticks(range(len(lines)), names, fontsize=8)
     axes.set_ylim(len(lines) - 0.4, -0.6)

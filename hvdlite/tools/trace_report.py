@@ -1,4 +1,4 @@
-"""An iteration trace as tables of text, and what to do about it in words."""
+"""The report on an iteration trace: tables of text, notes and advice."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from hvdlite.tools.trace_summary import Figure, Summary, summarize
 from hvdlite.tools.typical_iteration import TypicalIteration, typical_iteration
 
 MIB = 1 << 20
-SCRIPT = "train.py"  # stands for what the user runs
+SCRIPT = "train.py"  # the placeholder for the user's script
 NOT_SEEN = "-"
-SAME_RANK = 0.25  # of the wait; a half is what one of two ranks is above the median of both
+# When one rank is always the slowest, its computation exceeds the median by at least this share of
+# the wait. With two ranks the share is a half, since the median lies between them.
+SAME_RANK = 0.25
 MEANINGS = {
     "iteration": "from the beginning of forward to the end of the step",
     "data": "between two iterations: loading data, and what else the loop does",
@@ -27,30 +29,30 @@ MEANINGS = {
 
 
 class Table(NamedTuple):
-    """Text in rows. The first column is a name; the others are figures, but for `texts`."""
+    """A table of text; columns are figures except the first one, a name, and `texts`."""
 
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    texts: tuple[int, ...] = ()  # numbers of columns
+    texts: tuple[int, ...] = ()  # the indices of further columns with words
 
     def is_figure(self, column: int) -> bool:
-        """Whether a column has figures."""
+        """Return whether a column has figures."""
         return column > 0 and column not in self.texts
 
 
 class IterationReport(NamedTuple):
-    """All that is said of a trace."""
+    """The content of the report, without its layout."""
 
     title: str
     tables: tuple[Table, ...]
-    notes: tuple[str, ...]  # what else has to be known
+    notes: tuple[str, ...]  # caveats of the tables and the advice
     advice: Advice
-    command: str  # to try; empty where nothing is proposed
+    command: str  # the command line to try; empty where nothing is proposed
 
 
 def make_report(rows: Sequence[IterationRow]) -> IterationReport:
-    """The report on at least one row."""
+    """Return the report on at least one row."""
     summary, typical = summarize(rows), typical_iteration(rows)
     advice = advise_on(summary, typical)
     command = (
@@ -64,10 +66,12 @@ def make_report(rows: Sequence[IterationRow]) -> IterationReport:
 
 
 def advise_on(summary: Summary, typical: TypicalIteration | None) -> Advice:
-    """What a trace advises."""
+    """Return the advice for a typical iteration; None: the trace has no end of backward."""
     if typical is not None:
         return advise(*typical[:4])
-    reductions = [Reduction(each.start, each.start, each.bytes) for each in summary.segments]
+    reductions = [
+        Reduction(segment.start, segment.start, segment.bytes) for segment in summary.segments
+    ]
     return advise(None, None, 0.0, reductions)
 
 
@@ -105,13 +109,13 @@ def _segments(summary: Summary) -> Table:
     rows = [
         (
             str(k),
-            duration(each.start),
-            duration(each.duration.median),
-            size(each.bytes),
-            f"{size(each.bandwidth)}/s",
-            *_slowest(each.duration),
+            duration(segment.start),
+            duration(segment.duration.median),
+            size(segment.bytes),
+            f"{size(segment.bandwidth)}/s",
+            *_slowest(segment.duration),
         )
-        for k, each in enumerate(summary.segments, 1)
+        for k, segment in enumerate(summary.segments, 1)
     ]
     head = ("segment", "start", "duration", "bytes", "bandwidth", "slowest rank", "slower by")
     return Table("Segments: gradients that travel together", head, rows)
@@ -124,15 +128,15 @@ def _slowest(figure: Figure) -> tuple[str, str]:
 
 
 def duration(seconds: float | None) -> str:
-    """Three digits, in milliseconds."""
+    """Return `seconds` in milliseconds, with three digits after the point."""
     return NOT_SEEN if seconds is None else f"{1000 * seconds:.3f} ms"
 
 
 def percent(share: float | None) -> str:
-    """A whole number of percent."""
+    """Return `share` in whole percent."""
     return NOT_SEEN if share is None else f"{share:.0%}"
 
 
 def size(nbytes: float) -> str:
-    """In KiB or MiB."""
+    """Return `nbytes` in KiB or MiB."""
     return f"{nbytes / 1024:.1f} KiB" if nbytes < MIB else f"{nbytes / MIB:.1f} MiB"

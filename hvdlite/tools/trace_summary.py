@@ -1,4 +1,4 @@
-"""What an iteration trace says: medians over iterations and ranks, and who is slowest."""
+"""The summary of an iteration trace: medians over iterations and ranks, and the slowest ranks."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from hvdlite.common.iterations.files import RowsFormatError, read_rows
 from hvdlite.common.iterations.rows import IterationRow
 
 _OF_RANK = re.compile(r"(.+)\.rank(\d+)(\.\w+)")
-MOSTLY = 0.1  # of the rows have a cut that is one, and not what came as it comes
+# With a planned split, at least this share of the rows has exactly the same segments. Without one,
+# gradients are fused as they become ready, and hardly two rows are equal.
+PLANNED_SHARE = 0.1
 Measure = Callable[[IterationRow], float | None]
 
 
 class Figure(NamedTuple):
-    """One measure: its median over all rows; seconds, but for overlap."""
+    """One measure, in seconds; only overlap is a share."""
 
-    median: float | None  # None: seen in no row
-    slowest_rank: int | None  # the one with the greatest median; None: there is only one
-    more: float | None  # by which its median exceeds that of all rows
+    median: float | None  # over all rows; None: in no row
+    slowest_rank: int | None  # the rank with the greatest median; None: there is only one rank
+    more: float | None  # by how much the slowest rank's median exceeds that of all rows
 
 
 class SegmentFigures(NamedTuple):
-    """One segment, in the order in which they run."""
+    """The medians of one segment."""
 
     start: float  # seconds after the beginning of forward
     duration: Figure
     bytes: int
-    bandwidth: float  # bytes in a second
+    bandwidth: float  # bytes per second
 
 
 class Summary(NamedTuple):
-    """All of a trace. Segments are those of the rows that are `alike`."""
+    """The summary of a trace; its segments are those of the rows that are `alike`."""
 
     ranks: int
-    iterations: int  # that rank 0, or the lowest rank, has made
-    alike: float  # share of the rows
+    iterations: int  # of the lowest rank
+    alike: float  # the share of rows that have these segments
     figures: dict[str, Figure]
     segments: tuple[SegmentFigures, ...]
 
@@ -56,46 +58,46 @@ MEASURES: dict[str, Measure] = {
 }
 
 
-class Trace(NamedTuple):
-    """What the files of a trace hold."""
+class TraceRows(NamedTuple):
+    """The rows in the files of one trace."""
 
     rows: list[IterationRow]  # at least one
-    of_other_runs: list[str]  # files that were left out
+    of_other_runs: list[str]  # the files that were left out
 
 
-def read_trace(path: str) -> Trace:
-    """The rows of all ranks' files of the trace `path`; that of one rank stands for all of them.
+def read_trace(path: str) -> TraceRows:
+    """Return the rows of all ranks' files of the trace `path`; any rank's file stands for all.
 
     A file without a rank in its name is read alone.
 
-    A run leaves the files of an earlier one with more ranks. All ranks of a run train at the same
-    time, on one clock: a file whose iterations all lie before or after those of the first rank is
-    of another run, and left out.
+    A run does not delete the files of an earlier run with more ranks. All ranks of a run train at
+    the same time, on one clock: a file whose iterations all lie before or after those of the first
+    rank belongs to another run, and is left out.
 
     Raises `FileNotFoundError`, `OSError`, `RowsFormatError` for a file without rows or of another
     kind, and `ImportError` for Parquet without pyarrow.
     """
-    read = [(each, rows) for each in _files(path) if (rows := read_rows(each))]
-    if not read:
+    by_file = [(file, rows) for file in _files(path) if (rows := read_rows(file))]
+    if not by_file:
         raise RowsFormatError(f"{path}: there are no iterations in it")
-    begin, end = _span(read[0][1])
-    trace = Trace([], [])
-    for each, rows in read:
+    begin, end = _span(by_file[0][1])
+    trace = TraceRows([], [])
+    for file, rows in by_file:
         first, last = _span(rows)
         if last < begin or end < first:
-            trace.of_other_runs.append(each)
+            trace.of_other_runs.append(file)
         else:
             trace.rows.extend(rows)
     return trace
 
 
 def _span(rows: Sequence[IterationRow]) -> tuple[float, float]:
-    """From the beginning of the first iteration to the end of the last."""
+    """Return the beginning of the first iteration and the end of the last."""
     return min(row.fp_start for row in rows), max(row.iteration_end for row in rows)
 
 
 def _files(path: str) -> list[str]:
-    """By rank: that of the lowest is written by every run."""
+    """Return the files by rank; the first one is of the latest run, since every run writes it."""
     pure = Path(path)
     of_rank = _OF_RANK.fullmatch(pure.name)
     if of_rank:
@@ -103,35 +105,35 @@ def _files(path: str) -> list[str]:
     elif pure.is_file():
         return [path]
     near = glob(str(pure.with_name(f"{escape(pure.stem)}.rank*{escape(pure.suffix)}")))
-    matches = ((_OF_RANK.fullmatch(Path(each).name), each) for each in near)
-    found = sorted(
-        (int(match[2]), each) for match, each in matches if match and match[1] == pure.stem
+    matches = ((_OF_RANK.fullmatch(Path(file).name), file) for file in near)
+    by_rank = sorted(
+        (int(match[2]), file) for match, file in matches if match and match[1] == pure.stem
     )
-    if not found:
+    if not by_rank:
         first = pure.with_name(f"{pure.stem}.rank0{pure.suffix}")
         raise FileNotFoundError(f"{path}: there is no such file, and no {first}")
-    return [each for _, each in found]
+    return [file for _, file in by_rank]
 
 
 def alike(rows: Sequence[IterationRow]) -> list[IterationRow]:
-    """The rows that have the most common segments, or else the most common number of them."""
-    for kind, least in ((_sizes, MOSTLY), (_number, 0.0)):
-        found, times = Counter(map(kind, rows)).most_common(1)[0]
+    """Return the rows with the most common segments, or with the most common number of segments."""
+    for kind, least in ((_sizes, PLANNED_SHARE), (_count, 0.0)):
+        most_common, times = Counter(map(kind, rows)).most_common(1)[0]
         if times >= least * len(rows):
             break
-    return [row for row in rows if kind(row) == found]
+    return [row for row in rows if kind(row) == most_common]
 
 
 def _sizes(row: IterationRow) -> object:
     return tuple(segment.bytes for segment in row.segments)
 
 
-def _number(row: IterationRow) -> object:
+def _count(row: IterationRow) -> object:
     return len(row.segments)
 
 
 def summarize(rows: Sequence[IterationRow]) -> Summary:
-    """The medians of at least one row."""
+    """Return the summary of at least one row."""
     same = alike(rows)
     ranks = {row.rank for row in rows}
     return Summary(
@@ -167,16 +169,16 @@ def _segment(rows: Sequence[IterationRow], k: int) -> SegmentFigures:
 
 
 def iterations_of(rows: Sequence[IterationRow]) -> list[list[IterationRow]]:
-    """Iterations that all ranks have, each with the most common number of segments."""
+    """Return the rows of each iteration that all ranks have, with the most common segments."""
     by_iteration: dict[int, list[IterationRow]] = {}
     for row in alike(rows):
         by_iteration.setdefault(row.iteration, []).append(row)
     ranks = max(map(len, by_iteration.values()))
-    return [each for each in by_iteration.values() if len(each) == ranks]
+    return [of_ranks for of_ranks in by_iteration.values() if len(of_ranks) == ranks]
 
 
 def median_iteration(rows: Sequence[IterationRow]) -> list[IterationRow]:
-    """All ranks' rows of one iteration that took as long as most do, by rank."""
-    whole = iterations_of(rows)
-    whole.sort(key=lambda each: max(row.iteration_end - row.fp_start for row in each))
-    return sorted(whole[len(whole) // 2], key=lambda row: row.rank)
+    """Return all ranks' rows of an iteration of median length, by rank."""
+    iterations = iterations_of(rows)
+    iterations.sort(key=lambda of_ranks: max(row.iteration_end - row.fp_start for row in of_ranks))
+    return sorted(iterations[len(iterations) // 2], key=lambda row: row.rank)
