@@ -30,10 +30,10 @@ class _LineError(TimelineFormatError):
 def read_events(path: str) -> Iterator[Event]:
     """Yield the events of `path` in order.
 
-    A file with one event a line, as hvdlite and Horovod write it, is read line by line. It may be
-    cut off by a kill: its whole lines are read, and `is_cut_off` tells. Memory holds one line. A
-    JSON array in another layout is read at once. Raises `OSError` when the file cannot be read and
-    `TimelineFormatError` when it is not a JSON array of events.
+    A file with one event a line, as hvdlite and Horovod write it, is read line by line, and memory
+    holds one line. A kill may have cut it off: its whole lines are read, and `is_cut_off` reports
+    it. A JSON array in another layout is read at once. Raises `OSError` when the file cannot be
+    read and `TimelineFormatError` when it is not a JSON array of events.
     """
     with open(path, "rb") as file:
         try:

@@ -44,7 +44,7 @@ def advise(
     `reductions` are those of one iteration in their order.
     """
     if not reductions:
-        return Advice(0, "No gradients travelled: there is nothing to cut.")
+        return Advice(0, "No gradients were reduced: there is nothing to cut.")
     if bp_end is None:
         return Advice(0, "The end of backward was not seen: tell it with backward_done().")
     last_end = reductions[-1].end
@@ -86,11 +86,11 @@ def _why_one_more(fp_end: float, bp_end: float, reductions: Sequence[Reduction])
     last = reductions[-1]
     if len(reductions) == 1:
         return (
-            f"All gradients travel together, for {_ms(last.end - last.start)} after backward: add "
-            "a segment, so that most of them travel while backward still runs."
+            f"All gradients are reduced together, for {_ms(last.end - last.start)} after backward: "
+            "add a segment, so that most of them are reduced while backward still runs."
         )
     return (
-        f"Backward has room: nothing travels during "
+        f"Backward has room: no reduction runs during "
         f"{_ms(idle_seconds(reductions, fp_end, bp_end))} of it, and communication ends "
         f"{_ms(last.end - bp_end)} after it: add a segment."
     )
@@ -99,7 +99,7 @@ def _why_one_more(fp_end: float, bp_end: float, reductions: Sequence[Reduction])
 def _why_no_change_helps(fp_end: float, bp_end: float, reductions: Sequence[Reduction]) -> str:
     return (
         "Communication takes longer than there is to hide it behind: "
-        f"{_ms(reductions[-1].end - bp_end)} are left after backward, in which nothing travels "
+        f"{_ms(reductions[-1].end - bp_end)} are left after backward, in which no reduction runs "
         f"for only {_ms(idle_seconds(reductions, fp_end, bp_end))}. No other cut will help much: "
         "send less (compression, more backward passes in a step), or use a faster network."
     )

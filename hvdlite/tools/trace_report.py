@@ -79,7 +79,7 @@ def _notes(summary: Summary, typical: TypicalIteration | None) -> Iterator[str]:
     if summary.alike < 1:
         yield (
             f"The segments are those of {summary.alike:.0%} of the rows, which have "
-            f"{len(summary.segments)}; in the others gradients travelled together in another way."
+            f"{len(summary.segments)}; in the others gradients were fused in another way."
         )
     if typical is not None and typical.wait > NEGLIGIBLE_TAIL * typical.iteration_end:
         slower = summary.figures["computation"].more or 0.0
@@ -118,7 +118,7 @@ def _segments(summary: Summary) -> Table:
         for k, segment in enumerate(summary.segments, 1)
     ]
     head = ("segment", "start", "duration", "bytes", "bandwidth", "slowest rank", "slower by")
-    return Table("Segments: gradients that travel together", head, rows)
+    return Table("Segments: gradients that are reduced together", head, rows)
 
 
 def _slowest(figure: Figure) -> tuple[str, str]:

@@ -15,7 +15,7 @@ FP_END, BP_END, END = 10.0, 30.0, 45.0
 
 
 def advice(*reductions: tuple[float, float, float], end: float = END) -> Advice:
-    """Forward takes 10 s, backward 20 s; `travels` are start, end and MiB."""
+    """Forward takes 10 s, backward 20 s; `reductions` are start, end and MiB."""
     return advise(FP_END, BP_END, end, [Reduction(a, b, int(n * MIB)) for a, b, n in reductions])
 
 
@@ -42,7 +42,7 @@ def test_rule_3_backward_has_room() -> None:
     assert "add a segment" in given.why
 
 
-def test_rule_3_where_all_travel_together() -> None:
+def test_rule_3_where_all_are_reduced_together() -> None:
     given = advice((30, 42, 97))
     assert (given.rule, given.segmentation) == (3, "size:80,20")
 
@@ -51,7 +51,7 @@ def test_rule_3_where_all_travel_together() -> None:
     ("reductions", "why"),
     [
         ([(15, 25, 80), (30, 31, 20)], "nothing to gain"),
-        ([(15, 25, 80)], "nothing to gain"),  # a model whose last gradients do not travel
+        ([(15, 25, 80)], "nothing to gain"),  # a model whose last gradients are not reduced
         ([(12, 40, 80), (40, 50, 20)], "longer than there is to hide it behind"),
         ([], "nothing to cut"),
     ],

@@ -209,12 +209,13 @@ def test_what_is_missing_is_said(
 
 
 def test_a_picture_has_forward_backward_and_segments_of_each_rank() -> None:
-    computed, travelling = trace_plot.bars_of(row(0, 0))
+    computation, communication = trace_plot.bars_of(row(0, 0))
     ms = [
-        (bar.kind, round(1000 * (bar.start - 7)), round(1000 * (bar.end - 7))) for bar in computed
+        (bar.kind, round(1000 * (bar.start - 7)), round(1000 * (bar.end - 7)))
+        for bar in computation
     ]
     assert ms == [("forward", 0, 10), ("backward", 10, 30), ("optimizer", 40, 42)]
-    assert [(bar.kind, bar.text) for bar in travelling] == [
+    assert [(bar.kind, bar.text) for bar in communication] == [
         ("segment", "1"), ("segment, after backward", "2")
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Gradients that travel in segments: how many reductions the engine makes, and of what."""
+"""Gradients that are reduced in segments: how many reductions the engine makes, and of what."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_other_rules_through_the_engine(text: str, least: int, most: int) -> Non
     run_ranks(SIZE, main)
 
 
-def test_without_a_segmentation_what_is_ready_travels() -> None:
+def test_without_a_segmentation_gradients_are_sent_when_ready() -> None:
     models = [resnet() for _ in range(SIZE)]
 
     def main(rank: int) -> None:
@@ -358,9 +358,12 @@ def test_auto_switches_on_all_ranks_at_once_and_settles(
     (model,) = json.loads(file.read_text())["models"].values()
     learned = len(model["ends"])
     assert counts[0][-3:] == [learned] * 3
-    assert f"161 gradients travel best in {learned} segments" in capsys.readouterr().out
+    assert f"161 gradients are best reduced in {learned} segments" in capsys.readouterr().out
     assert run_ranks(SIZE, main) == [[counts[0][0], counts[0][1], *[learned] * 3]] * 2
-    assert f"161 gradients travel in {learned} segments, as {file} says" in capsys.readouterr().out
+    assert (
+        f"161 gradients are reduced in {learned} segments, as {file} says"
+        in capsys.readouterr().out
+    )
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

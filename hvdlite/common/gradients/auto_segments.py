@@ -158,11 +158,11 @@ class AutoSegments:
         """Print a frozen segmentation, and save it unless it comes from the file."""
         segments = len(decision.last_indices)
         count = f"{segments} segment{'s' if segments > 1 else ''}"
-        subject = f"hvdlite: {len(self.gradients)} gradients travel"
+        subject = f"hvdlite: {len(self.gradients)} gradients are"
         saved, self._saved = self._saved, None
         if saved is not None:
-            print(f"{subject} in {count}, as {self._file} says: {tuner.call}", flush=True)
+            print(f"{subject} reduced in {count}, as {self._file} says: {tuner.call}", flush=True)
             return
-        print(f"{subject} best in {count}: {tuner.call}", flush=True)
+        print(f"{subject} best reduced in {count}: {tuner.call}", flush=True)
         if self._file:
             save(self._file, decision.last_indices, self.gradients)

@@ -1,1 +1,1 @@
-"""Segmentation: which gradients are reduced together, as the user chooses or as is measured."""
+"""Segmentation: which gradients are reduced together, set by the user or tuned by measuring."""

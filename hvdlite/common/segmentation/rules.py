@@ -57,7 +57,7 @@ def proposed_changes(
         changes.append(Change(2, _cuts_earlier(shares)))
     if first.end <= backward_end and shares[-1] > LONG_PERCENT:
         changes.append(Change(1, _last_cut_later(shares)))
-    # A segment more can only help where backward has room for what now follows it.
+    # One more segment helps only where backward has room for the communication behind it.
     room = idle_seconds(reductions, backward_start, backward_end)
     if room > last.end - backward_end and len(shares) < MOST_SEGMENTS:
         changes.append(Change(3, _one_more(shares)))

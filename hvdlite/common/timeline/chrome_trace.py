@@ -87,8 +87,8 @@ class TraceWriter:
 
     Recording can begin, and records can be lost, at any point of a tensor's life. A record that
     does not fit the state of its track is left out, and spans that it should have ended are ended.
-    The methods of tensors and the engine have the names and arguments of those of `Timeline`,
-    preceded by the time `now` in monotonic nanoseconds.
+    The methods for tensors and the engine mirror those of `Timeline`; their first argument is the
+    time `now` in monotonic nanoseconds.
     """
 
     def __init__(self, path: str, rank: int, clock_offset_seconds: float | None) -> None:

@@ -230,7 +230,7 @@ class Timeline:
             self.flush()
 
     def _drain(self, trace: TraceWriter) -> None:
-        """Write the events in the queue, then the number of those that found it full."""
+        """Write the events in the queue, then the number of events that were dropped."""
         dropped, self._dropped = self._dropped, 0
         left = len(self._queue)
         while left:
