@@ -10,7 +10,7 @@ from weakref import WeakSet
 log = logging.getLogger("hvdlite")
 
 
-class Trace(Protocol):
+class TraceLike(Protocol):
     """What is told of iterations, until it is stopped."""
 
     def follow(self, trainer: Any) -> None:
@@ -24,10 +24,10 @@ class Trainers:
     """The trainers of one rank, such as optimizers, and the traces that follow each of them."""
 
     def __init__(self) -> None:
-        self.by_setting: Trace | None = None  # the one that the settings ask for, once it is on
+        self.by_setting: TraceLike | None = None  # the one that the settings ask for, once it is on
         self._lock = threading.RLock()  # guards the two
         self._trainers: WeakSet[Any] = WeakSet()
-        self._traces: list[Trace] = []
+        self._traces: list[TraceLike] = []
 
     def announce(self, trainer: Any) -> None:
         """A trainer has come."""
@@ -37,7 +37,7 @@ class Trainers:
         for trace in traces:
             trace.follow(trainer)
 
-    def add(self, trace: Trace) -> None:
+    def add(self, trace: TraceLike) -> None:
         """A trace has been switched on."""
         with self._lock:
             self._traces.append(trace)
@@ -45,7 +45,7 @@ class Trainers:
         for trainer in trainers:
             trace.follow(trainer)
 
-    def remove(self, trace: Trace) -> None:
+    def remove(self, trace: TraceLike) -> None:
         """A trace has been stopped; nothing happens the second time."""
         with self._lock:
             if trace in self._traces:
