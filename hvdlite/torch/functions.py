@@ -50,8 +50,9 @@ def broadcast_optimizer_state(
     """Copy the state and the options of an optimizer from the global rank `root_rank`; blocks.
 
     Any optimizer will do whose state belongs to its parameters; every rank has one with the same
-    parameters. State that the others do not have yet is made, and no step is needed for it. `model`
-    has no effect.
+    parameters. State that the others do not have yet is made, and no step is needed for it: tensors
+    with the strides that they have on the root, which share memory where they do there. `model` has
+    no effect.
 
     Raises `ValueError` for LBFGS, whose state does not belong to parameters, and on a rank whose
     optimizer has other parameters than the root's.
@@ -63,7 +64,7 @@ def broadcast_optimizer_state(
     state = broadcast_object(state, root_rank, "optimizer_state", process_set)
     if not is_root:
         state.allocate(optimizer)
-    named = [(f"optimizer_state.{n}", tensor) for n, tensor in enumerate(state.tensors)]
+    named = [(f"optimizer_state.{n}", block) for n, block in enumerate(state.memory)]
     broadcast_parameters(named, root_rank, process_set)
     if not is_root:
         state.install(optimizer)
