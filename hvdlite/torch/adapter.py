@@ -49,7 +49,7 @@ class TorchAdapter:
         return self._device(tensor).input(tensor)
 
     def empty_like(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A new contiguous tensor of the same dtype and device."""
+        """A new tensor of the same dtype and device; in the same layout where it has the shape."""
         return self._device(tensor).empty(tensor, shape)
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:

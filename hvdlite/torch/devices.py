@@ -30,13 +30,23 @@ class Device(Protocol):
         """The values of `tensor`, which is not lazily conjugated. Calling thread."""
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A new contiguous tensor of the dtype and on the device of `like`. Any thread."""
+        """A new tensor of the dtype and on the device of `like`, as `new_tensor`. Any thread."""
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:
         """What `commit` carries into `tensor`, of any strides. Any thread."""
 
     def finish(self, tensor: torch.Tensor) -> None:
         """Order what the caller does next with `tensor` behind `commit`. Calling thread."""
+
+
+def new_tensor(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor without values; one of the shape of `like` has its layout, as torch's own results.
+
+    A gradient in another layout than its weights is wrong for kernels that take both as flat.
+    """
+    if like.shape == shape and not like.is_contiguous():
+        return torch.empty_like(like.detach())
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 class HostDevice:
@@ -50,7 +60,7 @@ class HostDevice:
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """A new tensor."""
-        return torch.empty(shape, dtype=like.dtype)
+        return new_tensor(like, shape)
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:
         """The tensor's own memory, or a buffer that is copied into one that is not contiguous."""
@@ -126,7 +136,7 @@ class StagedDevice:
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """A new tensor; its memory belongs to the copy stream until `finish`."""
         with self._streams.stream(self._copy_stream(like.device)):
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
+            return new_tensor(like, shape)
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:
         """Pinned memory that `commit` starts to copy into the tensor."""

@@ -43,7 +43,7 @@ class _View:
         start = block.storage_offset() + self.offset_bytes
         tensor = torch.empty(0, dtype=self.dtype, device=block.device)
         storage = block.untyped_storage()
-        return tensor.set_(storage, start // self.dtype.itemsize, self.shape, self.strides)  # type: ignore[call-overload,no-any-return]
+        return tensor.set_(storage, start // self.dtype.itemsize, self.shape, self.strides)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[_View], list[torch
 
 def _span(tensor: torch.Tensor) -> Span:
     """The bytes of its storage from the first to the last element, gaps included."""
-    begin = tensor.storage_offset() * tensor.element_size()
+    begin = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.numel() == 0:
         return begin, begin
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -196,7 +196,7 @@ def _merged(spans: Iterable[tuple[Span, int]]) -> Iterable[tuple[int, int, list[
 def _bytes_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """A part of the storage of `tensor`."""
     bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return bytes_.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))  # type: ignore[call-overload,no-any-return]
+    return bytes_.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

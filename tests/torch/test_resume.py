@@ -73,7 +73,7 @@ def parameters(seed: int, name: str, layout: str) -> list[nn.Parameter]:
 
 def make(name: str, kernel: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
     chosen = {} if kernel == "default" else {kernel: True}
-    return optimizer_classes()[name](params, **OPTIONS.get(name, {}), **chosen)  # type: ignore[call-arg]
+    return optimizer_classes()[name](params, **OPTIONS.get(name, {}), **chosen)
 
 
 def step(optimizer: Any, params: list[nn.Parameter], seed: int) -> None:
@@ -187,6 +187,80 @@ def test_a_rank_whose_weights_lie_in_another_order_than_the_roots(kernel: str) -
     first, second = run_ranks(SIZE, main)
     for key, tensor in first.items():
         torch.testing.assert_close(second[key], tensor, rtol=1e-6, atol=1e-7)
+
+
+VARIANTS: dict[str, State] = {
+    "in place": {},
+    "compressed": {"compression": hvd.Compression.bf16},
+    "views": {"gradient_as_bucket_view": True},
+    "over segments": {"fuse_all_optimizer_ops": True},
+    "in groups": {"groups": 2},
+    "adasum": {"op": hvd.Adasum},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_keep_the_layout_of_their_weights(variant: str) -> None:
+    def train(rank: int | None) -> tuple[dict[str, Tensor], list[Any]]:
+        params = parameters(0, "AdamW", "channels_last")
+        unused = nn.Parameter(params[0].detach().clone())
+        optimizer: Any = make("AdamW", "fused", [*params, unused])
+        if rank is not None:
+            optimizer = hvd.DistributedOptimizer(optimizer, **VARIANTS[variant])
+        strides = []
+        for seed in range(4):
+            used = [*params, unused] if rank != 1 else params  # zeros stand in for its gradient
+            scale = 2.0 if rank == 0 else 1.0  # of what rank 1 has not
+            step_exactly(optimizer, {id(unused): scale}, used, seed)
+            strides.append([each.grad.stride() for each in params if each.grad is not None])
+            strides.append([each.stride() for each in [*params, unused]])
+        return picture(optimizer, [*params, unused]), strides
+
+    expected, strides = train(None)
+    (first, _), *_ = ranks = run_ranks(SIZE, train)
+    for state, own in ranks:
+        assert own == strides
+        if variant == "adasum":  # each rank has a state of its own, and all have the same weights
+            weights = {key: each for key, each in state.items() if "weight" in key}
+            assert_alike(weights, {key: first[key] for key in weights})
+        else:
+            assert_alike(state, first)
+            torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-6)
+
+
+def step_exactly(
+    optimizer: Any, scales: dict[int, float], used: list[nn.Parameter], seed: int
+) -> None:
+    """A step by gradients that the cast to 16 bits does not change."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer.zero_grad()
+    loss = torch.zeros(())
+    for each in used:
+        whole = torch.randint(-8, 8, each.shape, generator=generator)
+        loss = loss + (each * whole).sum() * scales.get(id(each), 1.0)
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("form", ["allreduce", "broadcast", "grouped_allreduce"])
+def test_new_tensors_have_the_layout_of_their_inputs(form: str) -> None:
+    def main(rank: int) -> None:
+        image = (torch.arange(24.0) + rank).reshape(1, 2, 3, 4)
+        for given in (
+            image,
+            image.to(memory_format=torch.channels_last),
+            image[0, 0].T,
+            image[0, :, 1],
+            torch.tensor([1.0 + rank]).expand(3),
+        ):
+            arguments: State = {"op": hvd.Max} if "allreduce" in form else {"root_rank": 1}
+            tensors: Any = [given] if form.startswith("grouped") else given
+            result: Any = getattr(hvd, form)(tensors, **arguments)
+            (result,) = result if form.startswith("grouped") else [result]
+            assert result.stride() == torch.empty_like(given).stride()
+            assert torch.equal(result, given + (1 - rank))
+
+    run_ranks(SIZE, main)
 
 
 def odd_state(fill: float) -> State:
