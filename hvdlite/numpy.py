@@ -11,6 +11,7 @@ Arrays may be of any numeric dtype, bool, complex, and ml_dtypes' bfloat16.
 from __future__ import annotations
 
 from hvdlite.common.api.forms import Forms
+from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
@@ -47,7 +48,7 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 
-_forms: Forms[Array] = Forms(NumpyAdapter())
+_forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 
 allreduce = _forms.allreduce
 allreduce_async = _forms.allreduce_async

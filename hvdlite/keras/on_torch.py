@@ -64,12 +64,12 @@ class Reducer(reducer.Reducer):
         compression = self.terms.compression
         packed = [compression.compress(gradient.detach()) for gradient in bucket.values()]
         names = list(bucket)
-        handle = mpi_ops.forms.start_group(
-            [tensor for tensor, _ in packed], names[0], self.segments.options(names)
-        )
+        tensors = [tensor for tensor, _ in packed]
+        options = self.segments.options(names)
+        operation = mpi_ops.runner.start("allreduce", tensors, names[0], options)
 
         def wait() -> Gradients:
-            results = mpi_ops.synchronize(handle)
+            results = operation.take()
             contexts = [context for _, context in packed]
             return dict(zip(bucket, map(compression.decompress, results, contexts), strict=True))
 

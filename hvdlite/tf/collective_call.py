@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor  # tf.constant would copy
 
-from hvdlite.common.api.differentiable import Signal
 from hvdlite.common.api.options import Options
-from hvdlite.common.api.submit import Operation, submit
+from hvdlite.common.api.signals import Signal
+from hvdlite.common.api.submit import Operation, start
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import ROWS
 from hvdlite.common.plain.handles import Handle
@@ -165,12 +165,8 @@ class TensorCall:
         tensors = arrays[: len(self.tensors)]
         if options.splits is not None:
             options = options._replace(splits=arrays[-1])
-        label = f"grouped_{self.collective}" if options.grouped else self.collective
-        with runtime.named(self.name, options.process_set) as name:
-            entries = submit(
-                runtime, adapter, self.collective, f"{label}.{name}", tensors, options, targets
-            )
-        return StartedTensors(Operation(entries, lambda _, results: results), self.with_rows)
+        entries = start(runtime, adapter, self.collective, self.name, tensors, options, targets)
+        return StartedTensors(Operation(entries), self.with_rows)
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common.api.differentiable import Outcome, Verbs
 from hvdlite.common.api.options import Options
+from hvdlite.common.api.runner import Outcome, Runner
 from hvdlite.tf.collective_call import TensorCall
 from hvdlite.tf.graph import default_name, name_in_graph, run_calls
 
 Function = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
-class TensorFlowVerbs(Verbs[tf.Tensor]):
-    """The collectives, eager and in graphs, with their gradients."""
+class TensorFlowRunner(Runner[tf.Tensor]):
+    """Runs collectives on tensors of TensorFlow, now or in a graph, with their gradients."""
 
     def __init__(self, ignore_name_scope: bool = False) -> None:
         self._ignore_name_scope = ignore_name_scope
@@ -24,7 +24,7 @@ class TensorFlowVerbs(Verbs[tf.Tensor]):
     def run(
         self, collective: str, tensors: Sequence[tf.Tensor], name: str | None, options: Options
     ) -> Outcome:
-        """One collective on one tensor or on a group, without a gradient."""
+        """Run one collective on one tensor or on a group, without a gradient."""
         if not tensors:
             return Outcome([], [])
         if not tf.executing_eagerly():
@@ -36,25 +36,35 @@ class TensorFlowVerbs(Verbs[tf.Tensor]):
         (outputs,) = run_calls([TensorCall(collective, tensors, name, options)])
         return Outcome(outputs[: len(tensors)], outputs[len(tensors) :])
 
-    def differentiable(
+    def record(
         self, tensors: Sequence[tf.Tensor], forward: Function, adjoint: Function
     ) -> list[tf.Tensor]:
-        """``forward(tensors)``, with the gradient that `adjoint` makes."""
+        """Return ``forward(tensors)``, with the gradient that `adjoint` makes."""
 
         @tf.custom_gradient
-        def record(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+        def recorded(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
             def gradient(*upstream: Any) -> list[tf.Tensor]:
                 return adjoint([tf.convert_to_tensor(gradient) for gradient in upstream])
 
             return forward(list(inputs)), gradient
 
-        return list(record(*tensors)) if tensors else []
+        return list(recorded(*tensors)) if tensors else []
 
     def own_rows(self, tensor: tf.Tensor, rows: tf.Tensor, position: int) -> tf.Tensor:
-        """Return the part of `tensor` that came from the member at `position`."""
+        """Return the part that came from the member at `position`, by `rows` of each."""
         start = tf.reduce_sum(rows[:position])
         return tensor[start : start + rows[position]]
 
     def zeros_like(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor of zeros of the same shape and dtype."""
         return tf.zeros_like(tensor)
+
+    def row_count(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return the size of the first dimension, when the graph runs."""
+        return tf.shape(tensor)[0] if tensor.shape.rank != 0 else tf.constant(0)
+
+    def padded(self, tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """Return the tensor with rows of zeros behind it, `rows` in all."""
+        shape = tf.shape(tensor)
+        missing = tf.concat([[rows - shape[0]], shape[1:]], 0)
+        return tf.concat([tensor, tf.zeros(missing, tensor.dtype)], 0)

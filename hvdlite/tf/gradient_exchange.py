@@ -12,14 +12,14 @@ from hvdlite.common.gradients.buckets import Terms, buckets_of
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.tf.collective_call import TensorCall
-from hvdlite.tf.differentiable import TensorFlowVerbs
+from hvdlite.tf.differentiable import TensorFlowRunner
 from hvdlite.tf.graph import name_in_graph, run_calls
 from hvdlite.tf.sparse import averaged, check_sparse, dense
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices | None
 Outputs = list[list[tf.Tensor]]
 
-_VERBS = TensorFlowVerbs()
+_RUNNER = TensorFlowRunner()
 
 
 class _DenseBucket:
@@ -110,7 +110,7 @@ def reduce_gradients(
         )
 
     # For gradients of gradients. Those of slices end here, as TensorFlow's own often do.
-    recorded = _VERBS.differentiable(list(whole.values()), forward, adjoint) or forward([])
+    recorded = _RUNNER.record(list(whole.values()), forward, adjoint) or forward([])
     results.update(zip(whole, recorded, strict=True))
     return [results.get(name) for name in names]
 

@@ -7,14 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import Options
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.tf.differentiable import TensorFlowVerbs
+from hvdlite.tf.differentiable import TensorFlowRunner
 from hvdlite.tf.errors import public
 
-_VERBS = TensorFlowVerbs(ignore_name_scope=True)  # Keras numbers scopes, not alike on all ranks
+_RUNNER = TensorFlowRunner(ignore_name_scope=True)  # Keras numbers scopes, not alike on all ranks
+_VERBS = Verbs(_RUNNER)
 _NAME = "sync_batch_norm"
 
 
@@ -74,14 +76,14 @@ def _gather(local: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
     rows: list[Any] = []
 
     def forward(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-        outcome = _VERBS.run("allgather", inputs, f"{_NAME}.statistics", plain)
+        outcome = _RUNNER.run("allgather", inputs, f"{_NAME}.statistics", plain)
         rows[:] = outcome.rows
         return outcome.tensors
 
     def adjoint(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         summed = Options(process_set, ReduceOp.SUM)
         name = f"{_NAME}.gradient"
-        (total,) = _VERBS.reduce("allreduce", gradients, name, NoneCompressor, summed)
-        return [_VERBS.own_rows(total, rows[0], process_set.rank() or 0)]
+        (total,) = _VERBS.allreduce(gradients, name, NoneCompressor, summed)
+        return [_RUNNER.own_rows(total, rows[0], process_set.rank() or 0)]
 
-    return _VERBS.differentiable([local], forward, adjoint)[0]
+    return _RUNNER.record([local], forward, adjoint)[0]

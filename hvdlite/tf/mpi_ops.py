@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import Options, reduction, scattering
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.user_calls import (
@@ -50,7 +51,7 @@ from hvdlite.common.runtime.basics import (
 from hvdlite.common.runtime.lifecycle import init, shutdown
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.tf.collective_call import SignalCall
-from hvdlite.tf.differentiable import TensorFlowVerbs
+from hvdlite.tf.differentiable import TensorFlowRunner
 from hvdlite.tf.errors import public
 from hvdlite.tf.graph import run_calls
 from hvdlite.tf.sparse import allreduce_mixed, dense
@@ -70,7 +71,7 @@ Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
-_VERBS = {ignore: TensorFlowVerbs(ignore) for ignore in (False, True)}
+_VERBS = {ignore: Verbs(TensorFlowRunner(ignore)) for ignore in (False, True)}
 
 
 @public
@@ -144,7 +145,7 @@ def reducescatter(
     options = scattering(op, prescale_factor, postscale_factor, process_set)
     verbs = _VERBS[ignore_name_scope]
     tensors = [dense(tensor)]
-    return verbs.reduce("reducescatter", tensors, name, compression, options)[0]
+    return verbs.reducescatter(tensors, name, compression, options)[0]
 
 
 @public
@@ -161,7 +162,7 @@ def grouped_reducescatter(
     """As `reducescatter` for several tensors, of which all or none are reduced: a list."""
     options = scattering(op, prescale_factor, postscale_factor, process_set, True)
     converted = [dense(each) for each in tensors]
-    return _VERBS[False].reduce("reducescatter", converted, name, compression, options)
+    return _VERBS[False].reducescatter(converted, name, compression, options)
 
 
 @public
@@ -242,7 +243,8 @@ def alltoall(
     Without `splits` (int32, or a list) every rank gets the same number of rows; with them the
     result is ``(output, received_splits)``. Rows come in the order of ranks.
 
-    Differentiable: the gradient goes back the way that the rows came.
+    Differentiable: the gradient goes back the way that the rows came; it is zero for rows that
+    were not sent.
     """
     given = None if splits is None else tf.convert_to_tensor(splits, dtype_hint=tf.int32)
     output, received = _VERBS[ignore_name_scope].exchange(

@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import Options
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import Compressor
-from hvdlite.tf.differentiable import TensorFlowVerbs
 
 
 def dense(value: Any, what: str = "this") -> tf.Tensor:
@@ -48,7 +48,7 @@ def averaged(values: tf.Tensor, options: Options) -> tf.Tensor:
 
 
 def allreduce_mixed(
-    verbs: TensorFlowVerbs,
+    verbs: Verbs[tf.Tensor],
     tensors: Sequence[Any],
     name: str | None,
     compression: type[Compressor],
@@ -57,7 +57,7 @@ def allreduce_mixed(
     """Each tensor reduced over all ranks, the dense ones together where they are a group."""
     tensors = [each if isinstance(each, tf.IndexedSlices) else dense(each) for each in tensors]
     apart = [each for each in tensors if not isinstance(each, tf.IndexedSlices)]
-    reduced = iter(verbs.reduce("allreduce", apart, name, compression, options))
+    reduced = iter(verbs.allreduce(apart, name, compression, options))
     return [
         _allreduce_slices(verbs, each, _slices_name(name, index), options)
         if isinstance(each, tf.IndexedSlices)
@@ -71,7 +71,7 @@ def _slices_name(name: str | None, index: int) -> str | None:
 
 
 def _allreduce_slices(
-    verbs: TensorFlowVerbs, slices: tf.IndexedSlices, name: str | None, options: Options
+    verbs: Verbs[tf.Tensor], slices: tf.IndexedSlices, name: str | None, options: Options
 ) -> tf.IndexedSlices:
     check_sparse(options)
     plain = options._replace(grouped=False)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from hvdlite.common.api.forms import Forms
+from hvdlite.common.api.runner import EngineRunner
 
 Function = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,13 +53,13 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-class TorchForms(Forms[torch.Tensor]):
-    """The forms of all collectives; blocking ones that give new tensors are differentiable."""
+class TorchRunner(EngineRunner[torch.Tensor]):
+    """Runs collectives on tensors of torch; blocking ones that give new tensors have a gradient."""
 
-    def differentiable(
+    def record(
         self, tensors: Sequence[torch.Tensor], forward: Function, adjoint: Function
     ) -> list[torch.Tensor]:
-        """``forward(tensors)``, recorded where gradients are wanted."""
+        """Return ``forward(tensors)``, recorded where gradients are wanted."""
         wanted = torch.is_grad_enabled() and any(
             isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
         )
@@ -69,5 +69,17 @@ class TorchForms(Forms[torch.Tensor]):
         return list(outputs)
 
     def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of zeros of the same shape, dtype and device."""
+        """Return a tensor of zeros of the same shape, dtype and device."""
         return torch.zeros_like(tensor)
+
+    def own_rows(self, tensor: torch.Tensor, rows: Any, position: int) -> torch.Tensor:
+        """Return the part that came from the member at `position`, by `rows` of each."""
+        start = sum(rows[:position])
+        return tensor[start : start + rows[position]]
+
+    def padded(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return the tensor with rows of zeros behind it, `rows` in all."""
+        missing = rows - tensor.shape[0]
+        if missing <= 0:
+            return tensor
+        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -94,11 +93,13 @@ class _DenseFlight:
         self._passengers = passengers
         self._compression = compression
         packed = [each.packed for each in passengers]
-        self._handle = mpi_ops.forms.start_group(packed, passengers[0].name, options, in_place=True)
+        self._operation = mpi_ops.runner.start(
+            "allreduce", packed, passengers[0].name, options, in_place=True
+        )
 
     def land(self) -> None:
         """Wait, and write the results to the gradients."""
-        _arrive(self._passengers, partial(mpi_ops.synchronize, self._handle))
+        _arrive(self._passengers, self._operation.take)
         for each in self._passengers:
             self._unpack(each)
 
@@ -126,13 +127,13 @@ class _FlatFlight:
         self._passengers = passengers
         self._buffer = flat.buffer
         self._packed = packed
-        self._handle = mpi_ops.forms.start_group(
-            [packed], passengers[0].name, options, in_place=True
+        self._operation = mpi_ops.runner.start(
+            "allreduce", [packed], passengers[0].name, options, in_place=True
         )
 
     def land(self) -> None:
         """Wait; the results are where the gradients are, unless they were compressed."""
-        _arrive(self._passengers, partial(mpi_ops.synchronize, self._handle))
+        _arrive(self._passengers, self._operation.take)
         if self._packed is not self._buffer:
             self._buffer.copy_(self._packed)
         for each in self._passengers:

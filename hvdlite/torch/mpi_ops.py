@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdlite.common.api.forms import Forms
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.user_calls import (
     set_comm_fusion,
@@ -32,7 +33,7 @@ from hvdlite.common.runtime.basics import (
 )
 from hvdlite.common.runtime.lifecycle import init, shutdown
 from hvdlite.torch.adapter import TorchAdapter
-from hvdlite.torch.autograd import TorchForms, untraced
+from hvdlite.torch.autograd import TorchRunner, untraced
 from hvdlite.torch.dtypes import use_torch_casts
 from hvdlite.torch.sparse import SparseForms
 
@@ -44,7 +45,8 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 use_torch_casts()
-forms = TorchForms(TorchAdapter())
+runner = TorchRunner(TorchAdapter())
+forms = Forms(runner)
 
 allreduce = untraced(forms.allreduce)
 allreduce_async = untraced(forms.allreduce_async)
@@ -54,7 +56,7 @@ grouped_allreduce = untraced(forms.grouped_allreduce)
 grouped_allreduce_async = untraced(forms.grouped_allreduce_async)
 grouped_allreduce_ = untraced(forms.grouped_allreduce_)
 grouped_allreduce_async_ = untraced(forms.grouped_allreduce_async_)
-sparse_allreduce_async = untraced(SparseForms(forms).sparse_allreduce_async)
+sparse_allreduce_async = untraced(SparseForms(runner).sparse_allreduce_async)
 allgather = untraced(forms.allgather)
 allgather_async = untraced(forms.allgather_async)
 grouped_allgather = untraced(forms.grouped_allgather)

@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 import torch
 
-from hvdlite.common.api.forms import Forms
+from hvdlite.common.api.options import Options
+from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 
 
 class SparseForms:
-    """Built on the dense `forms`."""
+    """The reduction of sparse tensors, whose dense parts `runner` gathers."""
 
-    def __init__(self, forms: Forms[torch.Tensor]) -> None:
-        self._forms = forms
+    def __init__(self, runner: EngineRunner[torch.Tensor]) -> None:
+        self._runner = runner
 
     def sparse_allreduce_async(
         self,
@@ -38,13 +39,15 @@ class SparseForms:
         if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
             raise ValueError(f"sparse_allreduce '{name}': op is Sum or Average, not {op!r}")
         detached = tensor.detach()
-        gather = self._forms.allgather_async
-        indices = gather(detached._indices().t(), f"{name}.indices", process_set)
-        values = gather(detached._values(), f"{name}.values", process_set)
+        parts = {"indices": detached._indices().t(), "values": detached._values()}
+        started = [
+            self._runner.start("allgather", [part], f"{name}.{what}", Options(process_set))
+            for what, part in parts.items()
+        ]
 
         def wait() -> torch.Tensor:
-            all_values = self._forms.synchronize(values)
-            all_indices = self._forms.synchronize(indices).t()
+            (indices,), (all_values,) = (operation.take() for operation in started)
+            all_indices = indices.t()
             if op == ReduceOp.AVERAGE:
                 whole = (
                     None if all_values.is_floating_point() or all_values.is_complex() else "trunc"

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite.common.api.forms import Forms
 from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.torch.adapter import TorchAdapter
-from hvdlite.torch.autograd import TorchForms
+from hvdlite.torch.autograd import TorchRunner
 from hvdlite.torch.devices import Device, HostDevice, StagedDevice, find_device
 from tests.ranks import run_ranks
 
@@ -125,16 +126,18 @@ class FakeDevice(StagedDevice):
         return tensor
 
 
-def on_fake_devices(size: int, main: Callable[[int, FakeDevice, TorchForms], None]) -> None:
+def on_fake_devices(
+    size: int, main: Callable[[int, FakeDevice, Forms[torch.Tensor]], None]
+) -> None:
     def body(rank: int) -> None:
         device = FakeDevice()
-        main(rank, device, TorchForms(TorchAdapter(lambda kind: device)))
+        main(rank, device, Forms(TorchRunner(TorchAdapter(lambda kind: device))))
 
     run_ranks(size, body)
 
 
 def test_the_engine_waits_for_what_was_queued_and_the_user_stream_for_the_result() -> None:
-    def main(rank: int, device: FakeDevice, forms: TorchForms) -> None:
+    def main(rank: int, device: FakeDevice, forms: Forms[torch.Tensor]) -> None:
         tensor = torch.zeros(4)
         device.compute(lambda: tensor.add_(rank + 1))
         handle = forms.allreduce_async(tensor, op=hvd.Sum)
@@ -149,7 +152,7 @@ def test_the_engine_waits_for_what_was_queued_and_the_user_stream_for_the_result
 
 
 def test_synchronize_does_not_wait_for_the_copy_to_the_device() -> None:
-    def main(rank: int, device: FakeDevice, forms: TorchForms) -> None:
+    def main(rank: int, device: FakeDevice, forms: Forms[torch.Tensor]) -> None:
         tensor = torch.full((4,), float(rank + 1))
         forms.synchronize(forms.allreduce_async_(tensor, op=hvd.Sum))
         assert tensor.tolist() == [rank + 1.0] * 4, "the copy is queued, and nobody asked for it"
@@ -160,7 +163,7 @@ def test_synchronize_does_not_wait_for_the_copy_to_the_device() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
 def test_every_collective(dtype: torch.dtype) -> None:
-    def main(rank: int, device: FakeDevice, forms: TorchForms) -> None:
+    def main(rank: int, device: FakeDevice, forms: Forms[torch.Tensor]) -> None:
         def same(result: Tensor, expected: list[int]) -> None:
             assert torch.equal(device.read(result), torch.tensor(expected).to(dtype))
 
@@ -183,7 +186,7 @@ def test_every_collective(dtype: torch.dtype) -> None:
 def test_tensors_of_a_group_must_be_on_one_device() -> None:
     def main(rank: int) -> None:
         devices: dict[str, Device] = {"cpu": HostDevice(), "meta": FakeDevice()}
-        forms = TorchForms(TorchAdapter(devices.__getitem__))
+        forms = Forms(TorchRunner(TorchAdapter(devices.__getitem__)))
         with pytest.raises(hvd.HorovodInternalError, match="must be on same device"):
             forms.grouped_allreduce([torch.ones(1), torch.ones(1, device="meta")])
 
@@ -193,7 +196,7 @@ def test_tensors_of_a_group_must_be_on_one_device() -> None:
 def test_ranks_that_disagree_on_the_device() -> None:
     def main(rank: int) -> None:
         device: Device = FakeDevice() if rank else HostDevice()
-        forms = TorchForms(TorchAdapter(lambda kind: device))
+        forms = Forms(TorchRunner(TorchAdapter(lambda kind: device)))
         with pytest.raises(hvd.HorovodInternalError, match="device: rank 0 has cpu, rank 1 has"):
             forms.allreduce(torch.ones(1), name="x")
 

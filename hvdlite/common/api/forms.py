@@ -13,13 +13,14 @@ and `HorovodInternalError` for what ranks disagree on or when one is lost, when 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from hvdlite.common.api.differentiable import Outcome, Verbs
+from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import Options, reduction, scattering
-from hvdlite.common.api.submit import Operation, submit
+from hvdlite.common.api.runner import EngineRunner, Shaping
+from hvdlite.common.api.signals import Signal
+from hvdlite.common.api.submit import Operation, as_list
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.state import for_collective
@@ -32,21 +33,16 @@ def _only(operation: Operation[Any], results: list[Any]) -> Any:
     return results[0]
 
 
-def _list(operation: Operation[Any], results: list[Any]) -> Any:
-    return results
-
-
 def _tuple(operation: Operation[Any], results: list[Any]) -> Any:
     return tuple(results)
 
 
-class Forms(Verbs[T]):
-    """The public functions for one framework's tensors."""
+class Forms(Generic[T]):
+    """The public functions for one framework's tensors, which `runner` runs."""
 
-    def __init__(self, adapter: Adapter[T]) -> None:
-        self._adapter = adapter
-
-    # -- how everything below is enqueued
+    def __init__(self, runner: EngineRunner[T]) -> None:
+        self._runner = runner
+        self._verbs = Verbs(runner)
 
     def _start(
         self,
@@ -54,34 +50,14 @@ class Forms(Verbs[T]):
         tensors: Tensors[T],
         name: str | None,
         options: Options,
-        shape_result: Callable[[Operation[T], list[T]], Any],
+        shape_result: Shaping[T],
         in_place: bool = False,
     ) -> int:
-        runtime = for_collective()
-        label = f"grouped_{collective}" if options.grouped else collective
-        targets = tensors if in_place else None
-        with runtime.named(name, options.process_set) as known:
-            entries = submit(
-                runtime, self._adapter, collective, f"{label}.{known}", tensors, options, targets
-            )
-        return runtime.handles.add(Operation(entries, shape_result))
-
-    def start_group(
-        self, tensors: Tensors[T], name: str, options: Options, in_place: bool = False
-    ) -> int:
-        """Start an allreduce of one or more tensors with all that `options` say; a handle.
-
-        Its result is a list of tensors: `tensors` themselves where they are written `in_place`.
-        """
-        return self._start("allreduce", tensors, name, options, _list, in_place)
-
-    def run(
-        self, collective: str, tensors: Tensors[T], name: str | None, options: Options
-    ) -> Outcome:
-        """Start and wait."""
-        number = self._start(collective, tensors, name, options, _list)
-        operation: Operation[T] = for_collective().handles.take(number)
-        return Outcome(operation.take(), [entry.rows for entry in operation.entries])
+        """Start, and return the number that stands for the operation."""
+        operation = self._runner.start(
+            collective, tensors, name, options, in_place=in_place, shape_result=shape_result
+        )
+        return for_collective().handles.add(operation)
 
     def poll(self, handle: int) -> bool:
         """Whether the operation has ended, so that `synchronize` will not wait.
@@ -152,7 +128,7 @@ class Forms(Verbs[T]):
         smaller while it travels.
         """
         options = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self.reduce("allreduce", [tensor], name, compression, options)[0]
+        return self._verbs.allreduce([tensor], name, compression, options)[0]
 
     def allreduce_(
         self,
@@ -166,9 +142,7 @@ class Forms(Verbs[T]):
     ) -> T:
         """As `allreduce_async_`, and wait: `tensor`, reduced."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        number = self._start("allreduce", [tensor], name, options, _only, in_place=True)
-        result: T = self.synchronize(number)
-        return result
+        return self._runner.start("allreduce", [tensor], name, options, in_place=True).take()[0]
 
     def grouped_allreduce_async(
         self,
@@ -182,7 +156,7 @@ class Forms(Verbs[T]):
     ) -> int:
         """As `allreduce_async` for several tensors, of which all or none are reduced."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
-        return self._start("allreduce", tensors, name, options, _list)
+        return self._start("allreduce", tensors, name, options, as_list)
 
     def grouped_allreduce_async_(
         self,
@@ -211,7 +185,7 @@ class Forms(Verbs[T]):
     ) -> list[T]:
         """As `allreduce` for several tensors, of which all or none are reduced: a list."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
-        return self.reduce("allreduce", tensors, name, compression, options)
+        return self._verbs.allreduce(tensors, name, compression, options)
 
     def grouped_allreduce_(
         self,
@@ -225,9 +199,7 @@ class Forms(Verbs[T]):
     ) -> tuple[T, ...]:
         """As `grouped_allreduce_async_`, and wait: `tensors` as a tuple."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
-        number = self._start("allreduce", tensors, name, options, _tuple, in_place=True)
-        results: tuple[T, ...] = self.synchronize(number)
-        return results
+        return tuple(self._runner.start("allreduce", tensors, name, options, in_place=True).take())
 
     # -- allgather
 
@@ -247,7 +219,7 @@ class Forms(Verbs[T]):
 
         Differentiable: the gradient is averaged over the ranks, and each keeps its own rows.
         """
-        return self.gather([tensor], name, Options(process_set))[0]
+        return self._verbs.gather([tensor], name, Options(process_set))[0]
 
     def grouped_allgather_async(
         self,
@@ -266,7 +238,7 @@ class Forms(Verbs[T]):
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
         """As `allgather` for several tensors: a tuple."""
-        return tuple(self.gather(tensors, name, Options(process_set, grouped=True)))
+        return tuple(self._verbs.gather(tensors, name, Options(process_set, grouped=True)))
 
     # -- broadcast
 
@@ -306,7 +278,7 @@ class Forms(Verbs[T]):
 
         Differentiable: the gradient is averaged on the root, and zero elsewhere.
         """
-        return self.copy(tensor, name, Options(process_set, root_rank=root_rank))
+        return self._verbs.copy(tensor, name, Options(process_set, root_rank=root_rank))
 
     def broadcast_(
         self,
@@ -316,8 +288,8 @@ class Forms(Verbs[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """As `broadcast_async_`, and wait: `tensor`, with the root's values."""
-        result: T = self.synchronize(self.broadcast_async_(tensor, root_rank, name, process_set))
-        return result
+        options = Options(process_set, root_rank=root_rank)
+        return self._runner.start("broadcast", [tensor], name, options, in_place=True).take()[0]
 
     # -- alltoall
 
@@ -329,6 +301,8 @@ class Forms(Verbs[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start to send the next ``splits[i]`` rows to rank i, for all i; a handle.
+
+        Rows beyond the sum of the splits are not sent.
 
         Without `splits` (a list, or a row of integers) every rank gets the same number of rows.
         `synchronize` gives ``(output, received_splits)``; rows come in the order of ranks.
@@ -350,15 +324,18 @@ class Forms(Verbs[T]):
     ) -> Any:
         """As `alltoall_async`, and wait: the output; with `splits`, also the received splits.
 
-        Differentiable: the gradient goes back the way that the rows came.
+        Differentiable: the gradient goes back the way that the rows came; it is zero for rows
+        that were not sent.
         """
-        output, received = self.exchange(tensor, name, Options(process_set, splits=splits))
-        return output if splits is None else (output, self._adapter.make_splits(received, splits))
+        output, received = self._verbs.exchange(tensor, name, Options(process_set, splits=splits))
+        if splits is None:
+            return output
+        return output, self._runner.adapter.make_splits(received, splits)
 
     def _with_splits(self, splits: Any) -> Callable[[Operation[T], list[T]], Any]:
         def shape_result(operation: Operation[T], results: list[T]) -> Any:
             received = operation.entries[0].received_splits
-            return results[0], self._adapter.make_splits(received, splits)
+            return results[0], self._runner.adapter.make_splits(received, splits)
 
         return shape_result
 
@@ -396,7 +373,7 @@ class Forms(Verbs[T]):
         Differentiable: the gradient is gathered, times both factors, and times size for Sum.
         """
         options = scattering(op, prescale_factor, postscale_factor, process_set)
-        return self.reduce("reducescatter", [tensor], name, compression, options)[0]
+        return self._verbs.reducescatter([tensor], name, compression, options)[0]
 
     def grouped_reducescatter_async(
         self,
@@ -409,7 +386,7 @@ class Forms(Verbs[T]):
     ) -> int:
         """As `reducescatter_async` for several tensors, of which all or none are reduced."""
         options = scattering(op, prescale_factor, postscale_factor, process_set, True)
-        return self._start("reducescatter", tensors, name, options, _list)
+        return self._start("reducescatter", tensors, name, options, as_list)
 
     def grouped_reducescatter(
         self,
@@ -423,4 +400,23 @@ class Forms(Verbs[T]):
     ) -> list[T]:
         """As `reducescatter` for several tensors: a list."""
         options = scattering(op, prescale_factor, postscale_factor, process_set, True)
-        return self.reduce("reducescatter", tensors, name, compression, options)
+        return self._verbs.reducescatter(tensors, name, compression, options)
+
+    # -- without a tensor
+
+    def join(self, device: int = -1, process_set: ProcessSet = global_process_set) -> int:
+        """Say that this rank has no more data, and wait until all ranks of the set say so.
+
+        Until then the others' collectives go on without this rank: it counts for nothing in a
+        reduction (an Average still divides by the size of the set) and gives no rows. Returns the
+        global rank that joined last, the same on all ranks. `device` has no effect.
+        """
+        return Signal("join", process_set).wait()
+
+    def barrier(self, process_set: ProcessSet = global_process_set) -> None:
+        """Wait until all ranks of the set have called this.
+
+        Calls are numbered: several threads may wait, and after an interrupt the next call meets
+        the next one of the other ranks.
+        """
+        Signal("barrier", process_set).wait()

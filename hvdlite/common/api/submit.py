@@ -91,12 +91,17 @@ class TensorEntry(Entry, Generic[T]):
         return self.result
 
 
+def as_list(operation: Operation[T], results: list[T]) -> Any:
+    """Return the results as they are."""
+    return results
+
+
 @dataclass
 class Operation(Generic[T]):
     """What a user's handle stands for: one tensor, or a group."""
 
     entries: Sequence[TensorEntry[T]]
-    shape_result: Callable[[Operation[T], list[T]], Any]
+    shape_result: Callable[[Operation[T], list[T]], Any] = as_list
 
     def poll(self) -> bool:
         """Whether all have ended."""
@@ -118,6 +123,21 @@ class Operation(Generic[T]):
         if error is not None:
             raise error
         return results
+
+
+def start(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    name: str | None,
+    tensors: Sequence[T],
+    options: Options,
+    targets: Sequence[T] | None = None,
+) -> list[TensorEntry[T]]:
+    """Enqueue as `submit`, under the user's `name`, or the next number of the process set."""
+    label = f"grouped_{collective}" if options.grouped else collective
+    with runtime.named(name, options.process_set) as known:
+        return submit(runtime, adapter, collective, f"{label}.{known}", tensors, options, targets)
 
 
 def submit(

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.common.api.forms import Forms
+from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
@@ -30,7 +31,7 @@ MOST_RUNS = 1024  # the most reductions of one iteration that are kept
 STEPS_WHEN_FROZEN = 10  # between two checks for drift
 _NO_CHANGE, _TRIAL, _FROZEN = range(3)  # the kinds of decisions in the broadcast
 
-_forms: Forms[Array] = Forms(NumpyAdapter())
+_forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 
 
 def no_rank_has_joined(label: str, process_set: ProcessSet) -> bool:

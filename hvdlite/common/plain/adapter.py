@@ -65,7 +65,7 @@ class Adapter(Protocol[T]):
         """Return a buffer of the values; a non-contiguous tensor is copied. Calling thread."""
 
     def empty_like(self, tensor: T, shape: tuple[int, ...]) -> T:
-        """Allocate a contiguous tensor of the same dtype and device. Any thread."""
+        """Allocate a tensor of the same dtype and device. Any thread."""
 
     def output(self, tensor: T) -> HostBuffer:
         """Return a buffer whose `commit` writes to `tensor`, contiguous or not. Any thread."""

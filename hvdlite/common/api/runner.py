@@ -1,0 +1,86 @@
+"""How a collective runs on the tensors of a framework: from the call to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from hvdlite.common.api.options import Options
+from hvdlite.common.api.submit import Operation, as_list, start
+from hvdlite.common.plain.adapter import Adapter
+from hvdlite.common.runtime.state import for_collective
+
+T = TypeVar("T")
+Function = Callable[[list[T]], list[T]]
+Shaping = Callable[[Operation[T], list[T]], Any]
+
+
+class Outcome(NamedTuple):
+    """What a collective has given."""
+
+    tensors: list[Any]
+    rows: list[Any]  # of each tensor: how many came from each member, where that may differ
+
+
+class Runner(Generic[T]):
+    """What the collectives need of a framework. The last four methods serve gradients only."""
+
+    def run(
+        self, collective: str, tensors: Sequence[T], name: str | None, options: Options
+    ) -> Outcome:
+        """Run one collective on one tensor or on a group, without a gradient; return its result."""
+        raise NotImplementedError
+
+    def record(self, tensors: Sequence[T], forward: Function[T], adjoint: Function[T]) -> list[T]:
+        """Return ``forward(tensors)``, recorded so that gradients flow back through `adjoint`."""
+        return forward(list(tensors))
+
+    def zeros_like(self, tensor: T) -> T:
+        """Return a tensor of zeros of the same shape, dtype and device."""
+        raise NotImplementedError
+
+    def own_rows(self, tensor: T, rows: Any, position: int) -> T:
+        """Return the part that came from the member at `position`, by `rows` of each."""
+        raise NotImplementedError
+
+    def row_count(self, tensor: T) -> Any:
+        """Return the size of the first dimension."""
+        raise NotImplementedError
+
+    def padded(self, tensor: T, rows: Any) -> T:
+        """Return the tensor with rows of zeros behind it, `rows` in all."""
+        raise NotImplementedError
+
+
+class EngineRunner(Runner[T]):
+    """Runs collectives on tensors that have their values, by the adapter of their framework."""
+
+    def __init__(self, adapter: Adapter[T]) -> None:
+        self.adapter = adapter
+
+    def start(
+        self,
+        collective: str,
+        tensors: Sequence[T],
+        name: str | None,
+        options: Options,
+        *,
+        in_place: bool = False,
+        shape_result: Shaping[T] = as_list,
+    ) -> Operation[T]:
+        """Enqueue one collective on one tensor or on a group; never wait."""
+        runtime, targets = for_collective(), tensors if in_place else None
+        entries = start(runtime, self.adapter, collective, name, tensors, options, targets)
+        return Operation(entries, shape_result)
+
+    def run(
+        self, collective: str, tensors: Sequence[T], name: str | None, options: Options
+    ) -> Outcome:
+        """Start, and wait."""
+        operation = self.start(collective, tensors, name, options)
+        return Outcome(operation.take(), [entry.rows for entry in operation.entries])
+
+    def row_count(self, tensor: T) -> int:
+        """Return the size of the first dimension; 0 where there is none."""
+        shape = self.adapter.spec(tensor).shape
+        return shape[0] if shape else 0
