@@ -94,6 +94,11 @@ CASES: dict[str, tuple[Callable[[Any, int], Any], Callable[[int], int], Callable
         lambda rank: sum(splits(rank)),
         returned,
     ),
+    "alltoall of some rows": (
+        lambda x, rank: hvd.alltoall(x, splits(rank))[0],
+        lambda rank: sum(splits(rank)) + 2,
+        lambda rank: np.concatenate([returned(rank), np.zeros((2, 2), np.float32)]),
+    ),
     "reducescatter": (
         lambda x, rank: hvd.reducescatter(x, op=hvd.Sum, prescale_factor=0.5),
         lambda rank: ROWS,
@@ -138,6 +143,11 @@ SECOND: dict[str, tuple[Verb, float, float]] = {
     "allgather": (hvd.allgather, 1.0, 1.0),
     "broadcast": (lambda x: hvd.broadcast(x, 0), 1.0, 0.0),
     "alltoall": (hvd.alltoall, 2.0, 2.0),
+    "alltoall of some rows": (
+        lambda x: hvd.alltoall(tf.concat([x, x], 0), splits=[1, 1])[0],
+        2.0,
+        2.0,
+    ),
     "reducescatter": (lambda x: hvd.reducescatter(x, op=hvd.Sum), 8.0, 8.0),
 }
 

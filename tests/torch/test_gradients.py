@@ -91,7 +91,10 @@ def test_broadcast() -> None:
     run_ranks(SIZE, main)
 
 
-def test_alltoall_sends_gradients_back() -> None:
+@pytest.mark.parametrize("left_over", [0, 2])
+def test_alltoall_sends_gradients_back(left_over: int) -> None:
+    """Rows beyond the sum of the splits stay where they are, and have no gradient."""
+
     def splits(rank: int) -> list[int]:
         return [(rank + other) % 3 for other in range(SIZE)]
 
@@ -99,14 +102,14 @@ def test_alltoall_sends_gradients_back() -> None:
         return [splits(other)[rank] for other in range(SIZE)]
 
     def main(rank: int) -> None:
-        tensor = torch.ones(sum(splits(rank)), 2, requires_grad=True)
+        tensor = torch.ones(sum(splits(rank)) + left_over, 2, requires_grad=True)
         output, _ = hvd.alltoall(tensor, splits(rank))
         output.backward(numbers(rank, sum(received(rank)), 2))
         parts = [
             numbers(other, sum(received(other)), 2).split(received(other))[rank]
             for other in range(SIZE)
         ]
-        torch.testing.assert_close(tensor.grad, torch.cat(parts))
+        torch.testing.assert_close(tensor.grad, torch.cat([*parts, torch.zeros(left_over, 2)]))
 
     run_ranks(SIZE, main)
 

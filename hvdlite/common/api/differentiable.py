@@ -137,7 +137,7 @@ class Verbs(Generic[T]):
         def adjoint(gradients: list[T]) -> list[T]:
             back = Options(options.process_set, splits=received[0])
             returned, _ = self.exchange(gradients[0], _gradient_name(name), back)
-            return [returned]
+            return [self._runner.padded(returned, rows) for rows in given] or [returned]
 
         (output,) = self._runner.record([tensor], forward, adjoint)
         return output, received[0]
