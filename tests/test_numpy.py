@@ -287,6 +287,40 @@ def test_what_is_wrong_on_one_rank_is_refused_at_the_call() -> None:
     run_ranks(2, main)
 
 
+def test_barriers_wait_for_those_of_other_ranks() -> None:
+    arrived: list[int] = []
+
+    def main(rank: int) -> None:
+        pair = hvd.add_process_set([0, 2])
+        for round_ in range(3):
+            if rank == 1:
+                hvd.barrier()
+                assert len(arrived) == 2 * (round_ + 1)
+            else:
+                hvd.barrier(process_set=pair)
+                arrived.append(rank)
+                hvd.barrier()
+            hvd.barrier()
+
+    run_ranks(3, main)
+
+
+def test_barriers_after_a_join_before_which_ranks_made_different_numbers_of_them() -> None:
+    arrived: list[int] = []
+
+    def main(rank: int) -> None:
+        for _ in range(2):
+            for _ in range(rank):
+                hvd.barrier()
+            hvd.join()
+        if rank:
+            arrived.append(rank)
+        hvd.barrier()
+        assert sorted(arrived) == [1, 2]
+
+    run_ranks(3, main)
+
+
 def test_before_init() -> None:
     for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.cross_size, hvd.mpi_enabled):
         with pytest.raises(ValueError, match=r"has not been initialized; use hvd.init\(\)"):

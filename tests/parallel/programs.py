@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -223,6 +224,44 @@ def forks() -> None:
             hvd.allreduce(np.ones(1), name="orphan")
     except hvd.HorovodInternalError as error:
         assert error.rank == 1 and time.monotonic() - start < 5
+
+
+def interrupted() -> None:
+    """A barrier that a signal has ended on one rank, and barriers in several threads."""
+    from mpi4py import MPI
+
+    hvd.init()
+    if hvd.rank() == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            hvd.barrier()
+        except KeyboardInterrupt:
+            MPI.COMM_WORLD.send("gave up", 1)
+        else:
+            raise AssertionError("the barrier has ended without rank 1")
+    else:
+        MPI.COMM_WORLD.recv(source=0)
+        hvd.barrier()  # meets the one that rank 0 has given up
+    hvd.barrier()
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            for _ in range(30):
+                hvd.barrier()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(30):
+        total(f"beside {number}", 3)
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    total("after", 3)
 
 
 def other_version() -> None:

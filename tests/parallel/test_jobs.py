@@ -67,6 +67,10 @@ def test_init_after_shutdown() -> None:
     check(3, "again")
 
 
+def test_a_barrier_that_a_signal_ended_and_barriers_of_several_threads() -> None:
+    check(2, "interrupted")
+
+
 def test_parts_of_the_world() -> None:
     check(4, "communicators")
 

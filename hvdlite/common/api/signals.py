@@ -34,7 +34,16 @@ class Signal:
         self.handle = entry.handle
 
     def _name(self, collective: str) -> str:
-        return f"{collective}.noname"
+        """Return another name for each call, as several threads may wait, or one gave up waiting.
+
+        The calls are counted apart from those with tensors, with which another thread may be busy.
+        A rank joins once.
+        """
+        if self._joins:
+            return f"{collective}.noname"
+        eras = _numbers.setdefault(self._runtime, {})
+        numbers = eras.setdefault(self._runtime.era(self._process_set), itertools.count())
+        return f"{collective}.noname.{next(numbers)}"
 
     def wait(self) -> int:
         """Sleep until all ranks have come; return the rank that joined last, where it is a join."""
