@@ -273,6 +273,20 @@ WRONG_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("form", ["reducescatter", "reducescatter_async"])
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, NotImplementedError])
+def test_an_adasum_of_parts_is_refused_by_an_error_of_every_kind(
+    form: str, kind: type[Exception]
+) -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(kind, match="reducescatter has no Adasum"):
+            getattr(hvd, form)(np.zeros(2), op=hvd.Adasum)
+        with pytest.raises(kind, match="reducescatter has no Adasum"):
+            getattr(hvd, f"grouped_{form}")([np.zeros(2)], op=hvd.Adasum)
+
+    run_ranks(1, main)
+
+
 def test_what_is_wrong_on_one_rank_is_refused_at_the_call() -> None:
     def main(rank: int) -> None:
         for call, words in WRONG_CALLS.values():

@@ -53,6 +53,14 @@ class Call(Protocol):
     """A collective that can be started, any number of times."""
 
     @property
+    def collective(self) -> str:
+        """Its name in the table of collectives."""
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+
+    @property
     def runtime(self) -> Callable[[], Runtime]:
         """A function that finds the runtime of the rank, in any thread."""
 
@@ -125,6 +133,11 @@ class TensorCall:
     options: Options
     runtime: Callable[[], Runtime] = field(default_factory=finder)
     in_order = False
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return self.options.process_set
 
     @property
     def with_rows(self) -> bool:

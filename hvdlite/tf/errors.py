@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from hvdlite.common.base import errors
 from hvdlite.common.base.errors import HorovodInternalError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,6 +27,10 @@ class InvalidArgumentError(tf.errors.InvalidArgumentError, ValueError):
     """An argument is wrong, whatever other ranks do."""
 
 
+class UnsupportedError(InvalidArgumentError, NotImplementedError):
+    """A combination of arguments that no release has."""
+
+
 @contextmanager
 def as_tensorflow_errors() -> Iterator[None]:
     """Raise hvdlite's exceptions as TensorFlow's within this context."""
@@ -39,7 +44,9 @@ def as_tensorflow_errors() -> Iterator[None]:
         failure.rank = error.rank
         raise failure from None
     except ValueError as error:
-        raise InvalidArgumentError(None, None, str(error)) from None
+        unsupported = isinstance(error, errors.UnsupportedError)
+        wrong: Any = UnsupportedError if unsupported else InvalidArgumentError
+        raise wrong(None, None, str(error)) from None
 
 
 def public(function: F) -> F:

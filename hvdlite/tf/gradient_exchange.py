@@ -14,7 +14,7 @@ from hvdlite.common.plain.compression import Compressor
 from hvdlite.tf.collective_call import TensorCall
 from hvdlite.tf.differentiable import TensorFlowRunner
 from hvdlite.tf.graph import name_in_graph, run_calls
-from hvdlite.tf.sparse import averaged, check_sparse, dense
+from hvdlite.tf.sparse import averaged, check_slices, dense
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices | None
 Outputs = list[list[tf.Tensor]]
@@ -54,7 +54,7 @@ class _Slices:
         self.names = [name]
         self._shape = gradient.dense_shape
         self._options = Options(terms.process_set, terms.scaling.op)
-        check_sparse(self._options)
+        check_slices(gradient, self._options)
         self.calls = [
             TensorCall("allgather", [tensor], _name(f"{name}.{part}"), self._options)
             for tensor, part in ((gradient.values, "values"), (gradient.indices, "indices"))

@@ -9,6 +9,8 @@ from contextlib import nullcontext
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from hvdlite.common.api.submit import registered
+from hvdlite.common.runtime.state import find
 from hvdlite.tf import python_graph_ops
 from hvdlite.tf.collective_call import Call, run_now
 from hvdlite.tf.errors import InvalidArgumentError
@@ -20,12 +22,17 @@ from hvdlite.tf.native.loader import library
 def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     """Return the outputs of each call. All are started before any is waited for.
 
-    Raises `tf.errors.OpError`, now or when the graph is run.
+    Raises `tf.errors.OpError`, now or when the graph is run; at once, also while a graph is built,
+    `ValueError` for a process set that does not exist.
     """
     if not calls:
         return []
     if tf.executing_eagerly():
         return run_now(calls)
+    runtime = find()
+    if runtime is not None:  # graphs can be built before init()
+        for call in calls:
+            registered(runtime, call.collective, call.process_set)
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise InvalidArgumentError(
             None, None, "XLA cannot compile a collective: make the tf.function without jit_compile"

@@ -23,8 +23,11 @@ def dense(value: Any, what: str = "this") -> tf.Tensor:
     return tf.convert_to_tensor(value)
 
 
-def check_sparse(options: Options) -> None:
-    """Raises `NotImplementedError` for a reduction of slices that gathering cannot make."""
+def check_slices(slices: tf.IndexedSlices, options: Options) -> None:
+    """Raise `NotImplementedError` for a reduction of slices that gathering cannot make.
+
+    Raises `ValueError` for the Average of bool.
+    """
     if options.reduce_op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise NotImplementedError(
             f"tf.IndexedSlices have no {options.reduce_op.name.capitalize()}: use Average "
@@ -35,10 +38,15 @@ def check_sparse(options: Options) -> None:
             "prescale_factor and postscale_factor do not apply to tf.IndexedSlices: multiply its "
             "values"
         )
+    if options.reduce_op is ReduceOp.AVERAGE and slices.dtype == tf.bool:
+        raise ValueError("the Average of bool has no meaning: convert the slices to a number type")
 
 
 def averaged(values: tf.Tensor, options: Options) -> tf.Tensor:
-    """The gathered values, divided by the number of ranks where the reduction is Average."""
+    """Return the gathered values, divided by the number of ranks where the reduction is Average.
+
+    Their dtype stays what it is.
+    """
     if options.reduce_op is not ReduceOp.AVERAGE:
         return values
     size = options.process_set.size()
@@ -54,8 +62,14 @@ def allreduce_mixed(
     compression: type[Compressor],
     options: Options,
 ) -> list[Any]:
-    """Each tensor reduced over all ranks, the dense ones together where they are a group."""
+    """Return each tensor reduced over all ranks, the dense ones together where they are a group.
+
+    Nothing is sent where one of them is refused.
+    """
     tensors = [each if isinstance(each, tf.IndexedSlices) else dense(each) for each in tensors]
+    for each in tensors:
+        if isinstance(each, tf.IndexedSlices):
+            check_slices(each, options)
     apart = [each for each in tensors if not isinstance(each, tf.IndexedSlices)]
     reduced = iter(verbs.allreduce(apart, name, compression, options))
     return [
@@ -73,7 +87,6 @@ def _slices_name(name: str | None, index: int) -> str | None:
 def _allreduce_slices(
     verbs: Verbs[tf.Tensor], slices: tf.IndexedSlices, name: str | None, options: Options
 ) -> tf.IndexedSlices:
-    check_sparse(options)
     plain = options._replace(grouped=False)
     values, indices = (
         verbs.gather([part], name and f"{name}.{what}", plain)[0]

@@ -277,15 +277,107 @@ def test_slices_are_gathered(mode: Any) -> None:
     run_ranks(2, main)
 
 
-def test_slices_have_no_maximum_and_no_scale() -> None:
+@modes
+@pytest.mark.parametrize("dtype", [each for each in DTYPES if each != "bool"])
+def test_the_average_of_slices_has_their_dtype(dtype: str, mode: Any) -> None:
+    def main(rank: int) -> None:
+        def function(tensors: Sequence[Any]) -> list[Any]:
+            slices = tf.IndexedSlices(tensors[0], tf.constant([0, 3]), tf.constant([9, 2]))
+            alone = hvd.allreduce(slices)
+            grouped = hvd.grouped_allreduce([slices, slices])
+            mixed = hvd.grouped_allreduce([tensors[0], slices])
+            return [alone.values, *(each.values for each in grouped), mixed[1].values, mixed[0]]
+
+        *slices, dense = mode(function, [values(rank, (2, 2), dtype)])
+        both = [values(each, (2, 2), dtype) for each in range(2)]
+        half = wide(np.concatenate(both)) / 2
+        expected = np.trunc(half) if both[0].dtype.kind in "iu" else half
+        for each in slices:
+            assert_same(each, expected.astype(both[0].dtype))
+        assert_same(dense, reduced("Average", both))
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("form", ["alone", "grouped", "mixed"])
+def test_reductions_that_slices_do_not_have(form: str, traced: bool) -> None:
+    """They are refused on each rank by itself: nothing is sent before."""
+
     def main(rank: int) -> None:
         slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([9, 2]))
-        with pytest.raises(NotImplementedError, match="Max"):
-            hvd.allreduce(slices, op=hvd.Max)
-        with pytest.raises(NotImplementedError, match="prescale_factor"):
-            hvd.allreduce(slices, prescale_factor=2.0)
+        tensors = {"alone": [], "grouped": [slices], "mixed": [tf.ones(3)]}[form]
+
+        def call(**options: Any) -> Any:
+            if form == "alone":
+                return hvd.allreduce(slices, **options)
+            return hvd.grouped_allreduce([*tensors, slices], **options)
+
+        def refuses(kind: type[Exception], words: str, **options: Any) -> None:
+            with pytest.raises(kind, match=words):
+                (tf.function(call) if traced else call)(**options)
+
+        if rank == 0:
+            for op in ("Min", "Max", "Product", "Adasum"):
+                refuses(NotImplementedError, f"no {op}", op=getattr(hvd, op))
+            refuses(NotImplementedError, "prescale_factor", prescale_factor=2.0)
+            slices = tf.cast(slices.values, tf.bool)
+            slices = tf.IndexedSlices(slices, tf.constant([0]), tf.constant([9, 2]))
+            tensors = [slices] if tensors else []
+            refuses(ValueError, "Average of bool has no meaning")
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize("form", ["reducescatter", "grouped_reducescatter"])
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, tf.errors.InvalidArgumentError])
+def test_an_adasum_of_parts_is_refused(form: str, kind: type[Exception]) -> None:
+    def main(rank: int) -> None:
+        def call() -> Any:
+            given = tf.ones(2)
+            return getattr(hvd, form)([given] if "grouped" in form else given, op=hvd.Adasum)
+
+        for each in (call, tf.function(call)):
+            with pytest.raises(kind, match="reducescatter has no Adasum"):
+                each()
 
     run_ranks(1, main)
+
+
+NO_SET: dict[str, Callable[[Any], Any]] = {
+    "allreduce": lambda s: hvd.allreduce(tf.ones(2), process_set=s),
+    "grouped_allreduce": lambda s: hvd.grouped_allreduce([tf.ones(2)], process_set=s),
+    "slices": lambda s: hvd.allreduce(
+        tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), op=hvd.Sum, process_set=s
+    ),
+    "allgather": lambda s: hvd.allgather(tf.ones(2), process_set=s),
+    "grouped_allgather": lambda s: hvd.grouped_allgather([tf.ones(2)], process_set=s),
+    "broadcast": lambda s: hvd.broadcast(tf.ones(2), 0, process_set=s),
+    "alltoall": lambda s: hvd.alltoall(tf.ones(2), process_set=s),
+    "reducescatter": lambda s: hvd.reducescatter(tf.ones(2), process_set=s),
+    "grouped_reducescatter": lambda s: hvd.grouped_reducescatter([tf.ones(2)], process_set=s),
+    "barrier": lambda s: hvd.barrier(process_set=s),
+}
+
+
+@pytest.mark.parametrize("number", [None, 7])
+@pytest.mark.parametrize("form", NO_SET)
+def test_a_process_set_that_does_not_exist(form: str, number: int | None) -> None:
+    """The call is refused, also the one that builds a graph."""
+
+    def main(rank: int) -> None:
+        unknown = hvd.ProcessSet([0, 1])
+        unknown.process_set_id = number
+        with pytest.raises(ValueError, match="Process set provided does not exist"):
+            NO_SET[form](unknown)
+        with (
+            tf.Graph().as_default(),
+            pytest.raises(ValueError, match="Process set provided does not exist"),
+        ):
+            NO_SET[form](unknown)
+        hvd.allreduce(tf.ones(2))
+
+    run_ranks(2, main)
 
 
 @pytest.mark.parametrize("traced", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from hvdlite.common.base.errors import UnsupportedError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.plain.messages import JOB_THRESHOLD, NO_RANK
@@ -70,8 +71,8 @@ def scattering(
     process_set: ProcessSet,
     grouped: bool = False,
 ) -> Options:
-    """The options of a reducescatter. Raises `ValueError` for Adasum too."""
+    """Return the options of a reducescatter. Raises `UnsupportedError` for Adasum."""
     options = reduction(None, op, prescale_factor, postscale_factor, process_set, grouped)
     if options.reduce_op is ReduceOp.ADASUM:
-        raise ValueError("reducescatter has no Adasum: use Average, Sum, Min, Max or Product")
+        raise UnsupportedError("reducescatter has no Adasum: use Average, Sum, Min, Max or Product")
     return options

@@ -230,16 +230,22 @@ def _remember(runtime: Runtime, name: str, specs: Any, options: Options, made: A
 
 
 def members_of(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[int, ...]:
-    """The global ranks of a set that this rank belongs to. Raises `ValueError` otherwise."""
+    """Return the global ranks of a set that this rank belongs to. Raises `ValueError` otherwise."""
+    members = registered(runtime, what, process_set)
+    if runtime.rank not in members:
+        raise ValueError(
+            f"{what}: Rank {runtime.rank} is not a member of the provided process set {process_set}"
+        )
+    return members
+
+
+def registered(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[int, ...]:
+    """Return the global ranks of a set. Raises `ValueError` for one that does not exist."""
     number = process_set.process_set_id
     members = None if number is None else runtime.engine.process_sets.find(number)
     if members is None:
         raise ValueError(
             f"{what}: Process set provided does not exist or is not registered: {process_set}"
-        )
-    if runtime.rank not in members:
-        raise ValueError(
-            f"{what}: Rank {runtime.rank} is not a member of the provided process set {process_set}"
         )
     return members
 

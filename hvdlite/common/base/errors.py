@@ -18,6 +18,10 @@ class HorovodInternalError(RuntimeError):
         self.job_goes_on = job_goes_on
 
 
+class UnsupportedError(ValueError, NotImplementedError):
+    """A combination of arguments that no release has: for those who expect any of both."""
+
+
 class PeerLostError(HorovodInternalError):
     """The connection to another rank ended: the rank died, or left without a departure."""
 
