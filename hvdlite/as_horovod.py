@@ -77,6 +77,11 @@ def install() -> None:
         sys.meta_path.insert(0, Finder())
 
 
+def active() -> bool:
+    """Return whether this process has imported hvdlite under the name horovod."""
+    return sys.modules.get(HOROVOD) is sys.modules.get("hvdlite", sys)
+
+
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """What to set on top of `environ` so that Python processes answer to the name horovod."""
     before = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]

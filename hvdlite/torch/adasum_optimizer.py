@@ -10,7 +10,7 @@ import torch
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients.buckets import Terms
+from hvdlite.common.gradients.buckets import Terms, check_passes
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.gradient_exchange import named_by_position
 from hvdlite.torch.subclass import Wrapped
@@ -24,10 +24,12 @@ class AdasumMixin(Wrapped):
     """
 
     _communicates_after_step = True
+    backward_passes_per_step: int
     _terms: Terms
     _names: dict[torch.Tensor, str]
 
-    def _set_up(self, names: dict[torch.Tensor, str], terms: Terms) -> None:
+    def _set_up(self, names: dict[torch.Tensor, str], terms: Terms, passes: int) -> None:
+        self.backward_passes_per_step = passes  # for those who ask; see below
         self._names = names
         self._terms = terms
 
@@ -94,4 +96,5 @@ class AdasumMixin(Wrapped):
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """No effect: steps are exchanged, however many backward passes came before them."""
+        """Remember the number: steps are exchanged, however many passes came before them."""
+        self.backward_passes_per_step = check_passes(passes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hvdlite import as_horovod
 from hvdlite.common.api.objects import allgather_object, broadcast_object
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.torch import mpi_ops
@@ -68,6 +69,20 @@ def broadcast_optimizer_state(
     broadcast_parameters(named, root_rank, process_set)
     if not is_root:
         state.install(optimizer)
+    leave_zero_gradients(optimizer)
+
+
+def leave_zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Under the name horovod, give each trainable parameter a gradient: zeros where it has none.
+
+    Horovod leaves those behind, and scripts rely on it, which broadcast ``p.grad`` for example.
+    """
+    if not as_horovod.active():
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 __all__ = [

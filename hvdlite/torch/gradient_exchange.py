@@ -188,6 +188,11 @@ class GradientExchange:
         return bool(self._flights or self._gathered)
 
     @property
+    def passes(self) -> int:
+        """How many backward passes accumulate before a gradient travels."""
+        return self._schedule.passes
+
+    @property
     def has_gradients(self) -> bool:
         """Whether a step would apply anything."""
         return any(parameter.grad is not None for parameter, _ in self._parameters())

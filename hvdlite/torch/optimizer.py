@@ -32,7 +32,7 @@ from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
-from hvdlite.torch.functions import broadcast_object
+from hvdlite.torch.functions import broadcast_object, leave_zero_gradients
 from hvdlite.torch.fused_step import FusedStep
 from hvdlite.torch.gradient_exchange import CASTS, GradientExchange, named_by_position
 from hvdlite.torch.segment_schedule import ParamGroups
@@ -171,9 +171,21 @@ class _DistributedMixin(Wrapped):
         self._exchange.restart_count()
         super().zero_grad(*args, **kwargs)
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on gradients travel after `passes` backward passes, which accumulate locally."""
+    @property
+    def backward_passes_per_step(self) -> int:
+        """After how many backward passes gradients travel; they accumulate locally until then."""
+        return self._exchange.passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
         self._exchange.reset(check_passes(passes))
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Let gradients travel after `passes` backward passes from now on.
+
+        Raises `ValueError` for what is no positive integer.
+        """
+        self.backward_passes_per_step = passes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped optimizer's; what travels is forgotten, as after a failure."""
@@ -255,8 +267,9 @@ def DistributedOptimizer(  # noqa: N802
     if op == ReduceOp.ADASUM and size() > 1:
         SegmentPlan(terms, grouped=False).settle()  # says it where one was set
         adasum = wrap(AdasumMixin, optimizer, terms)
-        adasum._set_up(names, terms)
+        adasum._set_up(names, terms, passes)
         announce(adasum)
+        leave_zero_gradients(optimizer)
         return adasum
     as_views = gradient_as_bucket_view or bool(fuse_all_optimizer_ops and not against)
     segments = SegmentPlan(terms, chosen is not None, as_views)
@@ -265,6 +278,7 @@ def DistributedOptimizer(  # noqa: N802
     wrapped._fuses = fuse_all_optimizer_ops
     wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms, segments)
     announce(wrapped)
+    leave_zero_gradients(optimizer)
     return wrapped
 
 

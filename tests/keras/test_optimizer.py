@@ -427,8 +427,13 @@ def test_other_misuse() -> None:
 
 
 def test_before_init() -> None:
-    with pytest.raises(ValueError, match="init"):
+    words = r"has not been initialized; use hvd.init\(\)"
+    with pytest.raises(ValueError, match=words):
         hvd.DistributedOptimizer(sgd())
+    with pytest.raises(ValueError, match=words):
+        hvd.rank()
+    with pytest.raises(hvd.HorovodInternalError, match=words):
+        hvd.allreduce(1.0)
 
 
 @tensorflow_only

@@ -185,6 +185,15 @@ def test_no_arguments_is_a_usage_error() -> None:
 
 
 @pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+def test_a_process_knows_whether_it_uses_the_name() -> None:
+    for module, known in (("horovod", True), ("horovod.numpy", True), ("hvdlite.numpy", False)):
+        code = (
+            "from hvdlite.as_horovod import active; before = active(); "
+            f"import {module}; print(before, active())"
+        )
+        assert run("-c", code).split() == ["False", str(known)]
+
+
 def test_under_the_launcher(script: Path) -> None:
     words = ("--as-horovod", "-np", "2", sys.executable)
     done = launch(*words, str(script), HOROVOD_CYCLE_TIME="1")

@@ -288,5 +288,12 @@ def test_before_init() -> None:
     variable = tf.Variable(1.0)
     with DistributedGradientTape(tf.GradientTape()) as tape:
         loss = variable * 2
-    with pytest.raises(ValueError, match=r"use hvd.init\(\)"):
+    words = r"has not been initialized; use hvd.init\(\)"
+    with pytest.raises(ValueError, match=words):
         tape.gradient(loss, variable)
+    with pytest.raises(hvd.HorovodInternalError, match=words):
+        hvd.allreduce(variable)
+    with pytest.raises(ValueError, match=words):
+        hvd.size()
+    with pytest.raises(tf.errors.OpError, match="has not been initialized"):
+        tf.function(hvd.allreduce)(variable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import hvdlite
 import hvdlite.torch as hvd
 from tests.ranks import run_ranks
 
@@ -170,6 +172,37 @@ def test_an_optimizer_without_state_gets_the_options_of_the_root() -> None:
     assert states[0]["param_groups"][0]["lr"] == 0.25
     assert states[0]["param_groups"][1]["betas"] == (0.6, 0.9)
     assert_same_state(states[0], states[1])
+
+
+@pytest.mark.parametrize("alias", [False, True])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_zero_gradients_are_left_behind_under_the_name_horovod(
+    alias: bool, op: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if alias:
+        monkeypatch.setitem(sys.modules, "horovod", hvdlite)
+
+    def main(rank: int) -> None:
+        weight = nn.Parameter(torch.ones(2, 3, 1, 1).to(memory_format=torch.channels_last))
+        known = nn.Parameter(torch.ones(1))
+        known.grad = torch.full((1,), 7.0)
+        frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+        plain = torch.optim.SGD([weight, known, frozen], lr=1.0)
+        calls: list[Callable[[], Any]] = [
+            lambda: hvd.broadcast_optimizer_state(plain, root_rank=0),
+            lambda: hvd.DistributedOptimizer(plain, op=op),
+        ]
+        for call in calls:
+            weight.grad = None
+            call()
+            assert (weight.grad is not None) is alias
+            assert frozen.grad is None
+            assert known.grad.tolist() == [7.0]
+            if weight.grad is not None:
+                assert weight.grad.stride() == weight.stride()
+                assert hvd.broadcast(weight.grad, 0).abs().sum() == 0
+
+    run_ranks(2, main)
 
 
 def test_lbfgs_is_refused() -> None:

@@ -147,6 +147,15 @@ def test_before_init() -> None:
         hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
 
 
+def test_an_adasum_of_parts_is_an_error_of_every_kind() -> None:
+    def check(rank: int) -> None:
+        for kind in (ValueError, RuntimeError):
+            with pytest.raises(kind, match="reducescatter has no Adasum"):
+                hvd.reducescatter(torch.ones(2), op=hvd.Adasum)
+
+    on_ranks(check)
+
+
 def test_average_is_deprecated() -> None:
     def check(rank: int) -> None:
         with pytest.warns(DeprecationWarning, match="use op="):

@@ -311,6 +311,23 @@ def test_a_step_after_fewer_passes_than_announced_still_synchronizes() -> None:
     run_ranks(SIZE, main)
 
 
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_number_of_passes_can_be_asked_for(op: int, size: int) -> None:
+    def main(rank: int) -> None:
+        optimizer = hvd.DistributedOptimizer(sgd(net()), op=op, backward_passes_per_step=3)
+        assert optimizer.backward_passes_per_step == 3
+        optimizer.set_backward_passes_per_step(2)
+        assert optimizer.backward_passes_per_step == 2
+        optimizer.backward_passes_per_step = 4
+        assert optimizer.backward_passes_per_step == 4
+        with pytest.raises(ValueError, match="backward_passes_per_step"):
+            optimizer.set_backward_passes_per_step(0)
+        assert optimizer.backward_passes_per_step == 4
+
+    run_ranks(size, main)
+
+
 def test_clipping_between_synchronize_and_step() -> None:
     models = [net() for _ in range(SIZE)]
 

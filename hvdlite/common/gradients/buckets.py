@@ -156,7 +156,7 @@ class Schedule(Generic[K]):
     def __init__(self, buckets: Iterable[Sequence[K]], passes: int) -> None:
         self._buckets = [list(bucket) for bucket in buckets]
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket}
-        self._passes = passes
+        self.passes = passes  # backward passes between two steps
         self._done: dict[K, int] = {}  # passes since the last step
         self._sent: set[K] = set()
 
@@ -179,15 +179,15 @@ class Schedule(Generic[K]):
         Raises `AssertionError` when there were more passes than were announced.
         """
         done = self._done.get(key, 0) + 1
-        if done > self._passes or key in self._sent:
+        if done > self.passes or key in self._sent:
             raise AssertionError(
                 f"Gradients of {key} were computed more than backward_passes_per_step "
-                f"({self._passes}) times before call to step(). Increase "
+                f"({self.passes}) times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally"
             )
         self._done[key] = done
         bucket = self._bucket_of[key]
-        if any(self._done.get(each, 0) < self._passes for each in bucket):
+        if any(self._done.get(each, 0) < self.passes for each in bucket):
             return ()
         self._sent.update(bucket)
         return bucket
@@ -203,4 +203,4 @@ class Schedule(Generic[K]):
         """A step was made: count from the beginning, from now on up to `passes`."""
         self._done.clear()
         self._sent.clear()
-        self._passes = self._passes if passes is None else passes
+        self.passes = self.passes if passes is None else passes
