@@ -10,8 +10,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import TYPE_CHECKING
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from importlib.abc import Loader
@@ -75,6 +75,15 @@ class SameModule(Loader):
         module = importlib.import_module(self.own_name)
         self._spec = module.__spec__
         return module
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return what ``python -m`` runs."""
+        from importlib.util import find_spec
+
+        spec = find_spec(self.own_name)
+        loader: Any = None if spec is None else spec.loader
+        code: CodeType | None = loader.get_code(self.own_name)
+        return code
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is executed a second time; the module keeps its own name."""

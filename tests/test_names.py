@@ -51,6 +51,9 @@ def test_second_names_give_the_same_modules() -> None:
         "assert compression is hvdlite.tf.compression\n"
         "assert hvdlite.tensorflow.keras is hvdlite.keras is hvdlite.tf.keras\n"
         "assert hvdlite.tensorflow.keras.callbacks is hvdlite.keras.callbacks\n"
+        "import sys; assert not [n for n in sys.modules if n.endswith('.compute_service')]\n"
+        "import hvdlite.tensorflow.data.compute_service as service\n"
+        "assert service is hvdlite.tf.data.compute_service\n"
         "assert hvdlite.tf.__spec__.name == hvdlite.tf.__name__ == 'hvdlite.tf'\n"
         "hvdlite.tf.init(); hvdlite.tf.shutdown()"
     )

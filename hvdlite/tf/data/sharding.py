@@ -1,7 +1,4 @@
-"""Datasets of `tf.data`, divided among the ranks so that all take the same number of steps.
-
-dataset = hvdlite.tf.data.shard(dataset, "drop").shuffle(10_000).batch(32)
-"""
+"""Shards of a dataset, with which all ranks take the same number of steps."""
 
 from __future__ import annotations
 
