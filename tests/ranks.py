@@ -16,6 +16,36 @@ from hvdlite.common.transport.inprocess import InProcessWorld
 TIME_LIMIT_SECONDS = 60
 
 
+def run_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
+    """Run ``body(rank)`` in a thread for each rank; the results in rank order.
+
+    Raises the first error in rank order. Fails when a rank runs longer than the time limit.
+    """
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except BaseException as error:  # reported by the main thread
+            errors[rank] = error
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIME_LIMIT_SECONDS)
+    for error in errors:
+        if error is not None:
+            raise error
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    assert not stuck, f"still running: {stuck}"
+    return results
+
+
 def run_ranks(
     size: int,
     main: Callable[[int], Any],
@@ -26,33 +56,17 @@ def run_ranks(
     """Run ``main(rank)`` on every rank; the results in rank order, or the first error raised."""
     topology = Topology(tuple(map(tuple, hosts))) if hosts else Topology.single_host(size)
     world = InProcessWorld(topology)
-    results: list[Any] = [None] * size
-    errors: list[BaseException | None] = [None] * size
     global_process_set._bind(0, range(size))
 
-    def body(rank: int) -> None:
+    def body(rank: int) -> Any:
+        runtime = Runtime(world.transport(rank), config or Config())
         try:
-            runtime = Runtime(world.transport(rank), config or Config())
-            try:
-                with use(runtime):
-                    results[rank] = main(rank)
-            finally:
-                runtime.shutdown()
-        except BaseException as error:  # reported by the main thread
-            errors[rank] = error
+            with use(runtime):
+                return main(rank)
+        finally:
+            runtime.shutdown()
 
-    threads = [
-        threading.Thread(target=body, args=(rank,), name=f"rank-{rank}", daemon=True)
-        for rank in range(size)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIME_LIMIT_SECONDS)
-    global_process_set.ranks = None
-    for error in errors:
-        if error is not None:
-            raise error
-    stuck = [thread.name for thread in threads if thread.is_alive()]
-    assert not stuck, f"still running: {stuck}"
-    return results
+    try:
+        return run_threads(size, body)
+    finally:
+        global_process_set.ranks = None

@@ -6,7 +6,7 @@ import pytest
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.transport.base import Transport
-from tests.backends import DTYPES, Program, run_ranks
+from tests.backends import DTYPES, Program, run_on_transports
 
 HOSTS = {
     "1": ((0,),),
@@ -49,13 +49,13 @@ def test_every_collective_equals_numpy(hosts: str, way: str, dtype: str) -> None
     def program(transport: Transport) -> None:
         Program.of(transport, **settings).everything(dtype, [0, 1, n - 1, n, n + 1, 101])
 
-    run_ranks(topology, program)
+    run_on_transports(topology, program)
 
 
 @pytest.mark.parametrize("size", [5, 6, 7])
 def test_every_number_of_ranks(size: int) -> None:
     for way in ("auto", "ring"):
-        run_ranks(
+        run_on_transports(
             Topology.single_host(size),
             lambda t, way=way: Program.of(t, allreduce=way, data_plane=way).everything(
                 "float32", [0, 1, size, 1009]

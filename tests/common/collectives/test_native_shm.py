@@ -24,7 +24,7 @@ from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests import ranks
-from tests.backends import all_members, quiet, run_ranks
+from tests.backends import all_members, quiet, run_on_transports
 
 SUM = Reduction(ReduceOp.SUM)
 FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -61,7 +61,7 @@ def reduced(
                 assert given.tobytes() == original.tobytes()
         return outputs
 
-    results: list[list[Array]] = run_ranks(Topology.single_host(len(parts)), program)
+    results: list[list[Array]] = run_on_transports(Topology.single_host(len(parts)), program)
     return results
 
 
@@ -142,7 +142,7 @@ def test_overlapping_groups_take_turns() -> None:
             expected = len(members) * number + sum(10.0**rank for rank in members)
             assert (array == expected).all(), (number, members, size, array[0], expected)
 
-    run_ranks(Topology.single_host(3), program)
+    run_on_transports(Topology.single_host(3), program)
 
 
 def test_a_member_that_leaves_later_is_named() -> None:
@@ -158,7 +158,7 @@ def test_a_member_that_leaves_later_is_named() -> None:
             backend.allreduce(group, [array], [array], SUM, quiet)
         return raised.value.rank
 
-    assert run_ranks(Topology.single_host(2), program) == [1, None]
+    assert run_on_transports(Topology.single_host(2), program) == [1, None]
 
 
 @pytest.fixture

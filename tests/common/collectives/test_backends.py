@@ -28,7 +28,7 @@ from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
-from tests.backends import Program, all_members, quiet, run_ranks
+from tests.backends import Program, all_members, quiet, run_on_transports
 
 SUM = Reduction(ReduceOp.SUM)
 TOPOLOGIES = {
@@ -56,7 +56,7 @@ def reduce_all(topology: Topology, sizes: list[int], dtype: str, reduction: Redu
         backend.allreduce(p.members, arrays, arrays, reduction, quiet)
         return arrays
 
-    return run_ranks(topology, program)
+    return run_on_transports(topology, program)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -118,8 +118,8 @@ def test_blocks_change_no_bit_of_a_hierarchical_allreduce(
         backend.allreduce(all_members(transport), arrays, arrays, reduction, noted)
         return arrays, phases
 
-    at_once = run_ranks(topology, lambda transport: program(transport, 1 << 20))
-    in_blocks = run_ranks(topology, lambda transport: program(transport, 64))
+    at_once = run_on_transports(topology, lambda transport: program(transport, 1 << 20))
+    in_blocks = run_on_transports(topology, lambda transport: program(transport, 64))
     for (arrays, phases), (expected, whole) in zip(in_blocks, at_once, strict=True):
         assert phases.count("SHM_ALLGATHER") >= 2 * whole.count("SHM_ALLGATHER") == 2
         for array, wanted in zip(arrays, expected, strict=True):
@@ -170,7 +170,7 @@ def test_adasum_of_parallel_and_of_zero_vectors() -> None:
         backend.allreduce(p.members, arrays, arrays, Reduction(ReduceOp.ADASUM), quiet)
         return arrays
 
-    same, one_zero = run_ranks(Topology.single_host(2), program)[0]
+    same, one_zero = run_on_transports(Topology.single_host(2), program)[0]
     assert same.tolist() == [3.0] * 4  # of equals: one of them
     assert one_zero.tolist() == [1.0] * 4
 
@@ -287,7 +287,7 @@ def test_a_member_that_leaves_is_named(topology: Topology) -> None:
             return error
         return None
 
-    errors = run_ranks(topology, program)
+    errors = run_on_transports(topology, program)
     assert gone in {error.rank for error in errors if error is not None}
 
 
@@ -298,7 +298,7 @@ def test_members_that_disagree_on_sizes_fail() -> None:
         p.backend("allreduce", "float32").allreduce(p.members, [array], [array], SUM, quiet)
 
     with pytest.raises((ProtocolError, PeerLostError)):
-        run_ranks(Topology.single_host(2), program)
+        run_on_transports(Topology.single_host(2), program)
 
 
 def available_bytes() -> int:
@@ -322,4 +322,4 @@ def test_a_tensor_beyond_2_to_the_31_bytes() -> None:
         assert array[-1] == 2
         assert array[:-1].min() == array[:-1].max() == 200
 
-    run_ranks(Topology.single_host(2), program)
+    run_on_transports(Topology.single_host(2), program)
