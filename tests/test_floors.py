@@ -18,7 +18,7 @@ ROOT = PACKAGE.parent
 # `hvdlite` or `hvdlite.common` is a package of its own.
 FLOORS = [
     ["hvdlite.launcher"],
-    ["hvdlite.tools"],
+    ["hvdlite.tools", "hvdlite.bench"],
     ["hvdlite.keras"],
     ["hvdlite.torch", "hvdlite.tf", "hvdlite.numpy", "hvdlite.data"],
     ["hvdlite.common.iterations"],
