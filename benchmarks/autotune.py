@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from hosts import link
-from measuring import Quartiles, make_parser, spread, table, write
+from measuring import Spread, make_parser, table, write
 
 import hvdlite.numpy as hvd
 from hvdlite.common.decisions.autotuner import DUELS, MEASUREMENTS
@@ -35,7 +35,7 @@ SINGLE = 4  # samples of what is tuned one by one, at most
 
 
 def rank_main(plan: argparse.Namespace) -> None:
-    """As many steps as tuning takes, and one more sample."""
+    """Run as many steps as tuning takes, and one more sample."""
     samples = plan.warmup + plan.samples + SINGLE + 2 * DUELS + 1
     hvd.init()
     gradients = [np.ones(plan.kib << 8, np.float32) for _ in range(plan.gradients)]
@@ -50,7 +50,7 @@ def rank_main(plan: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, str]]:
-    """Run the job; the lines of its log."""
+    """Run the job; return the lines of its log."""
     sys.path.append(str(ROOT))
     from tests.parallel.hosts import two_hosts
     from tests.parallel.jobs import environment, mpirun
@@ -81,12 +81,12 @@ def run(args: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def settings_of(line: dict[str, str]) -> tuple[str, ...]:
-    """What was in force, as text."""
+    """Return the settings of a line of the log, as text."""
     return tuple(value for name, value in line.items() if name != "score")
 
 
 def compare(lines: list[dict[str, str]], step_bytes: int) -> dict[str, list[float]]:
-    """Seconds of a step by the defaults and by the best, from the samples at the end."""
+    """Return the seconds of a step by the defaults and by the best, from the last samples."""
     duel = lines[-1 - 2 * DUELS : -1]
     defaults = settings_of(lines[0])
     rivals = {settings_of(each) for each in duel}
@@ -118,11 +118,11 @@ def main() -> None:
         return
     lines = run(args)
     seconds = compare(lines, args.gradients * args.kib << 10)
-    quartiles = {name: Quartiles.of(each) for name, each in seconds.items()}
+    quartiles = {name: Spread.quartiles(each) for name, each in seconds.items()}
     where = f"2 + 2 ranks, {args.gbit:g} Gbit/s" if args.two_hosts else "2 ranks"
     mib = args.gradients * args.kib / 1024
     print(f"{where}, {args.gradients} gradients, {mib:g} MiB, {args.backward_ms:g} ms backward\n")
-    print(table(["", "step"], [[name, spread(each)] for name, each in quartiles.items()]))
+    print(table(["", "step"], [[name, str(each)] for name, each in quartiles.items()]))
     kept = "defaults" if settings_of(lines[-1]) == settings_of(lines[0]) else "best"
     ratio = median(seconds["defaults"]) / median(seconds[kept])
     print(f"\nkept: the {kept}, {ratio:.2f} times as fast as the defaults: {lines[-1]}")

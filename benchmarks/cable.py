@@ -24,7 +24,7 @@ LARGEST_READ = 1 << 17  # a packet of 64 KiB, and its headers
 
 
 def open_tun(name: str) -> int:
-    """A new TUN device in this namespace; it goes with the descriptor. Raises `OSError`."""
+    """Make a TUN device in this namespace, which ends with its descriptor. Raises `OSError`."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR

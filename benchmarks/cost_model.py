@@ -103,7 +103,7 @@ WAYS = {"ring": ring, "hierarchical": hierarchical, "tree": tree}
 
 
 def predict(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The seconds of all ways, for all links and numbers of ranks."""
+    """Return the seconds of all ways, for all links and numbers of ranks."""
     records: list[dict[str, Any]] = []
     for gbit in args.gbit:
         for ranks in args.ranks:
@@ -136,7 +136,7 @@ def print_predictions(records: list[dict[str, Any]]) -> None:
 
 
 def medians(path: Path) -> tuple[Mapping[str, float], dict[str, float]]:
-    """A file of hosts.py: its link, and entry -> seconds."""
+    """Read a file of hosts.py; return its link, and the seconds of each entry."""
     records = json.loads(path.read_text())["records"]
     return records[0], {each["entry"]: each["seconds"]["median"] for each in records}
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Quartiles, Way, interleave, make_parser, say, spread, table, write
+from measuring import Spread, Way, interleave, make_parser, parse, say, table, write
 from torch import Tensor, nn
 
 import hvdlite.torch as hvd
@@ -49,14 +49,14 @@ Record = dict[str, Any]
 
 
 def resnet50() -> tuple[nn.Module, Tensor]:
-    """The network of torch_synthetic_benchmark.py, and small images."""
+    """Return the network of torch_synthetic_benchmark.py, and small images."""
     from torch_synthetic_benchmark import ResNet50
 
     return ResNet50(), torch.randn(2, 3, 64, 64)
 
 
 def gpt() -> tuple[nn.Module, Tensor]:
-    """The transformer of torch_gpt.py, and a text for it."""
+    """Return the transformer of torch_gpt.py, and a text for it."""
     from torch_gpt import ALPHABET, GPT
 
     model = GPT(layers=4, width=128, heads=4, context=64)
@@ -80,7 +80,7 @@ def segments_of(model: nn.Module) -> list[FlatGradients]:
 
 
 def make_step(model: nn.Module, library: str, flags: str, optimizer: str) -> Way:
-    """A step of an optimizer on a copy of the network that has gradients."""
+    """Return a step of an optimizer on a copy of the network that has gradients."""
     model = copy.deepcopy(model)
     make, options = OPTIMIZERS[optimizer]
     made = make(model.parameters(), **options, **FLAGS[flags])
@@ -99,7 +99,7 @@ def make_step(model: nn.Module, library: str, flags: str, optimizer: str) -> Way
 
 
 def taker(flat: FlatGradients) -> Callable[[Tensor], None]:
-    """A hook that puts a gradient into its buffer."""
+    """Return a hook that puts a gradient into its buffer."""
 
     def take(parameter: Tensor) -> None:
         flat.take(parameter)
@@ -128,26 +128,26 @@ def make_backward(model: nn.Module, inputs: Tensor, way: str) -> Way:
 
 
 def measure(kind: str, network: str, ways: dict[str, Way], seconds: float) -> list[Record]:
-    """The figures of all ways."""
+    """Return the figures of all ways."""
     for way in ways.values():
         for _ in range(3):
             way()
     records = []
     for name, taken in interleave(ways, seconds).items():
-        times = asdict(Quartiles.of(taken))
+        times = asdict(Spread.quartiles(taken))
         records.append({"kind": kind, "network": network, "way": name, "seconds": times})
     return records
 
 
 def print_tables(records: list[Record]) -> None:
-    """A table for each kind of measurement, a line for each way."""
+    """Print a table for each kind of measurement, with a line for each way."""
     networks = [*dict.fromkeys(record["network"] for record in records)]
     for kind in dict.fromkeys(record["kind"] for record in records):
         lines: dict[str, dict[str, str]] = {}
         for record in records:
             if record["kind"] == kind:
                 line = lines.setdefault(record["way"], {})
-                line[record["network"]] = spread(Quartiles(**record["seconds"]))
+                line[record["network"]] = str(Spread(**record["seconds"]))
         rows = [[way, *(line[network] for network in networks)] for way, line in lines.items()]
         print()
         print(table([kind, *networks], rows))
@@ -157,11 +157,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = make_parser("How long an optimizer's step takes.", "fused_step")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS])
     parser.add_argument("--seconds", type=float, default=30, help="for a part of a table")
-    parser.add_argument("--quick", action="store_true", help="the transformer alone, 3 seconds")
-    args = parser.parse_args()
-    if args.quick:
-        args.networks, args.seconds = ["gpt"], 3
-    return args
+    return parse(parser, "the transformer alone, 3 seconds", networks=["gpt"], seconds=3)
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from measuring import Quartiles, duration, make_parser, run_ranks, slowest, spread, table, write
+from jobs import run_ranks
+from measuring import Spread, duration, make_parser, slowest, table, write
 from resnet50 import Gradients
 
 import hvdlite.numpy as hvd
@@ -62,7 +63,7 @@ def turn(gradients: Gradients, state: str, looks: int) -> dict[str, float]:
 
 
 def measure(loop_seconds: float, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """What each rank does: state -> figure -> seconds, of the slowest rank."""
+    """Run one rank; return the seconds of the slowest rank by state and figure."""
     hvd.init()
     gradients = Gradients()
     look_seconds = min(turn(gradients, IDLE, 100)[LOOP] / 100 for _ in range(3))
@@ -77,18 +78,18 @@ def measure(loop_seconds: float, rounds: int) -> dict[str, dict[str, list[float]
 
 
 def print_table(record: dict[str, Any]) -> None:
-    """What a reader wants to know."""
+    """Print the loss, and how long the gradients take."""
     idle, busy = (
-        {figure: Quartiles(**values) for figure, values in record[state].items()}
+        {figure: Spread(**values) for figure, values in record[state].items()}
         for state in (IDLE, BUSY)
     )
     rows = [
-        [f"loop, {IDLE}", spread(idle[LOOP])],
-        [f"loop, {BUSY}", spread(busy[LOOP])],
+        [f"loop, {IDLE}", str(idle[LOOP])],
+        [f"loop, {BUSY}", str(busy[LOOP])],
         ["lost", f"{busy[LOOP].median / idle[LOOP].median - 1:.1%}"],
         [ENGINE, duration(busy[ENGINE].median - idle[ENGINE].median)],
-        [f"gradients {ASIDE}", spread(busy[ASIDE])],
-        [f"gradients, {ASLEEP}", spread(idle[ASLEEP])],
+        [f"gradients {ASIDE}", str(busy[ASIDE])],
+        [f"gradients, {ASLEEP}", str(idle[ASLEEP])],
     ]
     print(table([f"{record['ranks']} ranks", ""], rows))
 
@@ -103,7 +104,7 @@ def main() -> None:
         measured = run_ranks(measure, ranks, args.seconds, args.rounds)
         record: dict[str, Any] = {"ranks": ranks, "loop_seconds": args.seconds}
         for state, figures in measured.items():
-            record[state] = {name: asdict(Quartiles.of(each)) for name, each in figures.items()}
+            record[state] = {name: asdict(Spread.quartiles(each)) for name, each in figures.items()}
         print_table(record)
         records.append(record)
     write(args.json, records)

@@ -39,7 +39,7 @@ def share(seconds: float, wait: bool) -> float:
 
 
 def rank_main(seconds: float) -> None:
-    """What each rank does: warm up, then measure."""
+    """Run one rank: warm up, then measure."""
     hvd.init()
     for _ in range(10):
         hvd.allreduce(np.ones(1000), name="warm")

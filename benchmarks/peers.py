@@ -1,4 +1,6 @@
-"""The libraries that are compared: each starts collectives in its own way, and waits for them.
+"""The libraries under comparison, behind one interface to start a collective and wait for it.
+
+A job uses one of them, also for its barriers, and imports no other.
 
 A collective works on flat arrays. Its size is that of the larger side: what allgather returns and
 what reducescatter takes; each rank has 1/N of it on the other side. allreduce and broadcast (from
@@ -7,16 +9,17 @@ rank 0) work in place.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import numpy as np
-from measuring import say
+from measuring import Ranks, launched_rank
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -25,32 +28,34 @@ Start = Callable[[Any, Any, str], Any]  # source, target, name -> handle
 COLLECTIVES = ("allreduce", "allgather", "reducescatter", "broadcast", "alltoall")
 
 
-class Peer(Protocol):
-    """A library. What it lacks raises an exception, on all ranks alike."""
+class Peer(Ranks, Protocol):
+    """A library. A collective or dtype that it lacks raises an exception on all ranks."""
 
     starts: Mapping[str, Start]  # collective -> how it is started
 
     def view(self, array: Array) -> Any:
-        """The library's own tensor on the memory of a flat array."""
+        """Return the library's tensor on the memory of a flat array."""
 
     def wait(self, handle: Any) -> Any:
-        """The resulting tensor, once it is there."""
+        """Wait for a collective, and return the resulting tensor."""
 
 
 def torch_view(array: Array) -> Any:
-    """A torch tensor on the memory of a flat array."""
+    """Return a torch tensor on the memory of a flat array."""
     import torch
 
     return torch.frombuffer(array.view(np.uint8), dtype=getattr(torch, array.dtype.name))
 
 
 class HorovodApi:
-    """hvdlite and Horovod: the functions have the same names for every framework."""
+    """hvdlite or Horovod, whose functions have the same names for every framework."""
 
     def __init__(self, name: str, view: Callable[[Array], Any]) -> None:
         self._module = module = importlib.import_module(name)
         self.view = view
         module.init()
+        self.rank, self.size = module.rank(), module.size()
+        self.barrier: Callable[[], None] = module.barrier
         self.starts: Mapping[str, Start] = {
             "allreduce": lambda s, t, n: module.allreduce_async_(s, name=n, op=module.Sum),
             "allgather": lambda s, t, n: module.allgather_async(s, name=n),
@@ -63,14 +68,42 @@ class HorovodApi:
         result = self._module.synchronize(handle)
         return result[0] if isinstance(result, tuple) else result  # alltoall: and the splits
 
+    def largest(self, values: Sequence[float]) -> list[float]:
+        found = self.view(np.array(values))
+        return listed(self._module.allreduce(found, name="largest", op=self._module.Max))
 
-class Gloo:
-    """torch.distributed. A handle goes with the tensor that will be the result."""
 
-    def __init__(self) -> None:
+class GlooRanks:
+    """The ranks of a job that are connected by torch.distributed alone."""
+
+    def __init__(self, meeting: Path, size: int) -> None:
+        """Connect `size` ranks by the file `meeting`, which does not exist yet."""
         import torch.distributed as dist
 
-        start_gloo()
+        self.rank, self.size = launched_rank(), size
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.FileStore(str(meeting), size)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size)
+        # At exit its threads would otherwise end the process by an abort, now and then.
+        atexit.register(dist.destroy_process_group)
+        self.barrier: Callable[[], None] = dist.barrier
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return listed(found)
+
+
+class Gloo(GlooRanks):
+    """torch.distributed over gloo. A handle is a pair of the work and the resulting tensor."""
+
+    def __init__(self, meeting: Path, size: int) -> None:
+        import torch.distributed as dist
+
+        super().__init__(meeting, size)
         # The newest torch has newer names, which an older one does not have.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         self.view = torch_view
@@ -88,27 +121,15 @@ class Gloo:
         return result
 
 
-def start_gloo() -> None:
-    """torch.distributed's default group, on the ranks of hvdlite; they meet in a file."""
-    import torch.distributed as dist
-
-    import hvdlite.torch as hvd
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        path = hvd.broadcast_object(f"{folder}/store", name="gloo.store")
-        store = dist.FileStore(path, hvd.size())
-        dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
-        hvd.barrier()  # rank 0 removes the folder
-
-
 class Mpi:
-    """MPI's blocking calls, by mpi4py, in the same processes. A handle is the result itself."""
+    """The blocking calls of MPI, by mpi4py. A handle is the result itself."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        comm = MPI.COMM_WORLD
+        self._comm = comm = MPI.COMM_WORLD
+        self.rank, self.size = comm.rank, comm.size
+        self.barrier: Callable[[], None] = comm.Barrier
         types = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE}
 
         def number(array: Array) -> tuple[Array, Any]:
@@ -133,23 +154,27 @@ class Mpi:
     def wait(self, handle: Any) -> Any:
         return handle
 
+    def largest(self, values: Sequence[float]) -> list[float]:
+        from mpi4py import MPI
 
-PEERS: dict[str, Callable[[], Peer]] = {
-    "hvdlite numpy": lambda: HorovodApi("hvdlite.numpy", lambda array: array),
-    "hvdlite torch": lambda: HorovodApi("hvdlite.torch", torch_view),
+        found = np.array(values)
+        self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+        return listed(found)
+
+
+def listed(values: Any) -> list[float]:
+    """Return a one-dimensional array or tensor as a list."""
+    return [float(each) for each in values]
+
+
+COPY = "copy"  # of the same bytes by each rank alone, beside hvdlite's barriers
+# Each is given the file in which the ranks may meet, and their number; it raises `ImportError`
+# where it is not installed.
+PEERS: dict[str, Callable[[Path, int], Peer]] = {
+    "hvdlite numpy": lambda meeting, size: HorovodApi("hvdlite.numpy", lambda array: array),
+    "hvdlite torch": lambda meeting, size: HorovodApi("hvdlite.torch", torch_view),
     "gloo": Gloo,
-    "MPI": Mpi,
-    # Its thread polls all the time: where there are few cores, it slows the others down.
-    "Horovod": lambda: HorovodApi("horovod.torch", torch_view),
+    "MPI": lambda meeting, size: Mpi(),
+    "Horovod": lambda meeting, size: HorovodApi("horovod.torch", torch_view),
+    COPY: lambda meeting, size: HorovodApi("hvdlite.numpy", lambda array: array),
 }
-
-
-def open_peers(names: Sequence[str]) -> dict[str, Peer]:
-    """Those of the libraries that are installed."""
-    found: dict[str, Peer] = {}
-    for name in names:
-        try:
-            found[name] = PEERS[name]()
-        except ImportError as error:
-            say(f"left out: {name} ({error})")
-    return found

@@ -2,7 +2,8 @@
 
     python benchmarks/plot.py collectives.json -o docs/images/allreduce.png --ranks 2
 
-Needs the extra plot. A line is a library; its shade goes from quartile to quartile.
+Needs the extra plot. A line is a library: the median of its jobs; its shade goes from the least to
+the most of them.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ Record = dict[str, Any]
 
 
 def size_text(nbytes: int) -> str:
-    """Such as "64 KiB"."""
+    """Return a size as text, such as "64 KiB"."""
     unit, factor = next((each for each in UNITS if nbytes >= each[1]), UNITS[-1])
     return f"{nbytes / factor:g} {unit}"
 
 
 def time_text(seconds: float, _position: int | None = None) -> str:
-    """Such as "10 ms"."""
+    """Return a time as text, such as "10 ms"."""
     factor, unit = next(each for each in ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns"))
                         if seconds * each[0] >= 0.999)  # fmt: skip
     return f"{seconds * factor:g} {unit}"
 
 
 def select(records: Sequence[Record], args: argparse.Namespace) -> dict[str, list[Record]]:
-    """entry -> what is to be drawn, by size; sets of tensors have no place on the axis."""
+    """Return the records of each entry by size; sets of tensors have no place on the axis."""
     lines: dict[str, list[Record]] = {}
     wanted = (args.ranks, args.collective, args.dtype)
     for record in sorted(records, key=lambda each: each["nbytes"]):
@@ -48,7 +49,7 @@ def select(records: Sequence[Record], args: argparse.Namespace) -> dict[str, lis
 
 
 def draw_line(axes: Sequence[Axes], entry: str, line: Sequence[Record]) -> None:
-    """One library: time in the first axes, bandwidth in the second."""
+    """Draw one library: time in the first axes, bandwidth in the second."""
     sizes = [each["nbytes"] for each in line]
     low, median, high = (
         [each["seconds"][key] for each in line] for key in ("low", "median", "high")

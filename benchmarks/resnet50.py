@@ -6,14 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-import hvdlite.numpy as hvd
-
 STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # inner channels, blocks
 EXPANSION = 4
 
 
 def _convolution(inputs: int, outputs: int, kernel: int) -> Iterator[int]:
-    """Its weight, and weight and bias of the normalisation that follows."""
+    """Yield the elements of its weight, and of weight and bias of the normalisation behind it."""
     yield inputs * outputs * kernel**2
     yield from (outputs, outputs)
 
@@ -42,21 +40,24 @@ class Gradients:
     """The gradients of one step, or tensors that are `share` times as large."""
 
     def __init__(self, share: float = 1) -> None:
+        import hvdlite.numpy as hvd  # not in the jobs of other libraries, which read `SIZES`
+
+        self._hvd = hvd
         self._tensors = [np.zeros(max(1, int(share * size)), np.float32) for size in SIZES]
         self._handles: list[int] = []
 
     def enqueue(self) -> None:
         """Start to reduce all of them."""
         self._handles = [
-            hvd.allreduce_async_(tensor, name=f"gradient.{number}", op=hvd.Sum)
+            self._hvd.allreduce_async_(tensor, name=f"gradient.{number}", op=self._hvd.Sum)
             for number, tensor in enumerate(self._tensors)
         ]
 
     def here(self) -> bool:
-        """Whether the last of them is reduced."""
-        return hvd.poll(self._handles[-1])
+        """Return whether the last gradient is reduced."""
+        return self._hvd.poll(self._handles[-1])
 
     def wait(self) -> None:
         """Sleep until all are reduced."""
         for handle in self._handles:
-            hvd.synchronize(handle)
+            self._hvd.synchronize(handle)

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hosts import add_link_options, run
-from measuring import Quartiles, make_parser, say, slowest, spread, table, write
+from hosts import add_link_options, hosts
+from measuring import Spread, make_parser, parse, say, slowest, table, write
 
 import hvdlite.torch as hvd
 from hvdlite.common.plain.entries import SegmentRun
@@ -97,7 +97,7 @@ class Trainee:
 
 
 def rank_main(plan: argparse.Namespace) -> None:
-    """What each rank does; rank 0 writes what it has found."""
+    """Run one rank; rank 0 writes the records."""
     from training import EXAMPLES, NETWORKS, resnet50
 
     networks = {**NETWORKS, LARGE_IMAGES: partial(resnet50, images=8, pixels=224)}
@@ -114,7 +114,7 @@ def rank_main(plan: argparse.Namespace) -> None:
 
 
 def measure(network: str, task: Any, plan: argparse.Namespace) -> list[Record]:
-    """A record for each way."""
+    """Return a record for each way."""
     trainees = {way: Trainee(task, way) for way in plan.ways}
     for way, trainee in trainees.items():
         steps = 0
@@ -140,8 +140,8 @@ def measure(network: str, task: Any, plan: argparse.Namespace) -> list[Record]:
         {
             "network": network,
             "entry": way,
-            "seconds": asdict(Quartiles.of(totals[way])),
-            "tail_seconds": asdict(Quartiles.of(tails[way])),
+            "seconds": asdict(Spread.quartiles(totals[way])),
+            "tail_seconds": asdict(Spread.quartiles(tails[way])),
             "reductions": len(seen[way][-1].segments),
             "median_step": median_step(seen[way]),
         }
@@ -150,12 +150,12 @@ def measure(network: str, task: Any, plan: argparse.Namespace) -> list[Record]:
 
 
 def median_step(steps: Sequence[Step]) -> Step:
-    """The one that lies in the middle by its tail."""
+    """Return the step with the median tail."""
     return sorted(steps, key=lambda step: step.reduced - step.backward_end)[len(steps) // 2]
 
 
 def draw(records: Sequence[Record], title: str, path: Path) -> None:
-    """A row for each way: forward, backward, the optimizer, and below them the reductions."""
+    """Draw a row for each way: forward, backward, the optimizer, and below them the reductions."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -192,7 +192,7 @@ def draw(records: Sequence[Record], title: str, path: Path) -> None:
 def print_table(records: Sequence[Record]) -> None:
     rows = [
         [each["network"], each["entry"], str(each["reductions"]),
-         spread(Quartiles(**each["seconds"])), spread(Quartiles(**each["tail_seconds"]))]
+         str(Spread(**each["seconds"])), str(Spread(**each["tail_seconds"]))]
         for each in records
     ]  # fmt: skip
     print(table(["network", "gradients in", "reductions", "step", "tail"], rows))
@@ -203,16 +203,14 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=["gpt", "resnet50", LARGE_IMAGES])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="the transformer, 5 rounds")
     parser.add_argument("--picture", type=Path, help="to draw; needs matplotlib")
     add_link_options(parser, ranks=1, delay_ms=0)
-    args = parser.parse_args()
-    if args.quick:
-        args.networks, args.rounds = ["gpt"], 5
+    args = parse(parser, "the transformer, 5 rounds", networks=["gpt"], rounds=5)
     if args.rank_file:
         rank_main(args)
         return
-    records, delayed_by = run(args, __file__)
+    with hosts(args) as (job, delayed_by):
+        records = job(__file__, sys.argv[1:])
     title = f"2 hosts, {args.ranks_per_host} rank(s) each, {args.gbit:g} Gbit/s"
     if args.delay_ms:
         title += f", {args.delay_ms:g} ms each way (by {delayed_by})"

@@ -29,7 +29,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from measuring import Quartiles, duration, make_parser, say, table, write
+from measuring import Spread, duration, make_parser, parse, say, table, write
 
 from hvdlite.common.base.bitsets import NumberSet
 from hvdlite.common.base.topology import Topology
@@ -65,7 +65,7 @@ class Below:
         self._ranks = ranks
 
     def rounds(self, lot: np.random.Generator, tensors: int, rounds: int) -> list[Report]:
-        """What is reported in every round."""
+        """Return the report of every round."""
         # The latest of n that are equally likely anywhere in 0 to 1 is the nth root of one such.
         late = lot.random(tensors) ** (1 / len(self._ranks))
         when = np.arange(tensors) / tensors + JITTER * (2 * late - 1)
@@ -89,7 +89,7 @@ class Node:
         self._drawn = [each.rounds(lot, tensors, rounds) for each in self._below]
 
     def messages(self, turn: int) -> list[bytes]:
-        """What comes from those below in a round."""
+        """Return the messages that come from below in a round."""
         reports = (drawn[turn] for drawn in self._drawn)
         return [encode(Reports((report,))) for report in reports if report.bits]
 
@@ -111,7 +111,7 @@ class Leader(Node):
         return [*map(encode, passed)]
 
     def pass_up(self, turn: int, messages: Sequence[bytes]) -> list[bytes]:
-        """What it sends up in a round in which these came, and its own."""
+        """Return the messages that it sends up in a round in which `messages` came."""
         for report in (self.own[turn], *reports_in(messages)):
             self._aggregator.receive(report, 0.0)
         reports = self._aggregator.take_reports()
@@ -130,14 +130,14 @@ class Root(Node):
         )
 
     def first(self, ranks: int, tensors: int) -> bytes:
-        """The first step, in which all ranks ask in full; what is ordered."""
+        """Run the first step, in which all ranks ask in full; return the orders."""
         names = (f"layer{number}.weight" for number in range(tensors))
         step = [Request(0, name, "allreduce", "float32", (256, 100), "cpu") for name in names]
         self._coordinator.receive(Report(0, range(ranks), (), tuple(step)), 0.0)
         return encode(Orders(self._coordinator.take_orders()))
 
     def answer(self, turn: int, messages: Sequence[bytes]) -> list[bytes]:
-        """What it sends to each of its children in a round in which these came, and its own."""
+        """Return what it sends to each child in a round in which `messages` came."""
         answers = []
         for report in (self.own[turn], *reports_in(messages)):
             self._coordinator.receive(report, 0.0)
@@ -148,7 +148,7 @@ class Root(Node):
 
 
 def reports_in(messages: Sequence[bytes]) -> Iterator[Report]:
-    """The reports in messages, each decoded when its turn comes."""
+    """Yield the reports in messages, each decoded when its turn comes."""
     for message in messages:
         decoded = decode(message, ROOT)
         assert isinstance(decoded, Reports)
@@ -188,7 +188,7 @@ class Job:
         return traffic
 
     def _up(self, turn: int, traffic: Traffic) -> list[bytes]:
-        """What the last leader on the path sends to rank 0 in a round."""
+        """Return what the last leader on the path sends to rank 0 in a round."""
         passed: list[bytes] = []
         for leader in self._leaders:  # the deepest first
             messages = leader.messages(turn) + passed
@@ -214,7 +214,7 @@ class Job:
 
 
 def bits_in(answer: bytes) -> Iterator[int]:
-    """The tensors that are ordered, all by their bits."""
+    """Yield the bits of the tensors that an answer orders."""
     decoded = decode(answer, ROOT)
     assert isinstance(decoded, Orders)
     for order in decoded.orders:
@@ -228,7 +228,7 @@ def bits_in(answer: bytes) -> Iterator[int]:
 
 
 def measure(topology: Topology, args: argparse.Namespace, tensors: int) -> dict[str, Any]:
-    """Quartiles of the CPU time of rank 0, and means of everything else."""
+    """Spread of the CPU time of rank 0, and means of everything else."""
     lot = np.random.default_rng([topology.size, tensors])
     job = Job(topology, tensors, args.messages)
     job.step(lot)
@@ -237,12 +237,12 @@ def measure(topology: Topology, args: argparse.Namespace, tensors: int) -> dict[
     while len(steps) < LEAST_STEPS or time.perf_counter() < end:
         steps.append(asdict(job.step(lot)))
     means = {name: fmean(step[name] for step in steps) for name in steps[0]}
-    seconds = asdict(Quartiles.of([step["cpu_seconds"] for step in steps]))
+    seconds = asdict(Spread.quartiles([step["cpu_seconds"] for step in steps]))
     return {"ranks": topology.size, "depth": job.depth, "seconds": seconds, **means}
 
 
 def scaled(record: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """The figures of a flat job, for more ranks: in proportion."""
+    """Return the figures of a flat job in proportion to more ranks."""
     factor = ranks / record["ranks"]
     known = {"ranks": ranks, "depth": record["depth"], "estimated": True}
     seconds = {name: value * factor for name, value in record["seconds"].items()}
@@ -251,7 +251,7 @@ def scaled(record: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def both(args: argparse.Namespace, tensors: int) -> list[dict[str, Any]]:
-    """The figures of all sizes, as a tree and flat."""
+    """Return the figures of all sizes, as a tree and flat."""
     records: list[dict[str, Any]] = []
     flat: dict[str, Any] = {}
     for ranks in args.ranks:
@@ -295,10 +295,8 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=10, help="of each rank, in a step")
     parser.add_argument("--flat-most", type=int, default=4096, help="ranks of a flat job")
     parser.add_argument("--seconds", type=float, default=1, help="to simulate each job, at least")
-    parser.add_argument("--quick", action="store_true", help="few sizes, in less time")
-    args = parser.parse_args()
-    if args.quick:
-        args.ranks, args.tensors, args.flat_most, args.seconds = RANKS[::2], TENSORS[:2], 512, 0
+    few = {"ranks": RANKS[::2], "tensors": TENSORS[:2], "flat_most": 512, "seconds": 0}
+    args = parse(parser, "few sizes, in less time", **few)
     records = []
     for tensors in args.tensors:
         records += both(args, tensors)

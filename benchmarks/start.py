@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from measuring import Quartiles, make_parser, say, spread, table, write
+from jobs import Record, hvdlite_run, in_turns, run_command
+from measuring import Spread, make_parser, say, table, write
 
 from hvdlite.launcher.mpi import OPENMPI, find_mpi
 
@@ -53,40 +51,43 @@ with open(os.path.join(sys.argv[1], str(os.getpid())), "w") as file:
 
 
 def time_import() -> float:
-    """Seconds that hvdlite adds to an import of torch."""
+    """Return the seconds that hvdlite adds to an import of torch."""
     command = [sys.executable, "-c", IMPORT]
     return float(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
 
 
 def time_job(launcher: list[str], program: str) -> float:
-    """Seconds until the last rank of a job has run `program`."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [*launcher, sys.executable, "-c", program + NOTE_TIME, folder]
+    """Start a job; return the seconds until its last rank has run `program`.
+
+    `launcher` is a command line that ends with the interpreter of the ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
+        command = [*launcher, "-c", program + NOTE_TIME, folder]
         start = time.monotonic()
-        subprocess.run(command, check=True)
+        run_command(command, empty)
         return max(float(path.read_text()) for path in Path(folder).iterdir()) - start
 
 
 def mpirun(ranks: int) -> list[str]:
-    """The plain command, of the MPI that hvdlite-run uses."""
+    """Return a plain mpirun command of the MPI that hvdlite-run uses."""
     mpi = find_mpi(os.environ, hosts_given=False)
     command = [mpi.program, "-np", str(ranks)]
     if mpi.kind == OPENMPI:
         command += ["--oversubscribe", "--bind-to", "none"]
         command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return command
+    return [*command, sys.executable]
 
 
 def make_ways(ranks: list[int]) -> dict[str, Callable[[], float]]:
-    """What is measured."""
+    """Return the functions to measure, by name."""
     ways: dict[str, Callable[[], float]] = {}
     if importlib.util.find_spec("torch"):
         ways["import hvdlite.torch after torch"] = time_import
     else:
         say("left out: import hvdlite.torch (there is no torch)")
     for count in ranks:
-        hvdlite_run = [sys.executable, "-m", "hvdlite.launcher", "-np", str(count)]
-        ways[f"hvdlite-run -np {count}"] = partial(time_job, hvdlite_run, HVDLITE)
+        launcher = [*hvdlite_run(count), sys.executable]
+        ways[f"hvdlite-run -np {count}"] = partial(time_job, launcher, HVDLITE)
         ways[f"mpirun -np {count}, mpi4py"] = partial(time_job, mpirun(count), MPI4PY)
     return ways
 
@@ -100,16 +101,10 @@ def main() -> None:
     ways = make_ways(args.ranks)
     for way in ways.values():
         way()
-    lot = random.Random(0)
-    measured: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(args.rounds):
-        say(f"round {number + 1} of {args.rounds}")
-        for name in lot.sample([*ways], len(ways)):
-            measured[name].append(ways[name]())
-    records: list[dict[str, Any]] = []
-    for name, seconds in measured.items():
-        records.append({"entry": name, "seconds": asdict(Quartiles.of(seconds))})
-    rows = [(each["entry"], spread(Quartiles(**each["seconds"]))) for each in records]
+    records: list[Record] = []
+    for name, seconds in in_turns(ways, args.rounds).items():
+        records.append({"entry": name, "seconds": vars(Spread.quartiles(seconds))})
+    rows = [(each["entry"], str(Spread(**each["seconds"]))) for each in records]
     print(table(["", "time"], rows))
     write(args.json, records)
 

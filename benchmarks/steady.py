@@ -16,7 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from measuring import make_parser, run_ranks, say, slowest, table, write
+from jobs import run_ranks
+from measuring import make_parser, say, slowest, table, write
 from resnet50 import Gradients
 
 import hvdlite.numpy as hvd
@@ -27,7 +28,7 @@ STEP, RESIDENT, OBJECTS, BLOCKS, SECONDS = "step", "resident_bytes", "objects", 
 
 
 def look() -> dict[str, float]:
-    """What this process holds, without what is only waiting to be collected."""
+    """Return what this process holds after a garbage collection."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
@@ -38,7 +39,7 @@ def look() -> dict[str, float]:
 
 
 def measure(steps: int, share: float) -> list[dict[str, float]]:
-    """What each rank does; the most of any rank, after every tenth part."""
+    """Run one rank; return the most of any rank after every tenth part."""
     hvd.init()
     gradients = Gradients(share)
     records = []

@@ -19,14 +19,13 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from jobs import run_ranks
 from measuring import (
-    Quartiles,
+    Spread,
     agreed,
     interleave,
     make_parser,
-    run_ranks,
     say,
-    spread,
     table,
     write,
 )
@@ -63,7 +62,7 @@ def operations(setting: str) -> Iterator[None]:
 
 
 def tensorflow_steps(sizes: list[int], threads: int = 1) -> dict[str, Step]:
-    """name -> a step; each leaves its results in the same variables."""
+    """Return the steps by name; each leaves its results in the same variables."""
     import tensorflow as tf
 
     from hvdlite.tf.gradient_exchange import reduce_gradients  # what every tape and optimizer calls
@@ -100,7 +99,7 @@ def tensorflow_steps(sizes: list[int], threads: int = 1) -> dict[str, Step]:
 
 
 def torch_steps(sizes: list[int]) -> dict[str, Step]:
-    """name -> a step."""
+    """Return the steps by name."""
     import torch
 
     import hvdlite.torch as hvd_torch
@@ -128,7 +127,7 @@ def torch_steps(sizes: list[int]) -> dict[str, Step]:
 
 
 def measure(seconds: float, share: float, threads: int) -> list[dict[str, Any]]:
-    """What each rank does; the records are rank 0's."""
+    """Run one rank; return its records."""
     hvd.init()
     sizes = shapes(share)
     say(f"{hvd.size()} ranks, {len(sizes)} tensors of {sum(sizes)} elements in all")
@@ -142,24 +141,24 @@ def measure(seconds: float, share: float, threads: int) -> list[dict[str, Any]]:
 
 
 def record(name: str, took: dict[str, list[float]]) -> dict[str, Any]:
-    """The figures of one step; what it adds to the step without reductions, round by round."""
+    """Return the figures of one step, and what it adds to the step without reductions."""
     own: dict[str, Any] = {"ranks": hvd.size(), "entry": name, "rounds": len(took[name])}
-    own["seconds"] = asdict(Quartiles.of(took[name]))
+    own["seconds"] = asdict(Spread.quartiles(took[name]))
     if name in ALONE:
         pairs = zip(took[name], took[ALONE[name]], strict=True)
-        own["added"] = asdict(Quartiles.of([reduced - alone for reduced, alone in pairs]))
+        own["added"] = asdict(Spread.quartiles([reduced - alone for reduced, alone in pairs]))
     return own
 
 
 def show(records: list[dict[str, Any]]) -> str:
-    """The records as a table."""
+    """Return the records as a table."""
     base = {each["ranks"]: each["added"]["median"] for each in records if each["entry"] == TORCH}
     rows = []
     for each in records:
-        cells = [str(each["ranks"]), each["entry"], spread(Quartiles(**each["seconds"])), "", ""]
+        cells = [str(each["ranks"]), each["entry"], str(Spread(**each["seconds"])), "", ""]
         if "added" in each:
-            added = Quartiles(**each["added"])
-            cells[3:] = spread(added), f"{added.median / base[each['ranks']]:.2f}"
+            added = Spread(**each["added"])
+            cells[3:] = str(added), f"{added.median / base[each['ranks']]:.2f}"
         rows.append(cells)
     return table(["ranks", "step", "takes (quartiles)", "reductions add", "PyTorch is 1"], rows)
 

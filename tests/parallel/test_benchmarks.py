@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parallel.hosts import two_hosts
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, mpirun, run_command
 
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def run(
     path: Path, script: str, *words: str, limit: float = 60
 ) -> tuple[str, list[dict[str, Any]]]:
     """The output of a benchmark on two ranks, and the records of its file."""
-    script = str(ROOT / "benchmarks" / script)
     short = ("--ranks", "2", "--seconds", "0", "--json", str(path))
-    done = run_command([sys.executable, script, *short, *words], timeout=limit)
+    done = run_command([sys.executable, str(BENCHMARKS / script), *short, *words], timeout=limit)
     assert done.returncode == 0, done.stdout
     records: list[dict[str, Any]] = json.loads(path.read_text())["records"]
     for each in records:
@@ -33,23 +35,78 @@ def run(
 
 
 def test_collectives(tmp_path: Path) -> None:
-    words = ("--sizes", "4 B", "4 KiB", "--dtypes", "float32", "bfloat16")
-    output, records = run(tmp_path / "c.json", "collectives.py", *words)
+    cases = ("--sizes", "4 B", "4 KiB", "--dtypes", "float32", "bfloat16", "--collectives")
+    words = (*cases, "allreduce", "allgather", "reducescatter", "broadcast", "alltoall")
+    output, records = run(tmp_path / "c.json", "collectives.py", *words, "--rounds", "1")
     found = Counter(each["entry"] for each in records)
     every = 5 * 2 * 2  # collectives, sizes, dtypes
     assert found == {
         **dict.fromkeys(("hvdlite numpy", "hvdlite torch", "gloo", "copy"), every),
         "MPI": every - 2 * 2,  # it cannot add bfloat16
     }, output
-    assert "left out: MPI, allreduce.4 B.bfloat16" in output
-    assert "\nreducescatter, float32, 2 ranks\n" in output
+    assert "left out: MPI: allreduce of bfloat16" in output
+    assert "\nreducescatter, float32, 2 ranks:\n" in output
+
+
+def test_libraries_take_turns(tmp_path: Path) -> None:
+    """A figure is the median of several jobs, which are launched A B A B."""
+    entries = ["MPI", "hvdlite numpy"]
+    words = ("--sizes", "4 B", "ResNet-50", "--entries", *entries, "--rounds", "2")
+    output, records = run(tmp_path / "c.json", "collectives.py", *words)
+    assert re.findall(r"round \d of 2, ([\w ]+):", output) == entries * 2
+    sizes = ["4 B", "ResNet-50", "ResNet-50 flat"]
+    assert [(each["entry"], each["size"]) for each in records] == [*product(entries, sizes)]
+    for each in records:
+        least, most = sorted(each["jobs"])
+        assert each["seconds"] == {"low": least, "median": (least + most) / 2, "high": most}
+
+
+@pytest.mark.parametrize(
+    ("entry", "others"), [("MPI", "hvdlite|torch"), ("gloo", "hvdlite|mpi4py")]
+)
+def test_the_job_of_a_library_imports_no_other(entry: str, others: str, tmp_path: Path) -> None:
+    words = ["--entries", entry, "--ranks", "2", "--sizes", "4 B", "--seconds", "0"]
+    file = tmp_path / "measured.json"
+    program = [sys.executable, "-X", "importtime", str(BENCHMARKS / "collectives.py")]
+    done = run_command(mpirun(2, *program, *words, "--rank-file", str(file)))
+    assert done.returncode == 0, done.stdout
+    assert json.loads(file.read_text())[0]["entry"] == entry
+    assert re.findall(rf"\| +((?:{others})\b.*)", done.stdout) == []
+
+
+def test_versions_are_compared_job_by_job(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    words = ("--python-a", sys.executable, "--sizes", "4 B", "--entries", "hvdlite numpy")
+    command = [sys.executable, str(BENCHMARKS / "compare_trees.py"), *words, "--seconds", "0"]
+    done = run_command([*command, "--rounds", "1", "--json", str(path)])
+    assert done.returncode == 0, done.stdout
+    turns = [*(f"hvdlite numpy {version}" for version in "AB"), " A", " B"]
+    assert re.findall(r"round \d of 1, ([\w ]+):", done.stdout) == turns
+    records = json.loads(path.read_text())["records"]
+    assert [each["what"] for each in records] == ["4 B", "start of a job"]
+    for each in records:
+        ratio = each["ratio"]
+        assert ratio["median"] == each["b"]["median"] / each["a"]["median"]
+        assert 0 < ratio["low"] <= ratio["high"]
 
 
 def test_training(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn", reason="the extra 'examples' is not installed")
-    output, records = run(tmp_path / "t.json", "training.py", "--networks", "digits")
-    entries = ["alone", "DDP gloo", "hvdlite", "hvdlite bf16"]
-    assert [each["entry"] for each in records] == entries, output
+    words = ("--networks", "gpt", "--entries", "DDP gloo", "hvdlite", "--rounds", "1")
+    output, records = run(tmp_path / "t.json", "training.py", *words)
+    assert [each["entry"] for each in records] == ["DDP gloo", "hvdlite"], output
+
+
+def test_hosts(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
+        pass
+    path, script = tmp_path / "h.json", str(BENCHMARKS / "hosts.py")
+    entries = ["hvdlite ring", "MPI_Allreduce", "gloo"]
+    fast = ("--ranks-per-host", "1", "--gbit", "100", "--delay-ms", "0", "--mib", "1")
+    words = (*fast, "--rounds", "1", "--entries", *entries, "--json", str(path))
+    done = run_command([sys.executable, script, *words], timeout=100)
+    assert done.returncode == 0, done.stdout
+    records = json.loads(path.read_text())["records"]
+    assert [(each["entry"], each["mib"]) for each in records] == [(each, 1) for each in entries]
 
 
 def test_trace_cost(tmp_path: Path) -> None:
@@ -77,7 +134,7 @@ def test_segmentation(tmp_path: Path) -> None:
     with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
         pass
     words = ("--networks", "digits", "--rounds", "2", "--gbit", "100", "--delay-ms", "0")
-    path, script = tmp_path / "g.json", str(ROOT / "benchmarks" / "segmentation.py")
+    path, script = tmp_path / "g.json", str(BENCHMARKS / "segmentation.py")
     ways = ("--ways", "one segment", "96.54 / 3.46 %", "16 MiB / 50")
     done = run_command([sys.executable, script, *words, *ways, "--json", str(path)], timeout=180)
     assert done.returncode == 0, done.stdout
@@ -88,7 +145,7 @@ def test_segmentation(tmp_path: Path) -> None:
 
 
 def test_autotune(tmp_path: Path) -> None:
-    script, path = str(ROOT / "benchmarks" / "autotune.py"), tmp_path / "a.json"
+    script, path = str(BENCHMARKS / "autotune.py"), tmp_path / "a.json"
     words = ("--gradients", "4", "--kib", "4", "--backward-ms", "0", "--samples", "3")
     command = [sys.executable, script, *words, "--steps", "2", "--json", str(path)]
     done = run_command(command, timeout=60)
@@ -110,7 +167,7 @@ def test_simulate_coordinator(tmp_path: Path) -> None:
 
 def test_cost_model(tmp_path: Path) -> None:
     """On few hosts a ring is best, on many a tree; and a file of hosts.py is understood."""
-    script, path = str(ROOT / "benchmarks" / "cost_model.py"), tmp_path / "m.json"
+    script, path = str(BENCHMARKS / "cost_model.py"), tmp_path / "m.json"
     command = [sys.executable, script, "--json", str(path)]
     assert run_command([*command, "--gbit", "10"], timeout=30).returncode == 0
     best: dict[int, tuple[float, str]] = {}
