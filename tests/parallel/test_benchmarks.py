@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import sys
@@ -72,6 +73,25 @@ def test_the_job_of_a_library_imports_no_other(entry: str, others: str, tmp_path
     assert done.returncode == 0, done.stdout
     assert json.loads(file.read_text())[0]["entry"] == entry
     assert re.findall(rf"\| +((?:{others})\b.*)", done.stdout) == []
+
+
+def test_tables_are_written_into_the_page(tmp_path: Path) -> None:
+    page, script = tmp_path / "page.md", str(BENCHMARKS / "results.py")
+    page.write_text("a\n<!-- begin allreduce -->\nold\n<!-- end allreduce -->\nb\n")
+    words = (script, "--only", "allreduce", "--folder", str(tmp_path), "--page", str(page))
+    few = ("--ranks", "2", "--rounds", "2", "--sizes", "4 B", "--entries", "MPI", "copy")
+    done = run_command([sys.executable, *words, "--", *few, "--seconds", "0"])
+    assert done.returncode == 0, done.stdout
+    text = page.read_text()
+    assert text.startswith("a\n<!-- begin allreduce -->\n`python benchmarks/collectives.py ")
+    assert text.endswith("|\n\n<!-- end allreduce -->\nb\n") and "old" not in text
+    assert f"python {platform.python_version()}" in text and "Medians of 2 jobs" in text
+    assert re.search(r"\nallreduce, float32, 2 ranks:\n\n\| +\| MPI +\| copy +\|\n", text)
+
+    page.write_text("a page without a place for it\n")
+    done = run_command([sys.executable, *words, "--tables-only"])
+    assert done.returncode != 0 and "<!-- begin allreduce -->" in done.stdout
+    assert page.read_text() == "a page without a place for it\n"
 
 
 def test_versions_are_compared_job_by_job(tmp_path: Path) -> None:
