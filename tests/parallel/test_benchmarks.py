@@ -23,7 +23,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def run(
-    path: Path, script: str, *words: str, limit: float = 60
+    path: Path, script: str, *words: str, limit: float = 100
 ) -> tuple[str, list[dict[str, Any]]]:
     """The output of a benchmark on two ranks, and the records of its file."""
     short = ("--ranks", "2", "--seconds", "0", "--json", str(path))
