@@ -112,6 +112,11 @@ class Engine:
         self._transport.wake()
         self.departed.wait()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended, and no other rank needs this engine any more."""
+        return not self._thread.is_alive()
+
     def join(self) -> None:
         """Sleep until the thread has ended."""
         self._thread.join()

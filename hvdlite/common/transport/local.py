@@ -6,6 +6,7 @@ plane have sockets of their own and never mix.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -245,6 +246,7 @@ class _Memory:
     def __init__(self, rank: int, descriptor: int) -> None:
         self._rank = rank
         self._descriptor = descriptor
+        self._mapping: mmap.mmap | None = None  # None until the memory is looked at
         self._mapped: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def view(self, nbytes: int, *, grow: bool) -> NDArray[np.uint8]:
@@ -257,7 +259,8 @@ class _Memory:
                         f"rank {self._rank} shares {size} bytes of memory, not {nbytes}", self._rank
                     )
                 size = self._grow(nbytes)
-            self._mapped = np.frombuffer(mmap.mmap(self._descriptor, size), np.uint8)
+            self._mapping = mmap.mmap(self._descriptor, size)
+            self._mapped = np.frombuffer(self._mapping, np.uint8)
         return self._mapped[:nbytes]
 
     def _grow(self, nbytes: int) -> int:
@@ -271,8 +274,16 @@ class _Memory:
         return size
 
     def close(self) -> None:
-        """Close the descriptor; views stay valid."""
+        """Close the descriptor, and unmap the memory, now or with the last view of it."""
+        if self._descriptor < 0:  # a second time: in a forked child, after the parent's own
+            return
         os.close(self._descriptor)
+        self._descriptor = -1
+        self._mapped = np.zeros(0, np.uint8)
+        if self._mapping is not None:
+            with contextlib.suppress(BufferError):  # a view is in use, and keeps the mapping
+                self._mapping.close()
+            self._mapping = None
 
 
 def create_memory() -> int:

@@ -33,6 +33,12 @@ class Peer(NamedTuple):
     signal: socket.socket
     memory: int  # file descriptor of the memfd that the peer owns
 
+    def close(self) -> None:
+        """Close the connections, and this process's descriptor of the memory."""
+        self.control.close()
+        self.signal.close()
+        os.close(self.memory)
+
 
 class Meeting(NamedTuple):
     """Where the ranks of one host meet; the leader makes it and tells the others."""
@@ -96,7 +102,7 @@ def meet(
                 key, connection = _accept(meeting, listener, rank, expected, deadline)
                 expected.remove(key)
                 sockets[key] = connection
-        return dict(_exchange_memory(sockets, peers, memory, deadline))
+        return _exchange_memory(sockets, peers, memory, deadline)
     except BaseException:
         for connection in sockets.values():
             connection.close()
@@ -150,19 +156,28 @@ def _exchange_memory(
     peers: tuple[int, ...],
     memory: int,
     deadline: float,
-) -> Iterator[tuple[int, Peer]]:
+) -> dict[int, Peer]:
     for peer in peers:
         socket.send_fds(sockets[peer, SIGNAL], [b"m"], [memory])
-    for peer in peers:
-        control, signal = sockets[peer, CONTROL], sockets[peer, SIGNAL]
-        with _until(signal, deadline, f"rank {peer} did not hand over its shared memory"):
-            data, descriptors, *_ = socket.recv_fds(signal, 1, 1)
-        if data != b"m" or len(descriptors) != 1:
-            raise ProtocolError(f"rank {peer} did not hand over its shared memory", peer)
-        os.set_inheritable(descriptors[0], False)
-        control.setblocking(False)
-        signal.setblocking(False)
-        yield peer, Peer(control, signal, descriptors[0])
+    received: dict[int, int] = {}
+    try:
+        for peer in peers:
+            signal = sockets[peer, SIGNAL]
+            with _until(signal, deadline, f"rank {peer} did not hand over its shared memory"):
+                data, descriptors, *_ = socket.recv_fds(signal, 1, 1)
+            received.update((peer, descriptor) for descriptor in descriptors)
+            if data != b"m" or len(descriptors) != 1:
+                raise ProtocolError(f"rank {peer} did not hand over its shared memory", peer)
+            os.set_inheritable(received[peer], False)
+    except BaseException:
+        for descriptor in received.values():
+            os.close(descriptor)
+        raise
+    for connection in sockets.values():
+        connection.setblocking(False)
+    return {
+        peer: Peer(sockets[peer, CONTROL], sockets[peer, SIGNAL], received[peer]) for peer in peers
+    }
 
 
 def _check_credentials(connection: socket.socket) -> None:
