@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,10 +14,14 @@ from hvdlite.common.base.report_failure import report_uncaught
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.logs import set_up_log
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
-from hvdlite.common.runtime.connect import connect, leave_mpi_alone
+from hvdlite.common.runtime.connect import connect
+from hvdlite.common.runtime.launched_rank import claim_rank
+from hvdlite.common.runtime.mpi_process import leave_mpi_alone
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set, is_communicator
 from hvdlite.common.runtime.runtime import DYNAMIC, Runtime
 from hvdlite.common.runtime.state import current, not_initialized, this_process
+
+log = logging.getLogger("hvdlite")
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -31,28 +37,47 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     `BuildError` where ``HVDLITE_NATIVE=on`` and compiled code cannot be had, and
     `HorovodInternalError` when a rank is lost or has other settings.
     """
-    sets = _checked_sets(process_sets, comm)
+    sets = _checked_sets(process_sets)
     if this_process.forked_from is not None:
         raise HorovodInternalError(not_initialized())
-    if this_process.runtime is None:
-        config = Config.from_environ()
-        set_up_log(config)
-        report_uncaught()
-        job = connect(comm, config)
-        this_process.runtime = Runtime(job.transport, config, job.mpi_group)
-        atexit.unregister(_at_exit)
+    with this_process.initializing:
+        if this_process.runtime is None:
+            _start(comm, sets)
+        else:
+            _warn_of_other(comm)
+            this_process.runtime.begin(sets, first=False)
+
+
+def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
+    """Join a job. After an error, this process is what it was before."""
+    claim_rank()
+    config = Config.from_environ()
+    set_up_log(config)
+    report_uncaught()
+    _forget_ended()
+    job = connect(comm, config)
+    this_process.runtime = runtime = Runtime(job.transport, config, job.mpi_group)
+    try:
+        this_process.comm = comm
+        atexit.unregister(_at_exit)  # it must be called before what MPI has registered since
         atexit.register(_at_exit)
-        global_process_set._bind(GLOBAL_ID, range(this_process.runtime.topology.size))
+        global_process_set._bind(GLOBAL_ID, range(runtime.topology.size))
         global_process_set.mpi_comm = comm if is_communicator(comm) else None
-        try:
-            this_process.runtime.agree([each for each in sets if each.mpi_comm is None])
-        except HorovodInternalError:
-            shutdown()
-            raise
-    _register(this_process.runtime, sets)
+        runtime.begin(sets, first=True)
+    except BaseException:
+        shutdown()
+        raise
 
 
-def _checked_sets(process_sets: Sequence[ProcessSet] | str | None, comm: Any) -> list[ProcessSet]:
+def _warn_of_other(comm: Any) -> None:
+    if comm is not None and comm != this_process.comm:
+        log.warning(
+            "init(comm=%s) has no effect after init(comm=%s): call shutdown() before it",
+            comm, this_process.comm,
+        )  # fmt: skip
+
+
+def _checked_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
     if process_sets is None:
         return []
     if isinstance(process_sets, str):
@@ -63,19 +88,6 @@ def _checked_sets(process_sets: Sequence[ProcessSet] | str | None, comm: Any) ->
         if not isinstance(each, ProcessSet):
             raise ValueError(f"process_sets: {each!r} is not a ProcessSet")
     return list(process_sets)
-
-
-def _register(runtime: Runtime, sets: Sequence[ProcessSet]) -> None:
-    """Register what init was given, in the same order on all ranks."""
-    for number, each in enumerate(sets):
-        runtime.find_ranks(each)
-        known = runtime.engine.process_sets.all()
-        if each.ranks in known.values() and (
-            each.process_set_id is None or known.get(each.process_set_id) != each.ranks
-        ):
-            raise ValueError(f"process_sets entry number {number} is a duplicate: {each}")
-        if each.process_set_id is None:
-            runtime.add_process_set(each)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -90,7 +102,6 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     runtime = current()
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    runtime.find_ranks(process_set)
     runtime.add_process_set(process_set)
     return process_set
 
@@ -101,10 +112,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     False for the global set, and for one that is not registered. What is pending in the set fails.
     """
     runtime = current()
-    number = process_set.process_set_id
-    if number is None or number == GLOBAL_ID:
+    process_set_id = process_set.process_set_id
+    if process_set_id is None or process_set_id == GLOBAL_ID:
         return False
-    if runtime.engine.process_sets.find(number) is None:
+    if runtime.engine.process_sets.find(process_set_id) is None:
         return False
     runtime.remove_process_set(process_set)
     process_set._invalidate()
@@ -119,26 +130,40 @@ def shutdown() -> None:
     runtime, this_process.runtime = this_process.runtime, None
     if runtime is None:
         return
-    runtime.shutdown()
-    global_process_set.ranks = None
-    this_process.ending.append(runtime.engine)
+    try:
+        runtime.shutdown()
+    finally:
+        global_process_set.ranks = global_process_set.mpi_comm = this_process.comm = None
+        this_process.ending.append(runtime)
+        _forget_ended()
+
+
+def _forget_ended() -> None:
+    """Let go of the runtimes whose engines no other rank needs any more, with their memory."""
+    for runtime in [each for each in this_process.ending if each.engine.ended]:
+        this_process.ending.remove(runtime)
+        runtime.release()
+        if runtime.engine.failed:
+            leave_mpi_alone()
 
 
 def _at_exit() -> None:
     shutdown()
-    for engine in this_process.ending:
-        engine.join()
-        if engine.failed:
-            leave_mpi_alone()
+    for runtime in this_process.ending:
+        runtime.engine.join()
+    _forget_ended()
 
 
 def _after_fork_in_child() -> None:
-    """The child is no rank: it must not keep the parent's connections open."""
+    """Close the connections of the parent: the child is no rank, and must not hide its death."""
+    this_process.initializing = threading.RLock()  # another thread of the parent may hold the old
     runtime, this_process.runtime = this_process.runtime, None
-    if runtime is None:
-        return
-    this_process.forked_from = runtime.rank
-    runtime.transport.after_fork_in_child()
+    if runtime is not None:
+        this_process.forked_from = runtime.rank
+        this_process.ending.append(runtime)
+    for each in this_process.ending:
+        each.transport.after_fork_in_child()
+    this_process.ending.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

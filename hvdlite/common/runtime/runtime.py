@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.config import Config
@@ -14,13 +17,16 @@ from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.handles import HandleTable
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.runtime.mpi_process import free_group, members_of_communicator
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.trainers import Trainers
 from hvdlite.common.segmentation.user_choice import UserChoice
 from hvdlite.common.timeline.recorder import Timeline, path_of_rank
-from hvdlite.common.transport.base import Transport
+from hvdlite.common.transport.base import Transport, do_nothing
 
 DYNAMIC = "dynamic"
+
+log = logging.getLogger("hvdlite")
 
 
 class Runtime:
@@ -28,31 +34,47 @@ class Runtime:
 
     def __init__(self, transport: Transport, config: Config, mpi_group: Any = None) -> None:
         self.config = config
-        self.mpi_group = mpi_group  # the ranks of the job as MPI knows them; None without MPI
+        # The ranks of the job as MPI knows them, until shutdown; None without MPI. A process set
+        # that is made from a communicator is translated by it.
+        self.mpi_group = mpi_group
         self.transport = transport
         self.rank = transport.rank
         self.topology: Topology = transport.topology
+        # The operations that users hold handles of; they stay until synchronize() asks for them.
         self.handles = HandleTable()
+        # The optimizers and the like of this rank, announced when they are made.
         self.trainers = Trainers()
         # What was checked, by the name of a tensor or group: specs, options, and the request or
-        # requests that they make.
+        # requests that they make. Steps after the first find theirs here.
         self.requests: dict[str, tuple[Any, Any, Request | tuple[Request, ...]]] = {}
-        self.choices: dict[int, UserChoice] = {}  # by process set: how gradients are split
-        self._unnamed: dict[int | None, int] = {}  # by process set: calls without a name
-        self._eras: dict[int | None, object] = {}  # by process set
-        self._unnamed_lock = threading.Lock()  # guards it
+        # By process set: how the user has asked for gradients to be split.
+        self.choices: dict[int, UserChoice] = {}
+        # By process set: how many calls had no name. The ranks count alike, as they call alike.
+        self._unnamed: dict[int | None, int] = {}
+        # By process set: a token that is replaced when the ranks may have made different calls.
+        self._eras: dict[int | None, object] = {}
+        self._unnamed_lock = threading.Lock()  # guards _unnamed
+        # Records nothing until a file is named, by the settings or by start_timeline().
         self.timeline = Timeline(self.rank)
-        try:
-            self._record_from_the_start()
-            self.engine = Engine(transport, config, self.timeline)
-        except BaseException:
-            self.timeline.close()
-            transport.close()
-            raise
+        # By id: the sets that users hold, so that a set that is removed can be told so.
         self.known_sets: dict[int, ProcessSet] = {}
-        self.engine.start()
+        try:
+            self.engine = Engine(transport, config, self.timeline)
+            self.engine.start()
+        except BaseException:
+            transport.close()
+            self._free_mpi_group()
+            raise
+        log.debug(
+            "rank %d of %d runs on host %d of %d (%s), with ranks %s, over %s",
+            self.rank, self.topology.size,
+            self.topology.host_of[self.rank],
+            len(self.topology.hosts), socket.gethostname(),
+            ", ".join(map(str, self.topology.peers(self.rank))), type(transport).__name__,
+        )  # fmt: skip
 
-    def _record_from_the_start(self) -> None:
+    def record_by_setting(self) -> None:
+        """Start the timeline that the settings ask for, if any. Raises `OSError`."""
         path = self.config.timeline
         if path and path.upper() != DYNAMIC.upper():
             self.record_timeline(path, self.config.timeline_mark_cycles)
@@ -95,58 +117,123 @@ class Runtime:
         self.engine.enqueue([entry])
         return entry.handle.wait()
 
-    def agree(self, sets: Sequence[ProcessSet]) -> None:
-        """Check that all ranks run with settings that work together; ends when all are here."""
-        config = self.config
-        settings = {
-            "HVDLITE_ALLREDUCE": config.allreduce,
-            "HVDLITE_DATA_PLANE": config.data_plane,
-            "process_sets": [each.ranks for each in sets],
+    def begin(self, sets: Sequence[ProcessSet], *, first: bool) -> None:
+        """Do what a call of `init` asks for: with the `first`, also the timeline of the settings.
+
+        Process sets that are new are registered. Where one rank cannot go on, no rank does, and no
+        set is registered: that rank raises its own error, and the others `HorovodInternalError`
+        with the text of it. Returns when all ranks are here, unless there is nothing to agree on.
+        """
+        new: list[ProcessSet] = []
+        failure: Exception | None = None
+        try:
+            if first:
+                self.record_by_setting()
+            new = self._new_sets(sets)
+        except Exception as error:
+            failure = error
+        try:
+            if first or new or failure is not None:
+                self._agree(sets, failure)
+        except HorovodInternalError as error:
+            raise failure or error from None
+        if failure is not None:
+            raise failure
+        for each in new:
+            self.add_process_set(each)
+
+    def _new_sets(self, sets: Sequence[ProcessSet]) -> list[ProcessSet]:
+        """Return those of `sets` that are to be registered; all of them can be.
+
+        Raises `ValueError` for a duplicate, and for ranks that do not exist.
+        """
+        table = self.engine.process_sets
+        known = table.all()
+        taken = list(known.values())
+        new = []
+        for position, each in enumerate(sets):
+            ranks = self.ranks_of(each)
+            if each.process_set_id is not None and known.get(each.process_set_id) == ranks:
+                continue  # by an earlier call
+            if ranks in taken:
+                raise ValueError(f"process_sets entry number {position} is a duplicate: {each}")
+            table.check(ranks)
+            taken.append(ranks)
+            new.append(each)
+        return new
+
+    def _agree(self, sets: Sequence[ProcessSet], failure: Exception | None) -> None:
+        """Raise `HorovodInternalError` unless all ranks give the same settings, sets and failure.
+
+        Returns when all ranks have called it.
+        """
+        settings: dict[str, object] = {
+            "HVDLITE_ALLREDUCE": self.config.allreduce,
+            "HVDLITE_DATA_PLANE": self.config.data_plane,
+            "process_sets": [each.ranks if each.mpi_comm is None else "comm" for each in sets],
         }
+        if failure is not None:
+            settings["error"] = f"{type(failure).__name__}: {failure}"
         text = ", ".join(f"{name}={value}" for name, value in settings.items())
         self.call(Request(GLOBAL_ID, "init", "init", settings=text))
 
-    def find_ranks(self, process_set: ProcessSet) -> None:
-        """Translate the communicator of a set, where it is made from one, to global ranks."""
+    def ranks_of(self, process_set: ProcessSet) -> list[int]:
+        """Return the global ranks of a set, ascending, also of one made from a communicator.
+
+        Raises `ValueError` where it has a communicator and the job has no MPI, or other ranks.
+        """
         if process_set.mpi_comm is None:
-            return
+            return sorted(process_set.ranks or ())
         if self.mpi_group is None:
             raise ValueError(f"{process_set} is made from an MPI communicator; this job has no MPI")
-        theirs = process_set.mpi_comm.Get_group()
-        process_set.ranks = sorted(
-            theirs.Translate_ranks(list(range(theirs.Get_size())), self.mpi_group)
-        )
-        theirs.Free()
+        return members_of_communicator(process_set.mpi_comm, self.mpi_group)
 
     def add_process_set(self, process_set: ProcessSet) -> None:
         """Register a set on all ranks; blocks until every rank has called it."""
-        members = self.engine.process_sets.check(process_set.ranks or ())
+        members = self.engine.process_sets.check(self.ranks_of(process_set))
         collective = "add_process_set" if process_set.mpi_comm is None else "split_process_set"
-        number = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
-        process_set._bind(number, members)
-        self.restart(process_set)  # the number may have been another set's
-        self.known_sets[number] = process_set
+        process_set_id = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
+        process_set._bind(process_set_id, members)
+        self.restart(process_set)  # the id may have been another set's
+        self.known_sets[process_set_id] = process_set
 
     def remove_process_set(self, process_set: ProcessSet) -> None:
         """Unregister a set on all ranks; blocks until every rank has called it."""
-        number = process_set.process_set_id
-        assert number is not None  # the caller has looked
+        process_set_id = process_set.process_set_id
+        assert process_set_id is not None  # the caller has looked
         split = process_set.mpi_comm is not None
         collective = "unsplit_process_set" if split else "remove_process_set"
-        self.call(Request(GLOBAL_ID, collective, collective, root_rank=number))
-        self._forget_set(number)
+        self.call(Request(GLOBAL_ID, collective, collective, root_rank=process_set_id))
+        self._forget_set(process_set_id)
 
-    def _forget_set(self, number: int) -> None:
+    def _forget_set(self, process_set_id: int) -> None:
         self.requests.clear()
-        self.choices.pop(number, None)
-        process_set = self.known_sets.pop(number, None)
+        self.choices.pop(process_set_id, None)
+        process_set = self.known_sets.pop(process_set_id, None)
         if process_set is not None:
             process_set._invalidate()
 
     def shutdown(self) -> None:
-        """Leave the job; the engine thread may go on for ranks that need it."""
-        self.trainers.close()
-        self.engine.shutdown()
-        self.timeline.close()
-        for number in list(self.known_sets):
-            self._forget_set(number)
+        """Leave the job; the engine thread may go on for ranks that need it.
+
+        All of it is done even where a part raises, such as `KeyboardInterrupt` while it waits.
+        """
+        with ExitStack() as steps:  # the last is done first
+            steps.callback(self._free_mpi_group)
+            for process_set_id in list(self.known_sets):
+                steps.callback(self._forget_set, process_set_id)
+            steps.callback(self.timeline.close)
+            steps.callback(self.engine.shutdown)
+            steps.callback(self.trainers.close)
+
+    def release(self) -> None:
+        """Let go of the engine, which has ended: its memory is unmapped with its last view.
+
+        Transport and engine refer to each other, and would stay until the next garbage collection.
+        """
+        self.transport.check = do_nothing
+
+    def _free_mpi_group(self) -> None:
+        group, self.mpi_group = self.mpi_group, None
+        if group is not None:
+            free_group(group)

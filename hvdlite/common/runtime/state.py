@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 
 if TYPE_CHECKING:
-    from hvdlite.common.engine.engine import Engine
     from hvdlite.common.runtime.runtime import Runtime
 
 _NOT_INITIALIZED = "hvdlite has not been initialized; use hvd.init()"
@@ -20,10 +19,18 @@ class ProcessState:
     """The runtime of this process, or of the calling thread where ranks are threads."""
 
     def __init__(self) -> None:
+        # Set by init, None again from the start of shutdown on.
         self.runtime: Runtime | None = None
+        # The argument of that init, so that a second call with another one can be warned of.
+        self.comm: Any = None
+        # Its attribute `runtime` is set within `use`, where ranks are threads of one process.
         self.thread = threading.local()
-        self.ending: list[Engine] = []  # shut down, and still needed by other ranks
+        # Shut down, and perhaps still needed by other ranks: see `forget_ended`.
+        self.ending: list[Runtime] = []
+        # In a forked child of a rank: the number of that rank.
         self.forked_from: int | None = None
+        # Held by the thread that is in init. Reentrant, because a signal handler may call init.
+        self.initializing = threading.RLock()
 
 
 this_process = ProcessState()

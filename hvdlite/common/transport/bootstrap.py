@@ -6,9 +6,11 @@ Blocking MPI calls are made here, and only here: `init` waits for all ranks anyw
 from __future__ import annotations
 
 import logging
+import os
 import struct
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -35,21 +37,30 @@ POLL_SECONDS = 0.001
 log = logging.getLogger("hvdlite")
 
 
-def duplicate(comm: MPI.Intracomm, deadline: float) -> MPI.Intracomm:
-    """A communicator of our own, whose errors are exceptions.
+# Duplications that some ranks did not join in time: (communicator, its copy, the request). Such a
+# rank may still come, and joins the oldest of them, so the next `init` goes on with that one.
+_unfinished: list[tuple[MPI.Intracomm, MPI.Intracomm, MPI.Request]] = []
 
-    Raises `HorovodInternalError` when some ranks have not come by `deadline` (monotonic seconds).
+
+def duplicate(
+    comm: MPI.Intracomm, deadline: float, give_up: Callable[[], HorovodInternalError]
+) -> MPI.Intracomm:
+    """Return a communicator of our own, whose errors are exceptions.
+
+    Raises what `give_up` returns when some ranks have not come by `deadline` (monotonic seconds).
     """
     from mpi4py import MPI
 
-    copy, request = comm.Idup()
+    waiting = next((each for each in _unfinished if each[0] == comm), None)
+    if waiting is None:
+        waiting = (comm, *comm.Idup())
+        _unfinished.append(waiting)
+    _, copy, request = waiting
     while not request.Test():
         if time.monotonic() > deadline:
-            raise HorovodInternalError(
-                f"rank {comm.rank} waited for all {comm.size} ranks to call init, and some did "
-                f"not; HVDLITE_START_TIMEOUT gives them more seconds"
-            )
+            raise give_up()
         time.sleep(POLL_SECONDS)
+    _unfinished.remove(waiting)
     copy.Set_errhandler(MPI.ERRORS_RETURN)
     return copy
 
@@ -136,6 +147,9 @@ def _meet(
         except HorovodInternalError as error:
             failure = error
         if not _all(local, failure is None):
+            os.close(memory)
+            for peer in links.values():
+                peer.close()
             raise failure or HorovodInternalError("another rank of this host could not connect")
         return LocalMesh(rank, links, memory)
     finally:

@@ -49,16 +49,18 @@ GOODBYE_SECONDS = 2.0
 POLL_RESOLUTION = 1e-3  # seconds; poll() counts milliseconds
 
 
-def connect(comm: MPI.Intracomm, config: Config) -> MpiTransport:
+def connect(
+    comm: MPI.Intracomm, config: Config, give_up: Callable[[], HorovodInternalError]
+) -> MpiTransport:
     """The transport of a job whose ranks are those of `comm`; collective over `comm`.
 
-    Raises `HorovodInternalError` when some ranks do not come within `config.start_timeout_seconds`,
-    and `HorovodVersionMismatchError`.
+    Raises what `give_up` returns when some ranks do not come within
+    `config.start_timeout_seconds`, and `HorovodVersionMismatchError`.
     """
     deadline = time.monotonic() + config.start_timeout_seconds
-    control = duplicate(comm, deadline)
+    control = duplicate(comm, deadline, give_up)
     exchange_versions(control)
-    data = duplicate(control, deadline)
+    data = duplicate(control, deadline, give_up)
     topology, mesh = find_hosts(control, deadline)
     return MpiTransport(control, data, topology, mesh)
 
@@ -394,6 +396,8 @@ class MpiTransport:
         """See `Transport.close`. Waits a little for remote ranks to close as well."""
         self._mesh.drain(GOODBYE_SECONDS)
         self._mesh.close()
+        if self.mpi.Is_finalized():  # by the user, before the end of the job
+            return
         said_goodbye = self._say_goodbye()
         # A communicator's number is used again once it is freed. What a rank sends late would then
         # reach the next job in this process: so it is freed only when everybody has said goodbye.

@@ -1,0 +1,192 @@
+"""Say which ranks are missing while `init` waits for them.
+
+MPI waits for all ranks before any two of them can talk. So each rank announces itself to the ranks
+of its host, under a name that all of them can compute, and a thread looks who is there. The names
+are those of Unix sockets without a file: the kernel forgets them with the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.report_failure import report
+from hvdlite.common.runtime.launched_rank import LaunchedRank
+
+log = logging.getLogger("hvdlite")
+
+LINE_SECONDS = 30.0  # how often a rank that waits says so
+LINES = 4  # and at least so many times before it gives up
+REMEDY = "HVDLITE_START_TIMEOUT (seconds) and hvdlite-run --start-timeout"
+GAVE_UP = 1  # the exit code of a process that waits inside MPI, where it cannot raise
+GRACE_SECONDS = 3.0  # a rank that has not raised so long after the limit waits inside MPI
+
+
+class Announcement:
+    """The word of this rank that it has called `init`, for the ranks of its host."""
+
+    def __init__(self, me: LaunchedRank) -> None:
+        self._me = me
+        self._job = hashlib.sha256(f"{os.getuid()} {me.job}".encode()).hexdigest()[:32]
+        self._sockets: list[socket.socket] = []
+        # What has been seen, ("rank" or "local", number): one that gives up has come nevertheless.
+        self._seen: set[tuple[str, int]] = set()
+        if me.job:
+            for kind, number in (("rank", me.rank), ("local", me.local_rank)):
+                self._announce(kind, number)
+
+    def _announce(self, kind: str, number: int) -> None:
+        own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            own.bind(self._name(kind, number))
+        except OSError:  # the name is taken: then a rank is there
+            own.close()
+        else:
+            self._sockets.append(own)
+
+    def _name(self, kind: str, number: int) -> str:
+        return f"\0hvdlite/{self._job}/{kind}/{number}"
+
+    def present(self, kind: str, numbers: Sequence[int]) -> list[int]:
+        """Return those of the "rank"s or "local" ranks that have called `init` on this host."""
+        for number in numbers:
+            if (kind, number) not in self._seen and self._answers(self._name(kind, number)):
+                self._seen.add((kind, number))
+        return [number for number in numbers if (kind, number) in self._seen]
+
+    @staticmethod
+    def _answers(name: str) -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as question:
+            try:
+                question.connect(name)
+            except OSError:
+                return False
+            return True
+
+    def close(self) -> None:
+        """Take the word back, when `init` is over."""
+        for own in self._sockets:
+            own.close()
+        self._sockets.clear()
+
+
+class StartWatch:
+    """Within it, `init` waits for other ranks; who is missing is logged every LINE_SECONDS."""
+
+    def __init__(self, me: LaunchedRank | None, limit_seconds: float) -> None:
+        self.limit_seconds = limit_seconds
+        # World ranks that must come: all of the job, until `connect` knows that it is a part.
+        self.expected: Sequence[int] = range(me.size if me else 0)
+        self._me = me
+        self._announcement = Announcement(me) if me and me.rank >= 0 and me.size > 1 else None
+        self._began, self._began_at = time.monotonic(), time.strftime("%H:%M:%S")
+        self._mpi_blocks = False  # the main thread is in a call of MPI that ends only with success
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hvdlite-start-watch", daemon=True)
+
+    def __enter__(self) -> StartWatch:
+        if self._announcement is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        if self._announcement is not None:
+            self._thread.join()
+            self._announcement.close()
+
+    @contextmanager
+    def mpi_blocks(self) -> Iterator[None]:
+        """Within this, the process is ended when the time is over: MPI itself waits for ever."""
+        self._mpi_blocks = True
+        try:
+            yield
+        finally:
+            self._mpi_blocks = False
+
+    def give_up(self) -> HorovodInternalError:
+        """Return the error of a rank that has waited for too long."""
+        return HorovodInternalError(
+            f"{self._waiting()}; the limit is {self.limit_seconds:g} s: {REMEDY} set it. A rank "
+            "that ended before init(), or took another branch, never comes: call init() first, "
+            "and unconditionally"
+        )
+
+    def _waiting(self) -> str:
+        rank = f"rank {self._me.rank} of {self._me.size}" if self._me else "this rank"
+        seconds = time.monotonic() - self._began
+        return f"{rank} has waited {seconds:.0f} s in init(), since {self._began_at}: {self._who()}"
+
+    def _who(self) -> str:
+        """Say which ranks have not come, as far as they can be known on this host."""
+        if self._announcement is None or self._me is None or not self._me.job:
+            return "some ranks have not called init()"
+        me, host = self._me, f"this host ({socket.gethostname()})"
+        present = self._announcement.present("rank", self.expected)
+        missing = [rank for rank in self.expected if rank not in present]
+        if not missing:
+            return f"all ranks on {host} have called init(), and MPI has not connected them yet"
+        if me.local_size == me.size:
+            return f"{_ranks(missing)} on {host} {_have(missing)} not called init()"
+        local = range(max(me.local_size, 0))
+        absent = sorted(set(local) - set(self._announcement.present("local", local)))
+        if absent and len(self.expected) == me.size:
+            return f"local {_ranks(absent)} on {host} {_have(absent)} not called init()"
+        return (
+            f"{_ranks(present)} on {host} {_have(present)} called init(); of {_ranks(missing)}, "
+            f"on other hosts, at least one has not, or cannot be reached"
+        )
+
+    def _speaks(self) -> bool:
+        """Whether this rank is the one of its host that says what all of them see."""
+        if self._announcement is None or self._me is None:
+            return False
+        return self._me.rank == min(self._announcement.present("rank", self.expected), default=-1)
+
+    def _run(self) -> None:
+        period = min(LINE_SECONDS, self.limit_seconds / LINES)
+        end = self._began + self.limit_seconds
+        line = self._began + period
+        while not self._over.wait(max(0.0, min(line, end) - time.monotonic())):
+            if time.monotonic() >= end:
+                if self._mpi_blocks or time.monotonic() >= end + GRACE_SECONDS:
+                    self._end_process()
+                self._over.wait(GRACE_SECONDS / 10)
+            else:
+                line += period
+                waiting = self._waiting()
+                if self._speaks():
+                    log.warning("%s; the limit is %g s: %s set it", waiting,
+                                self.limit_seconds, REMEDY)  # fmt: skip
+
+    def _end_process(self) -> None:
+        """End the process with a sentence: no exception can reach a thread that waits in MPI."""
+        error = self.give_up()
+        report(error)
+        log.critical("%s", error)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(GAVE_UP)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"

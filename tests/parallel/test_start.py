@@ -1,0 +1,297 @@
+"""init and shutdown of real jobs: again and again, with ranks that are late, and with errors."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.jobs import launch
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN, mpirun, run_command
+
+pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+
+# Every script sees `rank`, `size` and what else is there, such as `check()`.
+PRELUDE = """
+import gc, os, sys, threading, time
+import numpy as np
+from tests.parallel.rank_helpers import *
+"""
+HVD = "import hvdlite.numpy as hvd\n"
+
+
+def run(size: int, script: str, *, timeout: float = 60, **env: str) -> str:
+    """Run `script` on every rank; returns the output, after all of them have ended well."""
+    done = run_command(mpirun(size, sys.executable, "-c", PRELUDE + script), timeout=timeout, **env)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(" done\n") == size, done.stdout
+    return done.stdout
+
+
+# -- again and again
+
+
+def test_sixty_jobs_in_one_process_keep_no_descriptor_and_no_memory() -> None:
+    run(3, HVD + """
+gc.disable()  # what is let go must not wait for it
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def cycle():
+    hvd.init()
+    hvd.allreduce(np.ones(300_000, np.float32), name="a")
+    hvd.shutdown()
+for _ in range(10):
+    cycle()
+assert wait_until(nothing_ends)
+before, memory = belongings(), resident()
+for _ in range(60):
+    cycle()
+assert wait_until(nothing_ends) and belongings() == before, (before, belongings())
+assert resident() - memory < 6 << 20, (resident() - memory) >> 20
+done()
+""")  # fmt: skip
+
+
+# -- MPI, started by whoever
+
+STARTS = {
+    "nobody": HVD + "hvd.init()",
+    "hvdlite before mpi4py": HVD + "hvd.init(); from mpi4py import MPI",
+    "mpi4py before hvdlite": "from mpi4py import MPI\n" + HVD + "hvd.init()",
+    "no initialize": "import mpi4py; mpi4py.rc.initialize = False\n" + HVD + "hvd.init()",
+    "no initialize, imported": "import mpi4py; mpi4py.rc.initialize = False\n"
+    "from mpi4py import MPI\n" + HVD + "hvd.init()",
+    "no initialize, a communicator": "import mpi4py; mpi4py.rc.initialize = False\n"
+    "from mpi4py import MPI\n" + HVD + "hvd.init(MPI.COMM_WORLD)",
+    "no initialize, a list": "import mpi4py; mpi4py.rc.initialize = False\n"
+    "from mpi4py import MPI\n" + HVD + "hvd.init([0, 1])",
+    "by the user": "import mpi4py; mpi4py.rc.initialize = False\n"
+    "from mpi4py import MPI; MPI.Init()\n" + HVD + "hvd.init()",
+    "by the user with a low thread level": "import mpi4py; mpi4py.rc.thread_level = 'single'\n"
+    "from mpi4py import MPI\n" + HVD + "hvd.init()",
+    "no finalize": "import mpi4py; mpi4py.rc.finalize = False\n" + HVD + "hvd.init()",
+    "mpi4py between two": HVD + "hvd.init(); hvd.shutdown(); from mpi4py import MPI; hvd.init()",
+    "a low thread level": "import mpi4py; mpi4py.rc.threads = False\n" + HVD + "hvd.init()",
+}
+ENDS = {
+    "the script ends": "",
+    "shutdown": "hvd.shutdown()",
+    "shutdown and init": "hvd.shutdown(); hvd.init(); check('again')",
+    "finalize after shutdown": "hvd.shutdown(); from mpi4py import MPI; MPI.Finalize()",
+    "finalize without shutdown": "from mpi4py import MPI; MPI.Finalize()",
+}
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_mpi_is_started_in_every_order_of_imports(how: str) -> None:
+    run(2, STARTS[how] + """
+check()
+from mpi4py import MPI
+assert MPI.COMM_WORLD.allreduce(1) == size and hvd.mpi_enabled()
+assert MPI.COMM_WORLD.Get_errhandler() == MPI.ERRORS_RETURN
+hvd.shutdown(); hvd.init(); check("again")
+done()
+""")  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_mpi_is_ended_once(end: str) -> None:
+    output = run(2, f"{STARTS['no initialize']}\ncheck()\n{ENDS[end]}\ndone()\n")
+    assert "Error" not in output and "abort" not in output.lower(), output
+
+
+def test_init_after_the_end_of_mpi_is_an_error() -> None:
+    run(2, HVD + """
+hvd.init(); check(); hvd.shutdown()
+from mpi4py import MPI
+MPI.Finalize()
+try:
+    hvd.init()
+except hvd.HorovodInternalError as error:
+    assert "MPI was ended in this process" in str(error), error
+    done()
+""")  # fmt: skip
+
+
+# -- ranks that are late
+
+LATE = (
+    HVD
+    + """
+import pathlib
+seen = pathlib.Path(os.environ["SEEN"])
+if rank == 2:
+    while not seen.exists():  # until another rank has complained
+        time.sleep(0.01)
+else:
+    import logging
+    class Note(logging.Handler):
+        def emit(self, record):
+            if "rank 2 on this host" in record.getMessage():
+                seen.touch()
+    logging.getLogger("hvdlite").addHandler(Note())
+    logging.getLogger("hvdlite").addHandler(logging.StreamHandler())
+"""
+)
+
+
+@pytest.mark.parametrize("imported", ["", "from mpi4py import MPI\n"])
+def test_a_late_rank_is_named_while_the_others_wait(imported: str, tmp_path: Path) -> None:
+    output = run(3, imported + LATE + "hvd.init(); check(); done()",
+                 SEEN=str(tmp_path / "seen"), HVDLITE_START_TIMEOUT="12",
+                 HVDLITE_LOG_HIDE_TIME="1")  # fmt: skip
+    lines = [line for line in output.splitlines() if "has waited" in line]
+    pattern = (
+        r"hvdlite WARNING: rank 0 of 3 has waited 3 s in init\(\), since \d\d:\d\d:\d\d: rank 2 "
+    )
+    assert re.search(pattern, output) and len(lines) == 1, output
+    assert "has not called init(); the limit is 12 s: HVDLITE_START_TIMEOUT" in lines[0]
+
+
+@pytest.mark.parametrize("imported", ["", "from mpi4py import MPI\n"])
+def test_a_rank_that_never_comes_is_named_at_the_end(imported: str) -> None:
+    script = imported + HVD + "time.sleep(600 * (rank == 1)); hvd.init()"
+    done = launch("-np", "2", "--start-timeout", "2", sys.executable, "-c", PRELUDE + script)
+    output = done.stderr
+    assert done.returncode == 1 and "hvdlite-run: rank 0 failed with exit code 1" in output, output
+    assert re.search(r"rank 0 of 2 has waited 2 s in init\(\), since .*: rank 1 on this host "
+                     r"\(\S+\) has not called init\(\); the limit is 2 s: HVDLITE_START_TIMEOUT "
+                     r"\(seconds\) and hvdlite-run --start-timeout set it\. ", output)  # fmt: skip
+    assert "Current thread" not in output  # of a dump by faulthandler
+
+
+def test_a_rank_that_stops_in_the_middle_ends_the_wait_inside_mpi() -> None:
+    script = (
+        HVD
+        + """
+from hvdlite.common.transport import bootstrap, mpi
+if rank == 1:
+    mpi.exchange_versions = lambda comm: time.sleep(600)
+hvd.init()
+"""
+    )
+    done = launch("-np", "2", "--start-timeout", "2", sys.executable, "-c", PRELUDE + script)
+    assert done.returncode == 1 and "hvdlite-run: rank 0 failed" in done.stderr, done.stderr
+    assert "all ranks on this host" in done.stderr and "the limit is 2 s" in done.stderr
+
+
+def test_who_gave_up_can_try_again_and_meet_who_was_late() -> None:
+    run(3, "from mpi4py import MPI\n" + HVD + """
+world = MPI.COMM_WORLD
+if rank == 2:
+    assert world.recv(source=0) == world.recv(source=1) == "gave up"
+else:
+    try:
+        hvd.init()
+    except hvd.HorovodInternalError as error:
+        assert "rank 2" in str(error) and not hvd.is_initialized(), error
+        world.send("gave up", 2)
+hvd.init(); check(); hvd.shutdown(); hvd.init(); check()
+done()
+""", HVDLITE_START_TIMEOUT="2")  # fmt: skip
+
+
+def test_the_watchdog_of_the_user_stays_set() -> None:
+    """faulthandler has one slot for a watchdog: it is the user's (pytest sets it, too)."""
+    run(2, """
+import faulthandler, tempfile
+log = tempfile.TemporaryFile()
+faulthandler.dump_traceback_later(0.2, repeat=True, file=log)
+""" + HVD + """
+hvd.init(); check()
+length = os.fstat(log.fileno()).st_size
+assert wait_until(lambda: os.fstat(log.fileno()).st_size > length), "it was cancelled"
+faulthandler.cancel_dump_traceback_later()
+done()
+""")  # fmt: skip
+
+
+# -- child processes
+
+CHILD = (
+    HVD
+    + """
+from tests.parallel.test_start import call_init
+if __name__ == "__main__":
+    import multiprocessing, subprocess
+    hvd.init(); check()
+"""
+)
+SENTENCE = "was started by rank 1"
+
+
+def call_init() -> None:
+    """What a child process does that imports the script again."""
+    import hvdlite.numpy as hvd
+
+    hvd.init()
+
+
+def test_a_spawned_child_is_told_and_its_parent_goes_on() -> None:
+    output = run(2, CHILD + """
+    process = multiprocessing.get_context("spawn").Process(target=call_init)
+    process.start(); process.join(30)
+    assert process.exitcode == 1, process.exitcode
+    check("after")
+    done()
+""")  # fmt: skip
+    assert SENTENCE in output and 'if __name__ == "__main__"' in output, output
+
+
+def test_a_script_that_a_rank_runs_is_told_and_its_parent_goes_on() -> None:
+    output = run(2, CHILD + """
+    command = [sys.executable, "-c", "import hvdlite.numpy as h; h.init()"]
+    child = subprocess.run(command, timeout=30)
+    assert child.returncode == 1, child
+    check("after")
+    hvd.shutdown()
+    child = subprocess.run(command, timeout=30)
+    assert child.returncode == 1, child
+    hvd.init(); check("again")
+    done()
+""")  # fmt: skip
+    assert SENTENCE in output and "hvdlite-run or hvdlite.run" in output, output
+
+
+def test_a_rank_can_start_a_job_of_its_own() -> None:
+    run(2, CHILD + """
+    script = "import hvdlite.numpy as h; h.init(); print('inner', h.rank(), h.size(), flush=True)"
+    if rank == 1:
+        command = [sys.executable, "-m", "hvdlite.launcher", "-np", "2"]
+        command += [sys.executable, "-c", script]
+        inner = subprocess.run(command, timeout=50, capture_output=True, text=True)
+        words = sorted(line.partition("inner")[2] for line in inner.stdout.splitlines())
+        assert words == [" 0 2", " 1 2"], inner
+    check("after")
+    done()
+""")  # fmt: skip
+
+
+# -- errors
+
+
+def test_after_every_error_of_init_nothing_is_initialised_and_the_next_init_works(
+    tmp_path: Path,
+) -> None:
+    script = "from tests.parallel import worker_init_errors\nworker_init_errors.main()"
+    run(2, script, timeout=90, FOLDER=str(tmp_path))
+
+
+def test_an_error_of_a_later_call_leaves_the_job_as_it_was() -> None:
+    run(2, HVD + """
+first, second = hvd.ProcessSet([0]), hvd.ProcessSet([1])
+hvd.init(process_sets=[first])
+for wrong in ([second, hvd.ProcessSet([0])], [second, hvd.ProcessSet([1])], [hvd.ProcessSet([5])]):
+    try:
+        hvd.init(process_sets=wrong)
+    except ValueError:
+        assert hvd.is_initialized() and second.process_set_id is None
+    else:
+        raise AssertionError(wrong)
+    check()
+hvd.init(process_sets=[first, second])
+assert (first.process_set_id, second.process_set_id) == (1, 2)
+done()
+""")  # fmt: skip
