@@ -16,7 +16,7 @@ from hvdlite.common.plain.logs import set_up_log
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.connect import connect
 from hvdlite.common.runtime.launched_rank import claim_rank
-from hvdlite.common.runtime.mpi_process import leave_mpi_alone
+from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, leave_mpi_alone
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set, is_communicator
 from hvdlite.common.runtime.runtime import DYNAMIC, Runtime
 from hvdlite.common.runtime.state import current, not_initialized, this_process
@@ -59,6 +59,8 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
     this_process.runtime = runtime = Runtime(job.transport, config, job.mpi_group)
     try:
         this_process.comm = comm
+        if job.mpi_group is not None:
+            call_before_mpi_ends(_at_exit)
         atexit.unregister(_at_exit)  # it must be called before what MPI has registered since
         atexit.register(_at_exit)
         global_process_set._bind(GLOBAL_ID, range(runtime.topology.size))
@@ -148,6 +150,7 @@ def _forget_ended() -> None:
 
 
 def _at_exit() -> None:
+    """Leave the job, and wait for the ranks that still need this one."""
     shutdown()
     for runtime in this_process.ending:
         runtime.engine.join()

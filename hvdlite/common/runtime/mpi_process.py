@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
@@ -15,6 +16,7 @@ from hvdlite.common.runtime.start_watch import StartWatch
 
 log = logging.getLogger("hvdlite")
 
+_attributes: list[int] = []  # the key of the attribute of COMM_SELF, once it is set
 _failed = False  # a job of this process has failed: see `leave_mpi_alone`
 
 
@@ -103,6 +105,19 @@ def free_group(group: Any) -> None:
     """Free a group of MPI, unless the user has ended MPI."""
     if mpi_runs():
         group.Free()
+
+
+def call_before_mpi_ends(function: Callable[[], None]) -> None:
+    """Have `function` called first when MPI ends, whoever ends it; the first call of this counts.
+
+    MPI deletes the attributes of COMM_SELF before it ends. An engine that is still at work then
+    would use MPI during its end, and both would wait for ever.
+    """
+    from mpi4py import MPI
+
+    if not _attributes:
+        _attributes.append(MPI.Comm.Create_keyval(delete_fn=lambda *_: function()))
+        MPI.COMM_SELF.Set_attr(_attributes[0], True)
 
 
 def leave_mpi_alone() -> None:

@@ -519,6 +519,6 @@ def test_settings_that_do_not_work_together_are_an_error_at_init() -> None:
         with pytest.raises(
             hvd.HorovodInternalError, match=r"rank 0 has .*=ring.*rank 1 has .*=shm"
         ):
-            runtime.agree([])
+            runtime.begin([], first=True)
 
     run_ranks(2, main)
