@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import hvdlite
+from hvdlite.common.collectives.table import ROWS, Row
 
 PACKAGE = Path(hvdlite.__file__).parent
 ROOT = PACKAGE.parent
@@ -147,6 +149,40 @@ def test_the_launcher_imports_only_the_lowest_floors() -> None:
         if module.startswith("hvdlite.launcher"):
             packages = {package_of(name) for name in imports(path)} - {None}
             assert packages <= LAUNCHER_IMPORTS, module
+
+
+def compared_strings(tree: ast.AST) -> Iterator[str]:
+    """The strings that code compares with something, matches, or looks something up by."""
+    for node in ast.walk(tree):
+        operands: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            operands = [node.value]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("get", "pop"):
+            operands = [*node.args[:1]]
+        for operand in operands:
+            for part in ast.walk(operand):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value
+
+
+def test_only_the_package_of_the_table_compares_names_of_collectives() -> None:
+    """A collective is what its row says. Settings that have the name of one are no collectives."""
+    wrong = [
+        (module, name)
+        for module, path in MODULES.items()
+        if package_of(module) not in ("hvdlite.common.collectives", "hvdlite.launcher")
+        for name in compared_strings(ast.parse(path.read_text()))
+        if name in ROWS
+    ]
+    assert set(wrong) <= {("hvdlite.common.plain.config", "allreduce")}
+
+
+def test_every_field_of_the_table_is_read() -> None:
+    code = "\n".join(path.read_text() for path in MODULES.values())
+    unread = [field.name for field in fields(Row) if not re.search(rf"\.{field.name}\b", code)]
+    assert not unread
 
 
 def test_decisions_do_no_io() -> None:

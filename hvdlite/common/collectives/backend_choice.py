@@ -19,6 +19,7 @@ from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.single import SingleBackend
+from hvdlite.common.collectives.table import ROWS
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.mpi import MpiTransport
@@ -50,7 +51,7 @@ class Backends(list[Backend]):
     def __init__(self, first: Iterable[Backend], rest: Iterable[Backend]) -> None:
         self.first = list(first)
         super().__init__([*self.first, *rest])
-        self.wishes: dict[bool, _Wish] = {}  # key: it is an allreduce
+        self.wishes: dict[bool, _Wish] = {}  # key: for what carries gradients
 
     def retune(self, allreduce: str, piece_bytes: int) -> None:
         """Change the backend of allreduce ("auto", "ring"; "" keeps it) and the size of pieces.
@@ -116,7 +117,7 @@ def choose(
     dtype that MPI lacks) is passed over. Raises `HorovodInternalError` naming the variable when the
     wish was shared memory and the members are on several hosts.
     """
-    wish = backends.wishes.get(collective == "allreduce")
+    wish = backends.wishes.get(ROWS[collective].carries_gradients)
     asked = list(backends)
     if wish is not None:
         asked.insert(len(backends.first), wish.backend)

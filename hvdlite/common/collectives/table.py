@@ -1,7 +1,7 @@
 """One row per collective: what ranks must agree on, what may be fused, and how it is run.
 
-Negotiation, fusion, the cache and the timeline read the row; nothing above this floor compares a
-collective's name with a string.
+Negotiation, fusion, the cache, the choice of a backend and the tuning read the row; nothing above
+this package compares a collective's name with a string.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class Row:
     splits: bool = False  # each rank says how many rows go to whom
     rooted: bool = False  # root_rank gives the data
     effect: Effect = Effect.NONE
-    setting: str = "data_plane"  # the setting of Config that chooses its backend
+    # It reduces the gradients of optimizers: they are split into segments, its speed is tuned, and
+    # its backend has a setting of its own.
+    carries_gradients: bool = False
 
     def bytes(self, response: Response, itemsize: int) -> int:
         """Size of the tensor, summed over the members where each gives its own rows."""
@@ -179,7 +181,7 @@ ROWS = {
             run=_allreduce,
             reduces=True,
             fusable=True,
-            setting="allreduce",
+            carries_gradients=True,
         ),
         Row(
             "reducescatter",

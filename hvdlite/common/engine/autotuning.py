@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.collectives.table import ROWS
 from hvdlite.common.decisions.autotuner import Autotuner, Trial
 from hvdlite.common.plain.config import MIB, Config
 from hvdlite.common.plain.entries import SegmentRun
@@ -37,7 +38,7 @@ class Tuning:
 
     def observe(self, run: SegmentRun) -> None:
         """A segment has run; perhaps all ranks shall go on with other settings."""
-        if run.collective != "allreduce" or len(run.members) < self._size:
+        if not ROWS[run.collective].carries_gradients or len(run.members) < self._size:
             return
         values = self._tuner.observe(run.names, run.bytes, run.end)
         self._log.write(self._tuner.take_trials())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.common.base.warn import warn_user
+from hvdlite.common.collectives.table import ROWS
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current
@@ -57,7 +58,8 @@ def set_comm_fusion(
     """
     strategies = read_comm_fusion(config)
     runtime = current()
-    _choice(runtime, process_set).set_fusion(strategies)
+    gradients = [strategies.pop(name) for name in [*strategies] if ROWS[name].carries_gradients]
+    _choice(runtime, process_set).set_fusion(next(iter(gradients), None), strategies)
     runtime.requests.clear()  # some may be made with other limits
 
 

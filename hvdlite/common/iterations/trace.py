@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from weakref import WeakMethod, finalize
 
 from hvdlite.common.api.objects import allgather_object
+from hvdlite.common.collectives.table import ROWS
 from hvdlite.common.iterations.files import RowsFile, check_path, open_rows
 from hvdlite.common.iterations.marks import IterationMarks, StepMarks
 from hvdlite.common.iterations.rows import IterationRow, IterationTimes, SegmentTimes, make_row
@@ -28,7 +29,6 @@ from hvdlite.common.timeline.recorder import path_of_rank
 
 FLUSH_SECONDS = 0.2  # how long iterations gather before they are written
 MOST_ROWS = 50_000  # the rows that `IterationTrace.rows` remembers: some 50 MB
-REDUCTIONS = ("allreduce", "reducescatter")  # the collectives that may reduce gradients
 # The prefix of reductions by which ranks agree on the parameters that some rank trains.
 NO_GRADIENT = "allreduce.trainable_parameters."
 
@@ -144,7 +144,7 @@ class IterationTrace:
             _owner_in_iteration(owners).runs.append(run)
             return
         block = self._block
-        if block is None or self._following or run.collective not in REDUCTIONS:
+        if block is None or self._following or not ROWS[run.collective].reduces:
             return
         if not all(name.startswith(NO_GRADIENT) for name in run.names):
             block.runs.append(run)

@@ -47,10 +47,11 @@ class Entry:
         self.handle.complete(value)
 
 
-# Suffixes that the name of a gradient gets, by the collective that carries it.
+# Suffixes that the name of a gradient gets, by the collective that carries it; and whether a name
+# without one can be that of a gradient.
 _GRADIENT_PARTS = {
-    "allreduce": re.compile(r"_\d+of\d+$"),  # A member of a grouped call.
-    "allgather": re.compile(r"\.(indices|values)$"),  # A part of a sparse gradient.
+    "allreduce": (re.compile(r"_\d+of\d+$"), True),  # A member of a grouped call.
+    "allgather": (re.compile(r"\.(indices|values)$"), False),  # A part of a sparse gradient.
 }
 
 
@@ -71,12 +72,12 @@ class SegmentRun(NamedTuple):
         Dense gradients are reduced; the parts of sparse ones are gathered. Other collectives may
         carry the name of a gradient without being one, such as the broadcast of its parameter.
         """
-        part = _GRADIENT_PARTS.get(self.collective)
+        part, also_whole = _GRADIENT_PARTS.get(self.collective, (None, False))
         if part is None:
             return None
         for name in self.names:
             tensor_name = name.partition(".")[2]  # The collective stands before the dot.
-            if self.collective == "allreduce" and tensor_name in names:
+            if also_whole and tensor_name in names:
                 return tensor_name
             whole, parts = part.subn("", tensor_name)
             if parts and whole in names:

@@ -11,7 +11,8 @@ class UserChoice:
     def __init__(self) -> None:
         self._by_size: Size | None = None
         self._by_index: Index | None = None
-        self._fused: dict[str, Strategy] = {}  # by the collective's name
+        self._fused: Strategy | None = None  # of gradients
+        self._limits: dict[str, Strategy] = {}  # of other collectives, by name
         self._final = False  # set when the first gradients ask how they are split
 
     def set_split(self, strategy: Size | Index) -> str:
@@ -32,11 +33,15 @@ class UserChoice:
             return f"{self._by_size.spec} wins over {self._by_index.spec}: both are set"
         return ""
 
-    def set_fusion(self, strategies: dict[str, Strategy]) -> None:
-        """Fuse collectives by `strategies`, by the collective's name; raise as `set_split`."""
-        if "allreduce" in strategies:
+    def set_fusion(self, gradients: Strategy | None, others: dict[str, Strategy]) -> None:
+        """Fuse gradients by a strategy, and other collectives by theirs; raise as `set_split`.
+
+        None leaves the choice for gradients as it is.
+        """
+        if gradients is not None:
             self._check()
-        self._fused.update(strategies)
+            self._fused = gradients
+        self._limits.update(others)
 
     def _check(self) -> None:
         if self._final:
@@ -48,10 +53,12 @@ class UserChoice:
     def strategy(self) -> Strategy | None:
         """Return the final strategy of the gradients; None where the user has chosen none."""
         self._final = True
-        return self._by_size or self._by_index or self._fused.get("allreduce")
+        return self._by_size or self._by_index or self._fused
 
     def limit_bytes(self, collective: str) -> int | None:
-        """Return the most bytes of a segment of `collective`; None: the job's setting applies."""
-        # Allreduce is left out: `strategy` plans its segments, and no limit applies to them.
-        fused = self._fused.get(collective) if collective != "allreduce" else None
+        """Return the most bytes of a segment of `collective`; None: the job's setting applies.
+
+        Gradients have no limit: `strategy` plans their segments.
+        """
+        fused = self._limits.get(collective)
         return fused.bytes if isinstance(fused, Threshold) else None
