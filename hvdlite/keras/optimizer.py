@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import Terms, check_passes, resolve_groups, scaling
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.basics import size
@@ -19,6 +20,7 @@ from hvdlite.keras.optimizer_families import kind_of, parts_of
 from hvdlite.keras.subclass import Distributed, check_local, distribute
 
 
+@explain_arguments
 def DistributedOptimizer(  # noqa: N802
     optimizer: Any,
     name: str | None = None,
@@ -48,22 +50,11 @@ def DistributedOptimizer(  # noqa: N802
     - `optimizer`: an optimizer of Keras 3 (with TensorFlow or PyTorch as backend) or of Keras 2. A
       LossScaleOptimizer may be around it, inside it, or come from ``compile()``.
     - `name`: begins the names of all its reductions.
-    - `compression`: `Compression.fp16` or `Compression.bf16` makes what travels smaller.
     - `sparse_as_dense`: sparse gradients travel as dense ones, otherwise by their rows.
-    - `gradient_predivide_factor` f: gradients are divided by f before the sum, and by size / f
-      after it.
     - `op`: Average or Sum.
     - `backward_passes_per_step`: how many passes add up before gradients travel and are applied;
       `average_aggregated_gradients` divides the sum by their number. ``iterations`` counts passes.
-    - `groups`: how many groups, or lists of variables: gradients that travel together.
-      `num_groups` is its deprecated name.
-    - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
-    - `scale_local_gradients`: gradients of the variables that ``register_local_var()`` tells, which
-      stay on this rank, are divided by the number of ranks.
-    - `segmentation`: which gradients travel together, as ``--segmentation`` takes it:
-      ``"size:80,20"``, ``"mb:16"``, and others. Without it, what was set for the process set or
-      the job. `fusion` says the same in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
-      `fuse_all_reduce_ops`.
+    (what hvdlite.common.gradients.arguments tells of all others)
 
     `device_dense` and `device_sparse` have no effect. Raises `ValueError` for arguments that
     contradict each other and before `init`, and `NotImplementedError` for another backend of Keras.

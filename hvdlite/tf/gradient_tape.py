@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import Terms, resolve_groups, scaling
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
@@ -88,6 +89,7 @@ class _DistributedMixin(tf.GradientTape):
 
 
 @_untraced
+@explain_arguments
 def DistributedGradientTape(  # noqa: N802
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -106,20 +108,9 @@ def DistributedGradientTape(  # noqa: N802
     """A tape of the same class that reduces over all ranks what ``gradient()`` computes.
 
     - `gradtape`: the tape to wrap. Both are one tape: what one records, the other has recorded.
-    - `compression`: `Compression.fp16` or `Compression.bf16` makes what travels smaller.
     - `sparse_as_dense`: `tf.IndexedSlices` travel as dense tensors, otherwise by their rows.
     - `op`: Average, Sum, Min, Max, Product or Adasum.
-    - `gradient_predivide_factor` f: gradients are divided by f before the sum, and by size / f
-      after it.
-    - `groups`: how many groups, or lists of variables: gradients that travel together.
-      `num_groups` is its deprecated name.
-    - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
-    - `scale_local_gradients`: gradients of local sources, which ``register_local_source()`` tells,
-      are divided by the number of ranks, as an average would divide them.
-    - `segmentation`: which gradients travel together, as ``--segmentation`` takes it:
-      ``"size:80,20"``, ``"mb:16"``, and others. Without it, what was set for the process set or
-      the job. `fusion` says the same in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
-      `fuse_all_reduce_ops`.
+    (what hvdlite.common.gradients.arguments tells of all others)
 
     `device_dense` and `device_sparse` have no effect. Raises `ValueError` for arguments that
     contradict each other.

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import Terms, check_passes, resolve_groups, scaling
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
@@ -18,6 +19,7 @@ from hvdlite.tf.reducer import Reducer
 from hvdlite.tf.v1_optimizer import distributed
 
 
+@explain_arguments
 def DistributedOptimizer(  # noqa: N802
     optimizer: Any,
     name: str | None = None,
@@ -43,24 +45,13 @@ def DistributedOptimizer(  # noqa: N802
       `tf.compat.v1.train`; do not use it yourself afterwards. The latter reduces in
       ``compute_gradients()``, and ``apply_gradients()`` refuses gradients that were not reduced.
     - `name`: begins the names of the gradients.
-    - `compression`: `Compression.fp16` or `Compression.bf16` makes what travels smaller.
     - `sparse_as_dense`: `tf.IndexedSlices` travel as dense tensors, otherwise by their rows.
     - `backward_passes_per_step`: how many passes add up before gradients travel and are applied;
       `average_aggregated_gradients` divides their sum by that number. What adds up is in local
       variables, which a session initializes with ``tf.compat.v1.local_variables_initializer()``.
     - `op`: Average, Sum, Min, Max, Product, or Adasum, which combines the steps that the ranks
       make on their own instead of the gradients. With Keras, Average or Sum.
-    - `gradient_predivide_factor` f: gradients are divided by f before the sum, and by size / f
-      after it.
-    - `groups`: how many groups, or lists of variables: gradients that travel together.
-      `num_groups` is its deprecated name.
-    - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
-    - `scale_local_gradients`: gradients of local variables, which ``register_local_var()`` tells,
-      are divided by the number of ranks, as an average would divide them.
-    - `segmentation`: which gradients travel together, as ``--segmentation`` takes it:
-      ``"size:80,20"``, ``"mb:16"``, and others. Without it, what was set for the process set or
-      the job. `fusion` says the same in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
-      `fuse_all_reduce_ops`.
+    (what hvdlite.common.gradients.arguments tells of all others)
 
     `use_locking`, `device_dense` and `device_sparse` have no effect. Raises `ValueError` for
     arguments that contradict each other.

@@ -12,6 +12,7 @@ import torch
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
+from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import (
     Schedule,
     Terms,
@@ -200,6 +201,7 @@ class _DistributedMixin(Wrapped):
             self._exchange.watch()
 
 
+@explain_arguments
 def DistributedOptimizer(  # noqa: N802
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -223,26 +225,16 @@ def DistributedOptimizer(  # noqa: N802
     - `optimizer`: the optimizer to wrap; do not use it yourself afterwards. Its state is kept.
     - `named_parameters`: ``model.named_parameters()``. All parameters of the optimizer must be
       among them. Without it they are named by position.
-    - `compression`: `Compression.fp16` or `Compression.bf16` makes what travels smaller.
     - `backward_passes_per_step`: how many passes accumulate before a gradient travels.
     - `op`: Average, Sum, Min, Max, Product, or Adasum, which combines the steps that the ranks
       would make on their own instead of the gradients (and takes no groups, no predivide factor).
-    - `gradient_predivide_factor` f: gradients are divided by f before the sum, and by size / f
-      after it.
-    - `groups`: how many groups, or lists of parameters: gradients that travel together.
-      `num_groups` is its deprecated name.
     - `sparse_as_dense`: sparse gradients travel as dense ones, otherwise by their entries.
-    - `process_set`: the ranks that share gradients; on all others nothing is exchanged.
-    - `segmentation`: which gradients travel together, as ``--segmentation`` takes it:
-      ``"size:80,20"``, ``"index:60,160"``, ``"mb:16"``, ``"count:50"``, ``"threshold:64"``,
-      ``"auto"``. Without it, what was set for the process set or the job.
     - `gradient_as_bucket_view`: after the first step gradients are views of the buffer of their
       segment, which is what travels; segments of 25 MiB where no other segmentation was chosen.
     - `fuse_all_optimizer_ops`: SGD, Adam and AdamW step over whole segments, with parameters and
       state that live in buffers too. None does so where gradients live in segments and it is
       possible; True makes gradients live there, and warns where it is not possible.
-    - `fusion`: segmentation in Fleet's words: `fuse_grad_size_in_MB`, `fuse_grad_count`,
-      `fuse_all_reduce_ops`.
+    (what hvdlite.common.gradients.arguments tells of all others)
 
     Raises `ValueError` for arguments that contradict each other, and before `init`; `TypeError`
     for `fusion` of another type.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tf as hvd
+from hvdlite.common.gradients.arguments import PLACE
 from tests.test_public_api import TF_FILE, golden, signatures
 
 HOROVOD = [
@@ -82,3 +84,14 @@ def test_keras_is_left_alone_until_it_is_needed() -> None:
         "sys.exit(any(name.startswith('keras') for name in set(sys.modules) - before))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["DistributedOptimizer", "DistributedGradientTape"])
+def test_every_argument_is_explained(name: str) -> None:
+    function = getattr(hvd, name)
+    explained = str(function.__doc__)
+    assert PLACE not in explained
+    unknown = [
+        each for each in inspect.signature(function).parameters if f"`{each}`" not in explained
+    ]
+    assert not unknown
