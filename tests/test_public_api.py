@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hvdlite.common.gradients.arguments import PLACE
+
 HERE = Path(__file__).parent
 NUMPY_FILE = HERE / "public_api_numpy.txt"
 TORCH_FILE = HERE / "torch" / "public_api.txt"
@@ -64,6 +66,13 @@ def _text(value: Any) -> str:
 def golden(path: Path) -> list[str]:
     """The lines of a golden file."""
     return path.read_text().splitlines()
+
+
+def unexplained(function: Any) -> list[str]:
+    """The parameters that the docstring of a distributed optimizer or tape does not explain."""
+    explained = str(function.__doc__)
+    assert PLACE not in explained
+    return [name for name in inspect.signature(function).parameters if f"`{name}`" not in explained]
 
 
 def test_numpy() -> None:
