@@ -72,6 +72,13 @@ class TensorEntry(Entry, Generic[T]):
             self._output = self._adapter.output(self.result)
         return self._output.array
 
+    @property
+    def target_address(self) -> int:
+        """Where the memory begins that is written in place, in bytes; in place only."""
+        assert self._output is not None
+        address: int = self._output.array.__array_interface__["data"][0]
+        return address
+
     def complete(self, value: Any = None) -> None:
         """It has run: the output goes to its device."""
         if self._output is not None:
@@ -162,6 +169,7 @@ def submit(
         runtime.engine.enqueue(entries)
         return entries
     specs = tuple(adapter.spec(tensor) for tensor in tensors)
+    remembered = runtime.requests.get(name)
     if options.grouped:
         requests = _prepared_group(runtime, collective, name, specs, options, members)
         splits: tuple[int, ...] = ()
@@ -173,8 +181,34 @@ def submit(
         TensorEntry(request, adapter, tensor, None if targets is None else targets[index], splits)
         for index, (request, tensor) in enumerate(zip(requests, tensors, strict=True))
     ]
+    if targets is not None:
+        is_new = runtime.requests.get(name) is not remembered
+        if is_new or len(set(map(id, targets))) < len(targets):
+            runtime.requests.pop(name, None)  # the next call is checked again if this one fails
+            _check_targets(entries)
+            _remember(runtime, name, specs, options, requests)
     runtime.engine.enqueue(entries)
     return entries
+
+
+def _check_targets(entries: Sequence[TensorEntry[Any]]) -> None:
+    """Raise `ValueError` where two tensors of an in-place group have memory in common.
+
+    One result would be written while another rank may still read the other's input: the values
+    would depend on timing, and differ between ranks. Addresses cost 1 us for each tensor, so that
+    they are compared once for a name, and afterwards only whether a tensor is there twice.
+    """
+    last_end, last = 0, entries[0]
+    for start, index in sorted((each.target_address, i) for i, each in enumerate(entries)):
+        entry = entries[index]
+        if start < last_end and entry.size_bytes:
+            raise ValueError(
+                f"{entry.request.collective} '{entry.request.name}' and '{last.request.name}' "
+                "share memory: in place, each tensor of a group needs memory of its own. Give one "
+                "of them once, give a clone, or call the form that is not in place"
+            )
+        if entry.size_bytes:
+            last_end, last = start + entry.size_bytes, entry
 
 
 def _prepared_group(
@@ -260,6 +294,8 @@ def _request(
     size: int,
 ) -> Request:
     row = ROWS[collective]
+    _check_text(collective, name)
+    _check_text(collective, group)
     return Request(
         process_set_id=options.process_set.process_set_id or 0,
         name=name,
@@ -276,6 +312,18 @@ def _request(
         settings=options.settings,
         fusion_bytes=_fusion_bytes(runtime, collective, options),
     )
+
+
+def _check_text(collective: str, name: str) -> None:
+    """Raise `ValueError` for a name that no message can carry."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{collective} {name!a}: the name cannot be sent to other ranks, as "
+            f"{name[error.start]!a} at position {error.start} is half a character (a surrogate, "
+            "as from a file name that is not UTF-8): give another name"
+        ) from None
 
 
 def _fusion_bytes(runtime: Runtime, collective: str, options: Options) -> int:

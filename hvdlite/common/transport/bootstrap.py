@@ -170,12 +170,12 @@ def _new_meeting() -> Meeting | None:
 
 def _invite(local: MPI.Intracomm, meeting: Meeting | None) -> Meeting | None:
     """Tell all local ranks what the leader knows."""
-    path = meeting.directory.encode() if meeting else b""
+    path = os.fsencode(meeting.directory) if meeting else b""
     token = meeting.token if meeting else b""
     buffer = np.frombuffer(INVITATION.pack(len(path), token, path), np.uint8).copy()
     local.Bcast(buffer, 0)
     length, token, path = INVITATION.unpack(buffer.tobytes())
-    return Meeting(path[:length].decode(), token) if length else None
+    return Meeting(os.fsdecode(path[:length]), token) if length else None
 
 
 def _all(comm: MPI.Intracomm, mine: bool) -> bool:
