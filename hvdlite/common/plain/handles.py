@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -82,10 +83,10 @@ class Handle:
 
     def wait(self) -> Any:
         """Sleep until the result is there, and return it, or raise the error."""
-        if not self._done:
+        if not self._done:  # a signal handler that waits too must not find the gate locked by us
             self.hurry()
-        with self._gate:
-            pass
+            with self._gate:
+                pass
         if self._error is not None:
             raise _fresh(self._error)
         return self._value
@@ -103,30 +104,28 @@ def _fresh(error: Exception) -> Exception:
 
 
 class HandleTable:
-    """The numbers that stand for pending operations in the public API."""
+    """The numbers that stand for pending operations in the public API.
+
+    It has no lock, as each method makes one atomic change: a signal handler may use it too.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards both
-        self._next = 0
+        self._numbers = itertools.count()
         self._pending: dict[int, Any] = {}
 
     def add(self, operation: Any) -> int:
-        """Keep `operation`; its number, which was never given before."""
-        with self._lock:
-            number = self._next
-            self._next += 1
-            self._pending[number] = operation
+        """Keep `operation`; return its number, which was never given before."""
+        number = next(self._numbers)
+        self._pending[number] = operation
         return number
 
     def get(self, number: int) -> Any:
-        """The operation. Raises `ValueError` when it was taken already, or never given."""
-        with self._lock:
-            try:
-                return self._pending[number]
-            except KeyError:
-                raise ValueError(f"handle {number} was not created or has been cleared") from None
+        """Return the operation. Raises `ValueError` when it was taken already, or never given."""
+        try:
+            return self._pending[number]
+        except KeyError:
+            raise ValueError(f"handle {number} was not created or has been cleared") from None
 
     def take(self, number: int) -> Any:
         """Remove and return the operation; None where there is none."""
-        with self._lock:
-            return self._pending.pop(number, None)
+        return self._pending.pop(number, None)

@@ -31,7 +31,9 @@ class Alarm:
     """Two descriptors for poll(), readable when the alarm has rung."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the descriptors: their numbers may be others' soon
+        # Guards the descriptors, as their numbers may be others' soon. Reentrant: a signal handler
+        # may ring while its thread rings.
+        self._lock = threading.RLock()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Its flags have the same values as those of files.
         self._timer = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK)
@@ -74,7 +76,7 @@ class Alarm:
 
     def after_fork_in_child(self) -> None:
         """Close this process's copies."""
-        self._lock = threading.Lock()  # a thread that is not in the child may hold the old one
+        self._lock = threading.RLock()  # a thread that is not in the child may hold the old one
         self.close()
 
 
