@@ -183,6 +183,17 @@ class Timeline:
         if self.enabled:
             self._put(TraceWriter.engine, state)
 
+    def receiving(self, *, sleeps: bool) -> AbstractContextManager[None]:
+        """The engine receives messages in the block, where it may sleep; then it negotiates."""
+        return self._receiving(sleeps) if self.enabled else _NOTHING
+
+    @contextmanager
+    def _receiving(self, sleeps: bool) -> Iterator[None]:
+        self.engine(None if sleeps else "NEGOTIATE")
+        yield
+        self.mark_cycle()
+        self.engine("NEGOTIATE")
+
     def mark_cycle(self) -> None:
         """Record that the engine woke up, if ``mark_cycles`` is on."""
         if self.enabled and self._mark_cycles:
@@ -271,6 +282,7 @@ class Timeline:
         self._start_idle()
 
 
+_NOTHING = nullcontext()
 _timelines: weakref.WeakSet[Timeline] = weakref.WeakSet()
 
 
