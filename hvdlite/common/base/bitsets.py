@@ -185,6 +185,9 @@ class NumberSet:
         return f"NumberSet({list(self)})"
 
 
+NO_NUMBERS = NumberSet({})
+
+
 class Tally:
     """Counters of many numbers, stored bit-sliced: one int holds one binary digit of all of them.
 
