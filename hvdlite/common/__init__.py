@@ -19,7 +19,7 @@ How one gradient travels from a hook to `p.grad`, with N ranks:
 
     training thread     a hook of the optimizer finds layer3.weight.grad complete
                           -> api.submit            checks the call, makes a Request and an Entry
-                          -> engine.tensor_queue   holds the Entry; wakes the engine thread
+                          -> engine.pending, inbox hold the Entry; wake the engine thread
     engine thread         -> engine.control_plane  reports the Request (or its cache bit) upwards
     engine thread of      -> decisions.aggregator  (leader of a host) waits for the ranks below it
     other ranks           -> decisions.coordinator (rank 0) all ranks have it: a Response

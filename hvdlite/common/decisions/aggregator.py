@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hvdlite.common.base.bitsets import NumberSet, mask_of
+from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet, mask_of
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival, BitReadiness
+from hvdlite.common.decisions.grouped import GroupSizes
 from hvdlite.common.decisions.request_readiness import Alike, RequestReadiness, earliest
 from hvdlite.common.plain.messages import (
     NO_BIT,
@@ -31,13 +32,24 @@ class _Set:
         self._everyone = NumberSet.of_mask(members)  # in the form in which it is passed on
         self.asked = RequestReadiness(members)
         self.bits = BitReadiness(members)
+        self.sizes = GroupSizes()
         self.late: set[int | str] = set()  # passed on incomplete: the rest goes at once
+        self._known = NO_NUMBERS  # the bits that the members remember
         self.bit_of: dict[str, int] = {}  # what the members remember, by name
         self.name_of: dict[int, str] = {}  # and by bit
-        self.passes_all = False  # a member has shut down: nothing will be complete
+        # Nothing is held: a member has shut down, so that nothing will be complete ...
+        self.departed = False
+        # ... or a rank below has joined: its join must not overtake what it has reported before.
+        self.joined = False
+
+    @property
+    def passes_all(self) -> bool:
+        """Whether nothing is held here until all ranks below have it."""
+        return self.departed or self.joined
 
     def add_bits(self, bits: NumberSet, ranks: int, now: float) -> list[Arrival]:
-        """What is to be passed on."""
+        """What is to be passed on. Bits that were evicted are reported again, in full."""
+        bits &= self._known
         arrivals = self.bits.add(bits, ranks, now)
         if self.passes_all:
             arrivals += self.bits.take(bits)
@@ -56,12 +68,17 @@ class _Set:
         """The ranks of a mask, which is mostly that of all members."""
         return self._everyone if mask == self._everyone.mask else NumberSet.of_mask(mask)
 
-    def remember(self, name: str, bit: int) -> None:
-        """The members remember the answer for `name` under `bit`."""
-        self.bit_of[name], self.name_of[bit] = bit, name
+    def remember(self, request: Request, bit: int) -> None:
+        """The members remember the answer for `request` under `bit`."""
+        self.bit_of[request.name], self.name_of[bit] = bit, request.name
+        self._known |= NumberSet.of((bit,))
+        if request.group:
+            self.sizes.remember(request, bit)
 
     def forget(self, bit: int) -> None:
         """The members forget a bit."""
+        self._known -= NumberSet.of((bit,))
+        self.sizes.forget(bit)
         self.bits.discard(bit)
         self.late.discard(bit)
         name = self.name_of.pop(bit, None)
@@ -84,8 +101,10 @@ class Aggregator:
         if state is None:
             return
         ranks = mask_of(report.ranks)
-        arrivals = state.add_bits(NumberSet.of(report.bits), ranks, now)
-        self._pass_bits(state, report.process_set_id, arrivals)
+        bits = NumberSet.of(report.bits)
+        self._pass_bits(state, report.process_set_id, state.add_bits(bits, ranks, now))
+        for group in state.sizes.uneven(bits):
+            self._pass_group(state, report.process_set_id, group)
         for request in report.requests:
             self._receive_request(state, report.process_set_id, ranks, request, now)
 
@@ -104,7 +123,7 @@ class Aggregator:
     def _note_departure(self, rank: int) -> None:
         for number, state in self._sets.items():
             if rank in self._table.members(number):
-                state.passes_all = True
+                state.departed = True
                 self._pass_partial(state, number, float("inf"))
 
     def flush(self, before: float) -> None:
@@ -127,9 +146,8 @@ class Aggregator:
         self, state: _Set, number: int, ranks: int, request: Request, now: float
     ) -> None:
         if ROWS[request.collective].effect is Effect.JOIN:
-            self._pass_bits(state, number, state.bits.excuse(ranks))
-            for requests in state.asked.excuse(ranks):
-                self._pass(state, number, requests)
+            self._pass_partial(state, number, float("inf"))
+            state.joined = True
             self._pass(state, number, {request: ranks})
             return
         name = request.name
@@ -138,6 +156,15 @@ class Aggregator:
             state.late |= {bit, name}
             self._pass_bits(state, number, state.bits.take(NumberSet.of((bit,))))
         self._pass(state, number, state.add(request, ranks, now))
+        if request.group and state.sizes.is_uneven(request.group, request.group_size):
+            self._pass_group(state, number, request.group)
+
+    def _pass_group(self, state: _Set, number: int, group: str) -> None:
+        """Pass on what is held of a group of which ranks have different numbers of tensors."""
+        self._pass_bits(state, number, state.bits.take(state.sizes.bits_of(group)))
+        for request, _, _ in list(state.asked.waiting()):
+            if request.group == group:
+                self._pass(state, number, state.asked.take(request.name))
 
     def _pass(self, state: _Set, number: int, requests: Alike) -> None:
         for request, mask in requests.items():
@@ -175,19 +202,21 @@ class Aggregator:
             return
         if isinstance(item, int):
             state.late.discard(item)
+            state.sizes.note_answered_bit(item)
             return
         request = item.request
         state.late.discard(request.name)
+        if request.group and not item.error:
+            state.sizes.note_answer(request.group)
         if item.bit != NO_BIT:
-            state.remember(request.name, item.bit)
+            state.remember(request, item.bit)
         effect = ROWS[request.collective].effect
         if effect is Effect.NONE:
             return
         if item.error:
             return
         if effect is Effect.JOIN:
-            state.bits.expect_all()
-            state.asked.expect_all()
+            state.joined = False
         elif effect is Effect.ADD_SET:
             for ranks in unflatten(item.first_dims):
                 self._sets[self._table.add(ranks)] = _Set(mask_of(ranks) & self._below)

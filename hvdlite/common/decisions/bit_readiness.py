@@ -199,10 +199,11 @@ class BitReadiness:
         }
         return self.take(NumberSet({number: bits for number, bits in done.items() if bits}))
 
-    def expect_all(self) -> None:
-        """End of all excuses."""
-        self._absent = 0
-        self._recount()
+    def expect(self, ranks: int) -> None:
+        """These are needed again."""
+        if ranks & self._absent:
+            self._absent &= ~ranks
+            self._recount()
 
     def _recount(self) -> None:
         self._target = (self._needed & ~self._absent).bit_count()

@@ -7,7 +7,7 @@ clock: it is a function of the reports it is given and the times that come with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.collectives.table import ROWS, Effect, disagreement
@@ -44,6 +44,17 @@ class _Set:
         self.cache = CoordinatorCache(cache_capacity)
         self.groups = Groups(len(members))
         self.last_joined = NO_RANK
+        self.join: Request | None = None  # while some members have joined, and not all
+        self.joins = 0  # how many times all members have joined
+        self.evictions = 0  # how many bits its members were told to forget
+        self.progress = 0.0  # when a tensor was answered or a rank joined last
+
+    def expect(self, ranks: int) -> None:
+        """These members no longer count as joined."""
+        self.bits.expect(ranks)
+        self.asked.expect(ranks)
+        if not self.bits.absent:
+            self.join = None
 
     def waiting(self) -> Iterator[tuple[Request, int, float]]:
         """What some ranks have and others have not: a request, who is missing, and since when."""
@@ -77,11 +88,18 @@ class Coordinator:
         if state is None:  # removed meanwhile: its members know, and have failed the tensor
             return
         ranks = mask_of(report.ranks)
+        # Bits that are not known were evicted meanwhile: the ranks send them again, in full.
         bits = state.cache.known(NumberSet.of(report.bits))
-        if bits:  # others were evicted meanwhile: the ranks send them again, in full
+        if state.mask & self._departed:
+            self._refuse(state, bits, report.requests)
+            return
+        answers = len(self._ready)
+        if bits:
             self._receive_bits(state, bits, ranks, now)
         for request in report.requests:
             self._receive_request(state, ranks, request, now)
+        if len(self._ready) > answers:
+            state.progress = now
 
     def depart(self, rank: int) -> None:
         """`rank` shuts down: what waits for it fails, now and later."""
@@ -89,8 +107,7 @@ class Coordinator:
         self._leavers.append(rank)
         for state in self._sets.values():
             if state.mask & self._departed:
-                for request, _, _ in list(state.waiting()):
-                    self._fail_waiting(state, request)
+                self._fail_all(state)
         self._departures.append(Departed(rank))
 
     def retune(self, retune: Retune) -> None:
@@ -119,13 +136,22 @@ class Coordinator:
     def oldest(self) -> float | None:
         """Since when the oldest incomplete tensor waits."""
         sets = self._sets.values()
-        return earliest(each for s in sets for each in (s.bits.oldest, s.asked.oldest))
+        times = (each for s in sets for each in (s.bits.oldest, s.asked.oldest))
+        joins = (s.progress for s in sets if s.join is not None)
+        return earliest((*times, *joins))
 
     def waiting(self) -> Iterator[Waiting]:
-        """Every tensor that some ranks have and others have not."""
+        """Every tensor that some ranks have and others have not, and the joins that wait.
+
+        A join may wait for as long as the other ranks make progress.
+        """
         for state in self._sets.values():
             for request, missing, since in state.waiting():
                 yield Waiting(request.name, tuple(numbers_of(missing)), since)
+            if state.join is not None:
+                joined = state.bits.absent
+                others = tuple(numbers_of(state.mask & ~joined))
+                yield Waiting("join", others, state.progress, tuple(numbers_of(joined)))
 
     def _new_set(self, number: int) -> _Set:
         return _Set(number, self._table.members(number), self._capacity)
@@ -139,15 +165,12 @@ class Coordinator:
             errors[request.group] = state.groups.disagreement(ranks, request, len(group))
         for arrival in state.bits.add(bits, ranks, now):
             self._complete_bits(state, arrival)
-        if state.mask & self._departed:
-            for bit in bits & state.bits.bits:
-                self._fail_waiting(state, state.cache.peek(bit)[0].request)
         for name, error in errors.items():
             self._fail_group(state, name, error)
 
     def _receive_request(self, state: _Set, ranks: int, request: Request, now: float) -> None:
         if ROWS[request.collective].effect is Effect.JOIN:
-            self._join(state, ranks, request)
+            self._join(state, ranks, request, now)
             return
         bit = state.cache.find(request.name)
         if bit is not None:
@@ -161,22 +184,28 @@ class Coordinator:
         requests = state.asked.add(request, ranks, now)
         if requests:
             self._complete(state, requests)
-        elif state.mask & self._departed:
-            self._fail_waiting(state, request)
         self._fail_group(state, request.group, error)
 
-    def _join(self, state: _Set, ranks: int, request: Request) -> None:
+    def _join(self, state: _Set, ranks: int, request: Request, now: float) -> None:
+        """`ranks` have joined, and what they reported before has come.
+
+        A join says how many joins and evictions its rank knew of. One that has crossed an eviction
+        does not count: tensors may have been reported before it under a bit that was forgotten.
+        The rank sends them again, and the join after them.
+        """
+        if request.shape != (state.joins, state.evictions) or not ranks & ~state.bits.absent:
+            return
+        state.join = request
         state.last_joined = ranks.bit_length() - 1
+        state.progress = now
         for arrival in state.bits.excuse(ranks):
             self._complete_bits(state, arrival)
         for requests in state.asked.excuse(ranks):
             self._complete(state, requests)
         if state.bits.all_absent:
-            state.bits.expect_all()
-            state.asked.expect_all()
+            state.expect(state.mask)
+            state.joins += 1
             self._ready.append(Response(request, last_joined=state.last_joined))
-        elif state.mask & self._departed:
-            self._ready.append(Response(request, error=self._departure_error(state, request)))
 
     # -- answers
 
@@ -240,6 +269,7 @@ class Coordinator:
         for number in numbers:
             self._table.remove(number)
             del self._sets[number]
+        self._evictions = [each for each in self._evictions if each.process_set_id not in numbers]
         self._announced = {each for each in self._announced if each[0] not in numbers}
         return response._replace(first_dims=numbers)
 
@@ -255,13 +285,27 @@ class Coordinator:
             self._sets[number] = self._new_set(number)
         return response._replace(first_dims=flatten(sets))
 
-    def _fail_waiting(self, state: _Set, request: Request, error: str = "") -> None:
-        """Nobody can complete this any more: a member has shut down, or there is an `error`."""
+    def _fail_all(self, state: _Set) -> None:
+        """A member has shut down: what its set has begun will never be complete."""
+        unanswered = [request for request, _, _ in state.waiting()]
+        unanswered += [response.request for response in state.groups.take_held()]
+        if state.join is not None:
+            unanswered.append(state.join)
+            state.expect(state.mask)
+        for request in unanswered:
+            self._fail_waiting(state, request, self._departure_error(state, request))
+
+    def _refuse(self, state: _Set, bits: NumberSet, requests: Iterable[Request]) -> None:
+        """A member has shut down before this was reported."""
+        for request in (*(state.cache.peek(bit)[0].request for bit in bits), *requests):
+            self._ready.append(Response(request, error=self._departure_error(state, request)))
+
+    def _fail_waiting(self, state: _Set, request: Request, error: str) -> None:
+        """Nobody can complete this any more, for the reason that is given."""
         bit = state.cache.find(request.name)
         if bit is not None:
             state.bits.discard(bit)
         state.asked.take(request.name)
-        error = error or self._departure_error(state, request)
         self._ready.append(Response(request, error=error))
 
     def _fail_group(self, state: _Set, group: str, error: str) -> None:
@@ -279,7 +323,10 @@ class Coordinator:
         )
 
     def _evict(self, state: _Set, bit: int) -> None:
-        state.bits.discard(bit)
+        for arrival in state.bits.take(NumberSet.of((bit,))):
+            # Of these, the joined ones report the tensor again, and then that they have joined.
+            state.expect(arrival.ranks & state.bits.absent)
+        state.evictions += 1
         state.cache.forget(bit)
         self._announced.discard((state.number, bit))
         self._evictions.append(Eviction(state.number, bit))

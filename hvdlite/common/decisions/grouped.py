@@ -1,12 +1,13 @@
-"""Tensors that are answered together or not at all. This module never sends, sleeps or reads a
-clock.
+"""Groups: tensors that are answered together or not at all.
+
+This module never sends, sleeps or reads a clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hvdlite.common.base.bitsets import lowest
+from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet, lowest
 from hvdlite.common.plain.messages import NO_BIT, Request, Response
 
 
@@ -83,6 +84,13 @@ class Groups:
             self._told.pop(request.group, None)
         return [self._spoilt(each, group.error) for each in released]
 
+    def take_held(self) -> list[Response]:
+        """Forget all groups; the tensors that were held until their group is complete."""
+        held = [response for group in self._open.values() for response in group.held]
+        self._open.clear()
+        self._told.clear()
+        return held
+
     def poison(self, name: str, response: Response) -> None:
         """One tensor of the group `name` has failed: nothing of the group may run."""
         group = self._open.setdefault(name, _Open())
@@ -93,6 +101,65 @@ class Groups:
         if not error or response.error:
             return response
         return response._replace(error=error, bit=NO_BIT)
+
+
+class GroupSizes:
+    """With how many tensors ranks report each group of one process set, as a leader sees them.
+
+    Ranks with another number of tensors report other names, which would wait for each other: the
+    leader has to pass on what it holds of such a group, and the coordinator says what is wrong.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}  # of groups that were reported and not answered
+        self._uneven: set[str] = set()  # of these, the ones with two sizes
+        self._bits: dict[tuple[str, int], NumberSet] = {}  # (group, size) -> bits of its tensors
+        self._group_of: dict[int, tuple[str, int]] = {}  # the same by bit
+
+    def remember(self, request: Request, bit: int) -> None:
+        """The members remember the answer for a tensor of a group under `bit`."""
+        group = self._group_of[bit] = request.group, request.group_size
+        self._bits[group] = self._bits.get(group, NO_NUMBERS) | NumberSet.of((bit,))
+
+    def forget(self, bit: int) -> None:
+        """The members forget a bit."""
+        group = self._group_of.pop(bit, None)
+        if group is not None:
+            left = self._bits[group] = self._bits[group] - NumberSet.of((bit,))
+            if not left:
+                del self._bits[group]
+
+    def is_uneven(self, group: str, size: int) -> bool:
+        """A rank reports a group of this size: whether ranks have reported two sizes of it."""
+        if self._sizes.setdefault(group, size) != size:
+            self._uneven.add(group)
+        return group in self._uneven
+
+    def uneven(self, bits: NumberSet) -> list[str]:
+        """A rank reports these bits: the groups among them of which there are two sizes."""
+        reported = [group for group, own in self._bits.items() if own & bits]
+        return [name for name, size in reported if self.is_uneven(name, size)]
+
+    def bits_of(self, name: str) -> NumberSet:
+        """The bits of a group's tensors, of any size."""
+        found = NO_NUMBERS
+        for (group, _), bits in self._bits.items():
+            if group == name:
+                found |= bits
+        return found
+
+    def note_answer(self, group: str) -> None:
+        """A tensor of the group can be run: all ranks have reported one size.
+
+        After an error the group stays uneven, as ranks that come late have to hear of it too.
+        """
+        self._sizes.pop(group, None)
+        self._uneven.discard(group)
+
+    def note_answered_bit(self, bit: int) -> None:
+        """The coordinator has answered a tensor that may be of a group."""
+        if bit in self._group_of:
+            self.note_answer(self._group_of[bit][0])
 
 
 def _move(

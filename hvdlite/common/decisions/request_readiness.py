@@ -61,9 +61,9 @@ class RequestReadiness:
         done = [name for name, asked in self._asked.items() if self._complete(asked)]
         return [self.take(name) for name in done]
 
-    def expect_all(self) -> None:
-        """End of all excuses."""
-        self._absent = 0
+    def expect(self, ranks: int) -> None:
+        """These are needed again."""
+        self._absent &= ~ranks
 
     def take_partial(self, before: float) -> list[Alike]:
         """Remove what has waited since before `before`."""

@@ -19,7 +19,7 @@ from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.stall_inspector import StallInspector
-from hvdlite.common.engine.tensor_queue import TensorQueue
+from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import (
     Abort,
@@ -55,7 +55,7 @@ class Negotiation:
         transport: Transport,
         config: Config,
         timeline: Timeline,
-        queue: TensorQueue,
+        memory: ResponseMemory,
         process_sets: ProcessSetTable,
         clock: Callable[[], float],
     ) -> None:
@@ -64,7 +64,7 @@ class Negotiation:
         self._rank = transport.rank
         self._transport = transport
         self._timeline = timeline
-        self._queue = queue
+        self._memory = memory
         self._process_sets = process_sets
         self._clock = clock
         self._tree = Tree(transport.topology, transport.rank)
@@ -75,10 +75,16 @@ class Negotiation:
         self._gone: set[int] = set()  # ranks that have shut down
         self._lost: set[int] = set()  # ranks whose connection ended before they said why
         self._stalls = StallInspector(config.stall_warning_seconds, config.stall_shutdown_seconds)
-        self._watches_stalls = not config.stall_check_disable
+        self._watches_stalls = not config.stall_check_disable and (
+            config.stall_warning_seconds > 0 or config.stall_shutdown_seconds > 0
+        )
         size = transport.topology.size
         leads = bool(self._tree.children) and not self._tree.is_root
         self._aggregator = Aggregator(size, self._tree.subtree) if leads else None
+        log.debug(
+            "rank %d reports to %s; to it report %s", self._rank,
+            "nobody" if self._tree.is_root else self._tree.parent, self._tree.children,
+        )  # fmt: skip
         self._coordinator: Coordinator | None = None
         if self._tree.is_root:
             self._coordinator = Coordinator(
@@ -112,6 +118,8 @@ class Negotiation:
 
     def depart(self, rank: int) -> None:
         """`rank` wants to shut down."""
+        self.pass_on()  # what it has reported before comes first
+        log.debug("rank %d: rank %d wants to leave", self._rank, rank)
         if self._coordinator is not None:
             self._coordinator.depart(rank)
         else:
@@ -145,7 +153,7 @@ class Negotiation:
         members = self._process_sets.find(report.process_set_id)
         if members is None or self._rank not in members:
             return  # nothing would end the negotiation in this rank's timeline
-        for request in self._queue.requests_of(report):
+        for request in self._memory.requests_of(report):
             self._timeline.negotiate_start(request.name, request.collective)
             for rank in report.ranks:
                 self._timeline.rank_ready(request.name, rank)
@@ -156,6 +164,7 @@ class Negotiation:
         if body is None:
             if rank in self._neighbours and rank not in self._gone:
                 self._lost.add(rank)
+                log.debug("rank %d: the connection to rank %d has ended", self._rank, rank)
                 raise PeerLostError(_gone_text(rank), rank=rank)
             return
         message = decode(body, rank)
@@ -169,12 +178,13 @@ class Negotiation:
             if self._aggregator is not None:
                 self._aggregator.note(order)
             if isinstance(order, Departed):
+                log.debug("rank %d: rank %d has left", self._rank, order.rank)
                 self._gone.add(order.rank)
         self.orders.extend(message.orders)
         self._send_down(message)
 
     def _on_abort(self, message: Abort) -> None:
-        raise HorovodInternalError(message.reason, rank=message.rank)
+        raise _reason_of(message)
 
     def _on_depart(self, message: Depart) -> None:
         self.depart(message.rank)
@@ -204,6 +214,7 @@ class Negotiation:
         self._set_clock_offset((message.answered_ns - middle_ns) / 1e9)
 
     def _set_clock_offset(self, seconds: float) -> None:
+        log.debug("rank %d: the clock of rank 0 is ahead by %.6f s", self._rank, seconds)
         self.clock_offset_seconds = seconds
         self._timeline.set_clock_offset(seconds)
 
@@ -255,6 +266,7 @@ class Negotiation:
         if due is None or now < due:
             return
         if self._aggregator is not None:
+            log.debug("rank %d: rank 0 is told of what some ranks do not submit", self._rank)
             self._aggregator.flush(now - self._patience)
             self.pass_on()
         if self._coordinator is None:
@@ -277,23 +289,27 @@ class Negotiation:
                 for rank, body in self._transport.receive(left):
                     message = None if body is None else decode(body, rank)
                     if isinstance(message, Abort):
-                        return HorovodInternalError(message.reason, rank=message.rank)
+                        return _reason_of(message)
                     if message is None and rank == lost.rank:
                         self._lost.add(rank)
-        except HorovodInternalError:
-            pass  # a second failure does not tell more
+        except Exception as second:  # it does not tell more
+            log.debug("rank %d: %s, while it asked why a rank is gone", self._rank, second)
         return HorovodInternalError(str(lost), rank=lost.rank)
 
     def abort(self, error: HorovodInternalError) -> None:
-        """Tell the ranks above and below that the job cannot go on."""
+        """Tell the ranks above and below that the job cannot go on. Never raises."""
         message = Abort(-1 if error.rank is None else error.rank, str(error))
         try:
             self._send_down(message)
             if not self._tree.is_root:
                 self._send_up(message)
             self._transport.receive(0)
-        except HorovodInternalError:
-            pass  # whoever cannot be told sees this rank's connection end
+        except Exception as second:  # whoever cannot be told sees this rank's connection end
+            log.debug("rank %d: %s, while it told why the job ends", self._rank, second)
+
+
+def _reason_of(message: Abort) -> HorovodInternalError:
+    return HorovodInternalError(message.reason, rank=None if message.rank < 0 else message.rank)
 
 
 def _gone_text(rank: int) -> str:
@@ -304,6 +320,7 @@ def _gone_text(rank: int) -> str:
 
 
 def main_thread_stack() -> str:
-    """Where the main thread of this process stands."""
+    """Return the Python stack of the main thread of this process."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame else "(no main thread)\n"
+    stack = "".join(traceback.format_stack(frame)) if frame else "(no main thread)\n"
+    return stack.encode(errors="backslashreplace").decode()  # paths need not be UTF-8

@@ -1,6 +1,6 @@
 """The background thread of a rank: take what was enqueued, negotiate, run, complete.
 
-    training thread --enqueue--> TensorQueue --reports--> parent ... --> Coordinator (rank 0)
+    training thread --enqueue--> Inbox --reports--> parent ... --> Coordinator (rank 0)
     handles <--complete-- Executor <--orders-- parent <-- ... orders, one sequence for all ranks
 
 Only this thread touches the transport. It sleeps in `Transport.receive` while nothing happens.
@@ -21,7 +21,9 @@ from hvdlite.common.decisions.control_tree import ROOT
 from hvdlite.common.engine.autotuning import Tuning
 from hvdlite.common.engine.control_plane import Negotiation
 from hvdlite.common.engine.executor import Executor
-from hvdlite.common.engine.tensor_queue import TensorQueue
+from hvdlite.common.engine.inbox import Inbox
+from hvdlite.common.engine.pending import PendingTable
+from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry, Observer
 from hvdlite.common.plain.messages import Eviction, Order, Response, Retune, Segment
@@ -31,6 +33,7 @@ from hvdlite.common.transport.base import Transport
 
 log = logging.getLogger("hvdlite")
 
+SLOW_SECONDS = 1.0  # a negotiation that takes longer is told at debug level
 SHUT_DOWN = "hvdlite has been shut down; call init() again"
 
 
@@ -47,15 +50,17 @@ class Engine:
         self.rank = transport.rank
         self.topology = transport.topology
         self.process_sets = ProcessSetTable(self.topology.size)
-        self.queue = TensorQueue(self.rank, transport.wake, config.cycle_time_ms / 1000)
         self.departed = threading.Event()  # this rank takes part in nothing any more
         self.failed = False  # the job ended because something went wrong
         self._transport = transport
         self._config = config
         self._timeline = timeline
         self._clock = clock
+        self._inbox = Inbox(transport.wake, config.cycle_time_ms / 1000)
+        self._pending = PendingTable(self.rank)
+        self._memory = ResponseMemory(self.rank, self._pending)
         self._negotiation = Negotiation(
-            transport, config, timeline, self.queue, self.process_sets, clock
+            transport, config, timeline, self._memory, self.process_sets, clock
         )
         self._backends = build_backends(transport, config)
         self._executor = Executor(self.rank, self.topology, self._backends, timeline)
@@ -63,10 +68,11 @@ class Engine:
         if config.autotune and self.rank == ROOT and self.topology.size > 1:
             self._tuning = Tuning(config, self.topology, self._negotiation.retune)
             self._tuning.end = self.observe(self._tuning.observe)
+        self._debug = log.isEnabledFor(logging.DEBUG)
         self._leaving = threading.Event()  # this rank wants to shut down
         self._asked_to_leave = False
         self._thread = threading.Thread(target=self._run, name="hvdlite-engine", daemon=True)
-        transport.check = self._pump
+        transport.call_while_waiting(self._negotiate_meanwhile)
 
     # -- of any thread
 
@@ -75,15 +81,16 @@ class Engine:
         self._thread.start()
 
     def enqueue(self, entries: Sequence[Entry]) -> None:
-        """Hand over entries; never waits. Raises as `TensorQueue.add`."""
+        """Hand over entries; never waits. Raises as `PendingTable.add`."""
         if self._timeline.enabled:
             for entry in entries:
                 self._timeline.negotiate_start(entry.request.name, entry.request.collective)
-        if self._executor.observers:
+        if self._executor.observers or self._debug:
             now = time.monotonic()
             for entry in entries:
                 entry.enqueued = now
-        self.queue.add(entries)
+        self._pending.add(entries)
+        self._inbox.put(entries)
 
     @property
     def clock_offset_seconds(self) -> float:
@@ -126,18 +133,25 @@ class Engine:
     def _run(self) -> None:
         try:
             self._pin()
+            log.debug("rank %d: the engine starts; hosts %s", self.rank, self.topology.hosts)
             self._negotiation.ask_clock()
             while not self._negotiation.finished:
                 self._cycle()
             self._close(HorovodInternalError(SHUT_DOWN))
-        except PeerLostError as error:
-            self._fail(self._negotiation.blame(error))
-        except HorovodInternalError as error:
-            self._fail(error)
         except BaseException as error:  # the user must hear of it on every rank
-            log.exception("the engine of rank %d failed", self.rank)
+            self._fail(self._reason(error))
+
+    def _reason(self, error: BaseException) -> HorovodInternalError:
+        """Return what the handles of all ranks fail with, which names the rank at fault."""
+        if isinstance(error, PeerLostError):
+            return self._negotiation.blame(error)
+        if not isinstance(error, HorovodInternalError):
+            log.error("the engine of rank %d failed", self.rank, exc_info=error)
             text = f"the engine of rank {self.rank} failed: {type(error).__name__}: {error}"
-            self._fail(HorovodInternalError(text, rank=self.rank))
+            return HorovodInternalError(text, rank=self.rank)
+        if error.rank is None:
+            return HorovodInternalError(str(error), rank=self.rank)
+        return error
 
     def _pin(self) -> None:
         """Bind this thread to its core, where the user has named one."""
@@ -154,12 +168,8 @@ class Engine:
 
     def _cycle(self) -> None:
         timeout = self._timeout()
-        if self._timeline.enabled:
-            self._timeline.engine("NEGOTIATE" if timeout == 0 else None)
-        self._negotiation.receive(timeout)
-        if self._timeline.enabled:
-            self._timeline.mark_cycle()
-            self._timeline.engine("NEGOTIATE")
+        with self._timeline.receiving(sleeps=timeout != 0):
+            self._negotiation.receive(timeout)
         self._take_entries()
         self._negotiation.pass_on()
         if self._negotiation.orders:
@@ -168,23 +178,23 @@ class Engine:
         else:
             self._negotiation.inspect()
 
-    def _pump(self) -> None:
+    def _negotiate_meanwhile(self) -> None:
         """Keep negotiation going while a collective waits for its peers."""
         self._negotiation.receive(0)
         self._take_entries()
         self._negotiation.pass_on()
 
     def _take_entries(self) -> None:
-        entries = self.queue.take()
+        entries = self._inbox.take()
         if entries:
-            self._negotiation.report(self.queue.reports(entries))
+            self._negotiation.report(self._memory.reports(entries))
         if self._leaving.is_set() and not self._asked_to_leave:
             self._asked_to_leave = True
             self._negotiation.depart(self.rank)
 
     def _timeout(self) -> float | None:
         """How long nothing can become due: 0 while there is work, None without an end."""
-        if self._negotiation.orders or not self.queue.may_sleep():
+        if self._negotiation.orders or not self._inbox.may_sleep():
             return 0
         if self._leaving.is_set() and not self._asked_to_leave:
             return 0
@@ -197,24 +207,29 @@ class Engine:
         if isinstance(order, Segment):
             self._run_segment(order)
         elif isinstance(order, Eviction):
-            entry = self.queue.evict(order)
-            if entry is not None:
-                self._negotiation.report(self.queue.reports([entry]))
+            again = self._memory.evict(order)
+            log.debug("rank %d: %s; reported again: %d", self.rank, order, len(again))
+            if again:
+                self._negotiation.report(self._memory.reports(again))
         elif isinstance(order, Retune):
             self._retune(order)
         elif order.rank == self.rank:
-            self.queue.close(HorovodInternalError(SHUT_DOWN))
+            log.debug("rank %d takes part in nothing any more", self.rank)
+            self._pending.close(HorovodInternalError(SHUT_DOWN))
             self.departed.set()
 
     def _run_segment(self, segment: Segment) -> None:
         members = self.process_sets.find(segment.process_set_id)
         if members is None or self.rank not in members:
             return
-        responses, entries = self.queue.resolve(segment)
+        responses, entries = self._memory.resolve(segment)
         if self._timeline.enabled:
             for response in responses:
                 self._timeline.negotiate_end(response.request.name)
+        if self._debug:
+            self._tell_slow(entries)
         if responses[0].error:
+            log.debug("rank %d: %s", self.rank, responses[0].error)
             if entries[0] is not None:
                 error = HorovodInternalError(responses[0].error, job_goes_on=True)
                 entries[0].handle.fail(error)
@@ -224,6 +239,16 @@ class Engine:
             self._timeline.engine("EXECUTE")
             self._executor.run(members, responses, entries)
 
+    def _tell_slow(self, entries: Sequence[Entry | None]) -> None:
+        """Log what has waited long for other ranks."""
+        now = time.monotonic()
+        for entry in entries:
+            if entry is not None and entry.enqueued and now - entry.enqueued > SLOW_SECONDS:
+                log.debug(
+                    "rank %d: %s '%s' waited %.1f s for other ranks", self.rank,
+                    entry.request.collective, entry.request.name, now - entry.enqueued,
+                )  # fmt: skip
+
     def _answer(self, response: Response, entry: Entry | None) -> None:
         """The negotiation itself was the collective."""
         request = response.request
@@ -231,18 +256,32 @@ class Engine:
         value: int | None = None
         if effect is Effect.JOIN:
             value = response.last_joined
+            log.debug("rank %d: all have joined, rank %d last", self.rank, value)
         elif effect is Effect.ADD_SET:
             added = {r: self.process_sets.add(r) for r in unflatten(response.first_dims)}
             value = None if entry is None else added[entry.request.shape]
+            log.debug("rank %d: process sets by their ranks: %s", self.rank, added)
         elif effect is Effect.REMOVE_SET:
             for removed in response.first_dims:
                 self.process_sets.remove(removed)
-                self.queue.drop_set(removed)
+                self._drop_set(removed)
+                log.debug("rank %d: process set %d is removed", self.rank, removed)
         if entry is not None:
             entry.complete(value)
 
+    def _drop_set(self, process_set_id: int) -> None:
+        """A process set is no more: what is pending in it fails."""
+        self._memory.forget_set(process_set_id)
+        dropped = self._pending.take_set(process_set_id)
+        self._inbox.remove(dropped)
+        for entry in dropped:
+            entry.handle.fail(
+                HorovodInternalError(f"'{entry.request.name}': Process set has been removed")
+            )
+
     def _retune(self, retune: Retune) -> None:
-        self.queue.gather_for(retune.cycle_time_ms / 1000)
+        log.debug("rank %d: from here on %s", self.rank, retune)
+        self._inbox.gather_for(retune.cycle_time_ms / 1000)
         self._backends.retune(retune.allreduce, retune.piece_bytes)
         if self._tuning is not None:
             self._tuning.in_force()
@@ -251,10 +290,15 @@ class Engine:
 
     def _fail(self, error: HorovodInternalError) -> None:
         self.failed = True
-        self._negotiation.abort(error)
-        self._close(error)
+        log.debug("rank %d: the job fails, by rank %s: %s", self.rank, error.rank, error)
+        try:
+            self._negotiation.abort(error)
+        finally:
+            self._close(error)
 
     def _close(self, error: HorovodInternalError) -> None:
-        self.queue.close(error)
-        self.departed.set()
-        self._transport.close()
+        try:
+            self._pending.close(error)
+        finally:
+            self.departed.set()
+            self._transport.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -10,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.base.errors import ConfigError, HorovodInternalError, PeerLostError
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, choose
-from hvdlite.common.collectives.base import Members
+from hvdlite.common.collectives.base import Backend, Members
 from hvdlite.common.collectives.table import ROWS, Run
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.plain.adapter import numpy_dtype
@@ -23,6 +24,7 @@ from hvdlite.common.plain.messages import Request, Response
 from hvdlite.common.timeline.recorder import Timeline
 
 Array = NDArray[Any]
+log = logging.getLogger("hvdlite")
 
 
 class JoinedOperand:
@@ -80,6 +82,7 @@ class Executor:
         self._backends = backends
         self._timeline = timeline
         self._members: dict[tuple[int, ...], Members] = {}
+        self._told: set[tuple[str, str, str, tuple[int, ...]]] = set()  # in the log, once each
         # Told of every segment that has run, before its handles end, on the engine's thread.
         self.observers: tuple[Observer, ...] = ()
 
@@ -116,6 +119,8 @@ class Executor:
                 entry.handle.fail(HorovodInternalError(str(error), job_goes_on=True))
             return
         names = [response.request.name for response in responses]
+        if log.isEnabledFor(logging.DEBUG):
+            self._tell_backend(row.name, request.dtype, backend, ranks)
         start = time.monotonic()
         with _Recorded(self._timeline, names, responses):
             for entry in present:
@@ -127,9 +132,11 @@ class Executor:
             assert row.run is not None  # rows without are answered by the negotiation itself
             try:
                 row.run(Run(backend, members, operands, self._activity(names)))
-            except PeerLostError:
-                raise
             except Exception as error:
+                # What names the rank at fault is the reason already: a lost peer, or the word of
+                # another rank that came while this one waited.
+                if isinstance(error, HorovodInternalError) and error.rank is not None:
+                    raise
                 raise HorovodInternalError(
                     f"rank {self._rank} could not run {request.collective} "
                     f"'{request.name}': {type(error).__name__}: {error}",
@@ -144,6 +151,15 @@ class Executor:
                 observe(run)
         for entry in reversed(present):  # who waits for the first should find all of them ended
             entry.complete()
+
+    def _tell_backend(
+        self, collective: str, dtype: str, backend: Backend, ranks: tuple[int, ...]
+    ) -> None:
+        """Log once which backend runs a collective."""
+        told = (collective, dtype, type(backend).__name__, ranks)
+        if told not in self._told:
+            self._told.add(told)
+            log.debug("rank %d: %s of %s is run by %s among %s", self._rank, *told)
 
     def _activity(self, names: list[str]) -> Any:
         return lambda activity: self._timeline.activity(names, activity)

@@ -18,7 +18,7 @@ import msgpack
 from hvdlite.common.base.bitsets import NumberSet, runs_of
 from hvdlite.common.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NO_BIT = -1
 NO_RANK = -1
 JOB_THRESHOLD = -1  # `Request.fusion_bytes`: as the job is set
@@ -34,7 +34,7 @@ class Request(NamedTuple):
     name: str
     collective: str
     dtype: str = ""
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # of a join: how many joins and evictions its rank has obeyed
     device: str = ""
     reduce_op: int = 0
     root_rank: int = NO_RANK  # a global rank
@@ -179,7 +179,8 @@ def encode(message: Message) -> bytes:
         ]
     elif isinstance(message, Orders):
         body = [(_ORDER_KIND[type(order)], order) for order in message.orders]
-    encoded: bytes = msgpack.packb((_KIND[type(message)], body))
+    # Text can hold what is not UTF-8, such as a path in a stack: it is escaped, never an error.
+    encoded: bytes = msgpack.packb((_KIND[type(message)], body), unicode_errors="backslashreplace")
     return encoded
 
 

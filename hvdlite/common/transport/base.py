@@ -16,7 +16,7 @@ from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.topology import Topology
 
 Array = NDArray[Any]
-CHECK_SECONDS = 0.05  # how often a wait that gets nothing calls `Transport.check`
+CHECK_SECONDS = 0.05  # how often a wait that gets nothing calls `while_waiting`
 
 
 class Incoming(NamedTuple):
@@ -42,9 +42,16 @@ class Transport(Protocol):
 
     rank: int
     topology: Topology
-    # Called now and then by every wait below, so that a failure that only the control plane can
-    # see ends the wait (it raises). The engine sets it; by default it does nothing.
-    check: Callable[[], None]
+
+    def call_while_waiting(self, negotiate: Callable[[], None]) -> None:
+        """Let every wait of the data plane call `negotiate` now and then, from now on.
+
+        Negotiation goes on meanwhile, and a failure that only the control plane can see ends the
+        wait, as `negotiate` raises it. The engine calls this once, before its thread starts.
+        """
+
+    def while_waiting(self) -> None:
+        """Do what `call_while_waiting` was given: for waits that are not the transport's own."""
 
     # -- control plane: small messages that keep their borders and their order, per pair
     def send(self, rank: int, body: bytes) -> None:
@@ -103,7 +110,7 @@ class Transport(Protocol):
 
 
 def do_nothing() -> None:
-    """The `check` of a transport that nobody has given one."""
+    """What a wait calls in a transport that no engine uses."""
 
 
 def connection_lost(rank: int) -> PeerLostError:

@@ -94,7 +94,7 @@ class InProcessTransport:
     def __init__(self, world: InProcessWorld, rank: int) -> None:
         self.rank = rank
         self.topology = world.topology
-        self.check: Callable[[], None] = do_nothing
+        self._negotiate: Callable[[], None] = do_nothing
         self._boxes = world.mailboxes
         self._box = world.mailboxes[rank]
         self._posted: dict[int, deque[_Receive]] = defaultdict(deque)
@@ -121,6 +121,16 @@ class InProcessTransport:
     def wake(self, within: float = 0.0) -> None:
         """See `Transport.wake`."""
         self._box.update(partial(setattr, self._box, "woken", True))
+
+    # -- waits
+
+    def call_while_waiting(self, negotiate: Callable[[], None]) -> None:
+        """See `Transport.call_while_waiting`."""
+        self._negotiate = negotiate
+
+    def while_waiting(self) -> None:
+        """See `Transport.while_waiting`."""
+        self._negotiate()
 
     # -- arrays
 
@@ -209,7 +219,7 @@ class InProcessTransport:
             with box.changed:
                 changed = box.changed.wait_for(lambda: box.version != seen, CHECK_SECONDS)  # noqa: B023
             if not changed or box.control:
-                self.check()
+                self._negotiate()
 
     # -- the end
 

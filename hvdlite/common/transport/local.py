@@ -114,15 +114,16 @@ class LocalMesh:
             link.pay_tokens()
 
     def await_signal(
-        self, rank: int, check: Callable[[], None], interval: float = CHECK_SECONDS
+        self, rank: int, while_waiting: Callable[[], None], interval: float = CHECK_SECONDS
     ) -> None:
-        """See `Transport.await_signal`. Calls `check` every `interval` seconds without a signal."""
+        """See `Transport.await_signal`. Without a signal, calls `while_waiting` every `interval`
+        seconds."""
         link = self._links[rank]
         while not link.take_token():
             owes = any(other.outbox or other.owed_tokens for other in self._links.values())
             poll = self._poll_for_room(link) if owes else link.signal_poll
             if not poll.poll(interval * 1000):
-                check()
+                while_waiting()
             if owes:
                 for other in self._links.values():
                     other.pay_tokens()

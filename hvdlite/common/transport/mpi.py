@@ -114,7 +114,7 @@ class MpiTransport:
         self.mpi = MPI
         self.rank: int = control.rank
         self.topology = topology
-        self.check: Callable[[], None] = do_nothing
+        self._negotiate: Callable[[], None] = do_nothing
         self._control, self._data = control, data
         self._mesh = mesh
         local = set(topology.peers(self.rank))
@@ -274,6 +274,16 @@ class MpiTransport:
             place = "" if rank is None else f" to rank {rank}"
             raise HorovodInternalError(f"MPI failed{place}: {error}", rank) from error
 
+    # -- waits
+
+    def call_while_waiting(self, negotiate: Callable[[], None]) -> None:
+        """See `Transport.call_while_waiting`."""
+        self._negotiate = negotiate
+
+    def while_waiting(self) -> None:
+        """See `Transport.while_waiting`."""
+        self._negotiate()
+
     # -- arrays
 
     def isend(self, rank: int, array: Array) -> Pending:
@@ -331,7 +341,7 @@ class MpiTransport:
                     if (rank in dead or self._mesh.gone(rank)) and not done():
                         self._failed = True
                         raise connection_lost(rank)
-                self.check()
+                self._negotiate()
 
     # -- collectives of MPI itself
 
@@ -365,9 +375,9 @@ class MpiTransport:
     def await_signal(self, rank: int) -> None:
         """See `Transport.await_signal`."""
         if self._keep_moving():
-            self._mesh.await_signal(rank, self._check_and_move(), POLL_RESOLUTION)
+            self._mesh.await_signal(rank, self._negotiate_and_move(), POLL_RESOLUTION)
         else:
-            self._mesh.await_signal(rank, self.check)
+            self._mesh.await_signal(rank, self._negotiate)
 
     def _keep_moving(self) -> bool:
         """Whether arrays are under way between hosts; MPI moves them only while it is called."""
@@ -375,16 +385,16 @@ class MpiTransport:
             self._moving.popleft()
         return bool(self._moving)
 
-    def _check_and_move(self) -> Callable[[], None]:
-        """A `check` that may be called more often than every CHECK_SECONDS."""
+    def _negotiate_and_move(self) -> Callable[[], None]:
+        """Return what a wait may call more often than every CHECK_SECONDS."""
         nap = Nap()
 
-        def check() -> None:
+        def negotiate_and_move() -> None:
             self._keep_moving()
             if nap.check_is_due():
-                self.check()
+                self._negotiate()
 
-        return check
+        return negotiate_and_move
 
     def gone(self, rank: int) -> bool:
         """See `Transport.gone`."""

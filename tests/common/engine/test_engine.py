@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
+from hvdlite.common.base.errors import PeerLostError
+from hvdlite.common.decisions.stall_inspector import StallInspector, Waiting
+from hvdlite.common.engine import control_plane
 from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
-from hvdlite.common.plain.messages import Request
+from hvdlite.common.plain.messages import Abort, Request, encode
 from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
 
@@ -522,3 +525,216 @@ def test_settings_that_do_not_work_together_are_an_error_at_init() -> None:
             runtime.begin([], first=True)
 
     run_ranks(2, main)
+
+
+# -- text, memory and signals that the engine must bear
+
+NOT_UTF8 = "caf\udce9"
+
+
+def test_a_name_that_cannot_be_sent_is_refused_at_the_call() -> None:
+    calls: list[Any] = [
+        lambda: hvd.allreduce(np.ones(2), name=NOT_UTF8),
+        lambda: hvd.allgather_async(np.ones(2), name=NOT_UTF8),
+        lambda: hvd.broadcast_(np.ones(2), 0, name=NOT_UTF8),
+        lambda: hvd.alltoall(np.ones(2), name=NOT_UTF8),
+        lambda: hvd.reducescatter(np.ones(2), name=NOT_UTF8),
+        lambda: hvd.grouped_allreduce([np.ones(2)], name=NOT_UTF8),
+    ]
+
+    def main(rank: int) -> None:
+        for call in calls:
+            with pytest.raises(ValueError, match=r"'.*caf\\udce9.*': the name cannot be sent"):
+                call()
+        assert hvd.allreduce(np.ones(2), name="café", op=hvd.Sum).tolist() == [2, 2]
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TREE])
+def test_a_stack_that_is_not_utf8_is_reported_and_the_job_goes_on(
+    hosts: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, texts, seen = logging.getLogger("hvdlite"), [], threading.Event()
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+            if "main thread of rank 3" in texts[-1]:
+                seen.set()
+
+    stack = f'  File "/home/{NOT_UTF8}/train.py", line 1'
+    monkeypatch.setattr(control_plane.traceback, "format_stack", lambda frame: [stack])
+    log.addHandler(watch := Watch())
+
+    def main(rank: int) -> None:
+        if rank == 3:
+            assert seen.wait(30)
+        assert hvd.allreduce(np.ones(2), name="t", op=hvd.Sum).tolist() == [4, 4]
+
+    try:
+        run_ranks(4, main, hosts=hosts, config=Config(stall_warning_seconds=0.3))
+    finally:
+        log.removeHandler(watch)
+    assert r"caf\udce9/train.py" in "".join(texts)
+
+
+def test_a_failure_whose_text_is_not_utf8_reaches_every_rank() -> None:
+    class Broken(Entry):
+        @property
+        def input(self) -> Any:
+            raise OSError(f"cannot read {NOT_UTF8}")
+
+    def main(rank: int) -> None:
+        request = Request(0, "t", "allreduce", "float32", (3,), HOST_DEVICE)
+        entry = (Broken if rank == 1 else TensorOfOnes)(request)
+        current().engine.enqueue([entry])
+        with pytest.raises(
+            hvd.HorovodInternalError, match=r"rank 1 could not run.*cannot read caf"
+        ):
+            entry.handle.wait()
+
+    run_ranks(2, main)
+
+
+class TensorOfOnes(Entry):
+    @property
+    def input(self) -> Any:
+        return np.ones(3, np.float32)
+
+    def output(self, shape: tuple[int, ...]) -> Any:
+        return np.empty(shape, np.float32).reshape(-1)
+
+
+def test_a_failure_that_cannot_be_told_still_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(message: Any) -> bytes:
+        if isinstance(message, Abort):
+            raise RuntimeError("no message can be made")
+        return encode(message)
+
+    monkeypatch.setattr(control_plane, "encode", refuse)
+
+    def main(rank: int) -> None:
+        if rank == 1:
+            current().transport.send(0, b"GET / HTTP/1.1")
+        with pytest.raises(hvd.HorovodInternalError):
+            for attempt in range(100):
+                hvd.allreduce(np.ones(1), name=f"t{attempt}")
+        current().engine.join()
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize("backend", ["auto", "ring"])
+def test_the_rank_that_died_is_named_by_all_while_they_run_a_collective(backend: str) -> None:
+    """Rank 3 dies inside a collective: no other rank is blamed, and no chain of texts grows."""
+
+    class Dying(TensorOfOnes):
+        @property
+        def input(self) -> Any:
+            current_of[3].transport.close()
+            raise PeerLostError("as if the process had ended here", 3)
+
+    current_of: dict[int, Any] = {}
+
+    def main(rank: int) -> tuple[int | None, str]:
+        current_of[rank] = current()
+        hvd.barrier()
+        entry = (Dying if rank == 3 else TensorOfOnes)(
+            Request(0, "t", "allreduce", "float32", (3,), HOST_DEVICE)
+        )
+        current().engine.enqueue([entry])
+        with pytest.raises(hvd.HorovodInternalError) as failure:
+            entry.handle.wait()
+        return failure.value.rank, str(failure.value)
+
+    config = Config(data_plane=backend, allreduce=backend, native="off")
+    for rank, text in run_ranks(4, main, hosts=TREE, config=config):
+        assert rank == 3, text
+        assert "could not run" not in text
+
+
+SHARED = {
+    "the same array twice": lambda whole: [whole, whole],
+    "a part and the whole": lambda whole: [np.ones(3), whole[2:5], np.ones(2), whole],
+    "parts that overlap": lambda whole: [whole[:5], whole[4:]],
+    "a reshaped view": lambda whole: [whole.reshape(2, 4), whole[7:]],
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_an_in_place_group_whose_tensors_share_memory_is_refused(case: str) -> None:
+    def main(rank: int) -> None:
+        tensors = SHARED[case](np.ones(8))
+        for call in (hvd.grouped_allreduce_, hvd.grouped_allreduce_async_):
+            with pytest.raises(ValueError, match=r"'.*g_\dof\d' and '.*g_\dof\d' share memory"):
+                call(tensors, name="g")
+        hvd.grouped_allreduce_([each.copy() for each in tensors], name="g", op=hvd.Sum)
+        if case == "the same array twice":  # found also under a name that was right before
+            with pytest.raises(ValueError, match="share memory"):
+                hvd.grouped_allreduce_(tensors, name="g", op=hvd.Sum)
+        results = hvd.grouped_allreduce(tensors, name="g", op=hvd.Sum)  # not in place: allowed
+        assert all((result == 2).all() for result in results)
+        whole = np.ones((4, 2))
+        apart = [whole[:2], whole[2:], whole[4:], np.ones(0), np.ones(0)]  # they only touch
+        hvd.grouped_allreduce_(apart, name="g", op=hvd.Sum)
+        assert (whole == 2).all()
+
+    run_ranks(2, main)
+
+
+def test_group_sizes_that_differ_below_a_leader_are_an_error_at_once() -> None:
+    """The stall check is off: nothing but the leader finds it. By request, by bit, and mixed."""
+
+    def main(rank: int) -> None:
+        for step in range(8):
+            count = 3 if rank == 2 and step % 2 else 2
+            tensors = [np.ones(2)] * count
+            if step % 2:
+                words = r"number of tensors in the group: rank \d has [23], rank \d has [23]"
+                with pytest.raises(hvd.HorovodInternalError, match=words):
+                    hvd.grouped_allreduce(tensors, name="g", op=hvd.Sum)
+            else:
+                size = 3 if step % 4 else 2
+                group = hvd.grouped_allreduce([np.ones(2)] * size, name="g", op=hvd.Sum)
+                assert [each.tolist() for each in group] == [[4, 4]] * size
+            hvd.barrier()
+
+    run_ranks(4, main, hosts=[[0], [1, 2, 3]], config=Config(stall_check_disable=True))
+
+
+def test_a_rank_that_has_joined_is_refused_in_another_thread() -> None:
+    joined = threading.Event()
+
+    def main(rank: int) -> None:
+        if rank == 1:
+            assert joined.wait(30)
+            hvd.join()
+            return
+        runtime = current()
+        entry = Entry(Request(0, "join.noname", "join"))
+        runtime.engine.enqueue([entry])
+        with pytest.raises(ValueError, match=r"has called join\(\), which has not returned"):
+            hvd.allreduce(np.ones(1), name="t")
+        joined.set()
+        assert entry.handle.wait() == 1
+
+    run_ranks(2, main)
+
+
+def test_a_short_stall_time_gives_one_report_a_second() -> None:
+    inspector, now, reports = StallInspector(0.001, 0), 0.0, 0
+    while (now := max(now, inspector.next_check(0.0))) < 10:
+        reports += inspector.inspect([Waiting("t", (1,), 0.0)], now) is not None
+    assert 9 <= reports <= 11
+
+
+@pytest.mark.parametrize("shutdown", [0.0, 5.0])
+def test_a_stall_time_of_0_never_warns(shutdown: float) -> None:
+    inspector = StallInspector(0, shutdown)
+    assert inspector.next_check(0.0) == (shutdown or float("inf"))
+    assert inspector.inspect([Waiting("t", (1,), 0.0)], 4.9) is None
+    last = inspector.inspect([Waiting("t", (1,), 0.0)], 1000.0)
+    assert (last is not None and last.shutdown) == bool(shutdown)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.engine.tensor_queue import ENOUGH_BYTES, TensorQueue
+from hvdlite.common.engine.inbox import ENOUGH_BYTES, Inbox
+from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
@@ -26,13 +27,13 @@ class Queue:
 
     def __init__(self, gather_seconds: float = SOON) -> None:
         self.woken: list[float] = []
-        self.queue = TensorQueue(0, self.woken.append, gather_seconds)
+        self.queue = Inbox(self.woken.append, gather_seconds)
         assert self.queue.may_sleep()
 
     def add(self, name: str, size_bytes: int = 8) -> Entry:
         entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
         entry.size_bytes = size_bytes
-        self.queue.add([entry])
+        self.queue.put([entry])
         return entry
 
 
@@ -96,6 +97,51 @@ def test_what_nobody_waits_for_is_reduced_all_the_same() -> None:
         return hvd.synchronize(handle).tolist()
 
     assert run_ranks(2, main, config=Config(cycle_time_ms=5)) == [[2.0] * 3] * 2
+
+
+def nested(lock: Any) -> None:
+    """Take a lock that this thread has taken, as a signal handler does."""
+    with lock:
+        assert lock.acquire(blocking=False), "a signal handler would wait for ever here"
+        lock.release()
+
+
+def test_a_signal_handler_may_enqueue_and_wake_within_a_call_that_does() -> None:
+    inbox, pending, alarm = Inbox(lambda within: None), PendingTable(0), Alarm()
+    for each in (inbox, pending, alarm):
+        nested(each._lock)
+    alarm.close()
+
+
+def test_a_handler_that_enqueues_inside_of_enqueuing_loses_nothing() -> None:
+    """The handler runs in the midst of `add` and `put`, as a signal may come anywhere."""
+    pending, inbox = PendingTable(0), Inbox(lambda within: None)
+
+    class Interrupting(Entry):
+        @property
+        def size_bytes(self) -> int:  # type: ignore[override]
+            if not done:
+                done.append(True)
+                pending.add([inner])
+                inbox.put([inner])
+            return 8
+
+    done: list[bool] = []
+    inner = Entry(Request(0, "inner", "allreduce"))
+    outer = Interrupting(Request(0, "outer", "allreduce"))
+    pending.add([outer])
+    inbox.put([outer])
+    assert {entry.request.name for entry in inbox.take()} == {"inner", "outer"}
+    assert pending.find(0, "inner") is inner and pending.find(0, "outer") is outer
+
+
+def test_a_call_that_is_refused_adds_nothing() -> None:
+    pending = PendingTable(0)
+    entries = [Entry(Request(0, name, "allreduce")) for name in "abca"]
+    with pytest.raises(ValueError, match="'a' on rank 0 has the same name"):
+        pending.add(entries)
+    pending.add(entries[:3])
+    assert pending.take([each.request for each in entries]) == [*entries[:3], None]
 
 
 def readable(alarm: Alarm, milliseconds: int) -> bool:

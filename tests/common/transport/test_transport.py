@@ -33,9 +33,13 @@ class MeshTransport:
     def __init__(self, rank: int, mesh: LocalMesh) -> None:
         self.rank = rank
         self.mesh = mesh
-        self.check: Callable[[], None] = do_nothing
+        self.negotiate: Callable[[], None] = do_nothing
         self.send, self.wake, self.shared = mesh.send, mesh.wake, mesh.shared
         self.signal, self.close = mesh.signal, mesh.close
+
+    def call_while_waiting(self, negotiate: Callable[[], None]) -> None:
+        """See `Transport.call_while_waiting`."""
+        self.negotiate = negotiate
 
     def receive(self, timeout: float | None) -> list[Incoming]:
         """See `Transport.receive`: sleeps as often as it takes."""
@@ -49,7 +53,7 @@ class MeshTransport:
 
     def await_signal(self, rank: int) -> None:
         """See `Transport.await_signal`."""
-        self.mesh.await_signal(rank, self.check)
+        self.mesh.await_signal(rank, self.negotiate)
 
 
 def make_meshes(size: int) -> list[LocalMesh]:
@@ -211,7 +215,7 @@ def test_a_wait_asks_check(ranks: list[Any]) -> None:
     def fail() -> None:
         raise HorovodInternalError("rank 2 reported a failure")
 
-    ranks[1].check = fail
+    ranks[1].call_while_waiting(fail)
     with pytest.raises(HorovodInternalError, match="rank 2 reported"):
         ranks[1].await_signal(0)
 

@@ -192,7 +192,7 @@ class NativeShm:
                 raise connection_lost(rank)
             if self._transport.gone(rank):
                 gone = rank  # it may have done its part before it went: look once more
-            self._transport.check()
+            self._transport.while_waiting()
 
     def _local_numbers(self, members: Members) -> Array:
         numbers = self._locals.get(members.ranks)

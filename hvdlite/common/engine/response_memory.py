@@ -1,0 +1,126 @@
+"""What one rank remembers of earlier answers: it reports by bit what was answered before, and reads
+orders that name bits. Belongs to the engine thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+
+from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.collectives.table import ROWS, Effect
+from hvdlite.common.decisions.response_cache import ResponseCache
+from hvdlite.common.engine.pending import PendingTable
+from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.messages import NO_BIT, Eviction, Report, Request, Response, Segment
+
+log = logging.getLogger("hvdlite")
+
+
+class _Set:
+    """One process set, as this rank remembers it."""
+
+    def __init__(self) -> None:
+        self.cache = ResponseCache()
+        self.joins = 0  # how many times all members have joined
+        self.join: Entry | None = None  # of this rank, reported and not answered
+
+    def request(self, entry: Entry) -> Request:
+        """What the coordinator is told in full of `entry`: a join says what it knows."""
+        if ROWS[entry.request.collective].effect is not Effect.JOIN:
+            return entry.request
+        self.join = entry
+        log.debug(
+            "join of process set %d is reported after %d joins and %d evictions",
+            entry.request.process_set_id, self.joins, self.cache.evictions,
+        )  # fmt: skip
+        return entry.request._replace(shape=(self.joins, self.cache.evictions))
+
+
+class ResponseMemory:
+    """Entries in, reports out; orders in, entries and their answers out."""
+
+    def __init__(self, rank: int, pending: PendingTable) -> None:
+        self._rank = rank
+        self._pending = pending
+        self._sets: dict[int, _Set] = {}
+
+    def reports(self, entries: Iterable[Entry]) -> tuple[Report, ...]:
+        """How the coordinator is told of `entries`: by bit where they were answered before."""
+        bits: dict[int, list[int]] = {}
+        requests: dict[int, list[Request]] = {}
+        for entry in entries:
+            request = entry.request
+            number = request.process_set_id
+            state = self._set(number)
+            bit = state.cache.find(request)
+            if bit is None:
+                requests.setdefault(number, []).append(state.request(entry))
+            else:
+                entry.sent_bit = bit
+                bits.setdefault(number, []).append(bit)
+        numbers = dict.fromkeys([*bits, *requests])
+        return tuple(
+            Report(n, (self._rank,), tuple(bits.get(n, ())), tuple(requests.get(n, ())))
+            for n in numbers
+        )
+
+    def resolve(self, segment: Segment) -> tuple[list[Response], list[Entry | None]]:
+        """The answers of a segment, and this rank's entry for each: None if it has joined."""
+        state = self._set(segment.process_set_id)
+        cache = state.cache
+        responses = [_recall(cache, i) if isinstance(i, int) else i for i in segment.items]
+        entries = self._pending.take([response.request for response in responses])
+        for item, response, entry in zip(segment.items, responses, entries, strict=True):
+            known = isinstance(item, int)
+            if entry is not None:
+                entry.response = response
+                if response.bit != NO_BIT and not (known and entry.sent_bit == response.bit):
+                    cache.remember(response, entry.request)
+            elif response.bit != NO_BIT and not known:
+                cache.remember(response, None)
+        if state.join is not None and entries[0] is state.join:
+            state.join = None
+            state.joins += not responses[0].error
+        return responses, entries
+
+    def evict(self, eviction: Eviction) -> list[Entry]:
+        """Forget a bit; what must be reported again: the entry that was reported under it, and
+        after it the join of this rank, which may have come too early (see `Coordinator`)."""
+        state = self._set(eviction.process_set_id)
+        name = state.cache.forget(eviction.bit)
+        entry = self._pending.find(eviction.process_set_id, name)
+        again: list[Entry] = []
+        if entry is not None and entry.sent_bit == eviction.bit:
+            entry.sent_bit = NO_BIT
+            again.append(entry)
+        if state.join is not None:
+            again.append(state.join)
+        return again
+
+    def forget_set(self, process_set_id: int) -> None:
+        """A process set is no more."""
+        self._sets.pop(process_set_id, None)
+
+    def requests_of(self, report: Report) -> list[Request]:
+        """What a report asks for, without the bits that are unknown here."""
+        requests = list(report.requests)
+        cache = self._set(report.process_set_id).cache
+        for bit in report.bits:
+            with suppress(KeyError):
+                requests.append(cache.recall(bit).response.request)
+        return requests
+
+    def _set(self, process_set_id: int) -> _Set:
+        state = self._sets.get(process_set_id)
+        if state is None:
+            state = self._sets[process_set_id] = _Set()
+        return state
+
+
+def _recall(cache: ResponseCache, bit: int) -> Response:
+    try:
+        return cache.recall(bit).response
+    except KeyError:
+        raise ProtocolError(f"the coordinator names bit {bit}, which nobody gave") from None
