@@ -231,7 +231,7 @@ class Runtime:
 
         Transport and engine refer to each other, and would stay until the next garbage collection.
         """
-        self.transport.check = do_nothing
+        self.transport.call_while_waiting(do_nothing)
 
     def _free_mpi_group(self) -> None:
         group, self.mpi_group = self.mpi_group, None
