@@ -157,6 +157,28 @@ def leaves_early() -> None:
         total(f"sum{step}", 5, process_set=others)
 
 
+def leaves_a_join() -> None:
+    """The last rank goes, as HOW says, while the others wait in join."""
+    hvd.init()
+    how, last = os.environ["HOW"], hvd.size() - 1
+    if hvd.rank() == last:  # this ends once all others have joined, as they do not call it
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum, name="alone").tolist() == [1]
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "shutdown":
+            hvd.shutdown()
+        if how == "exit":
+            sys.exit(0)
+        return
+    try:
+        hvd.join()
+    except hvd.HorovodInternalError as error:
+        words = "is gone" if how == "kill" else "has been shut down"
+        lost = f"connection to rank {last} was lost"
+        assert f"rank {last} {words}" in str(error) or lost in str(error), error
+        print("rank done", flush=True)
+
+
 def forks_a_child_that_ends() -> None:
     """A forked child may end as any process does; hvdlite cannot be started in it."""
     hvd.init()

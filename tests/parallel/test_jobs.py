@@ -96,6 +96,18 @@ def test_a_rank_may_end_before_the_others() -> None:
     check(3, "leaves_early")
 
 
+@pytest.mark.parametrize("how", ["end of script", "exit", "shutdown", "kill"])
+def test_who_waits_in_join_hears_of_a_rank_that_leaves(how: str) -> None:
+    done = run_program(3, "leaves_a_join", HOW=how, HVDLITE_STALL_CHECK_DISABLE="1")
+    assert done.stdout.count("rank done") >= 2, done.stdout
+
+
+def test_ranks_meet_in_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    os.mkdir(folder)
+    assert "count as" not in check(2, "collectives", TMPDIR=folder)
+
+
 def test_a_forked_child_is_no_rank_and_does_not_hide_a_death() -> None:
     output = check(2, "forks", ranks=1)
     sleeper = re.search(r"sleeper (\d+)", output)
