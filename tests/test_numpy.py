@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
+from hvdlite.common.plain.handles import HandleTable
 from tests.ranks import run_ranks
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -299,6 +300,32 @@ def test_what_is_wrong_on_one_rank_is_refused_at_the_call() -> None:
                 scalar(np.float32(1), name="scalar")
 
     run_ranks(2, main)
+
+
+def test_only_asynchronous_forms_have_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[Any] = []
+    add = HandleTable.add
+
+    def count(table: HandleTable, operation: Any) -> int:
+        added.append(operation)
+        return add(table, operation)
+
+    monkeypatch.setattr(HandleTable, "add", count)
+
+    def main(rank: int) -> None:
+        x = np.ones(2)
+        for form in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.reducescatter, hvd.alltoall):
+            form(x)
+        hvd.grouped_allreduce([x])
+        hvd.grouped_allreduce_([x])
+        hvd.broadcast(x, 0)
+        hvd.broadcast_(x, 0)
+        hvd.barrier()
+        assert not added
+        hvd.synchronize(hvd.allreduce_async(x))
+        assert len(added) == 1
+
+    run_ranks(1, main)
 
 
 def test_barriers_wait_for_those_of_other_ranks() -> None:
