@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 
-from hvdlite.common.collectives.native.build import BuildError
+from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.tf.native.recipe import recipe
 
 

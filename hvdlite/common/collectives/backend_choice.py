@@ -73,8 +73,12 @@ def build_backends(transport: Transport, config: Config) -> Backends:
     Raises `ConfigError` when a setting wishes for one that cannot exist.
     """
     foreign = [load_factory(point)(transport) for point in entry_points(group=ENTRY_POINTS)]
-    alone = len(transport.topology.peers(transport.rank)) == 1
-    shm = ShmBackend(transport, library("off" if alone else config.native))
+    local_ranks = transport.topology.peers(transport.rank)
+    native = library(
+        "off" if len(local_ranks) == 1 else config.native,
+        first_of_host=transport.rank == local_ranks[0],
+    )
+    shm = ShmBackend(transport, native)
     ring = RingBackend(transport)
     mpi = MpiBackend(transport) if isinstance(transport, MpiTransport) else None
     local_and_ring: list[Backend] = [shm, HierarchicalBackend(transport, shm), ring]

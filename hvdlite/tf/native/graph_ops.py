@@ -16,7 +16,6 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,11 +46,11 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any, access: int) -> A
 class Library:
     """The compiled operations, and the C functions beside them."""
 
-    def __init__(self, path: Path) -> None:
-        operations: Any = tf.load_op_library(str(path))
+    def __init__(self, path: str) -> None:
+        operations: Any = tf.load_op_library(path)
         self.start, self.take = operations.hvdlite_start, operations.hvdlite_take
-        waiting = ctypes.CDLL(str(path))  # Its functions are called without the GIL.
-        quick = ctypes.PyDLL(str(path))
+        waiting = ctypes.CDLL(path)  # Its functions are called without the GIL.
+        quick = ctypes.PyDLL(path)
         integers = ctypes.POINTER(ctypes.c_int64)
         pointer, number = ctypes.c_void_p, ctypes.c_int
         self._next = _function(waiting.hvdlite_next, integers, integers)

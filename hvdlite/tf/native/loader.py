@@ -6,18 +6,15 @@ ranks, and the results, are the same.
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from hvdlite.common.collectives.native.build import BuildError
+from hvdlite.common.collectives.native.build import say_that_python_runs
+from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.state import find
 from hvdlite.tf.native.graph_ops import Library, serve
 from hvdlite.tf.native.recipe import recipe
-
-log = logging.getLogger("hvdlite")
 
 
 @dataclass
@@ -55,20 +52,16 @@ def _size() -> int:
 
 def _load(may_compile: bool) -> None:
     try:
-        path = recipe().compile_once() if may_compile else recipe().compiled()
-        if path is not None:
-            _state.library = _open(path)
+        _state.library = recipe().load(_open, may_compile=may_compile)
     except BuildError as error:
         _state.failure = error
-        level = logging.WARNING if _is_first_of_host() else logging.INFO
-        log.log(level, "graphs call Python for every collective, which costs time: %s", error)
+        say_that_python_runs(
+            "every collective of a graph runs", error, first_of_host=_is_first_of_host()
+        )
 
 
-def _open(path: Path) -> Library:
-    try:
-        opened = Library(path)
-    except Exception as error:
-        raise BuildError(f"{path} cannot be loaded: {error}") from None
+def _open(path: str) -> Library:
+    opened = Library(path)
     serve(opened)
     return opened
 

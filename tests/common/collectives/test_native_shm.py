@@ -15,7 +15,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.native import shm as native_shm
-from hvdlite.common.collectives.native.build import BuildError
+from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.collectives.native.shm import PIECE_BYTES, SLOTS, Library, library
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype

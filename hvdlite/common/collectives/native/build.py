@@ -1,41 +1,49 @@
-"""Compiles C++ that makes hvdlite faster once on a machine, into the user's cache.
+"""Compiles C++ that makes hvdlite faster once on a machine, into the user's compile cache.
 
-    ~/.cache/hvdlite/<folder>/<name>-<hash of all that it depends on>.so
-                                                                     .so.lock     of who compiles
-                                                                     .so.failed   why it could not
+The ranks of a host, and hosts that share the cache, may all come here at the same time: one
+compiles, the others wait for it. Nothing needs what is compiled here.
 
-The ranks of a host, and hosts that share the directory, may all come here at the same time: one
-compiles, the others wait for it. Nobody ever sees half a file. Nothing needs what is compiled here.
+A failure is remembered, so that not every rank of every job waits for the compiler: one whose
+message is about the source for a day, an accident (a full disk, a killed compiler) for a minute.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from hvdlite.common.collectives.native.cache import LIMIT_SECONDS, BuildError, Cache, opened
 
 log = logging.getLogger("hvdlite")
 
+Loaded = TypeVar("Loaded")
+
+SOURCE_FAILURE_SECONDS = 24 * 3600
+ACCIDENT_SECONDS = 60  # so long that the ranks of one job need not all try
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-fPIC", "-shared", "-w")  # -w: what is wrong in the headers of others is not ours
-_LIMIT_SECONDS = 600  # for the compiler, and for waiting for another process that runs it
-_SAY_AFTER_SECONDS = 20
-_LOOK_SECONDS = 0.1
+_FORMAT = "library and sha256"  # of the files, see `cache`
+_AT_A_LINE = re.compile(r"^\S+:\d+(:\d+)?: (fatal )?error: ", re.MULTILINE)
+_ACCIDENT = re.compile(
+    r"error writing|no space left|cannot allocate|out of memory|memory exhausted|disk quota"
+    r"|killed|terminated signal|signal terminated|read-only file system|input/output error",
+    re.IGNORECASE,
+)
 
 
-class BuildError(Exception):
-    """Something cannot be compiled, or loaded; the text says why."""
+class _CompilerError(Exception):
+    """The compiler failed; the text is its command and what it said."""
 
 
 @dataclass(frozen=True)
@@ -51,43 +59,53 @@ class Recipe:
     remark: str = ""  # said when it is compiled
     module: str = ""  # `python -m module` compiles it again after a failure
 
-    def compiled(self) -> Path | None:
-        """The library, if it is there. Raises `BuildError`."""
-        directory = self._cache()
-        with _usable(directory):
-            if not directory.exists():
-                return None
-            path = _private(directory) / self._file_name()
-            return path if path.exists() else None
+    def load(
+        self, open_library: Callable[[str], Loaded], *, may_compile: bool = True
+    ) -> Loaded | None:
+        """Return `open_library(path)` of the library; None if it is not there and may not be made.
 
-    def compile_once(self, try_again: bool = False) -> Path:
-        """The library; compiled now if it is not there.
-
-        What has failed before fails again at once, unless you `try_again` or the compiler is
-        another. Raises `BuildError`.
+        The path is valid during the call only, and nobody else can change what it leads to. Raises
+        `BuildError`, also for whatever `open_library` raises.
         """
-        found = self.compiled()
-        if found is not None:
-            return found
+        name = self.file_name()
+        with opened(self.folder) as cache:
+            if cache is not None and cache.has_library(name):
+                return _open(open_library, cache, name)
+        if not may_compile:
+            return None
         compiler = _compiler()
-        directory = self._cache()
-        with _usable(directory):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = _private(directory) / self._file_name()
-            with _locked(path.with_name(path.name + ".lock"), self.source.name):
-                if not path.exists():  # another process may have made it meanwhile
-                    self._compile(compiler, path, try_again)
-        return path
+        with opened(self.folder, create=True) as cache:
+            assert cache is not None
+            self._compile_if_absent(cache, compiler, try_again=False)
+            return _open(open_library, cache, name)
 
-    def _cache(self) -> Path:
-        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        base = given if given.is_absolute() else Path(os.path.expanduser("~/.cache"))
-        return base / "hvdlite" / self.folder
+    def compile_once(self, *, try_again: bool = False) -> Path:
+        """Compile the library if it is not there. Return its path, for messages only.
 
-    def _file_name(self) -> str:
-        """Another one for everything that the compiled file depends on."""
+        What has failed before fails again at once, unless you `try_again`, the compiler is another
+        or the failure was long ago. Raises `BuildError`.
+        """
+        name = self.file_name()
+        with opened(self.folder) as cache:
+            if cache is not None and cache.has_library(name):
+                return cache.path(name)
+        compiler = _compiler()
+        with opened(self.folder, create=True) as cache:
+            assert cache is not None
+            self._compile_if_absent(cache, compiler, try_again)
+            return cache.path(name)
+
+    def file_name(self) -> str:
+        """Return another name for everything that the compiled file depends on."""
+        try:
+            source = self.source.read_text()
+        except OSError as error:
+            raise BuildError(
+                f"this installation of hvdlite is not complete: {error}; install it again"
+            ) from None
         parts = [
-            self.source.read_text(),
+            source,
+            _FORMAT,
             *_FLAGS,
             *self.flags,
             *self.libraries,
@@ -98,103 +116,102 @@ class Recipe:
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
         return f"{self.name}-{digest}.so"
 
-    def _compile(self, compiler: list[str], path: Path, try_again: bool) -> None:
-        failed = path.with_name(path.name + ".failed")
-        by = _identity(compiler)
-        if not try_again and failed.exists() and failed.read_text().startswith(by):
-            advice = f"'python -m {self.module}' tries again" if self.module else "remove it to try"
-            raise BuildError(
-                f"{by} could not compile {self.source} earlier, see {failed}; {advice}"
-            )
-        if self.remark:
-            log.warning("compiling %s %s", self.source.name, self.remark)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-        os.close(descriptor)
-        made = Path(name)
-        try:
-            output = self._run(compiler, made)
-            if output is None:
-                made.chmod(0o700)
-                made.replace(path)
-                failed.unlink(missing_ok=True)
+    def _compile_if_absent(self, cache: Cache, compiler: list[str], try_again: bool) -> None:
+        name = self.file_name()
+        with cache.locked(f"{name}.lock", self.source.name):
+            if cache.has_library(name):  # another process has made it meanwhile
                 return
-        finally:
-            made.unlink(missing_ok=True)
-        failed.write_text(f"{by}\n\n{output}\n")
-        raise BuildError(f"{by} cannot compile {self.source}, see {failed}")
+            by = _identity(compiler)
+            failed = f"{name}.failed"
+            if not try_again:
+                self._refuse_if_it_failed(cache, failed, by)
+            if self.remark:
+                log.warning("compiling %s %s", self.source.name, self.remark)
+            try:
+                body = self._compile(compiler)
+            except _CompilerError as error:
+                cache.write(failed, f"{by}\n\n{error}\n".encode(errors="backslashreplace"))
+                text = f"{by} cannot compile {self.source}: {_gist(str(error))}"
+                raise BuildError(f"{text}; see {cache.path(failed)}") from None
+            cache.write_library(name, body)
+            cache.remove(failed)
 
-    def _run(self, compiler: list[str], target: Path) -> str | None:
-        """Run the compiler; what it says where it fails."""
-        before = [*compiler, *_FLAGS, *self.flags, str(self.source)]
-        command = [*before, *self.libraries, "-o", str(target)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-        text = f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
-        return text if done.returncode else None
-
-
-@contextmanager
-def _usable(directory: Path) -> Iterator[None]:
-    """A directory that cannot be read or written, or is full, is a `BuildError` too."""
-    try:
-        yield
-    except OSError as error:
+    def _refuse_if_it_failed(self, cache: Cache, failed: str, by: str) -> None:
+        """Raise `BuildError` where this compiler has failed, and not too long ago."""
+        said = (cache.read(failed) or b"").decode(errors="replace")
+        if not said.startswith(f"{by}\n"):
+            return
+        lasts = SOURCE_FAILURE_SECONDS if _is_about_the_source(said) else ACCIDENT_SECONDS
+        if cache.age_seconds(failed) >= lasts:
+            return
+        advice = f"'python -m {self.module}' tries at once" if self.module else "or remove it"
         raise BuildError(
-            f"{directory} cannot be used: {error}; set XDG_CACHE_HOME to a directory of your own"
-        ) from None
+            f"{by} could not compile {self.source} earlier: {_gist(said)}; see "
+            f"{cache.path(failed)}; tried again {_duration(lasts)} after the failure, {advice}"
+        )
+
+    def _compile(self, compiler: list[str]) -> bytes:
+        """Run the compiler in a folder of its own, and return the library."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="hvdlite-") as folder:
+                target = Path(folder) / "library.so"
+                before = [*compiler, *_FLAGS, *self.flags, str(self.source)]
+                command = [*before, *self.libraries, "-o", str(target)]
+                done = subprocess.run(
+                    command,
+                    capture_output=True,
+                    text=True,
+                    errors="backslashreplace",
+                    timeout=LIMIT_SECONDS,
+                    check=False,
+                )
+                if done.returncode == 0:
+                    return target.read_bytes()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise _CompilerError(str(error)) from None
+        said = f"{done.stdout}{done.stderr}" or f"exit code {done.returncode}"
+        raise _CompilerError(f"{shlex.join(command)}\n{said}")
 
 
-def _private(directory: Path) -> Path:
-    """The directory. Raises `BuildError` where others could put files into it."""
-    status = directory.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise BuildError(f"others can write to {directory}; set XDG_CACHE_HOME to a safe directory")
-    return directory
-
-
-def _compiler() -> list[str]:
-    """The command, from $CXX or the first that is there. Raises `BuildError`."""
+def find_compiler() -> list[str] | None:
+    """Return the command of the C++ compiler: $CXX, or the first that is there; None without."""
     given = shlex.split(os.environ.get("CXX", ""))
     for command in [given] if given else [[name] for name in _COMPILERS]:
         if shutil.which(command[0]):
             return command
-    missing = f"$CXX ({given[0]})" if given else f"C++ compiler ({', '.join(_COMPILERS)})"
-    raise BuildError(f"there is no {missing} here")
+    return None
 
 
-@contextmanager
-def _locked(path: Path, source: str) -> Iterator[None]:
-    """One process at a time, also where hosts share the directory. Says so when it has to wait."""
-    start = time.monotonic()
-    said = False
-    with path.open("w") as file:
-        while not _lock(file.fileno()):
-            waited = time.monotonic() - start
-            if waited > _LIMIT_SECONDS:
-                raise BuildError(f"another process has held {path} for {waited:.0f} seconds")
-            if waited > _SAY_AFTER_SECONDS and not said:
-                log.warning("waiting for another process that compiles %s", source)
-                said = True
-            time.sleep(_LOOK_SECONDS)
-        yield
+def say_that_python_runs(what: str, error: BuildError, *, first_of_host: bool) -> None:
+    """Log that `what` runs in Python: as a warning, by one rank of a host, where a compiler is.
+
+    Without a compiler nothing else was to be expected.
+    """
+    loud = first_of_host and find_compiler() is not None
+    log.log(
+        logging.WARNING if loud else logging.INFO, "%s in Python, which costs time: %s", what, error
+    )
 
 
-def _lock(descriptor: int) -> bool:
+def _open(open_library: Callable[[str], Loaded], cache: Cache, name: str) -> Loaded:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # this file system has no locks: at worst several processes compile
-        return True
-    return True
+        return open_library(cache.loadable(name))
+    except Exception as error:
+        text = str(error).replace(cache.loadable(name), name)
+        raise BuildError(f"{cache.path(name)} cannot be loaded: {text}") from None
+
+
+def _compiler() -> list[str]:
+    compiler = find_compiler()
+    if compiler is None:
+        given = os.environ.get("CXX", "").strip()
+        missing = f"$CXX ({given})" if given else f"C++ compiler ({', '.join(_COMPILERS)})"
+        raise BuildError(f"there is no {missing} here")
+    return compiler
 
 
 def _identity(compiler: list[str]) -> str:
-    """What tells one compiler from another: the first line of what it says of itself."""
+    """Return what tells one compiler from another: the first line of what it says of itself."""
     try:
         said = subprocess.run(
             [*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False
@@ -202,3 +219,18 @@ def _identity(compiler: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         said = str(error)
     return f"{shlex.join(compiler)} ({said.partition(chr(10))[0].strip()})"
+
+
+def _is_about_the_source(said: str) -> bool:
+    """Return whether a failure will come again: the compiler names a line, and no accident."""
+    return bool(_AT_A_LINE.search(said)) and not _ACCIDENT.search(said)
+
+
+def _gist(said: str) -> str:
+    """Return the line of a compiler's output that says most: its first error, or the last."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line), lines[-1] if lines else "no output")
+
+
+def _duration(seconds: int) -> str:
+    return f"{seconds // 3600} hours" if seconds >= 3600 else f"{seconds} seconds"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +18,9 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Array, Members, Reduction
-from hvdlite.common.collectives.native.build import BuildError, Recipe
+from hvdlite.common.collectives.native.build import Recipe, say_that_python_runs
+from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.transport.base import CHECK_SECONDS, Transport, connection_lost
-
-log = logging.getLogger("hvdlite")
 
 SLOTS = 8
 PIECE_BYTES = 256 << 10
@@ -56,9 +54,9 @@ class SegmentArguments(ctypes.Structure):
 class Library:
     """The compiled code. `identity` differs between versions that must not work together."""
 
-    def __init__(self, path: Path) -> None:
-        self.identity = int(path.stem.rpartition("-")[2], 16)
-        self.allreduce: Any = ctypes.CDLL(str(path)).hvdlite_allreduce
+    def __init__(self, path: str) -> None:
+        self.identity = int(Path(path).stem.rpartition("-")[2], 16)
+        self.allreduce: Any = ctypes.CDLL(path).hvdlite_allreduce
         self.allreduce.restype = _Integer
         self.allreduce.argtypes = (ctypes.POINTER(SegmentArguments),)
 
@@ -88,19 +86,18 @@ def _processor() -> str:
 @functools.cache
 def _load() -> Library | BuildError:
     try:
-        path = recipe().compile_once()
+        loaded = recipe().load(Library)
     except BuildError as error:
         return error
-    try:
-        return Library(path)
-    except OSError as error:
-        return BuildError(f"{path} cannot be loaded: {error}")
+    assert loaded is not None
+    return loaded
 
 
-def library(wanted: str) -> Library | None:
-    """The library: if `wanted` is "auto", where it can be had; never if it is "off".
+def library(wanted: str, *, first_of_host: bool = True) -> Library | None:
+    """Return the library: if `wanted` is "auto", where it can be had; never if it is "off".
 
-    Raises `BuildError` where it is "on" and cannot be had.
+    The `first_of_host` warns where it could be expected and cannot be had. Raises `BuildError`
+    where it is "on" and cannot be had.
     """
     if wanted == "off":
         return None
@@ -109,8 +106,16 @@ def library(wanted: str) -> Library | None:
         return found
     if wanted == "on":
         raise found
-    log.info("allreduce inside a host runs in Python, which costs time: %s", found)
+    _say_that_python_runs(first_of_host)
     return None
+
+
+@functools.cache
+def _say_that_python_runs(first_of_host: bool) -> None:
+    """Say it once, however often `init` is called."""
+    found = _load()
+    assert isinstance(found, BuildError)
+    say_that_python_runs("allreduce inside a host runs", found, first_of_host=first_of_host)
 
 
 class NativeShm:
