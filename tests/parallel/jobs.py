@@ -23,13 +23,18 @@ def mpirun(size: int, *command: str) -> list[str]:
 
 def environment(**variables: str) -> dict[str, str]:
     """The environment of a job: this checkout is importable, and nothing is configured."""
-    clean = {
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**clean_environment(), "PYTHONPATH": path, **variables}
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the environment of a job where nothing is configured, and no checkout is named."""
+    others = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("HVDLITE_", "HOROVOD_"))
+        if not name.startswith(("HVDLITE_", "HOROVOD_")) and name != "PYTHONPATH"
     }
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+    return {**others, "OMP_NUM_THREADS": "1"}
 
 
 def program(name: str) -> list[str]:
