@@ -1,28 +1,60 @@
-"""What --check-build prints: the frameworks, MPIs and data planes that are here."""
+"""What --check-build prints: the frameworks, MPIs, data planes and compiled code that work here."""
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
+from typing import NamedTuple
 
-from hvdlite.common.plain.config import DATA_PLANES
+from hvdlite.common.plain.config import DATA_PLANES, Config
 from hvdlite.launcher.mpi import find_all
 
-FRAMEWORKS = (("numpy", "NumPy"), ("torch", "PyTorch"))
+FRAMEWORKS = (
+    ("NumPy", "numpy"),
+    ("PyTorch", "torch"),
+    ("TensorFlow", "tensorflow"),
+    ("Keras", "keras"),
+    ("tf_keras (Keras 2)", "tf_keras"),
+)
 NEEDS_LINUX = "shm"  # memfd, and Unix sockets that pass descriptors
+TRIAL_SECONDS = 300.0  # a trial may compile, and import TensorFlow
+
+
+class CompiledPath(NamedTuple):
+    """Compiled code that takes the place of Python where it works."""
+
+    name: str
+    setting: str  # of Config
+    trial: str  # a module: exits with 0 if the code works, and else says why not in its last line
+    package: str  # that it needs
+
+
+COMPILED_PATHS = (
+    CompiledPath(
+        "allreduce by shared memory", "native", "hvdlite.common.collectives.native.trial", "numpy"
+    ),
+    CompiledPath("TensorFlow operations", "tf_native", "hvdlite.tf.native.trial", "tensorflow"),
+)
 
 
 def report(environ: Mapping[str, str]) -> str:
-    """The text; nothing is imported or started but ``mpirun --version``."""
+    """Return the text. Starts `mpirun --version`, and a process that tries each compiled path."""
     from hvdlite import __version__
 
+    installed = packages_distributions()
     sections = {
-        "Frameworks": [_line(name, package) for package, name in FRAMEWORKS],
-        "MPI": list(_mpis(environ)),
+        "Frameworks": [_package(name, package, installed) for name, package in FRAMEWORKS],
+        "MPI": [_package("mpi4py", "mpi4py", installed), *_mpis(environ)],
         "Data planes": [_mark(_works(plane), plane) for plane in DATA_PLANES if plane != "auto"],
+        "Compiled code (without it Python does the same, slower)": [
+            _compiled(path, environ, installed) for path in COMPILED_PATHS
+        ],
     }
     lines = [f"hvdlite {__version__}, Python {platform.python_version()} ({sys.executable})"]
     for title, rows in sections.items():
@@ -31,7 +63,6 @@ def report(environ: Mapping[str, str]) -> str:
 
 
 def _mpis(environ: Mapping[str, str]) -> Iterator[str]:
-    yield _line("mpi4py", "mpi4py")
     found = list(find_all(environ))
     for mpi in found:
         used = " <- used" if mpi is found[0] else ""
@@ -46,11 +77,52 @@ def _works(plane: str) -> bool:
     return plane != NEEDS_LINUX or sys.platform == "linux"
 
 
-def _line(name: str, package: str) -> str:
+def _compiled(
+    path: CompiledPath, environ: Mapping[str, str], installed: Mapping[str, list[str]]
+) -> str:
+    if path.package not in installed:
+        return _mark(False, f"{path.name}: {path.package} is not installed")
+    if getattr(Config.from_environ(environ), path.setting) == "off":
+        return _mark(False, f"{path.name}: HVDLITE_{path.setting.upper()}=off")
+    reason = _try(path.trial, environ)
+    return _mark(False, f"{path.name}: {reason}") if reason else _mark(True, path.name)
+
+
+def _try(trial: str, environ: Mapping[str, str]) -> str:
+    """Run a trial in a process of its own, which may crash. Return why it failed, or ""."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", trial],
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="backslashreplace",
+        start_new_session=True,
+    )
     try:
-        return _mark(True, f"{name} {version(package)}")
-    except PackageNotFoundError:
+        out, err = process.communicate(timeout=TRIAL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"it has not ended within {TRIAL_SECONDS:.0f} seconds"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # the compiler that it runs, too
+            process.communicate()
+    if process.returncode < 0:
+        return f"it was ended by {signal.Signals(-process.returncode).name}"
+    if process.returncode == 0:
+        return ""
+    lines = [f"exit code {process.returncode}", *err.splitlines(), *out.splitlines()]
+    return lines[-1].strip()
+
+
+def _package(name: str, package: str, installed: Mapping[str, list[str]]) -> str:
+    """Return the line of a package, which several distributions may provide (tensorflow-cpu)."""
+    if package not in installed:
         return _mark(False, name)
+    distribution = installed[package][0]
+    other = "" if distribution.lower() == package else f" ({distribution})"
+    return _mark(True, f"{name} {version(distribution)}{other}")
 
 
 def _mark(there: bool, text: str) -> str:

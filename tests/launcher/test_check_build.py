@@ -1,0 +1,117 @@
+"""--check-build: what it lists is there, and what it says of compiled code has been tried."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hvdlite.common.collectives.native.build import find_compiler
+from hvdlite.launcher import check_build
+from tests.compilers import Compiler
+from tests.launcher.jobs import MARK, launch, processes
+from tests.parallel.jobs import clean_environment
+
+pytestmark = pytest.mark.timeout(200)
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+NATIVE = "allreduce by shared memory"
+
+
+def lines(text: str) -> dict[str, bool]:
+    """The lines with a mark, and whether they have a cross."""
+    return {line[8:]: line[5] == "X" for line in text.splitlines() if line.startswith("    [")}
+
+
+def compiled(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[str, bool]:
+    """What it says of the compiled allreduce, with an empty cache in `folder`."""
+    monkeypatch.setattr(check_build, "COMPILED_PATHS", check_build.COMPILED_PATHS[:1])
+    environ = {**clean_environment(), "XDG_CACHE_HOME": str(folder / "cache"), **variables}
+    ((text, works),) = (
+        item for item in lines(check_build.report(environ)).items() if item[0].startswith(NATIVE)
+    )
+    return text, works
+
+
+@pytest.mark.parametrize(
+    "name, package",
+    [("NumPy", "numpy"), ("PyTorch", "torch"), ("TensorFlow", "tensorflow"), ("Keras", "keras")],
+)
+def test_every_framework_is_listed_with_its_version(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_build, "COMPILED_PATHS", ())
+    listed = lines(check_build.report(os.environ))
+    if find_spec(package) is None:
+        assert listed[name] is False
+        return
+    wanted = import_module(package).__version__
+    assert any(re.match(rf"{name} {re.escape(wanted)}($| \()", text) for text in listed), listed
+
+
+@needs_compiler
+def test_compiled_code_is_compiled_and_tried(tmp_path: Path) -> None:
+    words = {} if find_spec("tensorflow") is None else {"TensorFlow operations": True}
+    done = launch("--check-build", timeout=150, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert {NATIVE: True, **words}.items() <= lines(done.stdout).items(), done.stdout
+    libraries = {path.parent.name for path in tmp_path.rglob("*.so")}
+    assert libraries == {"shm", "tf"} if words else {"shm"}
+
+
+def test_without_a_compiler_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = compiled(tmp_path, monkeypatch, CXX="/nowhere/c++")
+    assert said == (f"{NATIVE}: there is no $CXX (/nowhere/c++) here", False)
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Compiler(tmp_path, 'echo "shm.cc:1:1: error: no such thing" >&2; exit 1')
+    text, works = compiled(tmp_path, monkeypatch, CXX=str(broken.path))
+    assert not works
+    assert "shm.cc:1:1: error: no such thing; see " in text
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        ("return 0;", "a wrong sum"),
+        ("__builtin_trap();", "ended by SIG(ILL|TRAP|ABRT)"),
+    ],
+    ids=["wrong", "crash"],
+)
+def test_code_that_compiles_and_does_not_work_is_found_out(
+    body: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "wrong.cc"
+    source.write_text(f'extern "C" long hvdlite_allreduce(void*) {{ {body} }}')
+    real = shutil.which((find_compiler() or [""])[0])
+    wrong = Compiler(tmp_path, f'{real} -shared -fPIC {source} -o "$2"')
+    text, works = compiled(tmp_path, monkeypatch, CXX=str(wrong.path))
+    assert not works
+    assert re.search(reason, text), text
+
+
+def test_what_is_switched_off_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = compiled(tmp_path, monkeypatch, HVDLITE_NATIVE="off")
+    assert said == (f"{NATIVE}: HVDLITE_NATIVE=off", False)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_trial_that_does_not_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_build, "TRIAL_SECONDS", 0.5)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 60\n")  # a child of the trial, as the compiler is
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    text, works = compiled(tmp_path, monkeypatch, **{MARK: str(tmp_path)})
+    assert not works
+    assert "has not ended within" in text
+    assert processes(str(tmp_path)) == {}
