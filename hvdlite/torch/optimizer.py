@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,10 +34,12 @@ from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.functions import broadcast_object, leave_zero_gradients
-from hvdlite.torch.fused_step import FusedStep
 from hvdlite.torch.gradient_exchange import CASTS, GradientExchange, named_by_position
 from hvdlite.torch.segment_schedule import ParamGroups
 from hvdlite.torch.subclass import Wrapped, wrap
+
+if TYPE_CHECKING:
+    from hvdlite.torch.fused_step import FusedStep
 
 NO_EFFECT = "fuse_all_optimizer_ops has no effect"
 Names = dict[torch.Tensor, str]
@@ -108,6 +110,8 @@ class _DistributedMixin(Wrapped):
         if flat is not self._fused_for:
             self._fused_for, self._fused = flat, None
             if flat is not None and self._fuses is not False:
+                from hvdlite.torch.fused_step import FusedStep
+
                 self._fused, reason = FusedStep.of(self, [*flat.values()])
                 if reason and self._fuses:
                     warn_user(f"{NO_EFFECT}: {reason}")

@@ -13,12 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.collectives.backend_choice import build_backends
 from hvdlite.common.collectives.table import ROWS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
-from hvdlite.common.engine.autotuning import Tuning
 from hvdlite.common.engine.control_plane import Negotiation
 from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.inbox import Inbox
@@ -30,6 +30,9 @@ from hvdlite.common.plain.messages import Eviction, Order, Response, Retune, Seg
 from hvdlite.common.plain.process_set_table import ProcessSetTable, unflatten
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
+
+if TYPE_CHECKING:
+    from hvdlite.common.engine.autotuning import Tuning
 
 log = logging.getLogger("hvdlite")
 
@@ -66,6 +69,8 @@ class Engine:
         self._executor = Executor(self.rank, self.topology, self._backends, timeline)
         self._tuning: Tuning | None = None
         if config.autotune and self.rank == ROOT and self.topology.size > 1:
+            from hvdlite.common.engine.autotuning import Tuning
+
             self._tuning = Tuning(config, self.topology, self._negotiation.retune)
             self._tuning.end = self.observe(self._tuning.observe)
         self._debug = log.isEnabledFor(logging.DEBUG)

@@ -1,0 +1,54 @@
+"""What is off is not imported: a job pays only for what it uses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.parallel.jobs import environment
+
+TRAIN = """
+import sys, torch
+import hvdlite.torch as hvd
+hvd.init()
+model = torch.nn.Linear(4, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), {options})
+for _ in range(2):
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+ENGINE = """
+import sys
+from tests.ranks import run_ranks
+from hvdlite.common.plain.config import Config
+run_ranks(2, lambda rank: None, config=Config(autotune={autotune}))
+"""
+
+
+def imported(program: str, module: str) -> bool:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}\nprint('{module}' in sys.modules)"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1] == "True"
+
+
+@pytest.mark.parametrize("autotune", [False, True])
+def test_autotuning_is_imported_where_it_is_on(autotune: bool) -> None:
+    program = ENGINE.format(autotune=autotune)
+    assert imported(program, "hvdlite.common.engine.autotuning") is autotune
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) -> None:
+    pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+    program = TRAIN.format(options=f"gradient_as_bucket_view={on}")
+    assert imported(program, "hvdlite.torch.fused_step") is on
