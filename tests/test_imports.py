@@ -47,6 +47,7 @@ def test_autotuning_is_imported_where_it_is_on(autotune: bool) -> None:
     assert imported(program, "hvdlite.common.engine.autotuning") is autotune
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("on", [False, True])
 def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) -> None:
     pytest.importorskip("torch", reason="the extra 'torch' is not installed")

@@ -16,6 +16,10 @@ from hvdlite.keras.framework import LEGACY, keras
 from tests.ranks import run_ranks
 
 RATE, MOMENTUM = 0.1, 0.9
+
+# The callbacks are tried one by one, mostly without a distributed optimizer.
+pytestmark = pytest.mark.filterwarnings("ignore:the optimizer of this model is not distributed")
+
 INPUTS = np.array([[1.0, 2.0], [3.0, -1.0]], np.float32)
 TARGETS = np.array([[1.0], [0.0]], np.float32)
 

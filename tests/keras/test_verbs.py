@@ -31,6 +31,7 @@ def numpy_of(tensor: Any) -> np.ndarray:
         ({"op": hvd.Sum, "prescale_factor": 2.0, "postscale_factor": 5.0}, 30.0),
     ],
 )
+@pytest.mark.filterwarnings("ignore:average= is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("make", [float, np.float64, lambda value: [float(value)] * 3])
 def test_allreduce(make: Any, arguments: dict[str, Any], expected: float) -> None:
     results = run_ranks(2, lambda rank: verbs.allreduce(make(rank + 1), **arguments))

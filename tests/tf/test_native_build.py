@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import tensorflow as tf
 import hvdlite.tf as hvd
 from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.tf.native import loader as native
+from hvdlite.tf.native.recipe import recipe
 from tests.compilers import Compiler
 from tests.parallel.jobs import run_command
 from tests.ranks import run_ranks
@@ -26,6 +28,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("HVDLITE_TF_NATIVE", raising=False)
     monkeypatch.setattr(native, "_state", native._State())
+    # The C library does not load a file twice that has the same name.
+    monkeypatch.setattr(native, "recipe", lambda: replace(recipe(), depends_on=(str(tmp_path),)))
     return tmp_path / "cache"
 
 

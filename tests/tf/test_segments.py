@@ -41,6 +41,7 @@ def gradients_of(mode: str, rank: int, sources: list[tf.Variable], **options: An
     return tf.function(compute) if mode == "graph" else compute
 
 
+@pytest.mark.filterwarnings("ignore:segmentation auto learns from the hooks of PyTorch:UserWarning")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize(
     ("options", "counts"),

@@ -1,0 +1,30 @@
+"""Marks every test by what it needs, from the folder or the module that it is in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MPI_FOLDERS = {"parallel", "launcher"}
+FRAMEWORKS = {"torch": "torch", "tf": "tf", "keras": os.environ.get("KERAS_BACKEND", "tf")}
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Add the markers `mpi`, `torch` and `tf`."""
+    for item in items:
+        for marker in markers(item.path.relative_to(TESTS)):
+            item.add_marker(marker)
+
+
+def markers(path: Path) -> Iterator[str]:
+    """Yield the markers of the tests in a file, whose path is relative to this folder."""
+    folders = set(path.parts[:-1])
+    if folders & MPI_FOLDERS:
+        yield "mpi"
+    words = folders | set(path.stem.split("_"))
+    for framework in sorted({marker for word, marker in FRAMEWORKS.items() if word in words}):
+        yield {"tensorflow": "tf"}.get(framework, framework)
