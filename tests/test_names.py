@@ -40,6 +40,7 @@ def test_a_second_name_holds_for_all_below_it() -> None:
         assert own_name(name) == name
 
 
+@pytest.mark.tf
 def test_second_names_give_the_same_modules() -> None:
     pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
     frameworks = imported(
@@ -78,6 +79,7 @@ def test_a_missing_framework_is_named() -> None:
     assert run(code).split() == ["tensorflow"] * 3
 
 
+@pytest.mark.tf
 def test_a_framework_is_imported_only_for_its_own_users() -> None:
     start = "as hvd; hvd.init(); hvd.shutdown()"
     assert imported("import hvdlite, hvdlite.data, hvdlite.launcher") == set()
@@ -86,6 +88,7 @@ def test_a_framework_is_imported_only_for_its_own_users() -> None:
         assert imported(f"import hvdlite.torch {start}") == {"torch"}
 
 
+@pytest.mark.tf
 @pytest.mark.parametrize(("backend", "other"), [("torch", "tensorflow"), ("tensorflow", "torch")])
 def test_keras_imports_only_its_backend(backend: str, other: str) -> None:
     for needed in ("keras", backend):
