@@ -50,7 +50,7 @@ class Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of Horovod; raises ModuleNotFoundError where hvdlite has none."""
+        """Return the spec of a module of Horovod; `ModuleNotFoundError` if we lack it."""
         if fullname.partition(".")[0] != HOROVOD:
             return None
         own = _own_name(fullname)
@@ -83,7 +83,7 @@ def active() -> bool:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What to set on top of `environ` so that Python processes answer to the name horovod."""
+    """Return what to add to `environ` so that Python processes answer to the name horovod."""
     before = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     return {"PYTHONPATH": os.pathsep.join([SITE, *(part for part in before if part != SITE)])}
 

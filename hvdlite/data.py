@@ -26,11 +26,11 @@ class BaseDataLoader:
     """What a loader consists of; a subclass gives at least `_iterate`."""
 
     def __len__(self) -> int:
-        """Number of batches of one iteration."""
+        """Return the number of batches of one iteration."""
         raise NotImplementedError(f"{type(self).__name__} does not define __len__")
 
     def _iterate(self) -> Iterable[Any]:
-        """The batches of one iteration, from the first; called anew for each."""
+        """Yield the batches of one iteration, from the first; called anew for each."""
         raise NotImplementedError(f"{type(self).__name__} does not define _iterate")
 
     def __iter__(self) -> Iterator[Any]:
@@ -39,7 +39,7 @@ class BaseDataLoader:
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """What the loop gets for a batch: the batch itself, unless a subclass says otherwise."""
+        """Return what the loop gets for a batch: the batch, unless a subclass says otherwise."""
         return batch
 
 

@@ -35,7 +35,7 @@ class Operand(Protocol):
         """The input, flat."""
 
     def output(self, shape: tuple[int, ...]) -> Array:
-        """The output of this shape, flat; may be the input's memory."""
+        """Return the output of this shape, flat; may be the input's memory."""
 
 
 @dataclass(frozen=True)

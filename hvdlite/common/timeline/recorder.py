@@ -184,7 +184,7 @@ class Timeline:
             self._put(TraceWriter.engine, state)
 
     def receiving(self, *, sleeps: bool) -> AbstractContextManager[None]:
-        """The engine receives messages in the block, where it may sleep; then it negotiates."""
+        """Mark a block in which the engine receives messages and may sleep; then it negotiates."""
         return self._receiving(sleeps) if self.enabled else _NOTHING
 
     @contextmanager

@@ -120,7 +120,7 @@ def _without_none(*element: Any) -> tuple[Any, ...]:
 
 
 def _with_none(spec: Any, is_none: list[bool]) -> Callable[..., Any]:
-    """The opposite, for elements that `spec` describes."""
+    """Do the opposite, for elements that `spec` describes."""
 
     def element(*flat: Any) -> Any:
         parts = iter(flat)
