@@ -30,8 +30,6 @@ def build_command(mpi: Mpi, options: Options, place: Place, rank_command: Sequen
 def build_environment(mpi: Mpi, options: Options) -> dict[str, str]:
     """Variables that the MPI itself reads; one that the user has set wins."""
     variables = {}
-    if mpi.kind != HYDRA:
-        variables["OMPI_MCA_osc"] = "^ucx"  # it prints about its priority, and is not used
     if options.tcp:
         variables |= {
             "OMPI_MCA_pml": "ob1",

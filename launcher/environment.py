@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 
 from hvdlite.launcher.commands import build_environment
-from hvdlite.launcher.mpi import Mpi
+from hvdlite.launcher.mpi import HYDRA, Mpi
+from hvdlite.launcher.openmpi import has_fabric, parameter_given
 from hvdlite.launcher.options import Options, cores
 
 # Shell functions, secrets of a launcher, and what an outer MPI job told this process about itself.
@@ -36,9 +37,29 @@ def rank_environment(environ: Mapping[str, str], mpi: Mpi, options: Options) -> 
         "OMP_NUM_THREADS": str(max(1, cores() // _local_ranks(environ, mpi, options))),
         "HOME": os.path.expanduser("~"),  # Open MPI does not start without one
         "PYTHONUNBUFFERED": "1",  # output before a crash must not be lost in a pipe's buffer
+        **_openmpi_defaults(environ, mpi, options),
         **build_environment(mpi, options),
     }
     return passed | {name: value for name, value in defaults.items() if not passed.get(name)}
+
+
+def _openmpi_defaults(environ: Mapping[str, str], mpi: Mpi, options: Options) -> dict[str, str]:
+    """Return the parameters of Open MPI that are set where the user has not set them.
+
+    btl/ofi carries only one-sided operations over a fabric, and opening libfabric for it costs a
+    second of every start; mtl/ofi, which carries messages over a fabric, stays. The osc component
+    of UCX prints lines about its priority, and hvdlite does not use it.
+    """
+    if HYDRA in (mpi.kind, mpi.library):
+        return {}
+    defaults = {"osc": "^ucx"}
+    if not has_fabric():
+        defaults["btl"] = "^ofi"
+    return {
+        f"OMPI_MCA_{name}": value
+        for name, value in defaults.items()
+        if not parameter_given(name, environ, options.mpi_args, mpi.program)
+    }
 
 
 def names_for_other_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:

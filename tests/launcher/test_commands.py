@@ -93,7 +93,7 @@ def test_srun() -> None:
 
 
 def test_variables_that_an_mpi_reads() -> None:
-    assert build_environment(OMPI5, options()) == {"OMPI_MCA_osc": "^ucx"}
+    assert build_environment(OMPI5, options()) == {}
     assert build_environment(MPICH, options()) == {}
     ssh = build_environment(MPICH, options(ssh_port=22))
     assert ssh == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-p 22"}
@@ -153,6 +153,7 @@ def test_the_environment_is_passed_on_less_what_belongs_to_another_job() -> None
         "HVDLITE_CYCLE_TIME": "2",
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_btl": "^ofi",
         "OMP_NUM_THREADS": str(max(1, cores() // 4)),
         "PYTHONUNBUFFERED": "1",
     }

@@ -1,0 +1,57 @@
+"""What a user has told Open MPI already, and what this host has for it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+PARAMETER_FLAGS = ("mca", "omca", "gmca")  # of mpirun: --mca NAME VALUE
+FILE_FLAGS = ("tune", "am")  # of mpirun: files that may set any parameter
+# Devices that only libfabric drives appear here: InfiniBand, Omni-Path, EFA and usNIC register as
+# the first, Slingshot as the others.
+FABRIC_CLASSES = ("infiniband", "cxi", "cxi_user")
+
+
+def parameter_given(
+    name: str, environ: Mapping[str, str], arguments: Sequence[str], program: str
+) -> bool:
+    """Return whether the user has set the parameter `name` of Open MPI, such as ``btl``.
+
+    A user sets it by a variable, by `arguments` of mpirun, or by a parameter file; `program` is the
+    full path of the mpirun, beside which the file of its installation lies.
+    """
+    if environ.get(f"OMPI_MCA_{name}"):
+        return True
+    for position, word in enumerate(arguments):
+        flag = word.lstrip("-") if word.startswith("-") else ""
+        if flag in FILE_FLAGS or flag in PARAMETER_FLAGS and name in arguments[position + 1 :][:1]:
+            return True
+    line = re.compile(rf"^\s*{re.escape(name)}\s*=", re.MULTILINE)
+    return any(line.search(text) for text in _parameter_files(environ, program))
+
+
+def _parameter_files(environ: Mapping[str, str], program: str) -> Iterator[str]:
+    """Yield the text of each parameter file that Open MPI will read."""
+    listed = environ.get("OMPI_MCA_mca_base_param_files")
+    paths = re.split("[:,]", listed) if listed else [
+        os.path.join(environ.get("HOME", ""), ".openmpi", "mca-params.conf"),
+        os.path.join(os.path.dirname(program), "..", "etc", "openmpi-mca-params.conf"),
+    ]  # fmt: skip
+    for path in paths:
+        try:
+            yield Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+
+
+def has_fabric(classes: Path = Path("/sys/class")) -> bool:
+    """Return whether this host has a network that Open MPI drives through libfabric."""
+    for name in FABRIC_CLASSES:
+        try:
+            if any((classes / name).iterdir()):
+                return True
+        except OSError:
+            continue
+    return False

@@ -1,0 +1,90 @@
+"""Which parameters of Open MPI the launcher sets: only those that its user has not set."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdlite.launcher import environment
+from hvdlite.launcher.environment import rank_environment
+from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_all
+from hvdlite.launcher.openmpi import has_fabric, parameter_given
+from tests.launcher.jobs import launch
+from tests.launcher.test_commands import MPICH, OMPI4, OMPI5, SRUN, options
+
+
+@pytest.fixture(autouse=True)
+def no_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "has_fabric", lambda: False)
+
+
+@pytest.mark.parametrize("mpi", [OMPI5, OMPI4, SRUN])
+def test_libfabric_is_not_opened_where_nobody_needs_it(mpi: Mpi, tmp_path: Path) -> None:
+    assert rank_environment({"HOME": str(tmp_path)}, mpi, options())["OMPI_MCA_btl"] == "^ofi"
+
+
+def test_mpich_gets_no_parameters_of_open_mpi() -> None:
+    for mpi in (MPICH, Mpi(SLURM, "/usr/bin/srun", "srun", 0, library=HYDRA)):
+        names = rank_environment({}, mpi, options())
+        assert not any(name.startswith("OMPI_") for name in names)
+
+
+def test_a_fabric_keeps_the_component_that_drives_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert not has_fabric(tmp_path)
+    (tmp_path / "infiniband").mkdir()
+    assert not has_fabric(tmp_path)
+    (tmp_path / "infiniband" / "efa_0").mkdir()
+    assert has_fabric(tmp_path)
+    monkeypatch.setattr(environment, "has_fabric", lambda: True)
+    assert "OMPI_MCA_btl" not in rank_environment({}, OMPI5, options())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--mca", "btl", "self,tcp"), ("-mca", "btl", "^x"), ("--tune", "file"), ("--am", "file")],
+)
+def test_mpi_args_of_the_user_win(words: tuple[str, ...]) -> None:
+    assert "OMPI_MCA_btl" not in rank_environment({}, OMPI5, options(mpi_args=words))
+    other = options(mpi_args=("--mca", "pml", "btl"))
+    assert rank_environment({}, OMPI5, other)["OMPI_MCA_btl"] == "^ofi"
+
+
+def test_a_variable_of_the_user_wins() -> None:
+    given = rank_environment({"OMPI_MCA_btl": "self,sm"}, OMPI5, options())
+    assert given["OMPI_MCA_btl"] == "self,sm"
+    assert rank_environment({}, OMPI5, options(tcp=True))["OMPI_MCA_btl"].startswith("^uct,ofi")
+
+
+def test_parameter_files_of_the_user_win(tmp_path: Path) -> None:
+    own = tmp_path / ".openmpi" / "mca-params.conf"
+    system = tmp_path / "etc" / "openmpi-mca-params.conf"
+    program = str(tmp_path / "bin" / "mpirun")
+    for folder in (own.parent, system.parent, tmp_path / "bin"):
+        folder.mkdir()
+    home = {"HOME": str(tmp_path)}
+    for path in (own, system):
+        path.write_text("# btl = tcp\nbtl_tcp_if_include = eth0\n")
+        assert not parameter_given("btl", home, (), program)
+        path.write_text("pml = ob1\nbtl = self,tcp\n")
+        assert parameter_given("btl", home, (), program)
+        path.unlink()
+    own.write_text("btl=tcp\n")
+    listed = {"OMPI_MCA_mca_base_param_files": f"/nonexistent:{own}"}
+    assert parameter_given("btl", listed, (), program)
+
+
+USED = next(find_all(os.environ), None)
+
+
+@pytest.mark.skipif(USED is None or USED.kind != OPENMPI, reason="there is no Open MPI")
+@pytest.mark.skipif(has_fabric(), reason="libfabric drives a network here")
+def test_ranks_do_not_open_the_component_that_opens_libfabric() -> None:
+    words = ("-np", "2", sys.executable, "-c", "import mpi4py.MPI")
+    assert "component ofi" not in launch(*words, OMPI_MCA_btl_base_verbose="20").stderr
+    asked = launch(*words, OMPI_MCA_btl_base_verbose="20", OMPI_MCA_btl="self,sm,ofi")
+    assert "component ofi" in asked.stderr
