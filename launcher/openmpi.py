@@ -26,7 +26,9 @@ def parameter_given(
         return True
     for position, word in enumerate(arguments):
         flag = word.lstrip("-") if word.startswith("-") else ""
-        if flag in FILE_FLAGS or flag in PARAMETER_FLAGS and name in arguments[position + 1 :][:1]:
+        if flag in FILE_FLAGS:
+            return True
+        if flag in PARAMETER_FLAGS and name in arguments[position + 1 :][:1]:
             return True
     line = re.compile(rf"^\s*{re.escape(name)}\s*=", re.MULTILINE)
     return any(line.search(text) for text in _parameter_files(environ, program))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,33 @@ def test_the_environment_is_passed_on_less_what_belongs_to_another_job() -> None
         "OMP_NUM_THREADS": str(max(1, cores() // 4)),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def test_a_chosen_mpi_is_loaded_from_where_its_program_is(tmp_path: Path) -> None:
+    for folder in ("bin", "lib"):
+        (tmp_path / folder).mkdir()
+    mpich = Mpi(HYDRA, str(tmp_path / "bin" / "mpiexec"), "MPICH 5.0.2", 5)
+    chosen = {"MPI4PY_MPIABI": "mpich"}
+    system = rank_environment(chosen, mpich, options())  # the dynamic linker finds its library
+    assert system["MPI4PY_MPIABI"] == "mpich"
+    assert "MPI4PY_LIBMPI" not in system
+    library = tmp_path / "lib" / "libmpi.so.12"
+    library.touch()
+    passed = rank_environment(chosen, mpich, options())
+    assert passed["MPI4PY_LIBMPI"] == str(library)
+    assert "MPI4PY_MPIABI" not in passed
+    own = rank_environment({**chosen, "MPI4PY_LIBMPI": "/own"}, mpich, options())
+    assert own["MPI4PY_LIBMPI"] == "/own"
+    assert "MPI4PY_LIBMPI" not in rank_environment({}, mpich, options())
+
+
+def test_mpich_is_found_beside_an_mpirun_of_another_mpi(tmp_path: Path) -> None:
+    mpich = "HYDRA build details:\n    Version:         5.0.2"
+    for name, text in (("mpirun", "mpirun (Open MPI) 5.0.11"), ("mpiexec.hydra", mpich)):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": str(tmp_path), "MPI4PY_MPIABI": "mpich"}
+    assert find_mpi(environ, hosts_given=False).name == "MPICH 5.0.2"
 
 
 def test_threads_per_rank_follow_the_fullest_host_unless_they_are_set() -> None:

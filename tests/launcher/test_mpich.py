@@ -59,6 +59,12 @@ def test_the_first_rank_that_fails_ends_the_job(end: str, code: int) -> None:
     assert "hvdlite-run: rank 1 " in done.stderr
 
 
+@pytest.mark.parametrize("name", ["mpich", "MPICH", "impi"])
+def test_mpich_may_be_chosen_by_name(name: str) -> None:
+    done = launch("-np", "3", *python(JOB), MPI4PY_MPIABI=name)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_process(number: signal.Signals) -> None:
     with start("-np", "2", *python("print('up'); time.sleep(600)")) as process:
