@@ -1,15 +1,20 @@
-"""What an MPI leaves behind when it is killed: processes and shared memory."""
+"""What an MPI leaves behind when it is killed: processes and shared memory.
+
+Nothing is removed that may belong to another job: two containers can share ``/dev/shm`` and a user
+id, and then neither sees the processes of the other. So a segment counts as this job's only if one
+of its own ranks has been seen to map it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterable
 
-SHARED_MEMORY = Path("/dev/shm")
-MPI_SEGMENTS = ("sm_segment.*", "vader_segment.*", "mpich_shm_*", "Intel_MPI_*")
+SHARED_MEMORY = b"/dev/shm/"
+MPI_SEGMENTS = re.compile(rb"/(sm_segment\.|vader_segment\.|osc_|mpich_shm_|Intel_MPI_)[^/]*$")
 
 
 def kill_session(session: int) -> None:
@@ -20,38 +25,30 @@ def kill_session(session: int) -> None:
                 os.kill(process, signal.SIGKILL)
 
 
-def remove_segments(since: float) -> None:
-    """Remove this user's MPI segments newer than `since` (epoch seconds) that nobody maps.
-
-    A segment of another job that runs beside this one is mapped by its ranks, and stays.
-    """
-    candidates = set(_segments(since))
-    if candidates:
-        for path in candidates - _mapped(candidates):
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
-def _segments(since: float) -> Iterator[Path]:
-    for pattern in MPI_SEGMENTS:
-        for path in SHARED_MEMORY.glob(pattern):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                if status.st_uid == os.geteuid() and status.st_ctime >= since:
-                    yield path
-
-
-def _mapped(candidates: set[Path]) -> set[Path]:
-    """Those of `candidates` that a process maps; all of them where that cannot be told."""
-    found: set[Path] = set()
-    processes = _processes()
-    if not processes:
-        return candidates
-    for process in processes:
+def segments_of(groups: Collection[int]) -> set[bytes]:
+    """Return the MPI segments that the processes of these process groups map (Linux)."""
+    found: set[bytes] = set()
+    for process in _processes():
         with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{process}/maps").read_text(errors="replace")
-            found |= {path for path in candidates if str(path) in maps}
+            if os.getpgid(process) in groups:
+                with open(f"/proc/{process}/maps", "rb") as maps:
+                    found.update(_segments(maps))
     return found
+
+
+def _segments(maps: Iterable[bytes]) -> Iterable[bytes]:
+    """Yield the paths of MPI segments in lines of ``/proc/PID/maps``."""
+    for line in maps:
+        path = line.split(maxsplit=5)[5:]
+        if path and path[0].startswith(SHARED_MEMORY) and MPI_SEGMENTS.search(path[0].rstrip()):
+            yield path[0].rstrip()
+
+
+def remove_segments(paths: Iterable[bytes]) -> None:
+    """Remove segments; those that are gone already do no harm."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _processes() -> list[int]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.console import open_missing_descriptors, say
 from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import resolve
 from hvdlite.launcher.start import run_job
@@ -19,10 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     That is the exit code of the first rank that failed, 128 + N after signal N, 2 for wrong usage.
     """
+    open_missing_descriptors()
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
-        print(f"hvdlite-run: {error}", file=sys.stderr)
+        say(str(error))
         return USAGE_CODE
 
 
@@ -38,7 +40,10 @@ def _main(argv: Sequence[str]) -> int:
 
         print(report(os.environ))
         return 0
-    outcome = run_job(resolve(args, os.environ), os.environ)
+    options = resolve(args, os.environ)
+    for note in options.notes:
+        say(f"warning: {note}")
+    outcome = run_job(options, os.environ)
     if outcome.sentence:
-        print(f"hvdlite-run: {outcome.sentence}", file=sys.stderr, flush=True)
+        say(outcome.sentence)
     return outcome.code

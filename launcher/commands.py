@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi
+from hvdlite.launcher.mpi_arguments import BINDING_FLAGS, MAPPING_FLAGS, flags_in
 from hvdlite.launcher.options import Options
 
 MANY_HOSTS = 64  # from here on Open MPI's daemons are all started from the first host
@@ -29,7 +30,7 @@ def build_command(mpi: Mpi, options: Options, place: Place, rank_command: Sequen
 
 def build_environment(mpi: Mpi, options: Options) -> dict[str, str]:
     """Variables that the MPI itself reads; one that the user has set wins."""
-    variables = {}
+    variables: dict[str, str] = {}
     if options.tcp:
         variables |= {
             "OMPI_MCA_pml": "ob1",
@@ -55,9 +56,12 @@ def openmpi_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
         arguments += ["--with-ft", "ulfm", "--output", "tag"]
     else:
         arguments += ["--mca", "orte_abort_on_non_zero_status", "0", "--tag-output"]
-    arguments += options.binding_args or ("--bind-to", "none")
+    given = flags_in(options.mpi_args)
+    if not given & BINDING_FLAGS:  # Open MPI refuses an option that comes twice
+        arguments += options.binding_args or ("--bind-to", "none")
     if options.hosts:
-        arguments += ["--host", ",".join(map(str, options.hosts)), "--map-by", "slot"]
+        arguments += ["--host", ",".join(map(str, options.hosts))]
+        arguments += () if given & MAPPING_FLAGS else ("--map-by", "slot")
     daemon = "--prtemca" if new else "--mca"
     arguments += _openmpi_network(options, daemon, new)
     if options.remote:
@@ -104,7 +108,8 @@ def srun_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
     arguments += ["--kill-on-bad-exit=0"]
     if not any(word.startswith("--mpi") for word in options.mpi_args):
         arguments.append("--mpi=pmi2" if mpi.library == HYDRA else "--mpi=pmix")
-    arguments += options.binding_args or ("--cpu-bind=none",)
+    if not flags_in(options.mpi_args) & BINDING_FLAGS:
+        arguments += options.binding_args or ("--cpu-bind=none",)
     return arguments + list(options.mpi_args)
 
 
@@ -122,5 +127,3 @@ BUILDERS: dict[str, Callable[[Mpi, Options, Place], list[str]]] = {
     HYDRA: hydra_arguments,
     SLURM: srun_arguments,
 }
-# Which variable tells a rank its number.
-RANK_VARIABLE = {OPENMPI: "OMPI_COMM_WORLD_RANK", HYDRA: "PMI_RANK", SLURM: "SLURM_PROCID"}

@@ -10,16 +10,18 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Setting, boolean, settings
 
 # Keys of horovodrun that have no meaning here, and what to use instead.
-REPLACED_KEYS = {
+IGNORED_KEYS = {
+    "controller": "hvdlite always runs over MPI",
     "params.hierarchical_allgather": "use params.data_plane",
     "params.torus_allreduce": "use params.allreduce",
     "library_options.num_nccl_streams": "there is one stream per rank",
     "library_options.gloo_timeout_seconds": "use stall_check.shutdown_time_seconds",
+    "logging.hide_timestamp": "use logging.with_timestamp",
 }
 
 
-def read_config_file(path: str) -> dict[str, str]:
-    """Setting name -> text of its variable.
+def read_config_file(path: str, notes: list[str]) -> dict[str, str]:
+    """Setting name -> text of its variable; warnings for the user are appended to `notes`.
 
     Raises `ConfigError` naming the file and the key for an unknown key or a bad value.
     """
@@ -30,11 +32,10 @@ def read_config_file(path: str) -> dict[str, str]:
         if key in by_key:
             entry = by_key[key]
             values[entry.name] = _variable_text(entry, value, source)
-        elif key == "controller":
-            if value != "mpi":
-                raise ConfigError(f"{source}={value!r}: hvdlite always runs over MPI; say mpi")
-        elif key in REPLACED_KEYS:
-            raise ConfigError(f"{source} has no meaning in hvdlite: {REPLACED_KEYS[key]}")
+        elif key in IGNORED_KEYS:
+            if (key, value) != ("controller", "mpi"):
+                why = IGNORED_KEYS[key]
+                notes.append(f"{source}={value!r} has no meaning here, and is ignored: {why}")
         else:
             known = ", ".join(sorted(by_key))
             raise ConfigError(f"{path}: unknown key {key}; the keys are {known}")

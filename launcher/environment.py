@@ -7,13 +7,14 @@ import re
 from collections.abc import Mapping
 
 from hvdlite.launcher.commands import build_environment
-from hvdlite.launcher.mpi import HYDRA, Mpi, library_of
+from hvdlite.launcher.mpi import HYDRA, SLURM, Mpi, library_of
 from hvdlite.launcher.openmpi import has_fabric, parameter_given
-from hvdlite.launcher.options import Options, cores
+from hvdlite.launcher.options import Options
 
 # Shell functions, secrets of a launcher, and what an outer MPI job told this process about itself.
 NOT_PASSED = re.compile(
     r"BASH_FUNC_.*|OLDPWD|_HOROVOD_SECRET_KEY|HVDLITE_LAUNCHER_.*"
+    r"|(HVDLITE|HOROVOD)_((LOCAL|CROSS)_)?(RANK|SIZE)"
     r"|PMIX_(?!MCA_).*|PMI_.*|PMIX?[RUI]?_FD|HYDI_CONTROL_FD|MPI_LOCAL.*"
     r"|OMPI_COMM_WORLD_.*|OMPI_(WORLD|UNIVERSE|FILE|APP_CTX|FIRST)_.*|PRTE_LAUNCHED"
     r"|OMPI_MCA_(num_procs|initial_wdir|cpu_type|orte_.*|ess_.*)"
@@ -35,8 +36,6 @@ def rank_environment(environ: Mapping[str, str], mpi: Mpi, options: Options) -> 
 
         passed |= environment(passed)
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores() // _local_ranks(environ, mpi, options))),
-        "HOME": os.path.expanduser("~"),  # Open MPI does not start without one
         "PYTHONUNBUFFERED": "1",  # output before a crash must not be lost in a pipe's buffer
         **_openmpi_defaults(environ, mpi, options),
         **build_environment(mpi, options),
@@ -81,11 +80,18 @@ def names_for_other_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in environ if not NOT_TO_OTHER_HOSTS.fullmatch(name)))
 
 
-def _local_ranks(environ: Mapping[str, str], mpi: Mpi, options: Options) -> int:
+def most_local_ranks(environ: Mapping[str, str], mpi: Mpi, options: Options) -> int:
+    """Return the number of ranks of the fullest host."""
     nodes = environ.get("SLURM_NNODES", "")
-    if mpi.kind == "slurm" and nodes.isdecimal() and int(nodes):
+    if mpi.kind == SLURM and nodes.isdecimal() and int(nodes):
         return -(-options.num_proc // int(nodes))
     return max(options.counts)
+
+
+def home_directory(environ: Mapping[str, str]) -> str | None:
+    """Return the user's home; None where there is none: no variable, and no entry in passwd."""
+    home = environ.get("HOME") or os.path.expanduser("~")
+    return None if home == "~" else home
 
 
 def is_root() -> bool:

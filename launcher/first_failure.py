@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, field
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
+UNCAUGHT = 1  # what Python exits with after an exception
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class Failure:
     rank: int
     code: int
     lost: bool = False  # it was killed together with its shell, so nobody knows the code
+    cause: str = ""  # the exception that ended it, as "Type: text"
 
     def __str__(self) -> str:
         if self.lost:
@@ -23,6 +25,8 @@ class Failure:
             return f"rank {self.rank} failed: its command was not found (exit code 127)"
         if self.code == NOT_EXECUTABLE:
             return f"rank {self.rank} failed: its command cannot be executed (exit code 126)"
+        if self.cause:
+            return f"rank {self.rank} failed: {self.cause} (exit code {self.code})"
         try:
             name = signal.Signals(self.code - 128).name
         except ValueError:
@@ -38,18 +42,20 @@ class Verdict:
     here: set[int] = field(default_factory=set)  # ranks on the launcher's host
     codes: dict[int, int] = field(default_factory=dict)  # rank -> exit code
     raised: dict[int, bool] = field(default_factory=dict)  # rank -> it is another rank's victim
+    causes: dict[int, str] = field(default_factory=dict)  # rank -> the exception that ended it
     lost: list[int] = field(default_factory=list)
     closed: bool = False  # we are ending the ranks: who ends from now on is no suspect
     _suspects: list[int] = field(default_factory=list)
 
     def receive(self, event: str, rank: int, words: list[str]) -> None:
-        """Take in one event: ``start PID here|there``, ``raised own|internal``, ``exit CODE``."""
+        """Take in one event: `start PID here|there`, `raised own|internal TEXT`, `exit CODE`."""
         if event == "start":
             self.shells[rank] = int(words[0])
             if words[1] == "here":
                 self.here.add(rank)
         elif event == "raised":
             self.raised[rank] = words[0] == "internal"
+            self.causes[rank] = " ".join(words[1:])
             if not self.raised[rank]:
                 self._suspect(rank)
         elif event == "exit":
@@ -90,5 +96,7 @@ class Verdict:
             if rank in self.raised and (code is None or (self.closed and code > 128)):
                 code = 1
             if code:
-                return Failure(rank, code)
+                # After a signal or an exit of its own choice, what it printed before is no cause.
+                cause = self.causes.get(rank, "") if code == UNCAUGHT else ""
+                return Failure(rank, code, cause=cause)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -10,31 +11,36 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Setting, settings
 
 NO_ELASTIC = "elastic training is not part of this version; give -np and the hosts"
-NO_CACHE = "nothing is cached between runs; leave it out"
+# Flags of horovodrun that would change what the job does: they are refused.
+REFUSED = dict.fromkeys(
+    [
+        "--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host",
+        "--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range",
+        "--host-discovery-script",
+    ],
+    NO_ELASTIC,
+)  # fmt: skip
 BY_ITSELF = "choose with --allreduce and --data-plane, or leave it out"
-# Flags of horovodrun that have no meaning here, and what to use instead.
-REPLACED = {
-    "--gloo": "hvdlite always runs over MPI; leave it out",
-    "--jsrun": "inside an LSF allocation, give its hosts with -H and leave it out",
-    "--disable-cache": NO_CACHE,
-    "--hierarchical-allgather": BY_ITSELF,
-    "--no-hierarchical-allgather": BY_ITSELF,
-    "--torus-allreduce": BY_ITSELF,
-    "--no-torus-allreduce": BY_ITSELF,
-    "--num-nccl-streams": "there is one stream per rank; leave it out",
-    "--gloo-timeout-seconds": "use --start-timeout, or --stall-check-shutdown-time-seconds",
-    "--log-hide-timestamp": "use --log-without-timestamp",
-    "--no-log-hide-timestamp": "use --log-with-timestamp",
-    "--min-np": NO_ELASTIC,
-    "--min-num-proc": NO_ELASTIC,
-    "--max-np": NO_ELASTIC,
-    "--max-num-proc": NO_ELASTIC,
-    "--slots-per-host": NO_ELASTIC,
-    "--elastic-timeout": NO_ELASTIC,
-    "--reset-limit": NO_ELASTIC,
-    "--blacklist-cooldown-range": NO_ELASTIC,
-    "--host-discovery-script": NO_ELASTIC,
+# Flags of horovodrun that have no meaning here: the number of their values, and what to do instead.
+IGNORED = {
+    "--gloo": (0, "hvdlite always runs over MPI"),
+    "--jsrun": (0, "hvdlite starts mpirun itself; inside an LSF allocation give its hosts with -H"),
+    "--disable-cache": (0, "nothing is cached between runs"),
+    "--hierarchical-allgather": (0, BY_ITSELF),
+    "--no-hierarchical-allgather": (0, BY_ITSELF),
+    "--torus-allreduce": (0, BY_ITSELF),
+    "--no-torus-allreduce": (0, BY_ITSELF),
+    "--num-nccl-streams": (1, "there is one stream per rank"),
+    "--gloo-timeout-seconds": (1, "use --start-timeout, or --stall-check-shutdown-time-seconds"),
 }
+# Old spellings of horovodrun: the flag of today, the setting, and its value.
+RENAMED = {
+    "--log-hide-timestamp": ("--log-without-timestamp", "log_hide_time", "1"),
+    "--no-log-hide-timestamp": ("--log-with-timestamp", "log_hide_time", "0"),
+}
+
+
+UNRECOGNIZED = "unrecognized arguments: "  # how argparse begins a message
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,9 +53,21 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print before it exits."""
         message = message.removeprefix("argument ")
+        if message.startswith(UNRECOGNIZED):
+            raise self.unknown(message.removeprefix(UNRECOGNIZED).split()[0])
         if message.endswith("expected one argument"):
             message += "; one that starts with a dash is given as FLAG=VALUE"
-        raise ConfigError(message.replace("unrecognized arguments:", "unknown flag"))
+        raise ConfigError(message)
+
+    def unknown(self, flag: str) -> ConfigError:
+        """Return the error for a flag that there is not, with the one that may be meant."""
+        known = [
+            name for name, action in self._option_string_actions.items()
+            if action.help != argparse.SUPPRESS
+        ]  # fmt: skip
+        close = difflib.get_close_matches(flag.partition("=")[0].lower(), known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "hvdlite-run --help lists the flags"
+        return ConfigError(f"unknown flag {flag}: {hint}")
 
 
 class Refuse(argparse.Action):
@@ -58,7 +76,31 @@ class Refuse(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse."""
         flag = self.option_strings[0]
-        raise ConfigError(f"{flag}: {REPLACED[flag]}")
+        raise ConfigError(f"{flag}: {REFUSED[flag]}")
+
+
+class Ignore(argparse.Action):
+    """A flag that only leaves a note."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *args: Any
+    ) -> None:
+        """Note that the flag has no meaning."""
+        flag = self.option_strings[0]
+        namespace.notes.append(f"{flag} has no meaning here, and is ignored: {IGNORED[flag][1]}")
+
+
+class Rename(argparse.Action):
+    """A flag that stands for another one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *args: Any
+    ) -> None:
+        """Set what the other flag sets, and note its name."""
+        flag = self.option_strings[0]
+        today, name, value = RENAMED[flag]
+        setattr(namespace, name, value)
+        namespace.notes.append(f"{flag} is deprecated: use {today}")
 
 
 def make_parser() -> Parser:
@@ -74,22 +116,35 @@ def make_parser() -> Parser:
     _add_mpi_flags(parser)
     _add_output_flags(parser)
     _add_setting_flags(parser)
-    for flag in REPLACED:
-        parser.add_argument(
-            flag, action=Refuse, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+    _add_flags_of_horovodrun(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each rank runs")
     return parser
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; raises `ConfigError` with one sentence that names the flag."""
-    args = make_parser().parse_args(argv)
+    """Parse the command line; raises `ConfigError` with one sentence that names the flag.
+
+    `notes` of the result are warnings for the user.
+    """
+    parser = make_parser()
+    args = parser.parse_args(argv)
     if args.command and args.command[0] == "--":
         del args.command[0]
     elif args.command and args.command[0].startswith("-"):
-        raise ConfigError(f"unknown flag {args.command[0]} (hvdlite-run --help lists the flags)")
+        raise parser.unknown(args.command[0])
     return args
+
+
+def _add_flags_of_horovodrun(parser: Parser) -> None:
+    """Accept or refuse the flags of horovodrun that hvdlite-run does not have."""
+    parser.set_defaults(notes=[])
+    hidden: dict[str, Any] = {"dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for flag in REFUSED:
+        parser.add_argument(flag, action=Refuse, nargs="?", **hidden)
+    for flag, (values, _) in IGNORED.items():
+        parser.add_argument(flag, action=Ignore, nargs=values, **hidden)
+    for flag in RENAMED:
+        parser.add_argument(flag, action=Rename, nargs=0, **hidden)
 
 
 def _add_job_flags(parser: Parser) -> None:
@@ -100,6 +155,10 @@ def _add_job_flags(parser: Parser) -> None:
     add("-np", "--num-proc", type=positive, metavar="N", help="ranks; default: one per core")
     add("--config-file", metavar="YAML", help="settings; flags that are given win")
     add("--as-horovod", action="store_true", help="the ranks find hvdlite when they import horovod")
+    add("--torchrun-env", action="store_true",
+        help="set RANK, WORLD_SIZE, MASTER_ADDR and so on, as torchrun does")  # fmt: skip
+    add("--debug-rank", type=rank_number, metavar="N",
+        help="rank N gets this terminal, so that breakpoint() works there")  # fmt: skip
     add("--verbose", action="store_true", help="print what is started, and how")
 
 
@@ -159,11 +218,20 @@ def _percent(text: str) -> str:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
+    return _whole_number(text, 1)
+
+
+def rank_number(text: str) -> int:
+    """Parse a whole number of at least 0."""
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
     return value

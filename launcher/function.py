@@ -11,13 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.common.base.warn import warn_user
 from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import Options, resolve
 from hvdlite.launcher.start import run_job
 from hvdlite.launcher.worker import Raised, read_answers, write_call
 
 T = TypeVar("T")
+# Flags whose warnings have to name an argument of `run`.
+ARGUMENTS = {"--gloo": "use_gloo", "--disable-cache": "disable_cache"}
 
 
 class RemoteError(RuntimeError):
@@ -45,17 +48,28 @@ def run(
     use_mpi: bool | None = None,
     use_gloo: bool | None = None,
     mpi_args: str | None = None,
+    network_interface: str | None = None,
     network_interfaces: str | Sequence[str] | None = None,
     executable: str | None = None,
     env: Mapping[str, str] | None = None,
+    disable_cache: bool | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    host_discovery_script: str | None = None,
 ) -> list[T]:
     """Run ``func(*args, **kwargs)`` on `num_proc` ranks; returns the results in rank order.
 
     `np` is another name for `num_proc`; the default is 1. The function, its arguments and its
     results travel by cloudpickle, so it may be defined in ``__main__`` or a notebook; it calls
     ``init()`` itself. `start_timeout` is in seconds; `env` replaces ``os.environ``; `executable` is
-    the Python of the ranks. The other arguments are flags of hvdlite-run. With `hosts` on other
-    machines, the working directory must be one that all hosts share.
+    the Python of the ranks. The other arguments are flags of hvdlite-run; those that have no
+    meaning here (`use_gloo`, `disable_cache`) warn, and those of elastic training raise. With
+    `hosts` on other machines, the working directory must be one that all hosts share.
 
     An exception on a rank is raised here as itself; its ``__cause__`` is a `RemoteError` with the
     rank and the traceback there. Where several ranks raise, it is the first that is not merely a
@@ -63,10 +77,10 @@ def run(
     without an answer (killed, or exited), `ConfigError` (a `ValueError`) for arguments that
     contradict each other, and `KeyboardInterrupt` after Ctrl-C.
     """
-    if use_gloo:
-        raise ValueError("use_gloo: hvdlite always runs over MPI; leave it out")
+    if use_gloo and use_mpi:
+        raise ConfigError("use_gloo contradicts use_mpi: give one of them")
     if num_proc is not None and np is not None and num_proc != np:
-        raise ValueError(f"num_proc={num_proc} contradicts np={np}: give one of them")
+        raise ConfigError(f"num_proc={num_proc} contradicts np={np}: give one of them")
     if isinstance(network_interfaces, Sequence) and not isinstance(network_interfaces, str):
         network_interfaces = ",".join(network_interfaces)
     flags = {
@@ -78,13 +92,25 @@ def run(
         "--ssh-identity-file": ssh_identity_file,
         "--output-filename": output_filename,
         "--mpi-args": mpi_args,
+        "--network-interface": network_interface,
         "--network-interfaces": network_interfaces,
+        "--min-np": _first(min_num_proc, min_np),
+        "--max-np": _first(max_num_proc, max_np),
+        "--slots-per-host": slots,
+        "--reset-limit": reset_limit,
+        "--blacklist-cooldown-range": cooldown_range,
+        "--host-discovery-script": host_discovery_script,
     }
+    switches = {"--verbose": verbose, "--gloo": use_gloo, "--disable-cache": disable_cache}
     words = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
-    words += ["--verbose"] if verbose else []
+    words += [flag for flag, on in switches.items() if on]
     words += ["--", executable or sys.executable, "-m", "hvdlite.launcher.worker"]
     environ = os.environ if env is None else env
-    return _run(resolve(parse_args(words), environ), environ, (func, tuple(args), kwargs or {}))
+    options = resolve(parse_args(words), environ)
+    for note in options.notes:
+        flag = note.partition(" ")[0]
+        warn_user(note.replace(flag, ARGUMENTS.get(flag, flag)))
+    return _run(options, environ, (func, tuple(args), kwargs or {}))
 
 
 def _run(options: Options, environ: Mapping[str, str], call: tuple[Any, ...]) -> list[Any]:

@@ -93,3 +93,12 @@ def ranks_per_host(hosts: tuple[Host, ...], num_proc: int) -> tuple[int, ...]:
         counts.append(min(host.slots, left))
         left -= counts[-1]
     return tuple(counts)
+
+
+def host_of_rank(hosts: tuple[Host, ...], num_proc: int, rank: int) -> Host | None:
+    """Return the host on which `rank` runs when hosts are filled in their order."""
+    for host, count in zip(hosts, ranks_per_host(hosts, num_proc), strict=True):
+        if rank < count:
+            return host
+        rank -= count
+    return None

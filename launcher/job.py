@@ -5,39 +5,38 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from hvdlite.launcher import termination_plan as ending
-from hvdlite.launcher.cleanup import kill_session, remove_segments
-from hvdlite.launcher.commands import RANK_VARIABLE, Place, build_command
-from hvdlite.launcher.environment import is_root, names_for_other_hosts
-from hvdlite.launcher.first_failure import Failure, Verdict
-from hvdlite.launcher.mpi import OPENMPI, Mpi
+from hvdlite.launcher.cleanup import kill_session, remove_segments, segments_of
+from hvdlite.launcher.commands import Place, build_command
+from hvdlite.launcher.console import Console
+from hvdlite.launcher.debug import redirections
+from hvdlite.launcher.environment import (
+    home_directory,
+    is_root,
+    most_local_ranks,
+    names_for_other_hosts,
+)
+from hvdlite.launcher.first_failure import Verdict
+from hvdlite.launcher.folders import Folders
+from hvdlite.launcher.mpi import OPENMPI, SLURM, Mpi
+from hvdlite.launcher.mpi_arguments import binds_ranks, places_ranks
 from hvdlite.launcher.options import Options
+from hvdlite.launcher.outcome import End, Outcome, conclude
 from hvdlite.launcher.output import STREAMS, Output
 from hvdlite.launcher.pipes import Channels
-from hvdlite.launcher.rank_shell import wrap
+from hvdlite.launcher.rank_shell import RankShell
 from hvdlite.launcher.signals import SignalInbox, die_with_parent
 from hvdlite.launcher.termination_plan import Ending
+from hvdlite.launcher.unreachable import diagnose
 
+ALLOCATIONS = ("PBS_NODEFILE", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE",
+               "SLURM_JOB_ID", "PRTE_MCA_prte_default_hostfile")  # fmt: skip
 LOOK_SECONDS = 1.0  # how often we look whether a shell has gone without a word
-NOT_STARTED_CODE = 1
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a job ended. `sentence` is for people, and empty when all went well."""
-
-    code: int = 0
-    sentence: str = ""
-    failure: Failure | None = None
-    signal: int | None = None
 
 
 class Job:
@@ -46,21 +45,30 @@ class Job:
     def __init__(self, mpi: Mpi, options: Options, environ: Mapping[str, str]) -> None:
         self.mpi = mpi
         self.options = options
-        self.output = Output(options.num_proc, options.output_filename, options.prefix_timestamp)
-        self.directory = tempfile.mkdtemp(prefix="hvdlite-run-")  # only the user may enter it
+        self.signals = SignalInbox()
+        self.console = Console(give_up=lambda: self.signals.received is not None)
+        self.output = Output(
+            options.num_proc, options.output_filename, options.prefix_timestamp,
+            self.console, options.debug_rank,
+        )  # fmt: skip
+        self.folders = Folders()
         # Open MPI's session directory lies in ours, and goes with it.
-        self.environ = {**environ, "PRTE_MCA_prte_local_tmpdir_base": self.directory}
+        self.environ = {**environ, "PRTE_MCA_prte_local_tmpdir_base": self.folders.temporary}
+        self._names = names_for_other_hosts(environ)
+        # Open MPI does not start without a home.
+        self.environ["HOME"] = home_directory(environ) or self.folders.temporary
         self.token = f"hvdlite-rank-{secrets.token_hex(8)}"
         self.verdict = Verdict()
-        self.channels = Channels(self.directory, self.token, mpi.kind, self.verdict, self.output)
-        self.signals = SignalInbox()
+        self.channels = Channels(
+            self.folders.temporary, self.token, mpi.kind, self.verdict, self.output
+        )
         self.ending: Ending | None = None
         self.timed_out = False
         self.process: subprocess.Popen[bytes] | None = None
+        self._segments: set[bytes] = set()  # shared memory that our ranks were seen to map
 
     def run(self) -> Outcome:
         """Run to the end. When this returns, no process and no file of the job is left."""
-        began = time.time()
         try:
             with self.signals:
                 process = self._start()
@@ -68,22 +76,39 @@ class Job:
                 outcome = self._outcome(self._reap(process))
         finally:
             self._clean_up()
-        if outcome.code:
-            remove_segments(began)
         return outcome
 
     def command_line(self) -> list[str]:
         """The whole command that starts the job."""
-        place = Place(root=is_root(), names=names_for_other_hosts(self.environ))
-        rank_command = wrap(
-            self.options.command,
-            token=self.token,
-            rank_variable=RANK_VARIABLE[self.mpi.kind],
-            directory=self.directory,
-        )
+        place = Place(root=is_root(), names=self._names)
+        rank_command = self._shell().wrap(self.options.command)
         return build_command(self.mpi, self.options, place, rank_command)
 
+    def _shell(self) -> RankShell:
+        options = self.options
+        arguments = (*options.mpi_args, *options.binding_args)
+        # Without hosts, mpirun uses those of an allocation that it knows of.
+        allocated = not options.hosts and any(name in self.environ for name in ALLOCATIONS)
+        known = self.mpi.kind != SLURM and not allocated and not places_ranks(arguments)
+        debug = options.debug_rank is not None
+        return RankShell(
+            token=self.token,
+            kind=self.mpi.kind,
+            directory=self.folders.temporary,
+            ranks=options.num_proc,
+            counts=options.counts if known else (),
+            most_local_ranks=most_local_ranks(self.environ, self.mpi, options),
+            bound=binds_ranks(arguments),
+            prefixes=("HVDLITE", "HOROVOD") if options.as_horovod else ("HVDLITE",),
+            torchrun=options.torchrun_env,
+            here=self.folders.backing_variables(self.mpi, self.environ, options.mpi_args),
+            debug_rank=options.debug_rank,
+            debug_redirect=redirections() if debug else "",
+        )
+
     def _start(self) -> subprocess.Popen[bytes]:
+        if self.options.verbose:
+            self.channels.print_early()
         self.channels.make_pipes(self.options.num_proc)
         self.channels.listen(self.signals.fileno(), self.signals.drain)
         on_death = signal.SIGTERM if self.mpi.kind == OPENMPI else signal.SIGKILL
@@ -120,7 +145,6 @@ class Job:
             return self.channels.read(timeout_seconds)
         except BrokenPipeError:  # as in: hvdlite-run ... | head
             self.signals.note_broken_pipe()
-            _discard_output()
             return True
 
     def _look_for_lost(self) -> None:
@@ -134,6 +158,7 @@ class Job:
     def _decide(self, now: float, too_late: bool) -> None:
         plan = self._plan(too_late)
         if plan is not None:
+            self._note_segments()
             self.ending = Ending.begin(plan, now)
             self.channels.hush = True
         while self.ending and (step := self.ending.next_step(now)):
@@ -162,10 +187,15 @@ class Job:
             self._signal_mpirun(signal.SIGKILL)
             return
         self.verdict.closed = True
+        self._note_segments()
         number = ending.SIGNALS[step]
         self._signal_ranks(number)
         if self.options.remote or len(self.verdict.shells) < self.options.num_proc:
             self._signal_mpirun(signal.SIGTERM)
+
+    def _note_segments(self) -> None:
+        """Note the shared memory of the ranks that are left, before we end them."""
+        self._segments |= segments_of({self.verdict.shells[rank] for rank in self.verdict.here})
 
     def _signal_ranks(self, number: int) -> None:
         """Signal the ranks of this host and their child processes; mpirun reaches the others."""
@@ -189,37 +219,26 @@ class Job:
         self.verdict.closed |= self.verdict.trouble  # who is missing now was ended by mpirun
         for rank in self.verdict.running:
             self.verdict.lose(rank)
-        self.output.finish()
+        with contextlib.suppress(BrokenPipeError):
+            self.output.finish()
+            if self.options.verbose or diagnose(self._said_early()) is None:
+                self.channels.print_early()
         return process.returncode
 
+    def _said_early(self) -> list[str]:
+        return [line.decode(errors="replace") for line in self.channels.said_early or ()]
+
     def _outcome(self, mpirun_code: int) -> Outcome:
-        number = self.signals.received
-        if number is not None:
-            return Outcome(128 + number, f"ended by {signal.Signals(number).name}", signal=number)
-        failure = self.verdict.failure()
-        if self.timed_out:
-            return Outcome(NOT_STARTED_CODE, self._timeout_sentence())
-        if failure is not None:
-            return Outcome(failure.code, f"{failure}; the job has been ended", failure)
-        if mpirun_code:
-            code = mpirun_code if mpirun_code > 0 else 128 - mpirun_code
-            return Outcome(code, f"{self.mpi.name} ended with exit code {code}: see what it says "
-                                 "above (--verbose prints its command line)")  # fmt: skip
-        if len(self.verdict.shells) < self.options.num_proc:
-            return Outcome(NOT_STARTED_CODE, f"{self.mpi.name} ended before {self._missing()} "
-                                             "had started")  # fmt: skip
-        return Outcome()
-
-    def _timeout_sentence(self) -> str:
-        seconds = f"{self.options.start_timeout_seconds:g} seconds"
-        return (
-            f"{self._missing()} had not started after {seconds} (--start-timeout): "
-            "check that the hosts can be reached by ssh and have free slots"
+        for rank, cause in self.output.causes().items():
+            self.verdict.causes.setdefault(rank, cause)
+        end = End(
+            mpi=self.mpi.name,
+            mpi_code=mpirun_code,
+            mpi_said=self._said_early(),
+            signal=self.signals.received,
+            timed_out=self.timed_out,
         )
-
-    def _missing(self) -> str:
-        missing = [r for r in range(self.options.num_proc) if r not in self.verdict.shells]
-        return f"{len(missing)} of {self.options.num_proc} ranks ({_shorten(missing)})"
+        return conclude(end, self.verdict, self.options)
 
     def _clean_up(self) -> None:
         if self.verdict.closed or self.verdict.trouble:
@@ -229,14 +248,10 @@ class Job:
             self.process.wait()
         if self.process is not None and self.ending is not None:
             kill_session(self.process.pid)  # such as an ssh that found no host
+        remove_segments(self._segments)
         self.channels.close()
         self.output.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _shorten(ranks: list[int]) -> str:
-    text = ", ".join(map(str, ranks[:6]))
-    return text if len(ranks) <= 6 else f"{text} and {len(ranks) - 6} more"
+        self.folders.remove()
 
 
 def _exists(process: int) -> bool:
@@ -254,11 +269,3 @@ def _signal_group(shell: int, number: int) -> None:
     if shell != os.getpgrp():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(shell, number)
-
-
-def _discard_output() -> None:
-    """From here on, what we print goes nowhere."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(null, stream)
-    os.close(null)

@@ -101,7 +101,7 @@ def _version_text(program: str) -> str:
     try:
         done = subprocess.run(
             [program, "--version"],
-            env={"HOME": os.path.expanduser("~"), **os.environ},  # Open MPI needs one
+            env={"HOME": "/", **os.environ},  # Open MPI does not start without one
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_SECONDS,
             check=False,
         )  # fmt: skip

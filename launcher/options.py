@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +11,14 @@ from pathlib import Path
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config, settings
 from hvdlite.launcher.config_file import read_config_file
+from hvdlite.launcher.cores import cores
+from hvdlite.launcher.debug import PATIENCE, check_debug_rank
 from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
+from hvdlite.launcher.mpi_arguments import BINDING_FLAGS, flags_in
 
+# Flags that become fields of `Options` as they are.
+AS_GIVEN = ("ssh_port", "ssh_identity_file", "tcp", "as_horovod", "torchrun_env", "debug_rank",
+            "output_filename", "prefix_timestamp", "verbose")  # fmt: skip
 # Of two settings, the second says nothing (or the opposite) once the first is given.
 CONTRADICTIONS = (
     ("hierarchical_allreduce", "allreduce"),
@@ -38,9 +43,12 @@ class Options:
     binding_args: tuple[str, ...] = ()
     tcp: bool = False
     as_horovod: bool = False
+    torchrun_env: bool = False
+    debug_rank: int | None = None
     output_filename: str | None = None
     prefix_timestamp: bool = False
     verbose: bool = False
+    notes: tuple[str, ...] = ()  # warnings for the user
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -53,13 +61,6 @@ class Options:
         return any(host.remote for host in self.hosts)
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     """Check the flags against each other, the config file and the environment.
 
@@ -68,31 +69,33 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     if not args.command:
         raise ConfigError("no command given, such as: hvdlite-run -np 4 python train.py")
     hosts = _hosts(args)
-    num_proc = args.num_proc or _default_num_proc(hosts, environ)
-    variables = _variables(args)
-    merged = {**environ, **variables}
-    config = Config.from_environ(merged)
+    notes = list(args.notes)
+    variables = _variables(args, notes)
+    config = Config.from_environ({**environ, **variables})
     if args.timeline_mark_cycles == "1" and not config.timeline:
         raise ConfigError("--timeline-mark-cycles needs --timeline-filename")
+    if args.debug_rank is not None:
+        variables |= _patience(config)
     options = Options(
         command=tuple(args.command),
-        num_proc=num_proc,
+        num_proc=args.num_proc or _default_num_proc(hosts, environ),
         hosts=hosts,
         variables=variables,
         start_timeout_seconds=config.start_timeout_seconds,
-        ssh_port=args.ssh_port,
-        ssh_identity_file=args.ssh_identity_file,
         network_interfaces=_interfaces(args),
         mpi_args=_words(args.mpi_args, "--mpi-args"),
         binding_args=_words(args.binding_args, "--binding-args"),
-        tcp=args.tcp,
-        as_horovod=args.as_horovod,
-        output_filename=args.output_filename,
-        prefix_timestamp=args.prefix_timestamp,
-        verbose=args.verbose,
+        notes=tuple(notes),
+        **{name: getattr(args, name) for name in AS_GIVEN},
     )
     _check(options, config)
     return options
+
+
+def _patience(config: Config) -> dict[str, str]:
+    """Return variables that let ranks wait for one that is being debugged, where nothing is set."""
+    variables = {entry.name: entry.variable for entry in settings()}
+    return {variables[name]: text for name, text in PATIENCE.items() if name not in config.given}
 
 
 def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
@@ -108,7 +111,7 @@ def _default_num_proc(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> in
     return int(tasks) if tasks.isdecimal() and int(tasks) else cores()
 
 
-def _variables(args: argparse.Namespace) -> dict[str, str]:
+def _variables(args: argparse.Namespace, notes: list[str]) -> dict[str, str]:
     """The environment variables that the config file and, winning, the flags set."""
     given = {}
     for entry in settings():
@@ -116,7 +119,8 @@ def _variables(args: argparse.Namespace) -> dict[str, str]:
         if text is not None and entry.flag:
             given[entry.name] = entry.variable_text(text, entry.flag)
     _refuse_contradictions(given)
-    values = read_config_file(args.config_file) if args.config_file is not None else {}
+    path = args.config_file
+    values = read_config_file(path, notes) if path is not None else {}
     values.update(given)
     return {entry.variable: values[entry.name] for entry in settings() if entry.name in values}
 
@@ -153,6 +157,10 @@ def _check(options: Options, config: Config) -> None:
             f"--thread-affinity names {len(affinity)} cores, and a host has {local_ranks} ranks: "
             "name one core for each local rank"
         )
+    if options.debug_rank is not None:
+        check_debug_rank(options.debug_rank, options.num_proc, options.hosts)
+    if options.binding_args and flags_in(options.mpi_args) & BINDING_FLAGS:
+        raise ConfigError("--binding-args contradicts --mpi-args, which binds ranks, too")
     identity = options.ssh_identity_file
     if identity is not None and not Path(identity).is_file():
         raise ConfigError(f"--ssh-identity-file: there is no file {identity}")

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import BinaryIO
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.console import Console
+from hvdlite.launcher.error_text import last_exception
 
 STREAMS = ("stdout", "stderr")
 LONGEST_LINE_BYTES = 1 << 20  # a longer one is printed in parts
+TAIL_BYTES = 1 << 14  # of standard error, in which the reason of a failure is looked for
+# How often a line that is being redrawn, such as a progress bar, is printed to what is no terminal.
+PROGRESS_SECONDS = 10.0
+
+Key = tuple[int, str]  # rank and stream
 
 
 class Output:
-    """Prints for all ranks, on this process's own standard output and error."""
+    """Prints for all ranks, on this process's own standard output and error.
 
-    def __init__(self, num_proc: int, directory: str | None, timestamps: bool) -> None:
+    A program redraws a line by ending it with ``\\r`` instead of ``\\n``. The bars of several ranks
+    cannot share a terminal's line: the state that a line ends with is printed, and meanwhile a
+    terminal shows the bar of the lowest rank that has one, and a file gets a state now and then.
+    """
+
+    def __init__(
+        self, num_proc: int, directory: str | None, timestamps: bool,
+        console: Console | None = None, raw_rank: int | None = None,
+    ) -> None:  # fmt: skip
         self.timestamps = timestamps
-        self._rest: dict[tuple[int, str], bytes] = {}
-        self._ended_with: dict[tuple[int, str], bytes] = {}
-        self._files: dict[tuple[int, str], BinaryIO] = {}
+        self.raw_rank = raw_rank  # what it prints is passed on as it is
+        self.console = console or Console()
+        self._rest: dict[Key, bytes] = {}  # the start of a line that has not ended
+        self._progress_at: dict[Key, float] = {}  # when a state of the line was printed last
+        self._tails: dict[int, bytes] = {}
+        self._files: dict[Key, BinaryIO] = {}
+        self._warned = False
         if directory is not None:
             self._open_files(Path(directory), num_proc)
 
@@ -39,24 +57,58 @@ class Output:
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Take in what `rank` has written to `stream`; raises BrokenPipeError."""
         key = (rank, stream)
-        if key in self._files:
-            self._files[key].write(data)
-        data = self._rest.pop(key, b"") + data
-        pieces = data.splitlines(keepends=True)  # a progress bar ends its lines with \r
-        if pieces and not pieces[-1].endswith((b"\r", b"\n")):
-            rest = pieces.pop()
-            if len(rest) > LONGEST_LINE_BYTES:
-                pieces.append(rest + b"\n")
-            else:
-                self._rest[key] = rest
-        prefix = self._prefix(rank, stream)
-        text = b""
-        for piece in pieces:
-            # The other half of \r\n is no line of its own.
-            half = piece == b"\n" and self._ended_with.get(key) == b"\r"
-            text += piece if half else prefix + piece
-            self._ended_with[key] = piece[-1:]
-        self.write(stream, text)
+        self._save(key, data)
+        if stream == "stderr":
+            self._tails[rank] = (self._tails.get(rank, b"") + data)[-TAIL_BYTES:]
+        if rank == self.raw_rank:
+            self.console.write(stream, data)
+            return
+        *lines, rest = (self._rest.pop(key, b"") + data).split(b"\n")
+        if len(rest) > LONGEST_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        if lines:
+            self._end_progress(key)
+            prefix = self._prefix(rank, stream)
+            self.write(stream, b"".join(prefix + _last_state(line) + b"\n" for line in lines))
+        rest = _forget_old_states(rest)
+        if rest:
+            self._rest[key] = rest
+        if b"\r" in rest:
+            self._show_progress(key)
+        else:
+            self._end_progress(key)
+
+    def _show_progress(self, key: Key) -> None:
+        """Show the state of a line that is being redrawn."""
+        rank, stream = key
+        state = self._prefix(rank, stream) + _last_state(self._rest[key])
+        now = time.monotonic()
+        if self.raw_rank is None and self.console.is_terminal(stream):
+            self._progress_at[key] = now
+            if key == min(self._progress_at):
+                self.console.draw(stream, state)
+        elif now - self._progress_at.setdefault(key, now) >= PROGRESS_SECONDS:
+            self._progress_at[key] = now
+            self.write(stream, state + b"\n")
+
+    def _end_progress(self, key: Key) -> None:
+        if self._progress_at.pop(key, None) is not None:
+            self.console.erase()
+
+    def _save(self, key: Key, data: bytes) -> None:
+        """Write to the file of the rank and stream; where that fails, the job goes on without."""
+        if key not in self._files:
+            return
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._files[key].write(left) :]
+        except OSError as error:
+            self._files.pop(key).close()
+            if not self._warned:
+                self._warned = True
+                text = f"hvdlite-run: --output-filename: rank {key[0]}: {error}; the job goes on\n"
+                self.write("stderr", text.encode(errors="replace"))
 
     def _prefix(self, rank: int, stream: str) -> bytes:
         now = time.ctime() if self.timestamps else ""
@@ -64,8 +116,9 @@ class Output:
 
     def finish(self) -> None:
         """Print the lines that were never ended."""
-        for (rank, stream), rest in list(self._rest.items()):
-            self.write(stream, self._prefix(rank, stream) + rest + b"\n")
+        for key, rest in list(self._rest.items()):
+            self._end_progress(key)
+            self.write(key[1], self._prefix(*key) + _last_state(rest) + b"\n")
         self._rest.clear()
 
     def close(self) -> None:
@@ -74,14 +127,30 @@ class Output:
             file.close()
         self._files.clear()
 
-    @staticmethod
-    def write(stream: str, text: bytes) -> None:
-        """Write to this process's own stream, as it is; a notebook's has no bytes."""
-        if not text:
-            return
-        target = sys.stdout if stream == "stdout" else sys.stderr
-        if hasattr(target, "buffer"):
-            target.buffer.write(text)
-        else:
-            target.write(text.decode(errors="replace"))
-        target.flush()
+    def causes(self) -> dict[int, str]:
+        """Return the last exception that each rank has printed, as ``Type: text``."""
+        found = {rank: last_exception(tail) for rank, tail in self._tails.items()}
+        return {rank: text for rank, text in found.items() if text}
+
+    def write(self, stream: str, text: bytes) -> None:
+        """Write to this process's own stream, as it is; raises BrokenPipeError."""
+        self.console.write(stream, text)
+
+
+def _last_state(line: bytes) -> bytes:
+    """Return what a reader of the line sees last; the ``\\r`` of a ``\\r\\n`` stays."""
+    body = line.rstrip(b"\r")
+    states = [state for state in body.split(b"\r") if state.strip()]
+    return (states[-1] if states else b"") + (b"\r" if line.endswith(b"\r") else b"")
+
+
+def _forget_old_states(rest: bytes) -> bytes:
+    """Return `rest` without the states of its line that have been drawn over."""
+    states = rest.split(b"\r")
+    drawn = [index for index, state in enumerate(states) if state]
+    if len(states) == 1 or not drawn:
+        return rest
+    if not states[drawn[-1]].strip():  # blanks: the program has wiped its bar away
+        return b""
+    start = drawn[-1]
+    return (b"\r" if start else b"") + b"\r".join(states[start:])

@@ -39,12 +39,17 @@ class Channels:
         self.output = output
         self.hush = False  # mpirun's own complaints are not worth reading while we end the job
         self.mpirun_streams = 0  # that are still open
+        # What mpirun says before all ranks have started is kept, for where they never do: whoever
+        # reads it there finds the cause.
+        self.said_early: list[bytes] | None = []
+        self._ranks = 0
         self._selector = selectors.DefaultSelector()
         self._unended: dict[int, bytes] = {}  # file descriptor -> the start of a line
         self._own: list[int] = []  # file descriptors to close
 
     def make_pipes(self, ranks: int) -> None:
         """Make the named pipes of `ranks` ranks, and listen to their events."""
+        self._ranks = ranks
         for rank in range(ranks):
             for stream in STREAMS:
                 os.mkfifo(self._path(f"{rank}.{stream}"), 0o600)
@@ -71,6 +76,12 @@ class Channels:
         for key, _ in ready:
             key.data(key.fd)
         return bool(ready)
+
+    def print_early(self) -> None:
+        """Print what mpirun has said so far, and from now on whatever it says at once."""
+        said, self.said_early = self.said_early, None
+        for line in said or ():
+            self.output.write("stderr", line + b"\n")
 
     def close(self) -> None:
         """Close all."""
@@ -118,9 +129,13 @@ class Channels:
             return
         rank = int(words[1])
         self.verdict.receive(words[0], rank, words[2:])
-        if words[0] == "start" and rank in self.verdict.here:
+        if words[0] != "start":
+            return
+        if rank in self.verdict.here:
             for stream in STREAMS:
                 self._open(f"{rank}.{stream}", os.O_RDONLY, self._reader_of(rank, stream))
+        if len(self.verdict.shells) == self._ranks:
+            self.print_early()
 
     def _reader_of(self, rank: int, stream: str) -> Reader:
         def reader(fd: int) -> None:
@@ -145,5 +160,9 @@ class Channels:
             self._event(token + rest)
         if mark and (text or not token):
             self.output.feed(int(mark[1]), stream, text + b"\n")
-        elif not mark and not token and not self.hush:
+        elif mark or token or self.hush:
+            return
+        elif self.said_early is not None:
+            self.said_early.append(line)
+        else:
             self.output.write("stderr", line + b"\n")

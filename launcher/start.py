@@ -6,39 +6,48 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.console import say
 from hvdlite.launcher.environment import rank_environment
-from hvdlite.launcher.job import Job, Outcome
+from hvdlite.launcher.job import Job
 from hvdlite.launcher.mpi import find_mpi
 from hvdlite.launcher.options import Options
+from hvdlite.launcher.outcome import Outcome
+from hvdlite.launcher.torchrun import torchrun_variables
 
 
 def run_job(options: Options, environ: Mapping[str, str]) -> Outcome:
     """Run the job; raises `ConfigError` before anything is started."""
     mpi = find_mpi(environ, bool(options.hosts))
     passed = rank_environment(environ, mpi, options)
-    _check_command(options, passed)
-    job = Job(mpi, options, passed)
-    if options.verbose:
-        _explain(job, environ)
-    return job.run()
+    options = replace(options, command=_command(options, passed))
+    with torchrun_variables(options, environ) as variables:
+        job = Job(mpi, options, passed | variables)
+        if options.verbose:
+            _explain(job, environ)
+        return job.run()
 
 
 def _explain(job: Job, environ: Mapping[str, str]) -> None:
     changed = {k: v for k, v in sorted(job.environ.items()) if v != environ.get(k)}
     command = ["<rank shell>" if "\n" in word else word for word in job.command_line()]
-    for line in (
-        f"{job.mpi.name}, {job.options.num_proc} ranks",
-        f"sets {shlex.join(f'{name}={value}' for name, value in changed.items())}",
-        f"runs {shlex.join(command)}",
-    ):
-        print(f"hvdlite-run: {line}", file=sys.stderr, flush=True)
+    say(f"{job.mpi.name}, {job.options.num_proc} ranks")
+    say(f"sets {shlex.join(f'{name}={value}' for name, value in changed.items())}")
+    say(f"runs {shlex.join(command)}")
 
 
-def _check_command(options: Options, environ: Mapping[str, str]) -> None:
+def _command(options: Options, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the command that can be run: a script is run by the Python that runs this."""
     command = options.command[0]
-    if options.remote or shutil.which(command, path=environ.get("PATH")):
-        return
-    hint = f"; to run a script say: python {command}" if command.endswith(".py") else ""
-    raise ConfigError(f"the command {command!r} is not found, or cannot be executed{hint}")
+    if shutil.which(command, path=environ.get("PATH")):
+        return options.command
+    script = command.endswith(".py")
+    if script and Path(command).is_file():
+        return (sys.executable, *options.command)
+    if options.remote:
+        return options.command
+    where = "there is no such file" if script else "it is not found, or cannot be executed"
+    raise ConfigError(f"the command {command!r}: {where}")

@@ -20,7 +20,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import report
 
 CALL = "call.pickle"
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+RANK_VARIABLE = "HVDLITE_RANK"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _answer_path(directory: str, rank: int) -> Path:
 
 def main(directory: str) -> int:
     """Call the function, and leave the answer; 1 when it raised."""
-    rank = int(next(os.environ[name] for name in RANK_VARIABLES if name in os.environ))
+    rank = int(os.environ[RANK_VARIABLE])
     try:
         answer, code = cloudpickle.dumps(_call(directory)), 0
     except Exception as error:

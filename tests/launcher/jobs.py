@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,12 +19,24 @@ RANK = """
 import os, sys, time
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 """
+SHARED_MEMORY = Path("/dev/shm")
 MARK = "HVDLITE_TEST_JOB"  # a variable that every process of a job inherits
 
 
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def set_signals(ignored: Collection[int] = ()) -> None:
+    """Set the dispositions that a job starts with, whatever those of the test command are."""
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+
 @contextmanager
-def start(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """Start hvdlite-run; at the end, nothing of the job may be left."""
+def start(
+    *words: str, ignored: Collection[int] = (), **variables: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Start hvdlite-run with these signals ignored; at the end, nothing of the job may be left."""
     with tempfile.TemporaryDirectory() as folder:
         # Temporary files of the launcher and of MPI go where we can look for them.
         variables = {MARK: folder, "TMPDIR": folder, **variables}
@@ -35,6 +47,7 @@ def start(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: set_signals(ignored),  # noqa: PLW1509 - it makes system calls only
         )
         try:
             yield process
@@ -45,6 +58,7 @@ def start(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
             for number in left:
                 os.kill(number, signal.SIGKILL)
         assert left == {}
+        assert list(SHARED_MEMORY.glob(f"hvdlite-run-{process.pid}-*")) == []
         assert os.listdir(folder) == []
 
 

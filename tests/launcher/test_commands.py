@@ -12,7 +12,7 @@ from hvdlite.launcher.commands import Place, build_command, build_environment
 from hvdlite.launcher.environment import names_for_other_hosts, rank_environment
 from hvdlite.launcher.hosts import parse_hosts
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_mpi, identify
-from hvdlite.launcher.options import Options, cores
+from hvdlite.launcher.options import Options
 
 OMPI5 = Mpi(OPENMPI, "/opt/mpirun", "Open MPI 5.0.8", 5)
 OMPI4 = Mpi(OPENMPI, "/usr/bin/mpirun", "Open MPI 4.1.6", 4)
@@ -70,6 +70,25 @@ def test_users_arguments_come_last_and_binding_is_theirs() -> None:
     given = {"mpi_args": ("--mca", "x", "1"), "binding_args": ("--bind-to", "socket")}
     assert command(OMPI5, **given).endswith("--bind-to socket --mca x 1 CMD")
     assert "--bind-to none" not in command(OMPI5, **given)
+
+
+@pytest.mark.parametrize("mpi", [OMPI5, OMPI4])
+def test_a_placement_of_the_user_is_the_only_one(mpi: Mpi) -> None:
+    hosts = parse_hosts("a:2,b:2")
+    for words in (
+        ("--map-by", "node"),
+        ("--map-by=node",),
+        ("-npernode", "2"),
+        ("--rankfile", "f"),
+    ):
+        told = command(mpi, hosts=hosts, mpi_args=words)
+        assert "--map-by slot" not in told
+        assert told.endswith(" ".join((*words, "CMD")))
+        assert "--bind-to none" in told
+    bound = command(mpi, hosts=hosts, mpi_args=("--bind-to", "core"))
+    assert bound.count("--bind-to") == 1
+    assert "--map-by slot" in bound
+    assert command(SRUN, mpi_args=("--cpu-bind=cores",)).count("--cpu-bind") == 1
 
 
 def test_mpich() -> None:
@@ -145,6 +164,8 @@ def test_the_environment_is_passed_on_less_what_belongs_to_another_job() -> None
         "PMI_SIZE": "4",
         "OMPI_COMM_WORLD_RANK": "3",
         "HVDLITE_LAUNCHER_EVENTS": "t 0 /x",
+        "HVDLITE_CROSS_RANK": "1",
+        "HOROVOD_RANK": "3",
     }
     passed = rank_environment(environ, OMPI5, options(variables={"HVDLITE_CYCLE_TIME": "2"}))
     assert passed == {
@@ -155,7 +176,6 @@ def test_the_environment_is_passed_on_less_what_belongs_to_another_job() -> None
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_osc": "^ucx",
         "OMPI_MCA_btl": "^ofi",
-        "OMP_NUM_THREADS": str(max(1, cores() // 4)),
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -185,17 +205,6 @@ def test_mpich_is_found_beside_an_mpirun_of_another_mpi(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     environ = {"PATH": str(tmp_path), "MPI4PY_MPIABI": "mpich"}
     assert find_mpi(environ, hosts_given=False).name == "MPICH 5.0.2"
-
-
-def test_threads_per_rank_follow_the_fullest_host_unless_they_are_set() -> None:
-    spread = options(num_proc=4 * cores(), hosts=parse_hosts(f"a:{cores()},b:{3 * cores()}"))
-    assert rank_environment({}, OMPI5, spread)["OMP_NUM_THREADS"] == "1"
-    alone = rank_environment({}, OMPI5, options(num_proc=1))
-    assert alone["OMP_NUM_THREADS"] == str(cores())
-    nodes = rank_environment({"SLURM_NNODES": "4"}, SRUN, options())
-    assert nodes["OMP_NUM_THREADS"] == str(cores())
-    chosen = rank_environment({"OMP_NUM_THREADS": "3"}, OMPI5, options())
-    assert chosen["OMP_NUM_THREADS"] == "3"
 
 
 def test_other_hosts_do_not_get_what_describes_this_one() -> None:

@@ -8,12 +8,14 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.launcher import RemoteError
+from tests.launcher.jobs import set_signals
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
 
 pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
@@ -103,10 +105,30 @@ def test_contradictions_are_refused() -> None:
         hvdlite.run(rank, num_proc=2, np=3)
     with pytest.raises(ValueError, match="--hostfile"):
         hvdlite.run(rank, hosts="localhost:1", hostfile="hosts")
-    with pytest.raises(ValueError, match="use_gloo"):
-        hvdlite.run(rank, use_gloo=True)
+    with pytest.raises(ValueError, match="use_gloo contradicts use_mpi"):
+        hvdlite.run(rank, use_gloo=True, use_mpi=True)
+    with pytest.raises(ValueError, match="elastic"):
+        hvdlite.run(rank, num_proc=2, min_num_proc=1)
+    with pytest.raises(ValueError, match="elastic"):
+        hvdlite.run(rank, host_discovery_script="hosts.sh")
     with pytest.raises(ValueError, match="HVDLITE_CYCLE_TIME"):
         hvdlite.run(rank, env={**os.environ, "HVDLITE_CYCLE_TIME": "garbage"})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"use_gloo": True}, {"use_mpi": True}, {"disable_cache": True}],
+    ids=lambda given: next(iter(given)),
+)
+def test_arguments_of_horovod_run_run_the_function(
+    given: dict[str, Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    assert hvdlite.run(rank, np=2, **given) == [0, 1]
+    name = next(iter(given))
+    warned = [str(each.message) for each in recwarn if "no meaning here" in str(each.message)]
+    assert [text.partition(" ")[0] for text in warned] == (
+        [name] if name in ("use_gloo", "disable_cache") else []
+    )
 
 
 def test_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -148,6 +170,6 @@ def test_ctrl_c_is_a_keyboard_interrupt() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment(), capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=60, check=False, preexec_fn=set_signals,
     )  # fmt: skip
     assert done.stdout == "interrupted\n", done.stderr

@@ -9,8 +9,9 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import settings
-from hvdlite.launcher.flags import REPLACED, make_parser, parse_args
-from hvdlite.launcher.options import Options, cores, resolve
+from hvdlite.launcher.cores import cores
+from hvdlite.launcher.flags import IGNORED, REFUSED, RENAMED, make_parser, parse_args
+from hvdlite.launcher.options import Options, resolve
 
 
 def options(*words: str, environ: Mapping[str, str] | None = None) -> Options:
@@ -43,10 +44,27 @@ def test_a_bad_number_of_ranks_is_refused(number: str) -> None:
     assert error(f"--num-proc={number}").startswith("-np/--num-proc: ")
 
 
-@pytest.mark.parametrize("flag", sorted(REPLACED))
-def test_flags_without_a_meaning_say_what_replaces_them(flag: str) -> None:
-    assert error(flag, "2") == f"{flag}: {REPLACED[flag]}"
-    assert error(f"{flag}=2") == f"{flag}: {REPLACED[flag]}"
+@pytest.mark.parametrize("flag", sorted(REFUSED))
+def test_flags_of_elastic_training_are_refused(flag: str) -> None:
+    assert error(flag, "2") == f"{flag}: {REFUSED[flag]}"
+    assert error(f"{flag}=2") == f"{flag}: {REFUSED[flag]}"
+
+
+@pytest.mark.parametrize("flag", sorted(IGNORED))
+def test_flags_without_a_meaning_warn_and_the_command_stays_whole(flag: str) -> None:
+    values, text = IGNORED[flag]
+    given = options("-np", "2", flag, *["3"] * values)
+    assert given.command == ("python", "train.py", "--lr", "1")
+    assert given.notes == (f"{flag} has no meaning here, and is ignored: {text}",)
+    without = parse_args(["-np", "2", flag, *["3"] * values, "python", "train.py"])
+    assert without.command == ["python", "train.py"]
+
+
+def test_old_spellings_of_flags_do_what_they_did() -> None:
+    for flag, (today, _, value) in RENAMED.items():
+        given = options("-np", "1", flag)
+        assert given.variables == {"HVDLITE_LOG_HIDE_TIME": value}
+        assert given.notes == (f"{flag} is deprecated: use {today}",)
 
 
 @pytest.mark.parametrize("flag", ["--bogus", "--bogus=1", "-z", "--auto", "--verb", "--host"])
@@ -54,6 +72,31 @@ def test_an_unknown_flag_is_named(flag: str) -> None:
     assert flag in error(flag)
     with pytest.raises(ConfigError, match="unknown flag"):
         parse_args(["-np", "2", flag, "python", "train.py"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--np", "-np"),
+        ("-n", "-np"),
+        ("-NP", "-np"),
+        ("--host=a:2", "--hosts"),
+        ("--verbos", "--verbose"),
+        ("--fusion-treshold-mb", "--fusion-threshold-mb"),
+        ("--as-horovd", "--as-horovod"),
+        ("--output-file", "--output-filename"),
+    ],
+)
+def test_a_misspelt_flag_gets_the_one_that_is_meant(flag: str, meant: str) -> None:
+    wanted = f"unknown flag {flag}: did you mean {meant}?"
+    assert error(flag) == wanted
+    with pytest.raises(ConfigError) as caught:
+        parse_args([flag, "2", "python", "train.py"])
+    assert str(caught.value) == wanted
+
+
+def test_a_flag_that_is_like_no_other_gets_no_guess() -> None:
+    assert error("--zyx") == "unknown flag --zyx: hvdlite-run --help lists the flags"
 
 
 def test_no_command_is_an_error() -> None:
@@ -77,6 +120,10 @@ def test_no_command_is_an_error() -> None:
         (["--mpi-args", "'open"], "--mpi-args"),
         (["--ssh-identity-file", "/nonexistent/key"], "--ssh-identity-file"),
         (["--ssh-port", "x"], "--ssh-port"),
+        (["--binding-args=--bind-to core", "--mpi-args=--bind-to none"], "--binding-args"),
+        (["-np", "2", "--debug-rank", "2"], "--debug-rank 2"),
+        (["--debug-rank", "-1"], "--debug-rank"),
+        (["-H", "localhost:1,far:2", "--debug-rank", "1"], "it runs on far"),
         (["--config-file", "/nonexistent.yaml"], "--config-file"),
         (["--start-timeout", "soon"], "--start-timeout"),
     ],
@@ -167,8 +214,6 @@ def test_the_config_file_has_horovods_keys_and_flags_win(tmp_path: Path) -> None
         ("params: {fusion_threshold_mb: true}", "params.fusion_threshold_mb"),
         ("timeline: {filename: true}", "timeline.filename"),
         ("stall_check: {enabled: 3}", "stall_check.enabled=3"),
-        ("controller: gloo", "controller='gloo'"),
-        ("params: {torus_allreduce: true}", "params.torus_allreduce"),
         ("a: [", "is not YAML"),
     ],
 )
@@ -180,11 +225,33 @@ def test_a_bad_config_file_names_the_key(tmp_path: Path, text: str, named: str) 
     assert str(path) in message
 
 
+def test_keys_of_the_config_file_without_a_meaning_warn(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("controller: gloo\nlibrary_options: {num_nccl_streams: 2}\n"
+                    "params: {torus_allreduce: true, cycle_time_ms: 2}\n")  # fmt: skip
+    given = options("-np", "1", "--config-file", str(path))
+    assert given.variables == {"HVDLITE_CYCLE_TIME": "2"}
+    assert [note.partition(" has no meaning here")[0] for note in given.notes] == [
+        f"{path}: controller='gloo'",
+        f"{path}: library_options.num_nccl_streams=2",
+        f"{path}: params.torus_allreduce=True",
+    ]
+
+
+def test_ranks_wait_for_one_that_is_debugged_unless_told_otherwise() -> None:
+    patient = options("-np", "2", "--debug-rank", "1").variables
+    assert patient == {"HVDLITE_STALL_CHECK_DISABLE": "1", "HVDLITE_START_TIMEOUT": "86400"}
+    own = options("-np", "2", "--debug-rank", "0", "--stall-check", "--start-timeout", "9")
+    assert own.variables == {"HVDLITE_STALL_CHECK_DISABLE": "0", "HVDLITE_START_TIMEOUT": "9"}
+    assert own.start_timeout_seconds == 9
+
+
 def test_help_is_complete() -> None:
     text = make_parser().format_help()
     for entry in settings():
         assert not entry.flag or entry.flag in text
     assert "--gloo" not in text
+    assert "--min-np" not in text
 
 
 @pytest.mark.parametrize("flag", ["-c", "-n", "-host", "--verbos"])

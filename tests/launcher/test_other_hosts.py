@@ -59,17 +59,45 @@ def test_output_and_environment(words: tuple[str, ...]) -> None:
     [
         ("os._exit(7)", 7, "rank 2 failed with exit code 7"),
         ("os.kill(os.getpid(), 9)", 137, "rank 2 was killed by SIGKILL"),
+        ("raise ValueError('bad')", 1, "rank 2 failed: ValueError: bad (exit code 1)"),
     ],
 )
 def test_a_failure_there_ends_the_job(
     words: tuple[str, ...], end: str, code: int, sentence: str
 ) -> None:
-    script = f"sys.stderr.write('last')\nif rank == 2: {end}\ntime.sleep(600)"
+    script = f"sys.stderr.write('last\\n')\nif rank == 2: {end}\ntime.sleep(600)"
     with start(*words, RANK + script) as process:
         _, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert f"hvdlite-run: {sentence}" in err
     assert "[2]<stderr>:last\n" in err
+
+
+def test_a_rank_there_says_that_it_is_only_a_victim(words: tuple[str, ...]) -> None:
+    script = (
+        "from hvdlite.common.base.errors import HorovodInternalError as Internal\n"
+        "from hvdlite.common.base.report_failure import report_uncaught\n"
+        "report_uncaught()\n"
+        "if rank == 2: raise Internal('rank 1 is gone', 1)\n"
+        "import atexit; atexit.register(time.sleep, 1)\n"
+        "if rank == 1: raise ValueError('it was me')\n"
+    )
+    with start(*words, RANK + script) as process:
+        _, err = process.communicate(timeout=60)
+    lines = err.splitlines()
+    assert lines[-1].startswith("hvdlite-run: rank 1 failed: ValueError: it was me (exit code 1)")
+    assert [line for line in lines if line.startswith("[2]")] == [
+        "[2]<stderr>:HorovodInternalError: rank 1 is gone (<string>, line 7)"
+    ]
+
+
+def test_a_rank_there_knows_its_place(words: tuple[str, ...]) -> None:
+    names = ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    script = f"print('at', *(os.environ['HVDLITE_' + name] for name in {names}))"
+    with start(*words, RANK + script) as process:
+        out, _ = process.communicate(timeout=60)
+    places = sorted(line.partition(":at ")[2] for line in out.splitlines())
+    assert places == ["0 0 1 0 2", "1 0 2 1 2", "2 1 2 0 1"]
 
 
 def test_a_signal_ends_ranks_there(words: tuple[str, ...]) -> None:

@@ -1,16 +1,13 @@
-"""Which rank failed first, when a job ends step by step, and how output is put into lines."""
+"""Which rank failed first, and when a job ends step by step."""
 
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 
-from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher import termination_plan as ending
 from hvdlite.launcher.first_failure import Failure, Verdict
-from hvdlite.launcher.output import Output
 from hvdlite.launcher.termination_plan import Ending
 
 
@@ -54,6 +51,14 @@ def test_the_first_cause_is_found(events: list[str], failure: Failure | None) ->
     assert verdict(*events).failure() == failure
 
 
+def test_the_cause_is_what_the_rank_raised() -> None:
+    raised = ["raised 1 own ValueError: bad  data", "exit 1 1"]
+    assert verdict(*raised).failure() == Failure(1, 1, cause="ValueError: bad data")
+    # What was raised and caught before a signal, or another exit code, is no cause.
+    for code in (137, 3):
+        assert verdict("raised 1 own ValueError", f"exit 1 {code}").failure() == Failure(1, code)
+
+
 def test_what_is_running() -> None:
     heard = verdict("start 0 11 here", "start 1 12 there", "start 2 13 here", "exit 2 0", "lose 0")
     assert heard.running == [1]
@@ -64,6 +69,8 @@ def test_a_failure_says_how() -> None:
     assert str(Failure(3, 7)) == "rank 3 failed with exit code 7"
     assert str(Failure(3, 128 + signal.SIGKILL)) == "rank 3 was killed by SIGKILL (exit code 137)"
     assert "not found" in str(Failure(3, 127))
+    caused = Failure(1, 1, cause="RuntimeError: no data")
+    assert str(caused) == "rank 1 failed: RuntimeError: no data (exit code 1)"
     assert str(Failure(3, 255)) == "rank 3 failed with exit code 255"
 
 
@@ -82,45 +89,3 @@ def test_each_step_comes_once_and_in_time() -> None:
 def test_after_a_signal_all_is_over_within_five_seconds(plan: ending.Plan) -> None:
     assert plan[-1][1] == ending.ABANDON
     assert sum(seconds for seconds, _ in plan) < 4.5
-
-
-def test_lines_are_whole_and_carry_their_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    output = Output(2, None, timestamps=False)
-    output.feed(0, "stdout", b"one\ntw")
-    output.feed(1, "stdout", b"other\n")
-    output.feed(0, "stdout", b"o\nthree")
-    output.feed(1, "stderr", b"bad\n")
-    output.finish()
-    out, err = capfd.readouterr()
-    assert out == "[0]<stdout>:one\n[1]<stdout>:other\n[0]<stdout>:two\n[0]<stdout>:three\n"
-    assert err == "[1]<stderr>:bad\n"
-
-
-def test_a_progress_bar_moves_on_its_line(capfd: pytest.CaptureFixture[str]) -> None:
-    output = Output(1, None, timestamps=False)
-    output.feed(0, "stdout", b"10%\r20%\r")
-    output.feed(0, "stdout", b"\nend\r\n")
-    out, _ = capfd.readouterr()
-    assert out == "[0]<stdout>:10%\r[0]<stdout>:20%\r\n[0]<stdout>:end\r\n"
-
-
-def test_time_comes_before_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    Output(1, None, timestamps=True).feed(0, "stdout", b"x\n")
-    out, _ = capfd.readouterr()
-    when, _, rest = out.partition("[")
-    assert len(when) == len("Mon Nov 21 04:06:00 2026")
-    assert rest == "0]<stdout>:x\n"
-
-
-def test_files_hold_the_bytes_of_each_rank(tmp_path: Path) -> None:
-    output = Output(11, str(tmp_path / "logs"), timestamps=False)
-    output.feed(3, "stderr", b"raw\x00\xff no end")
-    output.close()
-    assert (tmp_path / "logs" / "rank.03" / "stderr").read_bytes() == b"raw\x00\xff no end"
-    assert (tmp_path / "logs" / "rank.10" / "stdout").read_bytes() == b""
-
-
-def test_files_that_cannot_be_written_are_found_at_once(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--output-filename"):
-        Output(2, str(tmp_path / "file"), timestamps=False)

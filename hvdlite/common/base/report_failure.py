@@ -1,7 +1,9 @@
 """Tells the launcher which rank raised first: by the exit codes alone, victims look like culprits.
 
 A rank that ends by an exception shuts hvdlite down on its way out; the others then fail too, and
-may be gone before it. So the rank says at once, through the launcher's named pipe, that it raised.
+may be gone before it. So the rank says at once, through the launcher's named pipe or its own
+standard error, that it raised. A victim's traceback says nothing that the culprit's does not, so
+a victim prints one line.
 """
 
 from __future__ import annotations
@@ -9,11 +11,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
+from collections.abc import Iterator
 from types import TracebackType
 
 from hvdlite.common.base.errors import HorovodInternalError
 
-EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"  # "<token> <rank> <path of the named pipe>"
+# "<token> <rank> <path>": the launcher's named pipe, or "-" for standard error (on other hosts).
+EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"
+STANDARD_ERROR = "-"
+LOG_LEVELS = ("HVDLITE_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
+LONGEST_TEXT = 300
+DEPARTED = "has been shut down and cannot take part any more"  # the coordinator's words
+OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def report_uncaught() -> None:
@@ -25,9 +35,14 @@ def report_uncaught() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        if os.getpid() == process:  # a forked child is no rank
-            report(error)
-        previous(kind, error, traceback)
+        if os.getpid() != process:  # a forked child is no rank
+            previous(kind, error, traceback)
+            return
+        report(error)
+        if _is_victim(error) and previous is sys.__excepthook__ and not _debugging():
+            print(_one_line(error), file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, traceback)
 
     hook.reports_to_launcher = True  # type: ignore[attr-defined]
     sys.excepthook = hook
@@ -39,10 +54,62 @@ def report(error: BaseException) -> None:
     if not events:
         return
     token, rank, path = events.split(" ", 2)
-    whose = "internal" if isinstance(error, HorovodInternalError) else "own"
-    with contextlib.suppress(OSError):  # the launcher is gone
+    # An exception that was raised while a victim's was handled is the victim's, too.
+    internal = any(isinstance(each, HorovodInternalError) for each in _chain(error))
+    text = " ".join(_describe(error)[:LONGEST_TEXT].split())
+    line = f"{token} raised {rank} {'internal' if internal else 'own'} {text}\n"
+    data = line.encode(errors="backslashreplace")
+    with contextlib.suppress(OSError, ValueError):  # the launcher is gone
+        if path == STANDARD_ERROR:
+            os.write(2, data)
+            return
         pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         try:
-            os.write(pipe, f"{token} raised {rank} {whose}\n".encode())
+            os.write(pipe, data)
         finally:
             os.close(pipe)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error`, what caused it, and so on, as a traceback shows them."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        hidden = error.__suppress_context__
+        error = error.__cause__ or (None if hidden else error.__context__)
+
+
+def _describe(error: BaseException) -> str:
+    """Return ``Type: text``."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
+
+
+def _is_victim(error: BaseException) -> bool:
+    """Return whether `error` only tells that another rank has failed or left."""
+    if not isinstance(error, HorovodInternalError):
+        return False
+    own = os.environ[EVENTS_VARIABLE].split(" ", 2)[1]
+    at_fault = str(error.rank) if error.rank is not None else None
+    return at_fault not in (None, own) or DEPARTED in str(error)
+
+
+def _debugging() -> bool:
+    levels = (os.environ.get(name, "").lower() for name in LOG_LEVELS)
+    return any(level in ("debug", "trace") for level in levels)
+
+
+def _one_line(error: BaseException) -> str:
+    """Return the exception and the user's line that it came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame for frame in frames
+        if not frame.filename.startswith(OWN_FOLDER) and "site-packages" not in frame.filename
+    ]  # fmt: skip
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return " ".join(_describe(error).split()) + where

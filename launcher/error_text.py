@@ -1,0 +1,31 @@
+"""The exception at the end of a Python traceback, found in what a process has printed."""
+
+from __future__ import annotations
+
+import re
+
+HEADER = "Traceback (most recent call last):"
+LONGEST_TEXT = 300
+# The line after the frames: the type with its module, and the text where there is one.
+EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(: .*)?$")
+# These have no header where the script itself cannot be read.
+SYNTAX = re.compile(r"^(?:Syntax|Indentation|Tab)Error: .*$", re.MULTILINE)
+
+
+def last_exception(printed: bytes) -> str:
+    """Return the last exception as ``Type: text``, on one line; empty where there is none."""
+    text = printed.decode(errors="replace").replace("\r\n", "\n")
+    _, header, after = text.rpartition(HEADER)
+    if header:
+        for line in after.splitlines()[1:]:
+            if line[:1].isspace() or not line:
+                continue
+            match = EXCEPTION.match(line)
+            return shorten(match[1] + (match[2] or "")) if match else ""
+    syntax = SYNTAX.findall(text)
+    return shorten(syntax[-1]) if syntax else ""
+
+
+def shorten(text: str) -> str:
+    """Return `text` with at most `LONGEST_TEXT` characters."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."

@@ -1,0 +1,98 @@
+"""How a job ended, in the words that its user reads last."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import dataclass
+
+from hvdlite.launcher.first_failure import Failure, Verdict
+from hvdlite.launcher.hosts import host_of_rank
+from hvdlite.launcher.options import Options
+from hvdlite.launcher.unreachable import diagnose
+
+NOT_STARTED_CODE = 1
+MOST_RANKS_NAMED = 6
+MISSING_MODULE = {
+    "horovod": "hvdlite-run --as-horovod lets the script find hvdlite under that name",
+    "hvdlite": f"the ranks run another Python than hvdlite-run, which runs {sys.executable}: "
+               "start the script with that one",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. `sentence` is for people, and empty when all went well."""
+
+    code: int = 0
+    sentence: str = ""
+    failure: Failure | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """What is known when a job is over."""
+
+    mpi: str  # its name, for people
+    mpi_code: int
+    mpi_said: list[str]  # what it said before all ranks had started
+    signal: int | None  # that this process got
+    timed_out: bool
+
+
+def conclude(end: End, verdict: Verdict, options: Options) -> Outcome:
+    """Return the outcome: a signal comes before a rank's failure, and that before mpirun's."""
+    if end.signal is not None:
+        name = signal.Signals(end.signal).name
+        return Outcome(128 + end.signal, f"ended by {name}", signal=end.signal)
+    missing = [rank for rank in range(options.num_proc) if rank not in verdict.shells]
+    if end.timed_out:
+        return Outcome(NOT_STARTED_CODE, _timeout_sentence(missing, options))
+    failure = verdict.failure()
+    if failure is not None:
+        return Outcome(failure.code, failure_sentence(failure), failure)
+    if end.mpi_code:
+        code = end.mpi_code if end.mpi_code > 0 else 128 - end.mpi_code
+        why = diagnose(end.mpi_said) or (
+            f"{end.mpi} ended with exit code {code}: see what it says above "
+            "(--verbose prints its command line)"
+        )
+        return Outcome(code, why)
+    if missing:
+        text = f"{end.mpi} ended before {_name(missing, options)} had started"
+        return Outcome(NOT_STARTED_CODE, text)
+    return Outcome()
+
+
+def failure_sentence(failure: Failure) -> str:
+    """Return what failed first and, where the cause is a well-known one, the remedy."""
+    text = f"{failure}; the job has been ended"
+    for module, hint in MISSING_MODULE.items():
+        if failure.cause.startswith(f"ModuleNotFoundError: No module named '{module}"):
+            text += f"\nhvdlite-run: hint: {hint}"
+    return text
+
+
+def _timeout_sentence(missing: list[int], options: Options) -> str:
+    text = (
+        f"{_name(missing, options)} had not started after {options.start_timeout_seconds:g} "
+        "seconds (--start-timeout): check that the hosts can be reached by ssh and have free slots"
+    )
+    hosts = _remote_hosts(missing, options)
+    return f"{text}, such as by: ssh {hosts[0]} true" if hosts else text
+
+
+def _name(ranks: list[int], options: Options) -> str:
+    named = ", ".join(map(str, ranks[:MOST_RANKS_NAMED]))
+    if len(ranks) > MOST_RANKS_NAMED:
+        named += f" and {len(ranks) - MOST_RANKS_NAMED} more"
+    hosts = _remote_hosts(ranks, options)
+    where = f" on {', '.join(hosts[:MOST_RANKS_NAMED])}" if hosts else ""
+    return f"{len(ranks)} of {options.num_proc} ranks ({named}){where}"
+
+
+def _remote_hosts(ranks: list[int], options: Options) -> list[str]:
+    """Return the names of the other hosts on which `ranks` were to run."""
+    hosts = (host_of_rank(options.hosts, options.num_proc, rank) for rank in ranks)
+    return list(dict.fromkeys(host.name for host in hosts if host is not None and host.remote))

@@ -1,0 +1,50 @@
+"""--torchrun-env: variables by which torch.distributed finds the ranks, as torchrun sets them."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from hvdlite.launcher.options import Options
+
+LOOPBACK = "127.0.0.1"
+
+
+@contextmanager
+def torchrun_variables(options: Options, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yield ``MASTER_ADDR`` and ``MASTER_PORT``; nobody else is given the port meanwhile.
+
+    What the user has set stays. The shell around each rank sets ``RANK`` and its kin.
+    """
+    if not options.torchrun_env:
+        yield {}
+        return
+    with socket.socket() as reservation:
+        # Bound, but not listening: the system gives this port to nobody who asks for any, and lets
+        # rank 0 have it, whose store asks for it by number and with the same option.
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("", 0))
+        variables = {
+            "MASTER_ADDR": first_host(options, environ),
+            "MASTER_PORT": str(reservation.getsockname()[1]),
+        }
+        yield {name: environ.get(name) or value for name, value in variables.items()}
+
+
+def first_host(options: Options, environ: Mapping[str, str]) -> str:
+    """Return the address of the host of rank 0, as the other ranks can reach it."""
+    if options.hosts:
+        first = options.hosts[0]
+        if first.remote:
+            return first.name
+        return socket.gethostname() if options.remote else LOOPBACK
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
+    return first_of_nodelist(nodes) if environ.get("SLURM_JOB_NUM_NODES", "1") != "1" else LOOPBACK
+
+
+def first_of_nodelist(nodes: str) -> str:
+    """Return the first name of a list of Slurm, such as ``node[03-05,7],login``."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else LOOPBACK

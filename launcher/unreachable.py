@@ -1,0 +1,83 @@
+"""Why a host could not be reached, from what ssh and Open MPI say, in one sentence.
+
+This module never reads or writes anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+# What ssh or the shell there says, the cause, and the remedy.
+CAUSES = (
+    (
+        r"Host key verification failed|No \S+ host key is known",
+        "its key is not known to ssh here",
+        "ssh-keyscan {host} >> ~/.ssh/known_hosts, if you trust this network",
+    ),
+    (
+        r"Permission denied|Too many authentication failures",
+        "it refuses the login",
+        "ssh-copy-id {host}, or name the key with --ssh-identity-file",
+    ),
+    (
+        r"Could not resolve hostname|Name or service not known",
+        "its name has no address",
+        "check the spelling, or give the address",
+    ),
+    (
+        r"timed out|No route to host|Network is unreachable",
+        "the network does not lead to it",
+        "check that it is up, and that no firewall is between",
+    ),
+    (
+        r"Connection refused",
+        "no ssh server listens there",
+        "start sshd there, or name its port with --ssh-port",
+    ),
+    (
+        r"Connection (closed|reset) by|kex_exchange_identification",
+        "its ssh server closed the connection",
+        "look into its log, and try: ssh {host} true",
+    ),
+    (
+        r"prted: (No such file|not found|command not found)|orted: (No such|not found|command)",
+        "Open MPI is not installed there at the same path",
+        "make the same Python environment at the same path on all hosts",
+    ),
+    (
+        r"ssh: (not found|command not found)|ssh.*(No such file|not found)|find.*agent.*ssh",
+        "there is no ssh here",
+        "install an ssh client",
+    ),
+)
+HOSTS = (
+    r"resolve hostname ([^\s:]+)",
+    r"connect to host (\S+)",
+    r"host key is known for (\S+)",
+    r"(?:\w+@)([^\s:]+): Permission denied",
+    r"Remote host:\s+(\S+)",
+)
+START_FAILED = "daemon failed to report back"
+
+
+def diagnose(lines: Sequence[str]) -> str | None:
+    """Return host, cause and remedy; None where `lines` do not tell of an unreachable host."""
+    text = "\n".join(lines)
+    if START_FAILED not in text and "ssh" not in text:
+        return None
+    found = (re.search(pattern, text) for pattern in HOSTS)
+    host = next((match[1] for match in found if match), "")
+    for pattern, cause, remedy in CAUSES:
+        if re.search(pattern, text):
+            return _sentence(host, cause, remedy)
+    if START_FAILED in text and host:
+        cause = "ssh works, but Open MPI cannot start there or connect back"
+        return _sentence(host, cause, "open all ports between the hosts, or name the network with "
+                                      "--network-interfaces")  # fmt: skip
+    return None
+
+
+def _sentence(host: str, cause: str, remedy: str) -> str:
+    named = f"host {host}" if host else "a host"
+    return f"{named} cannot be used: {cause}. Remedy: {remedy.format(host=host or 'HOST')}"

@@ -1,0 +1,191 @@
+"""What the end of the output says when a job fails: the cause, once, and what helps."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdlite.launcher.first_failure import Failure
+from hvdlite.launcher.mpi import OPENMPI, find_all
+from hvdlite.launcher.outcome import failure_sentence
+from hvdlite.launcher.unreachable import diagnose
+from tests.launcher.jobs import RANK, launch
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN
+
+with_mpirun = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+USED = next(find_all(os.environ), None)
+with_openmpi = pytest.mark.skipif(
+    USED is None or USED.kind != OPENMPI, reason="there is no Open MPI"
+)
+ENDED = "; the job has been ended"
+
+
+def run(script: str, *words: str, ranks: int = 3, **variables: str) -> list[str]:
+    """The lines of standard error of a job that fails."""
+    done = launch("-np", str(ranks), *words, sys.executable, "-c", RANK + script, **variables)
+    assert done.returncode == 1
+    return done.stderr.splitlines()
+
+
+TRAIN = """
+import numpy as np, hvdlite.numpy as hvd
+hvd.init()
+for step in range(1000):
+    if rank == 1 and step == 3:
+        raise RuntimeError("no more data")
+    hvd.allreduce(np.ones(3), name="x")
+"""
+
+
+@with_mpirun
+def test_the_last_line_is_the_cause_and_victims_print_one_line() -> None:
+    lines = run(TRAIN)
+    assert (
+        lines[-1] == f"hvdlite-run: rank 1 failed: RuntimeError: no more data (exit code 1){ENDED}"
+    )
+    for victim in (0, 2):
+        (line,) = (line for line in lines if line.startswith(f"[{victim}]"))
+        assert line.startswith(f"[{victim}]<stderr>:HorovodInternalError: ")
+        assert "rank 1" in line
+        assert line.endswith("(<string>, line 10)")  # where the script called us
+    assert "[1]<stderr>:Traceback (most recent call last):" in lines
+
+
+@with_mpirun
+def test_all_tracebacks_are_printed_for_those_who_debug() -> None:
+    assert sum("Traceback" in line for line in run(TRAIN, "--log-level", "debug")) == 3
+
+
+@with_mpirun
+def test_what_a_victim_raises_in_turn_is_no_cause() -> None:
+    script = TRAIN.replace("for step", "try:\n  for step").replace("\n    ", "\n      ")
+    script += (
+        "except hvd.HorovodInternalError as error:\n  raise ValueError('training') from error\n"
+    )
+    script = script.replace("hvd.HorovodInternalError", "Internal").replace(
+        "hvd.init()",
+        "from hvdlite.common.exceptions import HorovodInternalError as Internal\nhvd.init()",
+    )
+    assert "rank 1 failed: RuntimeError: no more data (exit code 1)" in run(script)[-1]
+
+
+@with_mpirun
+def test_ranks_that_disagree_show_where() -> None:
+    script = (
+        "import numpy as np, hvdlite.numpy as hvd\nhvd.init()\nhvd.allreduce(np.ones(2 + rank))"
+    )
+    lines = run(script, ranks=2)
+    assert sum("Traceback" in line for line in lines) == 2
+    assert "ranks disagree on shape" in lines[-1]
+
+
+@with_mpirun
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ("raise ValueError('a\\nb')", "ValueError: a"),
+        ("raise SystemExit('stop here')", None),
+        ("class Mine(Exception): pass\nraise Mine", "Mine"),
+        ("compile('a b', 'x.py', 'exec')", "SyntaxError: invalid syntax"),
+        ("import sys\nsys.excepthook = print\nraise KeyError('k')", None),
+    ],
+)
+def test_causes_before_init(script: str, cause: str | None) -> None:
+    code = f"if rank == 1:\n  exec({script!r})\ntime.sleep(600)"
+    said = f"failed: {cause} (exit code 1)" if cause else "failed with exit code 1"
+    assert run(code, ranks=2)[-1] == f"hvdlite-run: rank 1 {said}{ENDED}"
+
+
+@with_mpirun
+@pytest.mark.parametrize(
+    ("module", "hint"), [("horovod.torch", "--as-horovod"), ("hvdlite", sys.executable)]
+)
+def test_a_module_that_is_missing_gets_a_hint(module: str, hint: str) -> None:
+    blocked = "import sys\nsys.modules['hvdlite'] = None\nimport importlib.util\n"
+    raising = f"raise ModuleNotFoundError(\"No module named '{module}'\")"
+    lines = run(blocked + raising, ranks=1)
+    assert lines[-1].startswith("hvdlite-run: hint: ")
+    assert hint in lines[-1]
+
+
+def test_other_modules_get_no_hint() -> None:
+    failure = Failure(0, 1, cause="ModuleNotFoundError: No module named 'pandas'")
+    assert "hint" not in failure_sentence(failure)
+
+
+@with_mpirun
+def test_a_script_is_run_by_the_python_of_the_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.executable, sys.argv[1:])")
+    done = launch("-np", "2", str(script), "--lr", "1")
+    assert done.stdout.count(f":{sys.executable} ['--lr', '1']\n") == 2
+    script.write_text("#!/bin/sh\necho by itself\n")
+    script.chmod(0o755)
+    assert launch("-np", "1", str(script)).stdout == "[0]<stdout>:by itself\n"
+
+
+# -- hosts
+
+BLOCK = """\
+------------------------------------------------------------
+A daemon failed to report back after being spawned. This could
+be due to several factors, including inability to find the
+daemon executable, or the executable was unable to find its
+
+  Local host:    here
+  Remote host:   far
+  Daemon exit status: 255
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "cause", "remedy"),
+    [
+        ("Host key verification failed.", "key is not known", "ssh-keyscan far"),
+        ("me@far: Permission denied (publickey,password).", "refuses the login", "ssh-copy-id far"),
+        (
+            "ssh: Could not resolve hostname far: Name or service not known",
+            "no address",
+            "spelling",
+        ),
+        ("ssh: connect to host far port 22: Connection timed out", "does not lead", "firewall"),
+        ("ssh: connect to host far port 22: No route to host", "does not lead", "firewall"),
+        ("ssh: connect to host far port 22: Connection refused", "no ssh server", "--ssh-port"),
+        ("kex_exchange_identification: Connection closed by remote host", "closed", "ssh far true"),
+        ("sh: 1: /opt/venv/bin/prted: not found", "not installed", "same path"),
+        ("bash: /opt/venv/bin/prted: No such file or directory", "not installed", "same path"),
+        ("", "connect back", "--network-interfaces"),
+    ],
+)
+def test_an_unreachable_host_gets_cause_and_remedy(said: str, cause: str, remedy: str) -> None:
+    sentence = diagnose([f"{said}\r", *BLOCK.splitlines()])
+    assert sentence is not None
+    assert sentence.startswith("host far cannot be used: ")
+    assert "\n" not in sentence
+    assert cause in sentence
+    assert remedy in sentence
+
+
+def test_other_complaints_of_mpirun_stay_its_own() -> None:
+    assert diagnose([]) is None
+    assert diagnose(["There are not enough slots available in the system"]) is None
+
+
+@with_openmpi
+def test_a_job_on_a_host_that_is_not_there_ends_with_one_sentence() -> None:
+    done = launch("-np", "2", "-H", "no-such-host.invalid:2", "true")
+    assert done.returncode not in (0, None)
+    assert done.stderr.startswith("hvdlite-run: host no-such-host.invalid cannot be used: ")
+    assert done.stderr.count("\n") == 1
+    full = launch("--verbose", "-np", "2", "-H", "no-such-host.invalid:2", "true")
+    assert "A daemon failed to report back" in full.stderr
+
+
+@with_openmpi
+@pytest.mark.parametrize("words", ["--map-by slot", "--map-by node", "--bind-to core"])
+def test_hosts_and_a_placement_of_the_user_go_together(words: str) -> None:
+    done = launch("-np", "2", "-H", "localhost:2", f"--mpi-args={words}", "echo", "up")
+    assert (done.returncode, done.stdout.count("up")) == (0, 2), done.stderr
