@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from hvdlite import module_aliases
+from hvdlite import missing_names, module_aliases
 
 if TYPE_CHECKING:
     from hvdlite.launcher.function import run
@@ -34,4 +34,4 @@ def __getattr__(name: str) -> Any:
             return version("hvdlite")
         except PackageNotFoundError:  # a checkout that is not installed
             return "0+unknown"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing_names.attribute_error(__name__, name)

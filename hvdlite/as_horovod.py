@@ -4,6 +4,7 @@
 (also ``-m module`` and ``-c code``). ``horovod.torch`` then *is* ``hvdlite.torch``. It works
 through a ``sitecustomize`` in PYTHONPATH, hence in child processes, too; one that was there before
 still runs. This module is imported at the start of every such process and must stay cheap.
+``python -m hvdlite.as_horovod --install`` lets all processes of an environment answer for good.
 """
 
 from __future__ import annotations
@@ -14,9 +15,22 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from hvdlite.module_aliases import SameModule, exists
+from hvdlite.missing_names import HOROVOD_VERSION, refuse_import
+from hvdlite.module_aliases import SameModule, exists, own_name
+
+TYPE_CHECKING = False  # that of typing, which is slow to import
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from importlib.abc import Loader
+    from importlib.metadata import Distribution, DistributionFinder
+else:  # which are slow to import, and give nothing
+    Loader = object
 
 HOROVOD = "horovod"
+NOTHING = "hvdlite, which answers to the name horovod here, has nothing like it"
+USAGE = """usage: python -m hvdlite.as_horovod train.py [arguments]  (or -m module, -c code)
+       python -m hvdlite.as_horovod --install    (all processes of this environment; also pip, IDEs)
+       python -m hvdlite.as_horovod --uninstall"""
 SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "drop_in")
 # Modules of Horovod that are only a part of a module here, or have the name that they have there.
 PARTS = {
@@ -34,7 +48,6 @@ PARTS = {
 # Which modules of hvdlite answer for one of Horovod: the first that is there. All modules that are
 # not named here have the same name in hvdlite.
 NAMES = {
-    "horovod": ["hvdlite"],
     "horovod.runner": ["hvdlite.launcher"],
     **{
         f"horovod.{package}.{part}": [f"hvdlite.{package}.{part}", f"hvdlite.{package}"]
@@ -42,25 +55,68 @@ NAMES = {
         for part in parts
     },
 }
+# What a real Horovod has, for editors: packages end with a dot.
+STUBS = [
+    "horovod.",
+    "horovod.common.",
+    *(f"horovod.common.{part}" for part in ("basics", "exceptions", "process_sets", "util")),
+    "horovod.data.",
+    "horovod.keras.",
+    "horovod.keras.callbacks",
+    "horovod.runner.",
+    "horovod.tensorflow.keras.",
+    "horovod.tensorflow.keras.callbacks",
+    *(f"horovod.{package}." for package in PARTS),
+    *(f"horovod.{package}.{part}" for package, parts in PARTS.items() for part in parts),
+]
 
 
 class Finder:
     """Finds ``horovod`` and everything below it, and nothing else."""
 
+    answers_to = HOROVOD
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of Horovod; `ModuleNotFoundError` if we lack it."""
+        """Return the spec of a module of Horovod, or None where hvdlite has none.
+
+        An import of what is not there raises ModuleNotFoundError with a sentence of hvdlite.
+        """
         if fullname.partition(".")[0] != HOROVOD:
             return None
+        if fullname == HOROVOD:
+            return ModuleSpec(fullname, Package(), is_package=True)
         own = _own_name(fullname)
         if own is None:
-            raise ModuleNotFoundError(
-                f"No module named {fullname!r}: hvdlite, which answers to the name horovod here, "
-                "has nothing like it",
-                name=fullname,
-            )
+            refuse_import(fullname, NOTHING)
+            return None
         return ModuleSpec(fullname, SameModule(own))
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
+        """Yield the metadata of Horovod, for ``importlib.metadata.version("horovod")``."""
+        from hvdlite.horovod_install import distributions
+
+        return distributions(context)
+
+
+class Package(Loader):
+    """Loads ``horovod`` itself: what ``hvdlite`` has, with the version of Horovod."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """A module object of its own: hvdlite has another version."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Lend the new module the names and the folders of hvdlite."""
+        import hvdlite
+
+        vars(module).update(
+            __all__=["run"],
+            __file__=hvdlite.__file__,
+            __getattr__=lambda name: getattr(hvdlite, name),
+            __path__=hvdlite.__path__,
+            __version__=HOROVOD_VERSION,
+        )
 
 
 def _own_name(fullname: str) -> str | None:
@@ -71,10 +127,19 @@ def _own_name(fullname: str) -> str | None:
     return None
 
 
-def install() -> None:
+def install() -> Finder:
     """Answer to the name horovod in this process, also where Horovod itself is installed."""
-    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder())
+    for finder in sys.meta_path:
+        if isinstance(finder, Finder):
+            return finder
+    finder = Finder()
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+def active() -> bool:
+    """Tell whether this process answers to the name horovod: by a flag, or for good."""
+    return any(getattr(finder, "answers_to", None) == HOROVOD for finder in sys.meta_path)
 
 
 def active() -> bool:
@@ -83,23 +148,53 @@ def active() -> bool:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what to add to `environ` so that Python processes answer to the name horovod."""
+    """What to set on top of `environ` so that Python processes answer to the name horovod."""
     before = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     return {"PYTHONPATH": os.pathsep.join([SITE, *(part for part in before if part != SITE)])}
 
 
 def main() -> None:
-    """Become ``python <arguments>`` with the name answered to."""
+    """Become ``python <arguments>`` with the name answered to, or change the environment."""
     arguments = sys.argv[1:]
-    if not arguments:
-        sys.exit(
-            "usage: python -m hvdlite.as_horovod train.py [arguments]  (or -m module, -c code)"
-        )
+    if arguments in (["--install"], ["--uninstall"]):
+        sys.exit(_change_environment(arguments[0]))
+    if not arguments or arguments[0].startswith("--"):
+        sys.exit(USAGE)
     if sys.flags.ignore_environment:
         sys.exit("hvdlite.as_horovod: python -E and -I ignore PYTHONPATH, which this needs")
     flags = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments) - 2]  # those before -m
     environ = {**os.environ, **environment(os.environ)}
     os.execve(sys.executable, [sys.executable, *flags, *arguments], environ)
+
+
+def _change_environment(flag: str) -> str | None:
+    """Install or uninstall the drop-in; return what went wrong."""
+    from hvdlite.horovod_install import CannotInstallError, install, uninstall
+
+    try:
+        if flag == "--install":
+            done, folders = "installed in", install({name: _stubbed(name) for name in STUBS})
+        else:
+            done, folders = "removed from", uninstall()
+    except (CannotInstallError, OSError) as error:
+        return f"hvdlite.as_horovod: {error}"
+    where = " and ".join(map(str, folders)) or "nowhere: it was not installed"
+    print(f"horovod {HOROVOD_VERSION}, answered by hvdlite: {done} {where}")
+    return None
+
+
+def _stubbed(name: str) -> str:
+    """The module of hvdlite that answers for one of Horovod; no framework is imported."""
+    name = name.removesuffix(".")
+    same = "hvdlite" + name.removeprefix(HOROVOD)
+    names = NAMES.get(name, [same])
+    return own_name(names[0] if _has_file(names[0]) else names[-1])
+
+
+def _has_file(name: str) -> bool:
+    own = own_name(name)
+    path = os.path.join(os.path.dirname(SITE), *own.split(".")[1:])
+    return os.path.exists(path) or os.path.exists(f"{path}.py")
 
 
 if __name__ == "__main__":

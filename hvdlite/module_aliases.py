@@ -13,6 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hvdlite.missing_names import is_elastic, refuse_import
+
 if TYPE_CHECKING:
     from importlib.abc import Loader
 else:  # which is slow to import, and gives nothing
@@ -31,7 +33,7 @@ OWN_NAMES = {
 
 
 def own_name(name: str) -> str:
-    """Return the module's own name; `name` itself, where that is no second name."""
+    """The module's own name; `name` itself, where that is no second name."""
     for second, own in OWN_NAMES.items():
         if name == second or name.startswith(second + "."):
             return own_name(own + name.removeprefix(second))
@@ -58,7 +60,10 @@ class Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec that gives the module which has another name of its own."""
+        """A spec that gives the module which has another name of its own."""
+        if fullname.startswith("hvdlite.") and is_elastic(fullname):
+            refuse_import(fullname)
+            return None
         own = own_name(fullname)
         return ModuleSpec(fullname, SameModule(own)) if own != fullname and exists(own) else None
 
@@ -71,7 +76,7 @@ class SameModule(Loader):
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the very module object that has the other name."""
+        """The very module object that has the other name."""
         module = importlib.import_module(self.own_name)
         self._spec = module.__spec__
         return module

@@ -10,6 +10,8 @@ Arrays may be of any numeric dtype, bool, complex, and ml_dtypes' bfloat16.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.errors import HorovodInternalError
@@ -39,6 +41,7 @@ from hvdlite.common.runtime.basics import (
 )
 from hvdlite.common.runtime.lifecycle import add_process_set, init, remove_process_set, shutdown
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.missing_names import module_getattr
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -76,6 +79,9 @@ join = _forms.join
 barrier = _forms.barrier
 poll = _forms.poll
 synchronize = _forms.synchronize
+
+if not TYPE_CHECKING:  # which would take every name for one that is there
+    __getattr__ = module_getattr(__name__)
 
 __all__ = [
     "Adasum",

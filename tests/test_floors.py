@@ -37,7 +37,9 @@ FLOORS = [
     ["hvdlite.common.base"],
     ["hvdlite.drop_in"],
     ["hvdlite.as_horovod"],
+    ["hvdlite.horovod_install"],
     ["hvdlite.module_aliases"],
+    ["hvdlite.missing_names"],
 ]
 # The one call upwards: TensorFlow's DistributedOptimizer hands on an optimizer of Keras.
 UPWARDS = {("hvdlite.tf.optimizer", "hvdlite.keras.optimizer.DistributedOptimizer")}

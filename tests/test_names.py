@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import hvdlite
+from hvdlite.launcher.flags import NO_ELASTIC as SAID_BY_THE_LAUNCHER
+from hvdlite.missing_names import NO_ELASTIC
 from hvdlite.module_aliases import OWN_NAMES, own_name
 from tests.parallel.jobs import environment
 
@@ -77,6 +81,51 @@ def test_a_missing_framework_is_named() -> None:
         "    except ModuleNotFoundError as error: print(error.name)\n"
     )
     assert run(code).split() == ["tensorflow"] * 3
+
+
+@pytest.mark.tf
+@pytest.mark.parametrize(
+    ("adapter", "needed"),
+    [
+        ("hvdlite", "hvdlite"),
+        ("hvdlite.numpy", "hvdlite"),
+        ("hvdlite.torch", "torch"),
+        ("hvdlite.tf", "tensorflow"),
+        ("hvdlite.tensorflow", "tensorflow"),
+        ("hvdlite.keras", "keras"),
+    ],
+)
+def test_elastic_training_is_refused_with_a_sentence(adapter: str, needed: str) -> None:
+    pytest.importorskip(needed)
+    module = importlib.import_module(adapter)
+    assert not hasattr(module, "elastic")
+    with pytest.raises(AttributeError, match=re.escape(NO_ELASTIC)):
+        _ = module.elastic
+    with pytest.raises(AttributeError, match=r"has no attribute 'nonsense'$"):
+        _ = module.nonsense
+    if not hasattr(module, "__path__"):  # Python itself says that there can be no module below it
+        return
+    assert find_spec(f"{adapter}.elastic") is None
+    with pytest.raises(ImportError, match=re.escape(NO_ELASTIC)):
+        importlib.import_module(f"{adapter}.elastic")
+    with pytest.raises(ImportError, match=re.escape(NO_ELASTIC)):
+        exec(f"from {adapter} import elastic")
+
+
+def test_elastic_training_is_refused_in_the_words_of_the_launcher() -> None:
+    assert NO_ELASTIC == SAID_BY_THE_LAUNCHER
+
+
+def test_horovods_modules_of_elastic_training_are_refused() -> None:
+    code = (
+        "import hvdlite.as_horovod; hvdlite.as_horovod.install()\n"
+        "for line in ('import horovod.common.elastic', 'from horovod.common import elastic',\n"
+        "             'from horovod.runner.elastic.driver import ElasticDriver'):\n"
+        "    try: exec(line)\n"
+        "    except ImportError as error: print(error)\n"
+    )
+    lines = run(code).splitlines()
+    assert len(lines) == 3 and all(NO_ELASTIC in line for line in lines)
 
 
 @pytest.mark.tf

@@ -54,6 +54,7 @@ from hvdlite.keras.mpi_ops import (
     reducescatter,
 )
 from hvdlite.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from hvdlite.missing_names import attribute_error
 
 if TYPE_CHECKING:
     from hvdlite.tf.compression import Compression
@@ -70,7 +71,7 @@ def __getattr__(name: str) -> Any:
     """`Compression` of the framework that is the backend of Keras; it is not imported before."""
     if name == "Compression":
         return adapter().Compression
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise attribute_error(__name__, name)
 
 
 __all__ = [

@@ -18,6 +18,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.runtime.lifecycle import add_process_set, remove_process_set
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.missing_names import attribute_error
 from hvdlite.tf import data
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.functions import (
@@ -97,7 +98,7 @@ def __getattr__(name: str) -> Any:
     """`SyncBatchNormalization` is made when it is asked for: Keras is not imported before."""
     if name == "SyncBatchNormalization":
         return import_module("hvdlite.tf.sync_batch_norm").SyncBatchNormalization
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise attribute_error(__name__, name)
 
 
 def _check_has_gpu() -> bool:

@@ -10,9 +10,12 @@ hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from hvdlite.common.base.gc_pause import without_collecting
+from hvdlite.missing_names import module_getattr
 
 with without_collecting():
     from hvdlite.common.base.errors import HorovodInternalError
@@ -93,6 +96,9 @@ def _check_has_gpu() -> bool:
     """Whether torch sees a GPU."""
     return torch.cuda.is_available()
 
+
+if not TYPE_CHECKING:  # which would take every name for one that is there
+    __getattr__ = module_getattr(__name__)
 
 __all__ = [
     "Adasum",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.as_horovod import active
 from tests.launcher.jobs import launch
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
 
@@ -19,7 +20,7 @@ from horovod.common.process_sets import ProcessSet
 import hvdlite, hvdlite.common, hvdlite.common.base.errors
 import horovod.numpy as hvd
 import hvdlite.numpy
-assert horovod is hvdlite and horovod.common is hvdlite.common and hvd is hvdlite.numpy
+assert horovod.common is hvdlite.common and hvd is hvdlite.numpy is horovod.numpy
 assert horovod.common.exceptions is hvdlite.common.base.errors
 assert hvdlite.common.base.errors.__spec__.name == hvdlite.common.base.errors.__name__
 assert horovod.run is hvdlite.run
@@ -42,12 +43,18 @@ if __name__ == "__main__":
 """
 
 
-def run(*words: str, cwd: Path | None = None, **variables: str) -> str:
-    done = subprocess.run(
+def start(
+    *words: str, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", "hvdlite.as_horovod", *words],
         env=environment(**variables), cwd=cwd, capture_output=True, text=True, timeout=60,
         check=False,
     )  # fmt: skip
+
+
+def run(*words: str, cwd: Path | None = None, **variables: str) -> str:
+    done = start(*words, cwd=cwd, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -92,7 +99,9 @@ def test_torch_is_the_same_module() -> None:
     pytest.importorskip("torch")
     code = (
         "import sys\n"
-        "import horovod.torch as hvd, hvdlite.torch\n"
+        "import horovod.torch\n"
+        "import hvdlite.torch, horovod.torch as hvd\n"
+        "assert horovod.torch is hvd\n"
         "from horovod.torch.mpi_ops import allreduce, rank\n"
         "from horovod.torch.compression import Compression\n"
         "assert hvd is hvdlite.torch and allreduce is hvd.allreduce\n"
@@ -152,10 +161,38 @@ def test_what_hvdlite_lacks_is_an_import_error() -> None:
     ]
 
 
+def test_find_spec_finds_nothing_where_there_is_nothing() -> None:
+    code = (
+        "import importlib.util, horovod\n"
+        "for name in ('horovod.spark', 'horovod.ray', 'horovod.runner.x', 'horovod.common.x'):\n"
+        "    print(importlib.util.find_spec(name))\n"
+        "print(importlib.util.find_spec('horovod.numpy').name)\n"
+        "import horovod.spark\n"
+    )
+    done = start("-c", code)
+    assert done.stdout.split() == ["None"] * 4 + ["horovod.numpy"]
+    assert "ModuleNotFoundError: No module named 'horovod.spark': hvdlite, which" in done.stderr
+
+
+def test_the_version_is_that_of_horovod() -> None:
+    code = (
+        "import horovod, hvdlite, importlib.metadata as metadata\n"
+        "import hvdlite.as_horovod\n"
+        "print(horovod.__version__, metadata.version('horovod'))\n"
+        "print(metadata.distribution('horovod').metadata['Name'], hvdlite.as_horovod.active())\n"
+        "print(hvdlite.__version__ == metadata.version('hvdlite') != horovod.__version__)\n"
+    )
+    assert run("-c", code).split("\n") == ["0.28.1 0.28.1", "horovod True", "True", ""]
+
+
+def test_only_the_drop_in_is_active() -> None:
+    assert not active()
+
+
 def test_an_installed_horovod_does_not_come_first(tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("raise SystemExit('the other one')")
-    code = "import horovod, hvdlite; print(horovod is hvdlite)"
+    code = "import horovod.numpy, hvdlite.numpy; print(horovod.numpy is hvdlite.numpy)"
     assert run("-c", code, PYTHONPATH=str(tmp_path)) == "True\n"
 
 
