@@ -41,7 +41,10 @@ def _line(name: str, value: Any) -> str:
 
 
 def _parameters(function: Any) -> str:
-    parameters = inspect.signature(function).parameters.values()
+    parameters = [*inspect.signature(function).parameters.values()]
+    if isinstance(function, type) and [each.name for each in parameters] == ["args", "kwargs"]:
+        # An older Keras says no more of its layers: their __new__ takes everything.
+        parameters = [*inspect.signature(function.__init__).parameters.values()][1:]
     return f"({', '.join(_parameter(each) for each in parameters)})"
 
 
