@@ -74,8 +74,6 @@ STUBS = [
 class Finder:
     """Finds ``horovod`` and everything below it, and nothing else."""
 
-    answers_to = HOROVOD
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -138,13 +136,12 @@ def install() -> Finder:
 
 
 def active() -> bool:
-    """Tell whether this process answers to the name horovod: by a flag, or for good."""
-    return any(getattr(finder, "answers_to", None) == HOROVOD for finder in sys.meta_path)
+    """Return whether this process has imported hvdlite under the name horovod.
 
-
-def active() -> bool:
-    """Return whether this process has imported hvdlite under the name horovod."""
-    return sys.modules.get(HOROVOD) is sys.modules.get("hvdlite", sys)
+    That a finder stands ready says nothing: in an environment with --install it always does.
+    """
+    path = getattr(sys.modules.get(HOROVOD), "__path__", None)
+    return path is not None and path is getattr(sys.modules.get("hvdlite"), "__path__", None)
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -10,11 +10,9 @@ import sys
 class Starter:
     """Gives way to the finder of hvdlite at the first module of Horovod."""
 
-    answers_to = "horovod"
-
     def find_spec(self, fullname, path=None, target=None):  # type: ignore[no-untyped-def]
         """The spec of a module of Horovod; None for all others, and where hvdlite is gone."""
-        if fullname.partition(".")[0] != self.answers_to:
+        if fullname.partition(".")[0] != "horovod":
             return None
         try:
             from hvdlite.as_horovod import install

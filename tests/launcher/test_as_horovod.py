@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.as_horovod import active
 from tests.launcher.jobs import launch
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
 
@@ -185,10 +184,6 @@ def test_the_version_is_that_of_horovod() -> None:
     assert run("-c", code).split("\n") == ["0.28.1 0.28.1", "horovod True", "True", ""]
 
 
-def test_only_the_drop_in_is_active() -> None:
-    assert not active()
-
-
 def test_an_installed_horovod_does_not_come_first(tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("raise SystemExit('the other one')")
@@ -221,7 +216,6 @@ def test_no_arguments_is_a_usage_error() -> None:
     assert "usage" in done.stderr
 
 
-@pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 def test_a_process_knows_whether_it_uses_the_name() -> None:
     for module, known in (("horovod", True), ("horovod.numpy", True), ("hvdlite.numpy", False)):
         code = (
@@ -231,6 +225,7 @@ def test_a_process_knows_whether_it_uses_the_name() -> None:
         assert run("-c", code).split() == ["False", str(known)]
 
 
+@pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 def test_under_the_launcher(script: Path) -> None:
     words = ("--as-horovod", "-np", "2", sys.executable)
     done = launch(*words, str(script), HOROVOD_CYCLE_TIME="1")
