@@ -102,7 +102,7 @@ class Package(Loader):
     """Loads ``horovod`` itself: what ``hvdlite`` has, with the version of Horovod."""
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """A module object of its own: hvdlite has another version."""
+        """Let Python make a module object: that of hvdlite has another version."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Lend the new module the names and the folders of hvdlite."""
@@ -145,7 +145,7 @@ def active() -> bool:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What to set on top of `environ` so that Python processes answer to the name horovod."""
+    """Return variables to add to `environ` so that Python answers to the name horovod."""
     before = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     return {"PYTHONPATH": os.pathsep.join([SITE, *(part for part in before if part != SITE)])}
 
@@ -181,7 +181,7 @@ def _change_environment(flag: str) -> str | None:
 
 
 def _stubbed(name: str) -> str:
-    """The module of hvdlite that answers for one of Horovod; no framework is imported."""
+    """Return the module of hvdlite that answers for one of Horovod; import no framework."""
     name = name.removesuffix(".")
     same = "hvdlite" + name.removeprefix(HOROVOD)
     names = NAMES.get(name, [same])

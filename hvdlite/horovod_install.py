@@ -112,7 +112,7 @@ def uninstall() -> list[Path]:
 
 
 def _places() -> tuple[Path, Path]:
-    """The site-packages that hold hvdlite, or else the interpreter's; its folder of commands."""
+    """Return the site-packages with hvdlite, or the interpreter's, and its folder of commands."""
     user = site.getusersitepackages()
     try:
         home = str(distribution("hvdlite").locate_file(""))
@@ -125,7 +125,7 @@ def _places() -> tuple[Path, Path]:
 
 
 def _texts(folder: Path, scripts: Path, modules: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
-    """The files to write, and what is in them."""
+    """Yield the files to write, and their contents."""
     starter = Path(__file__).parent / "drop_in" / STARTER
     yield folder / STARTER, starter.read_text()
     yield folder / "hvdlite_horovod.pth", f"import {STARTER.removesuffix('.py')}\n"
@@ -139,7 +139,7 @@ def _texts(folder: Path, scripts: Path, modules: Mapping[str, str]) -> Iterator[
 
 
 def _first_line() -> str:
-    """The line that names the interpreter; a shell finds one that the kernel would not."""
+    """Return the line that names the interpreter; a shell finds one that the kernel would not."""
     if " " not in sys.executable and len(sys.executable) < 125:
         return f"#!{sys.executable}\n"
     return f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n"
@@ -160,7 +160,7 @@ def _refuse_beside_horovod() -> None:
 
 
 def _entries(path: str) -> Iterable[str]:
-    """The metadata of versions of Horovod in a folder of sys.path."""
+    """Return the metadata of versions of Horovod in a folder of sys.path."""
     suffixes = (".dist-info", ".egg-info")
     names = os.listdir(path) if os.path.isdir(path) else []
     return [name for name in names if name.startswith(f"{NAME}-") and name.endswith(suffixes)]

@@ -33,7 +33,7 @@ OWN_NAMES = {
 
 
 def own_name(name: str) -> str:
-    """The module's own name; `name` itself, where that is no second name."""
+    """Return the module's own name, which is `name` itself unless that is a second name."""
     for second, own in OWN_NAMES.items():
         if name == second or name.startswith(second + "."):
             return own_name(own + name.removeprefix(second))
@@ -60,7 +60,7 @@ class Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec that gives the module which has another name of its own."""
+        """Return a spec that loads the module under its own name."""
         if fullname.startswith("hvdlite.") and is_elastic(fullname):
             refuse_import(fullname)
             return None
@@ -76,7 +76,7 @@ class SameModule(Loader):
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The very module object that has the other name."""
+        """Return the very module object that has the other name."""
         module = importlib.import_module(self.own_name)
         self._spec = module.__spec__
         return module

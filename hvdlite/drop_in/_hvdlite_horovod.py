@@ -11,7 +11,7 @@ class Starter:
     """Gives way to the finder of hvdlite at the first module of Horovod."""
 
     def find_spec(self, fullname, path=None, target=None):  # type: ignore[no-untyped-def]
-        """The spec of a module of Horovod; None for all others, and where hvdlite is gone."""
+        """Return the spec of a module of Horovod; None for others, and if hvdlite is gone."""
         if fullname.partition(".")[0] != "horovod":
             return None
         try:
