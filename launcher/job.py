@@ -216,6 +216,9 @@ class Job:
             process.wait()
         while self._read(0.0):
             pass
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
         self.verdict.closed |= self.verdict.trouble  # who is missing now was ended by mpirun
         for rank in self.verdict.running:
             self.verdict.lose(rank)

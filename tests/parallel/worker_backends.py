@@ -13,6 +13,7 @@ import sys
 
 from mpi4py import MPI
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives import mpi as mpi_backend
 from hvdlite.common.collectives.base import Members, Reduction
@@ -23,6 +24,11 @@ from hvdlite.common.transport.rendezvous import Meeting
 from tests.backends import DTYPES, Program
 
 
+def late() -> HorovodInternalError:
+    """Make the error of a rank that has waited too long for the others."""
+    return HorovodInternalError("some ranks have not come")
+
+
 def main(way: str, hosts: str, option: str = "") -> None:
     """Check every collective among all ranks, and among all but the first; twice over."""
     comm = MPI.COMM_WORLD
@@ -31,7 +37,7 @@ def main(way: str, hosts: str, option: str = "") -> None:
     if option == "small":
         mpi.PART_BYTES = mpi.PROMPT_PART_BYTES = mpi_backend.MOST_ELEMENTS = 1000
     for _ in range(2):
-        transport = connect(comm, Config())
+        transport = connect(comm, Config(), late)
         found = "+".join(str(len(host)) for host in transport.topology.hosts)
         assert found == hosts, f"{found} is not {hosts}"
         check(transport, way)
@@ -52,11 +58,11 @@ def check(transport: MpiTransport, way: str) -> None:
     flat = "ring" if way == "hierarchical" else way
     program = Program.of(transport, allreduce=way, data_plane=flat)
     for dtype in DTYPES:
-        program.everything(dtype, [0, 1, program.group.size, 101])
+        program.everything(dtype, [0, 1, program.members.size, 101])
     program.everything("float32", [300_007])
     for dtype in ("float32", "bfloat16"):
         program.allreduce(dtype, [3_000_017, 5], Reduction(ReduceOp.SUM))  # many blocks
-    members = tuple(range(1, program.group.size))
+    members = tuple(range(1, program.members.size))
     if len(members) > 1 and transport.rank in members:
         topology = transport.topology.restrict(members)
         group = Members(members, members.index(transport.rank), topology)
@@ -81,7 +87,7 @@ def talk(transport: MpiTransport) -> None:
 
 def leave_by_turns(comm: MPI.Intracomm) -> None:
     """Each rank closes when all before it have; nobody sees the end of another connection."""
-    transport = connect(comm, Config())
+    transport = connect(comm, Config(), late)
     ended: set[int] = set()
     while ended != set(range(comm.rank)):
         for rank, body in transport.receive(10.0):

@@ -13,7 +13,7 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from hvdlite.common.base.errors import PeerLostError
+from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Reduction
 from hvdlite.common.plain.config import Config
@@ -21,9 +21,14 @@ from hvdlite.common.transport.mpi import MpiTransport, connect
 from tests.backends import Program, quiet
 
 
+def late() -> HorovodInternalError:
+    """Make the error of a rank that has waited too long for the others."""
+    return HorovodInternalError("some ranks have not come")
+
+
 def main(way: str, plane: str = "data") -> None:
     """Report who was missed and how long that took to see."""
-    transport = connect(MPI.COMM_WORLD, Config())
+    transport = connect(MPI.COMM_WORLD, Config(), late)
     victim = transport.topology.size - 1
     reduce(transport, way)
     if transport.rank == victim:
@@ -41,7 +46,7 @@ def reduce(transport: MpiTransport, way: str) -> None:
     program = Program.of(transport, allreduce=way)
     array = np.ones(100_000, np.float32)
     backend = program.backend("allreduce", "float32")
-    backend.allreduce(program.group, [array], [array], Reduction(ReduceOp.SUM), quiet)
+    backend.allreduce(program.members, [array], [array], Reduction(ReduceOp.SUM), quiet)
 
 
 def lose(transport: MpiTransport, way: str) -> int | None:
