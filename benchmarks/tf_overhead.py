@@ -32,7 +32,7 @@ from measuring import (
 from resnet50 import SIZES
 
 import hvdlite.numpy as hvd
-from hvdlite.common.gradients.buckets import Scaling, Terms
+from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import NoneCompressor
 
@@ -74,15 +74,15 @@ def tensorflow_steps(sizes: list[int], threads: int = 1) -> dict[str, Step]:
     factor = tf.Variable(1.0)
     names = [f"tf.{number}" for number in range(len(sizes))]
 
-    terms = Terms(NoneCompressor, Scaling(hvd.Sum), False, hvd.global_process_set)
-    segments = SegmentPlan(terms, grouped=False)
+    reduction = ReductionConfig(NoneCompressor, Scaling(hvd.Sum), False, hvd.global_process_set)
+    segments = SegmentPlan(reduction, grouped=False)
 
     def build(reduce: bool) -> Step:
         @tf.function(autograph=False)
         def step() -> None:
             gradients = [source * factor for source in sources]
             if reduce:
-                gradients = reduce_gradients(gradients, names, terms, segments)
+                gradients = reduce_gradients(gradients, names, reduction, segments)
             for result, gradient in zip(results, gradients, strict=True):
                 result.assign(gradient)
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients.buckets import Scaling, Terms
+from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
 from hvdlite.common.gradients.variables import LocalSources
 from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.segmentation.strategies import Threshold
@@ -23,7 +23,7 @@ class Settings:
 
     backend: str  # The backend of Keras, whose tensors the gradients are.
     prefix: str  # The names of all gradients begin with it.
-    terms: Terms
+    reduction: ReductionConfig
     groups: object
     passes: int
     average_passes: bool
@@ -42,10 +42,10 @@ class Exchange:
         tools = import_module(f"hvdlite.keras.on_{settings.backend}")
         self.untraced: Callable[[Any], Any] = tools.untraced
         self._reducer = tools.Reducer(
-            settings.prefix, settings.terms, settings.groups, settings.scale_local_gradients
+            settings.prefix, settings.reduction, settings.groups, settings.scale_local_gradients
         )
         largest = replace(
-            settings.terms,
+            settings.reduction,
             compression=NoneCompressor,
             scaling=Scaling(ReduceOp.MAX),
             segmentation=Threshold(),  # The default: no segments.
@@ -54,7 +54,7 @@ class Exchange:
         self.accumulator: Any = None
         if settings.passes > 1:
             self.accumulator = tools.Accumulator(
-                settings.passes, settings.average_passes, settings.terms.sparse_as_dense
+                settings.passes, settings.average_passes, settings.reduction.sparse_as_dense
             )
         if settings.local_layers is not None:
             self.local.add_layers(settings.local_layers)
@@ -123,7 +123,7 @@ class Exchange:
 
     def check(self, method: str) -> None:
         """Raise `RuntimeError` when gradients that were not reduced are about to be applied."""
-        if not self._reduced and self.settings.terms.active:
+        if not self._reduced and self.settings.reduction.active:
             raise RuntimeError(
                 f"{method}() of a DistributedOptimizer would apply gradients of this rank alone, "
                 "and the ranks' weights would drift apart: call apply_gradients(), or make such "

@@ -67,7 +67,7 @@ def _scaling(entry: Any, method: Method) -> Method:
 
 
 def _refuse_local(exchange: Exchange) -> None:
-    if exchange.settings.terms.active:
+    if exchange.settings.reduction.active:
         raise ValueError(
             "a LossScaleOptimizer skips a step when any gradient has overflowed, and gradients of "
             "local variables are not the same on all ranks: use a fixed scale (loss_scale_factor "
@@ -80,7 +80,7 @@ def _making_step(method: Method) -> Method:
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         exchange = _exchange_in(getattr(self, "optimizer", None))
-        if exchange is not None and exchange.settings.terms.active:
+        if exchange is not None and exchange.settings.reduction.active:
             if self.jit_compile:
                 _warn_once()
                 self.jit_compile = False

@@ -39,13 +39,13 @@ class Reducer(reducer.Reducer):
         Raises `HorovodInternalError`.
         """
         if self._layouts is None:
-            self._layouts = Layouts(self.terms.process_set, next(iter(gradients), ""))
+            self._layouts = Layouts(self.reduction.process_set, next(iter(gradients), ""))
         to_reduce = {}
         for name in self._layouts.agree(gradients):
             gradient = gradients[name]
             if gradient is None:
                 gradient = self._layouts.zeros(name, self.sources.plain(sources[name]))
-            if gradient.is_sparse and self.terms.sparse_as_dense:
+            if gradient.is_sparse and self.reduction.sparse_as_dense:
                 gradient = gradient.to_dense()
             to_reduce[name] = gradient
         return {**dict.fromkeys(gradients), **_wait_for_all(self._start(to_reduce, groups))}
@@ -61,7 +61,7 @@ class Reducer(reducer.Reducer):
         return waits + [self._start_sparse(name, gradient) for name, gradient in sparse]
 
     def _start_dense(self, bucket: Gradients) -> Wait:
-        compression = self.terms.compression
+        compression = self.reduction.compression
         packed = [compression.compress(gradient.detach()) for gradient in bucket.values()]
         names = list(bucket)
         tensors = [tensor for tensor, _ in packed]
@@ -76,15 +76,17 @@ class Reducer(reducer.Reducer):
         return wait
 
     def _start_sparse(self, name: str, gradient: torch.Tensor) -> Wait:
-        terms = self.terms
-        wait = mpi_ops.sparse_allreduce_async(gradient, name, terms.scaling.op, terms.process_set)
+        reduction = self.reduction
+        wait = mpi_ops.sparse_allreduce_async(
+            gradient, name, reduction.scaling.op, reduction.process_set
+        )
         return lambda: {name: wait()}
 
     def describe(self, name: str, gradient: Any, source: Any) -> Gradient | None:
         """See `reducer.Reducer.describe`. Other ranks may have a gradient that this one has not."""
         if gradient is None:
             gradient = self.sources.plain(source)
-        if gradient.is_sparse and not self.terms.sparse_as_dense:
+        if gradient.is_sparse and not self.reduction.sparse_as_dense:
             return None
         size_bytes = gradient.numel() * gradient.element_size()
         path = self.sources.path_of(source)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.arguments import explain_arguments
-from hvdlite.common.gradients.buckets import Terms, check_passes, resolve_groups, scaling
+from hvdlite.common.gradients.buckets import ReductionConfig, check_passes, resolve_groups, scaling
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
@@ -108,7 +108,7 @@ def PartialDistributedOptimizer(  # noqa: N802
     settings = Settings(
         backend_of(kind.module),
         name or f"Distributed{type(optimizer).__name__}",
-        Terms(
+        ReductionConfig(
             compression,
             scaling(op, gradient_predivide_factor),
             sparse_as_dense,

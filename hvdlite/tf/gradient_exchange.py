@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api.options import Options
-from hvdlite.common.gradients.buckets import Terms, buckets_of
+from hvdlite.common.gradients.buckets import ReductionConfig, buckets_of
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.tf.collective_call import TensorCall
@@ -50,10 +50,10 @@ class _DenseBucket:
 class _Slices:
     """A gradient that is `tf.IndexedSlices`: the rows of all ranks are gathered."""
 
-    def __init__(self, name: str, gradient: tf.IndexedSlices, terms: Terms) -> None:
+    def __init__(self, name: str, gradient: tf.IndexedSlices, reduction: ReductionConfig) -> None:
         self.names = [name]
         self._shape = gradient.dense_shape
-        self._options = Options(terms.process_set, terms.scaling.op)
+        self._options = Options(reduction.process_set, reduction.scaling.op)
         check_slices(gradient, self._options)
         self.calls = [
             TensorCall("allgather", [tensor], _name(f"{name}.{part}"), self._options)
@@ -68,7 +68,7 @@ class _Slices:
 def reduce_gradients(
     gradients: Sequence[Gradient],
     names: Sequence[str],
-    terms: Terms,
+    reduction: ReductionConfig,
     segments: SegmentPlan,
     groups: Sequence[Sequence[str]] = (),
 ) -> list[Gradient]:
@@ -80,7 +80,7 @@ def reduce_gradients(
     `NotImplementedError` for `tf.IndexedSlices` with an op other than Average and Sum, and
     `ValueError` for a gradient that is ragged or a `tf.SparseTensor`.
     """
-    if not terms.active:
+    if not reduction.active:
         return list(gradients)
     wanted = {
         name: gradient
@@ -88,9 +88,9 @@ def reduce_gradients(
         if gradient is not None
     }
     slices = [
-        _Slices(name, gradient, terms)
+        _Slices(name, gradient, reduction)
         for name, gradient in wanted.items()
-        if isinstance(gradient, tf.IndexedSlices) and not terms.sparse_as_dense
+        if isinstance(gradient, tf.IndexedSlices) and not reduction.sparse_as_dense
     ]
     apart = {name for gradient in slices for name in gradient.names}
     whole = {
@@ -99,14 +99,14 @@ def reduce_gradients(
     results: dict[str, Gradient] = {}
 
     def forward(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        buckets = _buckets(dict(zip(whole, tensors, strict=True)), terms, segments, groups)
+        buckets = _buckets(dict(zip(whole, tensors, strict=True)), reduction, segments, groups)
         results.update(_run([*buckets, *slices]))
         return [results[name] for name in whole]
 
     def adjoint(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         back = [[_backward(name) for name in group] for group in groups]
         return reduce_gradients(
-            upstream, [_backward(name) for name in whole], terms, segments, back
+            upstream, [_backward(name) for name in whole], reduction, segments, back
         )
 
     # For gradients of gradients. Those of slices end here, as TensorFlow's own often do.
@@ -117,13 +117,13 @@ def reduce_gradients(
 
 def _buckets(
     gradients: Mapping[str, tf.Tensor],
-    terms: Terms,
+    reduction: ReductionConfig,
     segments: SegmentPlan,
     groups: Sequence[Sequence[str]],
 ) -> list[_DenseBucket]:
     present = [[name for name in group if name in gradients] for group in groups]
     return [
-        _DenseBucket(bucket, [gradients[name] for name in bucket], terms.compression, segments)
+        _DenseBucket(bucket, [gradients[name] for name in bucket], reduction.compression, segments)
         for bucket in buckets_of(gradients, present)
     ]
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.arguments import explain_arguments
-from hvdlite.common.gradients.buckets import Terms, resolve_groups, scaling
+from hvdlite.common.gradients.buckets import ReductionConfig, resolve_groups, scaling
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
@@ -117,7 +117,7 @@ def DistributedGradientTape(  # noqa: N802
     """
     if isinstance(gradtape, _DistributedMixin):
         raise ValueError("this tape is a DistributedGradientTape already: wrap it once")
-    terms = Terms(
+    reduction = ReductionConfig(
         compression,
         scaling(op, gradient_predivide_factor),
         sparse_as_dense,
@@ -126,7 +126,7 @@ def DistributedGradientTape(  # noqa: N802
     )
     chosen = resolve_groups(num_groups, groups)
     tape = wrap(_DistributedMixin, gradtape)
-    tape._reducer = Reducer("DistributedGradientTape", terms, chosen, scale_local_gradients)
+    tape._reducer = Reducer("DistributedGradientTape", reduction, chosen, scale_local_gradients)
     return tape
 
 

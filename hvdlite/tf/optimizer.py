@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.arguments import explain_arguments
-from hvdlite.common.gradients.buckets import Terms, check_passes, resolve_groups, scaling
+from hvdlite.common.gradients.buckets import ReductionConfig, check_passes, resolve_groups, scaling
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
@@ -76,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802
             segmentation=segmentation,
             **fusion,
         )
-    terms = Terms(
+    reduction = ReductionConfig(
         compression,
         scaling(op, gradient_predivide_factor),
         sparse_as_dense,
@@ -84,7 +84,7 @@ def DistributedOptimizer(  # noqa: N802
         resolve(segmentation, **fusion),
     )
     reducer = Reducer(
-        name or f"Distributed{type(optimizer).__name__}", terms, chosen, scale_local_gradients
+        name or f"Distributed{type(optimizer).__name__}", reduction, chosen, scale_local_gradients
     )
     passes = check_passes(backward_passes_per_step)
     return distributed(optimizer, reducer, passes, average_aggregated_gradients)

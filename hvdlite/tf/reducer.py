@@ -27,13 +27,13 @@ class Reducer(reducer.Reducer):
     ) -> Mapping[str, Gradient]:
         """Reduce the gradients. Raises `tf.errors.OpError` when a reduction fails."""
         reduced = reduce_gradients(
-            list(gradients.values()), list(gradients), self.terms, self.segments, groups
+            list(gradients.values()), list(gradients), self.reduction, self.segments, groups
         )
         return dict(zip(gradients, reduced, strict=True))
 
     def describe(self, name: str, gradient: Gradient, source: Any) -> segmentation.Gradient | None:
         """See `reducer.Reducer.describe`."""
-        sparse = isinstance(gradient, tf.IndexedSlices) and not self.terms.sparse_as_dense
+        sparse = isinstance(gradient, tf.IndexedSlices) and not self.reduction.sparse_as_dense
         if gradient is None or sparse:
             return None
         elements = SOURCES.plain(source).shape.num_elements() or 0  # 0: of no known shape

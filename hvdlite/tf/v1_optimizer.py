@@ -75,7 +75,7 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
         return tf.group(applied, name=name)
 
     def _check(self, pairs: Pairs) -> None:
-        if not self._reducer.terms.active:
+        if not self._reducer.reduction.active:
             return
         is_local = self._reducer.local.pick([variable for _, variable in pairs])
         shared = [pair for pair, local in zip(pairs, is_local, strict=True) if not local]
@@ -119,7 +119,7 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
         Raises `tf.errors.OpError` when the exchange fails.
         """
         pairs = list(grads_and_vars)
-        if not self._reducer.terms.active:
+        if not self._reducer.reduction.active:
             return super().apply_gradients(pairs, global_step, name, **options)
         variables = self._shared(pairs)
         starts = [self._start(variable) for variable in variables]
@@ -192,7 +192,7 @@ def distributed(
 
     Raises `ValueError` for arguments that contradict each other.
     """
-    adasum = reducer.terms.scaling.op is ReduceOp.ADASUM
+    adasum = reducer.reduction.scaling.op is ReduceOp.ADASUM
     if passes > 1 and tf.executing_eagerly():
         raise ValueError(
             "backward_passes_per_step > 1 of an optimizer of tf.compat.v1.train needs a graph: it "
@@ -209,6 +209,8 @@ def distributed(
         return wrapped
     wrapped._reduced_check = ReducedCheck("hvdlite_reduced")
     wrapped._aggregation = (
-        Accumulator(passes, average_passes, reducer.terms.sparse_as_dense) if passes > 1 else None
+        Accumulator(passes, average_passes, reducer.reduction.sparse_as_dense)
+        if passes > 1
+        else None
     )
     return wrapped

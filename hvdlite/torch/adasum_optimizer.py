@@ -10,7 +10,7 @@ import torch
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients.buckets import Terms, check_passes
+from hvdlite.common.gradients.buckets import ReductionConfig, check_passes
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.gradient_exchange import named_by_position
 from hvdlite.torch.subclass import Wrapped
@@ -25,13 +25,15 @@ class AdasumMixin(Wrapped):
 
     _communicates_after_step = True
     backward_passes_per_step: int
-    _terms: Terms
+    _reduction: ReductionConfig
     _names: dict[torch.Tensor, str]
 
-    def _set_up(self, names: dict[torch.Tensor, str], terms: Terms, passes: int) -> None:
+    def _set_up(
+        self, names: dict[torch.Tensor, str], reduction: ReductionConfig, passes: int
+    ) -> None:
         self.backward_passes_per_step = passes  # for those who ask; see below
         self._names = names
-        self._terms = terms
+        self._reduction = reduction
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
@@ -40,7 +42,7 @@ class AdasumMixin(Wrapped):
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Make the wrapped optimizer's step, and replace it by the Adasum of all ranks' steps."""
         arguments = [] if closure is None else [closure]
-        if not self._terms.active:
+        if not self._reduction.active:
             result = super().step(*arguments, **options)
             self._end_iteration()
             return result
@@ -63,7 +65,7 @@ class AdasumMixin(Wrapped):
             hooks.on_iteration_end()
 
     def _combine(self, starts: dict[torch.Tensor, torch.Tensor]) -> None:
-        compression, process_set = self._terms.compression, self._terms.process_set
+        compression, process_set = self._reduction.compression, self._reduction.process_set
         places = dict(named_by_position(self.param_groups))
         flights = []
         for parameter, start in starts.items():

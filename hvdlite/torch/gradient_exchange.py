@@ -17,7 +17,7 @@ import torch
 from hvdlite.common.api.options import Options
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients.buckets import Schedule, Terms
+from hvdlite.common.gradients.buckets import ReductionConfig, Schedule
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.torch import mpi_ops
@@ -143,10 +143,10 @@ class _FlatFlight:
 class _SparseFlight:
     """One sparse gradient in flight."""
 
-    def __init__(self, passenger: _Passenger, terms: Terms) -> None:
+    def __init__(self, passenger: _Passenger, reduction: ReductionConfig) -> None:
         self._passenger = passenger
         self._wait = mpi_ops.sparse_allreduce_async(
-            passenger.gradient, passenger.name, terms.scaling.op, terms.process_set
+            passenger.gradient, passenger.name, reduction.scaling.op, reduction.process_set
         )
 
     def land(self) -> None:
@@ -162,24 +162,24 @@ class GradientExchange:
         param_groups: ParamGroups,
         names: dict[torch.Tensor, str],
         schedule: Schedule[str],
-        terms: Terms,
+        reduction: ReductionConfig,
         segments: SegmentPlan,
     ) -> None:
         self.names = names
-        self.terms = terms
+        self.reduction = reduction
         self._segments = segments
         self.synchronized = False  # no gradient has come since the last synchronize()
         self.param_groups = param_groups
         self._schedule = schedule
         label = next(iter(names.values()), "")  # the same on all ranks
-        self._layouts = Layouts(terms.process_set, label)
-        self.cuts = Cuts(names, schedule, self._layouts, terms, segments)
+        self._layouts = Layouts(reduction.process_set, label)
+        self.cuts = Cuts(names, schedule, self._layouts, reduction, segments)
         self._flights: list[_DenseFlight | _FlatFlight | _SparseFlight] = []
         self._gathered: list[list[_Passenger]] = []  # buckets that wait to be sent
         self._gathered_bytes = 0
         self._packed: dict[str, torch.Tensor] = {}  # memory of casts, for the next step
         self._watched: set[torch.Tensor] = set()
-        if terms.active:
+        if reduction.active:
             self.watch()
 
     @property
@@ -246,17 +246,17 @@ class GradientExchange:
         dense = [each for each in bucket if not each.packed.is_sparse]
         if dense:
             options = self._segments.options([each.name for each in dense])
-            self._flights.append(_DenseFlight(dense, self.terms.compression, options))
+            self._flights.append(_DenseFlight(dense, self.reduction.compression, options))
         for each in bucket:
             if each.packed.is_sparse:
-                self._flights.append(_SparseFlight(each, self.terms))
+                self._flights.append(_SparseFlight(each, self.reduction))
 
     def _take_off_flat(self, bucket: Sequence[_Passenger], flat: FlatGradients) -> None:
         for each in bucket:
             each.move_to(flat)
         first = bucket[0].name
         packed = flat.buffer
-        compression = self.terms.compression
+        compression = self.reduction.compression
         if compression in CASTS:
             packed = compression.compress_into(self._packed.get(first), packed)
             if packed is not flat.buffer:
@@ -267,9 +267,9 @@ class GradientExchange:
     def _pack(self, passenger: _Passenger) -> None:
         packed = passenger.gradient
         passenger.context = None
-        if packed.is_sparse and self.terms.sparse_as_dense:
+        if packed.is_sparse and self.reduction.sparse_as_dense:
             packed = packed.to_dense()
-        compression = self.terms.compression
+        compression = self.reduction.compression
         if compression in CASTS and not passenger.gradient.is_sparse:
             packed = compression.compress_into(self._packed.get(passenger.name), packed)
             if packed is not passenger.gradient:
@@ -298,7 +298,7 @@ class GradientExchange:
         that was changed while it travelled; all have ended then.
         """
         self._segments.settle()
-        if self.terms.active:
+        if self.reduction.active:
             self.watch()
             gradients = {
                 self.names[each]: each.grad
@@ -351,14 +351,17 @@ class GradientExchange:
 
     def share_loss(self, loss: Any) -> Any:
         """The loss of all ranks together, for an optimizer that decides by it."""
-        if not self.terms.active or self.terms.scaling.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        if not self.reduction.active or self.reduction.scaling.op not in (
+            ReduceOp.AVERAGE,
+            ReduceOp.SUM,
+        ):
             return loss
         local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu()
         return mpi_ops.allreduce(
             local,
             name="closure.loss",
-            op=self.terms.scaling.op,
-            process_set=self.terms.process_set,
+            op=self.reduction.scaling.op,
+            process_set=self.reduction.process_set,
         )
 
 

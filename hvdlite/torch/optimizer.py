@@ -14,8 +14,8 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients.arguments import explain_arguments
 from hvdlite.common.gradients.buckets import (
+    ReductionConfig,
     Schedule,
-    Terms,
     buckets_of,
     check_groups,
     check_names,
@@ -65,7 +65,7 @@ class _DistributedMixin(Wrapped):
         nothing else tells of it. What travels has to arrive before that.
         """
         exchange = self._exchange
-        if exchange.terms.active and not exchange.synchronized and _called_by_scaler():
+        if exchange.reduction.active and not exchange.synchronized and _called_by_scaler():
             self._exchange.synchronize()
             self._synchronized_for_scaler = True
         groups: ParamGroups = self.__dict__["param_groups"]
@@ -120,14 +120,14 @@ class _DistributedMixin(Wrapped):
     def _synchronize_for_step(self) -> None:
         exchange = self._exchange
         if not self._should_synchronize:
-            if exchange.terms.active and not exchange.synchronized and exchange.has_gradients:
+            if exchange.reduction.active and not exchange.synchronized and exchange.has_gradients:
                 raise RuntimeError(
                     "step() inside skip_synchronize() would apply gradients of this rank alone: "
                     "call optimizer.synchronize() before it"
                 )
         elif not exchange.synchronized:
             exchange.synchronize()
-        elif exchange.terms.active and not self._synchronized_for_scaler:
+        elif exchange.reduction.active and not self._synchronized_for_scaler:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
                 "optimizer.synchronize(). The gradients are not synchronized a second time; use "
@@ -201,7 +201,7 @@ class _DistributedMixin(Wrapped):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's; the new parameters are named after their position."""
         super().add_param_group(param_group)
-        if self._exchange.terms.active:
+        if self._exchange.reduction.active:
             self._exchange.watch()
 
 
@@ -245,7 +245,7 @@ def DistributedOptimizer(  # noqa: N802
     """
     if isinstance(optimizer, (_DistributedMixin, AdasumMixin)):
         raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
-    terms = Terms(
+    reduction = ReductionConfig(
         compression,
         scaling(op, gradient_predivide_factor),
         sparse_as_dense,
@@ -255,37 +255,41 @@ def DistributedOptimizer(  # noqa: N802
     passes = check_passes(backward_passes_per_step)
     names = _name_parameters(optimizer, named_parameters)
     chosen = resolve_groups(num_groups, groups)
-    against = _reason_against_views(terms, chosen is not None)
+    against = _reason_against_views(reduction, chosen is not None)
     if against and gradient_as_bucket_view:
         raise ValueError(f"gradient_as_bucket_view: {against}")
     if against and fuse_all_optimizer_ops:
         warn_user(f"{NO_EFFECT}: {against}")
     if op == ReduceOp.ADASUM and size() > 1:
-        SegmentPlan(terms, grouped=False).settle()  # says it where one was set
-        adasum = wrap(AdasumMixin, optimizer, terms)
-        adasum._set_up(names, terms, passes)
+        SegmentPlan(reduction, grouped=False).settle()  # says it where one was set
+        adasum = wrap(AdasumMixin, optimizer, reduction)
+        adasum._set_up(names, reduction, passes)
         announce(adasum)
         leave_zero_gradients(optimizer)
         return adasum
     as_views = gradient_as_bucket_view or bool(fuse_all_optimizer_ops and not against)
-    segments = SegmentPlan(terms, chosen is not None, as_views)
-    schedule = Schedule(buckets_of(names.values(), _resolve_groups(chosen, names, terms)), passes)
-    wrapped = wrap(_DistributedMixin, optimizer, terms)
+    segments = SegmentPlan(reduction, chosen is not None, as_views)
+    schedule = Schedule(
+        buckets_of(names.values(), _resolve_groups(chosen, names, reduction)), passes
+    )
+    wrapped = wrap(_DistributedMixin, optimizer, reduction)
     wrapped._fuses = fuse_all_optimizer_ops
-    wrapped._exchange = GradientExchange(optimizer.param_groups, names, schedule, terms, segments)
+    wrapped._exchange = GradientExchange(
+        optimizer.param_groups, names, schedule, reduction, segments
+    )
     announce(wrapped)
     leave_zero_gradients(optimizer)
     return wrapped
 
 
-def _reason_against_views(terms: Terms, grouped: bool) -> str:
+def _reason_against_views(reduction: ReductionConfig, grouped: bool) -> str:
     """Why gradients cannot live in segments; empty when they can."""
     if grouped:
         return "groups are given, and gradients that live in a segment need a segmentation"
-    if not terms.fusable:
-        op = terms.scaling.op.name.capitalize()
+    if not reduction.fusable:
+        op = reduction.scaling.op.name.capitalize()
         return f"gradients that live in a segment need op=Average or Sum, not {op}"
-    compression = terms.compression
+    compression = reduction.compression
     if compression is not Compression.none and compression not in CASTS:
         return (
             f"{compression} compresses gradient by gradient, and those that live in a segment "
@@ -334,7 +338,7 @@ def _name_parameters(
     return {parameter: names[parameter] for parameter in by_position}
 
 
-def _resolve_groups(groups: object, names: Names, terms: Terms) -> list[list[str]]:
+def _resolve_groups(groups: object, names: Names, reduction: ReductionConfig) -> list[list[str]]:
     """The names of the parameters of each group."""
     check_groups(groups, lambda each: isinstance(each, torch.Tensor), "torch.Tensor")
     if isinstance(groups, list):
@@ -342,9 +346,9 @@ def _resolve_groups(groups: object, names: Names, terms: Terms) -> list[list[str
     if not isinstance(groups, int):
         return []
     order = [names[parameter] for parameter in names if parameter.requires_grad]
-    if terms.active:  # the ranks might have made their parameters in different orders
-        root = min(terms.process_set.ranks or [0])
-        order = broadcast_object(order, root, "groups", terms.process_set)
+    if reduction.active:  # the ranks might have made their parameters in different orders
+        root = min(reduction.process_set.ranks or [0])
+        order = broadcast_object(order, root, "groups", reduction.process_set)
     return split_evenly(order, groups)
 
 

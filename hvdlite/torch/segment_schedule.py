@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hvdlite.common.gradients.auto_segments import AutoSegments, no_rank_has_joined
-from hvdlite.common.gradients.buckets import Schedule, Terms
+from hvdlite.common.gradients.buckets import ReductionConfig, Schedule
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.runtime.state import for_collective
 from hvdlite.common.segmentation.strategies import Auto, Gradient, Strategy
@@ -38,7 +38,7 @@ class Cuts:
         names: dict[torch.Tensor, str],
         schedule: Schedule[str],
         layouts: Layouts,
-        terms: Terms,
+        reduction: ReductionConfig,
         segments: SegmentPlan,
     ) -> None:
         """`names` and `schedule` grow when parameters are added."""
@@ -46,7 +46,7 @@ class Cuts:
         self.parameter_of = {name: parameter for parameter, name in names.items()}
         self._schedule = schedule
         self._layouts = layouts
-        self._terms = terms
+        self._reduction = reduction
         self._segments = segments
         self._label = next(iter(names.values()), "")  # the same on all ranks
         self._era: object = None
@@ -77,7 +77,7 @@ class Cuts:
     def _begin(self) -> None:
         """Before anything is sent in a new era: all ranks begin with the same."""
         runtime = for_collective()
-        era = runtime.era(self._terms.process_set)
+        era = runtime.era(self._reduction.process_set)
         if era is self._era:
             return
         if runtime is not self._runtime():
@@ -108,7 +108,9 @@ class Cuts:
         if strategy is None:
             return
         dense = [
-            name for name in known if self._terms.sparse_as_dense or self._layouts.is_dense(name)
+            name
+            for name in known
+            if self._reduction.sparse_as_dense or self._layouts.is_dense(name)
         ]
         if not self._learned:
             self._learn(strategy, dense, param_groups)
@@ -125,7 +127,7 @@ class Cuts:
         """Cut the dense gradients in the order of the first rank."""
         if not dense or not self._all_here():
             return
-        process_set = self._terms.process_set
+        process_set = self._reduction.process_set
         wanted = {*dense}
         if strategy.in_ready_order:
             root = min(process_set.ranks or [0])
@@ -142,7 +144,7 @@ class Cuts:
             self.auto = AutoSegments(gradients, self._label, process_set, strategy.file)
 
     def _all_here(self) -> bool:
-        return no_rank_has_joined(self._label, self._terms.process_set)
+        return no_rank_has_joined(self._label, self._reduction.process_set)
 
     def live_alone(self, param_groups: ParamGroups) -> None:
         """Let gradients that do not travel live in segments, for the optimizer's step."""

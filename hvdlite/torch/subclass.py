@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hvdlite.common.gradients.buckets import Terms
+from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.iterations.marks import StepMarks
 from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.torch.iteration_hooks import IterationHooks
@@ -65,7 +65,7 @@ class Wrapped(torch.optim.Optimizer):
         )
 
 
-def wrap(mixin: type[Wrapped], optimizer: torch.optim.Optimizer, terms: Terms) -> Any:
+def wrap(mixin: type[Wrapped], optimizer: torch.optim.Optimizer, reduction: ReductionConfig) -> Any:
     """The optimizer once more, with its groups and its state, as an instance of a new class.
 
     The class has the name of the optimizer's own, and is derived from it. From now on the
@@ -79,14 +79,14 @@ def wrap(mixin: type[Wrapped], optimizer: torch.optim.Optimizer, terms: Terms) -
         # A learning rate scheduler puts its own step() in the way of the method.
         if not callable(getattr(cls, name, None)):
             wrapped.__dict__[name] = value
-    optimizer.register_step_pre_hook(_refuse_other_steps(terms))  # both share their hooks
+    optimizer.register_step_pre_hook(_refuse_other_steps(reduction))  # both share their hooks
     return wrapped
 
 
-def _refuse_other_steps(terms: Terms) -> Callable[..., None]:
+def _refuse_other_steps(reduction: ReductionConfig) -> Callable[..., None]:
     def check(optimizer: Any, *arguments: Any) -> None:
         own = isinstance(optimizer, Wrapped) and optimizer._in_own_step
-        if not own and is_initialized() and terms.active:
+        if not own and is_initialized() and reduction.active:
             raise RuntimeError(
                 f"this step() of {type(optimizer).__name__} would apply gradients of this rank "
                 "alone, and the ranks' weights would drift apart: call step() of the optimizer "

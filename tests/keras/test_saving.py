@@ -145,7 +145,7 @@ def test_load_model_compresses(tmp_path: Path) -> None:
     def check(rank: int) -> None:
         save(sgd(), path)
         model = hvd.load_model(path, compression=hvd.Compression.fp16)
-        assert model.optimizer._hvdlite_settings.terms.compression is hvd.Compression.fp16
+        assert model.optimizer._hvdlite_settings.reduction.compression is hvd.Compression.fp16
 
     run_ranks(1, check)
 

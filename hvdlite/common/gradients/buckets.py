@@ -47,7 +47,7 @@ def scaling(op: int, gradient_predivide_factor: float) -> Scaling:
 
 
 @dataclass(frozen=True)
-class Terms:
+class ReductionConfig:
     """How the gradients of one optimizer are reduced."""
 
     compression: type[Compressor]

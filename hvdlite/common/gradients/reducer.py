@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from hvdlite.common.gradients.buckets import Terms, check_groups, split_evenly
+from hvdlite.common.gradients.buckets import ReductionConfig, check_groups, split_evenly
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.gradients.variables import LocalSources, Sources
 from hvdlite.common.segmentation.strategies import Gradient
@@ -21,7 +21,7 @@ class Reducer(ABC):
     def __init__(
         self,
         prefix: str,
-        terms: Terms,
+        reduction: ReductionConfig,
         groups: object = None,
         scale_local_gradients: bool = True,
     ) -> None:
@@ -31,8 +31,8 @@ class Reducer(ABC):
         Raises `ValueError` for anything else.
         """
         check_groups(groups, self.sources.is_variable, self.variable)
-        self.terms = terms
-        self.segments = SegmentPlan(terms, groups is not None)
+        self.reduction = reduction
+        self.segments = SegmentPlan(reduction, groups is not None)
         self.local = LocalSources(self.sources)
         self._prefix = prefix
         self._groups = groups
@@ -53,7 +53,7 @@ class Reducer(ABC):
         place of those that are made from the sources. Raises as `send` does.
         """
         self.segments.settle()
-        if not self.terms.active:
+        if not self.reduction.active:
             return list(gradients)
         names = names or self.sources.names_of(self._prefix, sources)
         is_local = self.local.pick(sources)
@@ -117,4 +117,4 @@ class Reducer(ABC):
     def _scaled(self, gradient: Any) -> Any:
         if gradient is None or not self._scale_local_gradients:
             return gradient
-        return self.divide(gradient, self.terms.process_set.size())
+        return self.divide(gradient, self.reduction.process_set.size())

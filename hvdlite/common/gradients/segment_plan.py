@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdlite.common.api.options import Options
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.gradients.buckets import Terms
+from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.gradients.user_calls import chosen
 from hvdlite.common.plain.messages import WHOLE_GROUP
 from hvdlite.common.segmentation.saved_results import load
@@ -31,16 +31,18 @@ VIEWED = Threshold(25 * MIB)
 class SegmentPlan:
     """The split of one optimizer's gradients, settled when they are first reduced."""
 
-    def __init__(self, terms: Terms, grouped: bool, as_views: bool = False) -> None:
-        """Plan for gradients that are reduced as `terms` say.
+    def __init__(self, reduction: ReductionConfig, grouped: bool, as_views: bool = False) -> None:
+        """Plan for gradients that are reduced as `reduction` says.
 
         With `grouped` the user has named groups, which are reduced as they are. With `as_views`
         gradients are views of their segment, so segments must be planned; the caller has checked
         that views are possible. Raises `ValueError` for groups beside a segmentation.
         """
-        if grouped and terms.segmentation is not None:
-            raise ValueError(f"groups and segmentation {terms.segmentation.spec}: give one of them")
-        self._terms = terms
+        if grouped and reduction.segmentation is not None:
+            raise ValueError(
+                f"groups and segmentation {reduction.segmentation.spec}: give one of them"
+            )
+        self._reduction = reduction
         self.as_views = as_views
         self._grouped = grouped
         # Set by `settle`; the strategy below is final from then on.
@@ -61,11 +63,11 @@ class SegmentPlan:
     def settle(self) -> None:
         """Make the user's choice final, since gradients are about to be reduced."""
         if not self._settled:
-            process_set = self._terms.process_set
+            process_set = self._reduction.process_set
             registered = process_set.process_set_id is not None  # others have no choice by calls
             # This is asked in any case, because the question makes the choice final.
             by_calls = chosen(process_set) if registered else Threshold()
-            strategy = self._terms.segmentation or by_calls
+            strategy = self._reduction.segmentation or by_calls
             if self.as_views and strategy == Threshold():
                 strategy = VIEWED
             if strategy != Threshold():
@@ -78,8 +80,8 @@ class SegmentPlan:
     def _reason_against_segments(self) -> str:
         if self._grouped:
             return "groups are given"
-        if not self._terms.fusable:
-            op = self._terms.scaling.op.name.capitalize()
+        if not self._reduction.fusable:
+            op = self._reduction.scaling.op.name.capitalize()
             return f"only Average and Sum travel in segments, not {op}"
         return ""
 
@@ -132,7 +134,7 @@ class SegmentPlan:
 
     def options(self, names: Sequence[str]) -> Options:
         """Return the options of the reduction of these gradients, which form one segment."""
-        options = self._terms.options
+        options = self._reduction.options
         if self.strategy is None:
             return options._replace(grouped=len(names) > 1)
         return options._replace(
