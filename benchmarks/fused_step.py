@@ -68,15 +68,15 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {"resnet50": resne
 
 def segments_of(model: nn.Module) -> list[FlatGradients]:
     """In the order of backward, each closed when it has `SEGMENT_BYTES`."""
-    cuts: list[list[Tensor]] = [[]]
+    segment_schedule: list[list[Tensor]] = [[]]
     size = 0
     for parameter in reversed([*model.parameters()]):
         if size >= SEGMENT_BYTES:
-            cuts.append([])
+            segment_schedule.append([])
             size = 0
-        cuts[-1].append(parameter)
+        segment_schedule[-1].append(parameter)
         size += parameter.numel() * parameter.element_size()
-    return [FlatGradients(cut) for cut in cuts]
+    return [FlatGradients(cut) for cut in segment_schedule]
 
 
 def make_step(model: nn.Module, library: str, flags: str, optimizer: str) -> Way:
@@ -91,7 +91,7 @@ def make_step(model: nn.Module, library: str, flags: str, optimizer: str) -> Way
     segments = segments_of(model)
     for flat in segments:
         for parameter in flat.parameters:
-            flat.take(parameter)
+            flat.adopt(parameter)
     fused, reason = FusedStep.of(made, segments)
     if fused is None:
         raise RuntimeError(reason)
@@ -102,7 +102,7 @@ def taker(flat: FlatGradients) -> Callable[[Tensor], None]:
     """Return a hook that puts a gradient into its buffer."""
 
     def take(parameter: Tensor) -> None:
-        flat.take(parameter)
+        flat.adopt(parameter)
 
     return take
 

@@ -72,7 +72,7 @@ class Trainee:
     @property
     def tuning(self) -> bool:
         """Whether `auto` still tries; it says so on all ranks alike."""
-        auto = self._optimizer._exchange.cuts.auto
+        auto = self._optimizer._exchange.segment_schedule.auto
         return auto is None or not auto.frozen
 
     def step(self) -> Step:

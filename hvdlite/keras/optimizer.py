@@ -50,10 +50,11 @@ def DistributedOptimizer(  # noqa: N802
     - `optimizer`: an optimizer of Keras 3 (with TensorFlow or PyTorch as backend) or of Keras 2. A
       LossScaleOptimizer may be around it, inside it, or come from ``compile()``.
     - `name`: begins the names of all its reductions.
-    - `sparse_as_dense`: sparse gradients travel as dense ones, otherwise by their rows.
+    - `sparse_as_dense`: sparse gradients are sent as dense ones, otherwise by their rows.
     - `op`: Average or Sum.
-    - `backward_passes_per_step`: how many passes add up before gradients travel and are applied;
-      `average_aggregated_gradients` divides the sum by their number. ``iterations`` counts passes.
+    - `backward_passes_per_step`: how many backward passes accumulate, as a sum, before gradients
+      are sent; `average_aggregated_gradients` divides the sum by that number. ``iterations`` counts
+      passes.
     (what hvdlite.common.gradients.arguments tells of all others)
 
     `device_dense` and `device_sparse` have no effect. Raises `ValueError` for arguments that

@@ -108,7 +108,8 @@ def DistributedGradientTape(  # noqa: N802
     """A tape of the same class that reduces over all ranks what ``gradient()`` computes.
 
     - `gradtape`: the tape to wrap. Both are one tape: what one records, the other has recorded.
-    - `sparse_as_dense`: `tf.IndexedSlices` travel as dense tensors, otherwise by their rows.
+    - `sparse_as_dense`: sparse gradients (`tf.IndexedSlices`) are sent as dense ones, otherwise by
+      their rows.
     - `op`: Average, Sum, Min, Max, Product or Adasum.
     (what hvdlite.common.gradients.arguments tells of all others)
 

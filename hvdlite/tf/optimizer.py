@@ -45,12 +45,13 @@ def DistributedOptimizer(  # noqa: N802
       `tf.compat.v1.train`; do not use it yourself afterwards. The latter reduces in
       ``compute_gradients()``, and ``apply_gradients()`` refuses gradients that were not reduced.
     - `name`: begins the names of the gradients.
-    - `sparse_as_dense`: `tf.IndexedSlices` travel as dense tensors, otherwise by their rows.
-    - `backward_passes_per_step`: how many passes add up before gradients travel and are applied;
-      `average_aggregated_gradients` divides their sum by that number. What adds up is in local
+    - `sparse_as_dense`: sparse gradients (`tf.IndexedSlices`) are sent as dense ones, otherwise by
+      their rows.
+    - `backward_passes_per_step`: how many backward passes accumulate, as a sum, before gradients
+      are sent; `average_aggregated_gradients` divides the sum by that number. The sums are in local
       variables, which a session initializes with ``tf.compat.v1.local_variables_initializer()``.
     - `op`: Average, Sum, Min, Max, Product, or Adasum, which combines the steps that the ranks
-      make on their own instead of the gradients. With Keras, Average or Sum.
+      would make on their own instead of the gradients. With Keras, Average or Sum.
     (what hvdlite.common.gradients.arguments tells of all others)
 
     `use_locking`, `device_dense` and `device_sparse` have no effect. Raises `ValueError` for

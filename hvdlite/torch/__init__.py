@@ -93,7 +93,7 @@ with without_collecting():
 
 
 def _check_has_gpu() -> bool:
-    """Whether torch sees a GPU."""
+    """Return whether torch sees a GPU."""
     return torch.cuda.is_available()
 
 

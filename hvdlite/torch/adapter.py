@@ -1,4 +1,4 @@
-"""torch's tensors, as the floors below see them."""
+"""The adapter for torch's tensors, by which the packages below see them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hvdlite.torch.dtypes import DTYPE_NAMES
 
 
 class TorchAdapter:
-    """Tensors of any dtype that numpy or ml_dtypes has too, on the host or on an accelerator.
+    """The adapter for tensors of any dtype of numpy and ml_dtypes, on the host or a GPU.
 
-    `find` gives the device of a torch device type; tests put in one of their own.
+    `find` returns the device for a torch device type; tests replace it.
     """
 
     def __init__(self, find: Callable[[str], Device] = find_device) -> None:
@@ -26,7 +26,7 @@ class TorchAdapter:
         self._host = find("cpu")
 
     def spec(self, tensor: torch.Tensor) -> TensorSpec:
-        """dtype, shape and device. Raises `ValueError` for what no collective takes."""
+        """Return dtype, shape and device. Raises `ValueError` for unsupported tensors."""
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"a torch.Tensor is needed, not {type(tensor).__name__} {tensor!r}")
         if tensor.layout is not torch.strided:
@@ -43,17 +43,17 @@ class TorchAdapter:
         return TensorSpec(name, tuple(tensor.shape), self._device(tensor).name)
 
     def input(self, tensor: torch.Tensor) -> HostBuffer:
-        """The tensor's values, its own memory where possible."""
+        """Return the tensor's values, in its own memory where possible."""
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.detach().resolve_conj().resolve_neg()
         return self._device(tensor).input(tensor)
 
     def empty_like(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A new tensor of the same dtype and device; in the same layout where it has the shape."""
+        """Return a new tensor of this dtype and device, with its strides if it has this shape."""
         return self._device(tensor).empty(tensor, shape)
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:
-        """A buffer that `commit` carries into the tensor, its own memory where possible.
+        """Return a buffer that `commit` copies into the tensor, its own memory where possible.
 
         Raises `ValueError` where elements of the tensor share memory.
         """
@@ -65,7 +65,7 @@ class TorchAdapter:
         return self._device(tensor).output(tensor)
 
     def read_splits(self, splits: Any) -> list[int]:
-        """Splits from an int32 tensor, or a list."""
+        """Return splits from an int32 tensor, or from a list."""
         if not isinstance(splits, torch.Tensor):
             return read_splits(np.asarray(splits))
         if splits.dtype is not torch.int32:
@@ -73,12 +73,15 @@ class TorchAdapter:
         return read_splits(splits.cpu().numpy())
 
     def make_splits(self, splits: Sequence[int], like: Any) -> torch.Tensor:
-        """An int32 tensor, on the device of the splits that were given."""
+        """Return an int32 tensor, on the device of the splits `like` that the user gave."""
         device = like.device if isinstance(like, torch.Tensor) else None
         return torch.tensor(splits, dtype=torch.int32, device=device)
 
     def finish(self, tensor: torch.Tensor) -> None:
-        """The tensor was written, unseen by autograd and by the device's current stream."""
+        """Tell the device's current stream and autograd that the tensor was written.
+
+        See [Note: views and version counters] in torch/flat_gradients.py.
+        """
         self._device(tensor).finish(tensor)
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
@@ -88,6 +91,6 @@ class TorchAdapter:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, as after expand."""
+    """Return whether elements share memory, as after expand."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() > 0 and any(stride == 0 and length > 1 for length, stride in strides)

@@ -1,4 +1,4 @@
-"""The optimizer for ``op=Adasum``: ranks combine the steps they would make, not their gradients."""
+"""The optimizer for ``op=Adasum``: ranks combine their steps instead of their gradients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import ReductionConfig, check_passes
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.gradient_exchange import named_by_position
-from hvdlite.torch.subclass import Wrapped
+from hvdlite.torch.subclass import OptimizerMixin
 
 
-class AdasumMixin(Wrapped):
-    """Comes before the class of the wrapped optimizer.
+class AdasumMixin(OptimizerMixin):
+    """The mixin that comes before the class of the wrapped optimizer.
 
-    A step is made with the gradients of this rank; what it has changed is combined with what the
-    other ranks' steps have changed. Gradients stay local, and can be clipped and scaled freely.
+    Each rank makes a step with its own gradients. What the step has changed is then combined with
+    the changes of all other ranks. Gradients stay local, and can be clipped and scaled freely.
     """
 
     _communicates_after_step = True
@@ -31,7 +31,8 @@ class AdasumMixin(Wrapped):
     def _set_up(
         self, names: dict[torch.Tensor, str], reduction: ReductionConfig, passes: int
     ) -> None:
-        self.backward_passes_per_step = passes  # for those who ask; see below
+        # Kept for callers that read it; see `set_backward_passes_per_step`.
+        self.backward_passes_per_step = passes
         self._names = names
         self._reduction = reduction
 
@@ -51,14 +52,14 @@ class AdasumMixin(Wrapped):
             for parameter, _ in named_by_position(self.param_groups)
             if parameter.requires_grad
         }
-        with self._own_step():
+        with self._allow_step():
             result = super().step(*arguments, **options)
         with torch.no_grad():
             self._combine(starts)
         self._end_iteration()
         return result
 
-    step.hooked = True  # type: ignore[attr-defined]  # the wrapped step calls the user's hooks
+    step.hooked = True  # type: ignore[attr-defined]  # The wrapped step calls the user's hooks.
 
     def _end_iteration(self) -> None:
         for hooks in self._trace_hooks:
@@ -66,17 +67,17 @@ class AdasumMixin(Wrapped):
 
     def _combine(self, starts: dict[torch.Tensor, torch.Tensor]) -> None:
         compression, process_set = self._reduction.compression, self._reduction.process_set
-        places = dict(named_by_position(self.param_groups))
-        flights = []
+        default_names = dict(named_by_position(self.param_groups))
+        in_flight = []
         for parameter, start in starts.items():
-            name = self._names.setdefault(parameter, places[parameter])
+            name = self._names.setdefault(parameter, default_names[parameter])
             packed, context = compression.compress(parameter - start)
             handle = mpi_ops.allreduce_async_(
                 packed, name=name, op=ReduceOp.ADASUM, process_set=process_set
             )
-            flights.append((parameter, start, packed, context, handle))
+            in_flight.append((parameter, start, packed, context, handle))
         error: HorovodInternalError | None = None
-        for parameter, start, packed, context, handle in flights:
+        for parameter, start, packed, context, handle in in_flight:
             try:
                 mpi_ops.synchronize(handle)
             except HorovodInternalError as failure:
@@ -87,16 +88,16 @@ class AdasumMixin(Wrapped):
             raise error
 
     def synchronize(self) -> None:
-        """Nothing: the exchange happens in ``step()``."""
+        """Do nothing: the exchange happens in ``step()``."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raises `AssertionError`: there is no step of this rank alone."""
+        """Raise `AssertionError`: there is no step of this rank alone."""
         raise AssertionError(
             "Skipping synchronization is not supported when using Adasum optimizer"
         )
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Remember the number: steps are exchanged, however many passes came before them."""
+        """Remember the number; every step is exchanged, however many passes came before it."""
         self.backward_passes_per_step = check_passes(passes)

@@ -1,4 +1,4 @@
-"""The collectives as torch's autograd sees them."""
+"""The collectives as functions of torch's autograd."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: F) -> F:
-    """`function`, which ``torch.compile`` calls as it is: communication is no part of a graph.
+    """Return `function` so that ``torch.compile`` calls it instead of tracing into it.
 
-    ``torch.compiler.disable`` alone would load the compiler into every program.
+    Communication is no part of a compiled graph. ``torch.compiler.disable`` alone would load the
+    compiler into every program.
     """
 
     @wraps(function)
@@ -32,7 +33,7 @@ def untraced(function: F) -> F:
 
 
 class _Collective(torch.autograd.Function):
-    """One blocking collective in the graph; on backward its adjoint runs, on every rank alike."""
+    """One blocking collective in the graph; its adjoint runs on every rank in backward."""
 
     @staticmethod
     def forward(
@@ -40,7 +41,7 @@ class _Collective(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.adjoint = adjoint
         outputs = tuple(forward(list(tensors)))
-        ctx.mark_non_differentiable(*(each for each in outputs if not _has_gradient(each)))
+        ctx.mark_non_differentiable(*(output for output in outputs if not _has_gradient(output)))
         return outputs
 
     @staticmethod
@@ -54,16 +55,16 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
 
 
 class TorchRunner(EngineRunner[torch.Tensor]):
-    """Runs collectives on tensors of torch; blocking ones that give new tensors have a gradient."""
+    """Runs collectives on torch tensors; blocking ones that return new tensors have a gradient."""
 
     def record(
         self, tensors: Sequence[torch.Tensor], forward: Function, adjoint: Function
     ) -> list[torch.Tensor]:
         """Return ``forward(tensors)``, recorded where gradients are wanted."""
-        wanted = torch.is_grad_enabled() and any(
+        needs_gradient = torch.is_grad_enabled() and any(
             isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
         )
-        if not wanted:
+        if not needs_gradient:
             return forward(list(tensors))
         outputs: tuple[torch.Tensor, ...] = _Collective.apply(forward, adjoint, *tensors)  # type: ignore[no-untyped-call]
         return list(outputs)

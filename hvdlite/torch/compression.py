@@ -1,4 +1,4 @@
-"""Gradients made smaller on their way between ranks: `Compression`."""
+"""`Compression`: smaller dtypes for gradients while they are sent between ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ class CastCompressor(Compressor):
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor as `dtype`, and its own dtype."""
+        """Return the tensor as `dtype`, and its own dtype."""
         if not tensor.is_floating_point():
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 
     @classmethod
     def compress_into(cls, memory: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-        """As `compress`, in the memory of an earlier result if it has the right shape.
+        """Compress as `compress` does, into `memory` if this has the right shape.
 
-        The first touch of new memory costs more than the cast. ``copy_`` takes the result back.
+        `memory` is an earlier result; the first touch of new memory costs more than the cast.
+        ``tensor.copy_(result)`` decompresses.
         """
         if not tensor.is_floating_point() or tensor.dtype is cls.dtype:
             return tensor
@@ -35,7 +36,7 @@ class CastCompressor(Compressor):
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor as its own dtype."""
+        """Return the tensor as its own dtype."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
@@ -52,7 +53,7 @@ class BF16Compressor(CastCompressor):
 
 
 class Compression:
-    """What can be given as ``compression=``; a subclass of `Compressor` of your own works too."""
+    """The values of ``compression=``; a subclass of `Compressor` of your own works too."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

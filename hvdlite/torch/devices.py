@@ -1,11 +1,11 @@
-"""Where tensors live: the host itself, or a device that is reached through pinned host memory.
+"""The devices of tensors: the host, or a GPU that is reached through pinned host memory.
 
     input    training thread   device --copy--> pinned host memory, then a ready event
     wait     engine thread     sleep until the ready event
     commit   engine thread     pinned host memory --copy--> device, then a done event
     finish   training thread   the current stream waits for the done event; the thread does not
 
-Both copies run on a stream of their own, so that they overlap with what the device computes.
+Both copies run on a stream of their own, so that they overlap with computation on the device.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from hvdlite.torch.dtypes import as_array
 
 
 class Device(Protocol):
-    """One kind of device; all tensors given to it are strided."""
+    """One kind of device; its methods get strided tensors only."""
 
-    name: str  # what ranks compare
+    name: str  # Ranks compare it, as all must have a tensor on the same kind of device.
 
     def input(self, tensor: torch.Tensor) -> HostBuffer:
-        """The values of `tensor`, which is not lazily conjugated. Calling thread."""
+        """Return the values of `tensor`, which is not lazily conjugated. Calling thread."""
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A new tensor of the dtype and on the device of `like`, as `new_tensor`. Any thread."""
+        """Return a new tensor of the dtype and on the device of `like`. Any thread."""
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:
-        """What `commit` carries into `tensor`, of any strides. Any thread."""
+        """Return a buffer that `commit` copies into `tensor`, of any strides. Any thread."""
 
     def finish(self, tensor: torch.Tensor) -> None:
-        """Order what the caller does next with `tensor` behind `commit`. Calling thread."""
+        """Order the caller's next use of `tensor` behind `commit`. Calling thread."""
 
 
 def new_tensor(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor without values; one of the shape of `like` has its layout, as torch's own results.
+    """Return a tensor without values. One of the shape of `like` has its strides.
 
-    A gradient in another layout than its weights is wrong for kernels that take both as flat.
+    torch's own results have them too. A gradient with other strides than its weights is wrong for
+    kernels that treat both as flat memory.
     """
     if like.shape == shape and not like.is_contiguous():
         return torch.empty_like(like.detach())
@@ -50,30 +51,30 @@ def new_tensor(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 class HostDevice:
-    """Tensors in the memory of the host: nothing is copied unless it is not contiguous."""
+    """The memory of the host: only tensors that are not contiguous are copied."""
 
     name = HOST_DEVICE
 
     def input(self, tensor: torch.Tensor) -> HostBuffer:
-        """The tensor's own memory, or a copy of one that is not contiguous."""
+        """Return the tensor's own memory, or a copy of one that is not contiguous."""
         return CpuBuffer(as_array(tensor.contiguous()))
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A new tensor."""
+        """Return a new tensor."""
         return new_tensor(like, shape)
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:
-        """The tensor's own memory, or a buffer that is copied into one that is not contiguous."""
+        """Return the tensor's own memory, or a buffer for one that is not contiguous."""
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             return CpuBuffer(as_array(tensor))
         return _ScatteredBuffer(tensor)
 
     def finish(self, tensor: torch.Tensor) -> None:
-        """Host memory needs no ordering."""
+        """Do nothing: host memory needs no ordering."""
 
 
 class _ScatteredBuffer(CpuBuffer):
-    """The output for a host tensor whose memory is not simply its values."""
+    """The output for a host tensor that is not contiguous, or lazily conjugated."""
 
     __slots__ = ("_host", "_target")
 
@@ -83,7 +84,8 @@ class _ScatteredBuffer(CpuBuffer):
         super().__init__(as_array(self._host))
 
     def commit(self) -> None:
-        # `data`, since who looks at the version must not see this before `finish`.
+        # The version of the tensor must not change before `finish`.
+        # See [Note: views and version counters] in torch/flat_gradients.py.
         self._target.data.copy_(self._host)
 
 
@@ -91,26 +93,26 @@ class Event(Protocol):
     """A point in a stream, as ``torch.cuda.Event``."""
 
     def record(self, stream: Any) -> None:
-        """Mark what `stream` has been given so far."""
+        """Mark the work that is queued on `stream` so far."""
 
     def synchronize(self) -> None:
-        """Sleep until that is done."""
+        """Sleep until that work is complete."""
 
 
 class Streams(Protocol):
-    """What `StagedDevice` needs of ``torch.cuda``, or of a module like it."""
+    """The part of ``torch.cuda``, or of a module like it, that `StagedDevice` needs."""
 
     def Stream(self, device: Any) -> Any:  # noqa: N802
-        """A new queue of work on `device`."""
+        """Return a new queue of work on `device`."""
 
     def Event(self, *, blocking: bool) -> Event:  # noqa: N802
-        """An event that is waited for asleep."""
+        """Return an event. With `blocking`, threads that wait for it sleep."""
 
     def current_stream(self, device: Any) -> Any:
-        """The stream that the calling thread uses."""
+        """Return the stream that the calling thread uses."""
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within this, `stream` is the one that the calling thread uses."""
+        """Return a context in which the calling thread uses `stream`."""
 
 
 class StagedDevice:
@@ -120,12 +122,14 @@ class StagedDevice:
         self.name = name
         self._streams = streams
         self._pin = pin
-        self._lock = threading.Lock()  # guards the next one
+        self._lock = threading.Lock()  # guards `_copy_streams`
         self._copy_streams: dict[torch.device, Any] = {}
-        self._done: Any = WeakTensorKeyDictionary()  # output -> event after its copy to the device
+        # By output: the event after its copy to the device. Set by the engine thread in `commit`,
+        # removed by `finish`.
+        self._done: Any = WeakTensorKeyDictionary()
 
     def input(self, tensor: torch.Tensor) -> HostBuffer:
-        """Start to copy the tensor to the host, behind what is queued for it."""
+        """Start to copy the tensor to the host, behind the work that computes it."""
         stream = self._behind_current(tensor)
         host = self._staging(tensor)
         with self._streams.stream(stream):
@@ -134,12 +138,12 @@ class StagedDevice:
         return _StagedInput(host, self._event_on(stream))
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A new tensor; its memory belongs to the copy stream until `finish`."""
+        """Return a new tensor, whose memory belongs to the copy stream until `finish`."""
         with self._streams.stream(self._copy_stream(like.device)):
             return new_tensor(like, shape)
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:
-        """Pinned memory that `commit` starts to copy into the tensor."""
+        """Return pinned memory that `commit` starts to copy into the tensor."""
         return _StagedOutput(self, tensor, self._staging(tensor))
 
     def copy_out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -150,7 +154,7 @@ class StagedDevice:
         self._done[tensor] = self._event_on(stream)
 
     def finish(self, tensor: torch.Tensor) -> None:
-        """The current stream waits for the copy; nobody else does."""
+        """Let the current stream wait for the copy. The calling thread does not wait."""
         event = self._done.pop(tensor, None)
         if event is not None:
             current = self._streams.current_stream(tensor.device)
@@ -158,7 +162,7 @@ class StagedDevice:
             self.keep_until_done(tensor, current)
 
     def keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The allocator must not give the tensor's memory away before `stream` is done with it."""
+        """Keep the allocator from reusing the tensor's memory before `stream` is done with it."""
         tensor.record_stream(stream)
 
     def _staging(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -171,7 +175,7 @@ class StagedDevice:
             return self._copy_streams[device]
 
     def _behind_current(self, tensor: torch.Tensor) -> Any:
-        """The copy stream, made to wait for what the caller has queued so far."""
+        """Return the copy stream, which waits for the caller's work that is queued so far."""
         stream = self._copy_stream(tensor.device)
         stream.wait_event(self._event_on(self._streams.current_stream(tensor.device)))
         return stream
@@ -183,7 +187,7 @@ class StagedDevice:
 
 
 class _StagedInput(CpuBuffer):
-    """A copy in pinned memory that is complete once its ready event has come."""
+    """A copy in pinned memory, complete when its ready event has occurred."""
 
     __slots__ = ("_ready",)
 
@@ -196,7 +200,7 @@ class _StagedInput(CpuBuffer):
 
 
 class _StagedOutput(CpuBuffer):
-    """Pinned memory that is copied to the device."""
+    """Pinned memory that `commit` copies to the device."""
 
     __slots__ = ("_device", "_host", "_target")
 
@@ -211,7 +215,7 @@ class _StagedOutput(CpuBuffer):
 
 
 def find_device(kind: str) -> Device:
-    """The device for tensors of a torch device type. Raises `ValueError` where there is none."""
+    """Return the device for a torch device type. Raises `ValueError` for unsupported types."""
     if kind == HOST_DEVICE:
         return HostDevice()
     if kind == "cuda":

@@ -1,4 +1,4 @@
-"""torch's dtypes as numpy sees them, and torch's own casts of 16-bit floats."""
+"""The names of torch's dtypes, tensors as numpy arrays, and torch's casts of 16-bit floats."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """The memory of a contiguous host tensor as a flat array."""
+    """Return the memory of a contiguous host tensor as a flat array."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16:  # torch's numpy() does not know ml_dtypes
+    if tensor.dtype is torch.bfloat16:  # numpy() of torch does not know ml_dtypes.
         bits: NDArray[Any] = tensor.view(torch.int16).numpy()
         return bits.reshape(-1).view(numpy_dtype("bfloat16"))
     array: NDArray[Any] = tensor.numpy()
@@ -46,7 +46,7 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """The memory of a flat array as a tensor."""
+    """Return the memory of a flat array as a tensor."""
     if array.itemsize == 2 and array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -55,14 +55,14 @@ def as_tensor(array: NDArray[Any]) -> torch.Tensor:
 def _cast(destination: NDArray[Any], source: NDArray[Any]) -> None:
     if source.flags.writeable:
         as_tensor(destination).copy_(as_tensor(source))
-    else:  # torch has no read-only tensors
+    else:  # torch has no read-only tensors.
         np.copyto(destination, source, casting="unsafe")
 
 
 def use_torch_casts() -> None:
-    """From now on torch converts between float32 and 16-bit floats, faster than numpy.
+    """Let torch convert between float32 and 16-bit floats, as it is faster than numpy.
 
-    The bits are numpy's, except for which of the NaNs a NaN becomes.
+    The results have the bits of numpy's; only the payload of a NaN may differ.
     """
     for name in ("float16", "bfloat16"):
         register_casts(name, Casts(widen=_cast, narrow=_cast))

@@ -7,20 +7,39 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-ALIGNMENT_BYTES = 64  # what torch gives every tensor of its own: kernels are fastest on it
+# [Note: views and version counters]
+#
+# torch counts the writes to every tensor (`tensor._version`), and raises an error when backward
+# would use values that were overwritten after they had been saved. A tensor and its views share
+# one counter, but ``tensor.data`` begins a new one. hvdlite writes to memory in ways that torch
+# does not see, and decides for each counter whether it moves:
+#
+# * The views of a flat buffer are made from ``buffer.data``, so each has a counter of its own.
+#   Otherwise a write to one gradient would look like a write to all gradients of the segment.
+# * A gradient that is pending or in flight must not be written by the user, since the other ranks
+#   would not see the change. `PendingGradient.check` compares its counter with the one it had when
+#   it was complete. Results must not move the counter before that check. The engine thread
+#   therefore writes through numpy, or into ``tensor.data`` (`devices.py`), and the counter moves
+#   when the training thread has waited: `TorchAdapter.finish` increments it.
+# * A fused step writes to the parameters through their flat buffer. It increments the counter of
+#   every parameter afterwards (`FusedStep`), so that backward through a graph from before the step
+#   is an error, as it is after torch's own step. The views of the count of steps share the counter
+#   of their buffer on purpose: one comparison tells whether the user has changed any of them.
+
+ALIGNMENT_BYTES = 64  # torch aligns every tensor so, and kernels are fastest on such memory.
 
 
 class FlatLayout:
-    """Where each of some tensors lies in a flat buffer.
+    """The places of several tensors in a flat buffer.
 
-    Each part begins at a multiple of `ALIGNMENT_BYTES`, as kernels that read it want, and has the
-    strides that torch gives to a gradient: those of its tensor, where that has no gaps. What lies
-    between two parts, less than `ALIGNMENT_BYTES`, is zero in all buffers, and every step of an
-    optimizer over it is harmless; a reduction carries it.
+    Each place begins at a multiple of `ALIGNMENT_BYTES`, and has the strides that torch gives to a
+    gradient: those of its tensor, where these leave no gaps. The padding between two places, less
+    than `ALIGNMENT_BYTES`, is zero in all buffers. Reductions include it, and the step of an
+    optimizer leaves zeros there.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """A layout for tensors of one dtype and device. Raises `ValueError` for others."""
+        """Lay out tensors of one dtype on one device. Raises `ValueError` for others."""
         if not tensors:
             raise ValueError("a flat buffer needs at least one tensor")
         self.dtype, self.device = tensors[0].dtype, tensors[0].device
@@ -33,7 +52,8 @@ class FlatLayout:
         granule = math.lcm(ALIGNMENT_BYTES, self.dtype.itemsize) // self.dtype.itemsize
         self.shapes = [tensor.shape for tensor in tensors]
         self.strides = [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]
-        self.offsets: list[int] = []  # elements, as all numbers here
+        # The first element of each place, and the one after its last; `size` counts elements too.
+        self.offsets: list[int] = []
         self.ends: list[int] = []
         end = 0
         for tensor in tensors:
@@ -44,14 +64,11 @@ class FlatLayout:
         self.size = end
 
     def allocate(self) -> torch.Tensor:
-        """A buffer of zeros."""
+        """Return a buffer of zeros, of shape ``(size,)``."""
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of `buffer`, each with a version counter of its own.
-
-        So what writes to one part does not look as if it had changed the others.
-        """
+        """Return one view of `buffer` for each tensor, each with a version counter of its own."""
         places = zip(self.shapes, self.strides, self.offsets, strict=True)
         return [buffer.data.as_strided(*place) for place in places]
 
@@ -59,8 +76,8 @@ class FlatLayout:
 class FlatGradients:
     """The gradients of the dense parameters of a segment, in one buffer.
 
-    A gradient gets there by `take`, after backward; from then on backward accumulates into the
-    buffer, until somebody sets ``p.grad`` to None or to another tensor. The parameters are laid
+    `adopt` moves a gradient there after backward. From then on backward accumulates into the
+    buffer, until the user sets ``p.grad`` to None or to another tensor. The parameters are laid
     out in the given order.
     """
 
@@ -77,16 +94,16 @@ class FlatGradients:
         self.parameters = tuple(parameters)
         self._names = names or {}
         self.layout = FlatLayout(self.parameters)
-        self.buffer = self.layout.allocate()  # (size,), contiguous
+        self.buffer = self.layout.allocate()
         self._views = dict(zip(self.parameters, self.layout.views(self.buffer), strict=True))
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The place of its gradient. Raises `KeyError` for a parameter of another segment."""
+        """Return the place of its gradient. Raises `KeyError` for one of another segment."""
         return self._views[parameter]
 
     @torch.no_grad()
-    def take(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Let its gradient live here: copy the values if they lie elsewhere. Returns the view.
+    def adopt(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Make the view the gradient of this parameter, with the gradient's values; return it.
 
         Raises `ValueError` when there is no gradient, and `TypeError` for one that is sparse or
         of another dtype or device.
@@ -119,6 +136,7 @@ class FlatGradients:
     def _describe(self, parameter: torch.Tensor) -> str:
         name = self._names.get(parameter)
         if name is None:
-            number = next(i for i, each in enumerate(self.parameters) if each is parameter)
+            members = enumerate(self.parameters)
+            number = next(number for number, member in members if member is parameter)
             name = f"parameter {number} of the segment"
         return f"{name}, of shape {tuple(parameter.shape)},"

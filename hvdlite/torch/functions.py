@@ -1,4 +1,4 @@
-"""Parameters, optimizer state and Python objects from one rank to the others."""
+"""Broadcasts of parameters, optimizer state and Python objects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _named(params: Any) -> Iterable[tuple[str | None, Any]]:
     if isinstance(params, Mapping):
         return sorted(params.items())
     if isinstance(params, list):
-        return [each if isinstance(each, tuple) else (None, each) for each in params]
+        return [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     raise ValueError(f"invalid params of type: {type(params)}; give a dict or a list")
 
 
@@ -50,10 +50,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the state and the options of an optimizer from the global rank `root_rank`; blocks.
 
-    Any optimizer will do whose state belongs to its parameters; every rank has one with the same
-    parameters. State that the others do not have yet is made, and no step is needed for it: tensors
-    with the strides that they have on the root, which share memory where they do there. `model` has
-    no effect.
+    The state of the optimizer must belong to its parameters, and all ranks have the same
+    parameters. Ranks without state get it without a step: tensors with the strides that they have
+    on the root, which share memory where they do so there. `model` has no effect.
 
     Raises `ValueError` for LBFGS, whose state does not belong to parameters, and on a rank whose
     optimizer has other parameters than the root's.
@@ -65,7 +64,7 @@ def broadcast_optimizer_state(
     state = broadcast_object(state, root_rank, "optimizer_state", process_set)
     if not is_root:
         state.allocate(optimizer)
-    named = [(f"optimizer_state.{n}", block) for n, block in enumerate(state.memory)]
+    named = [(f"optimizer_state.{index}", block) for index, block in enumerate(state.memory)]
     broadcast_parameters(named, root_rank, process_set)
     if not is_root:
         state.install(optimizer)
@@ -73,9 +72,9 @@ def broadcast_optimizer_state(
 
 
 def leave_zero_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Under the name horovod, give each trainable parameter a gradient: zeros where it has none.
+    """Give each trainable parameter without a gradient zeros, under the name horovod only.
 
-    Horovod leaves those behind, and scripts rely on it, which broadcast ``p.grad`` for example.
+    Horovod leaves such gradients behind, and some scripts rely on them: they broadcast ``p.grad``.
     """
     if not as_horovod.active():
         return

@@ -1,195 +1,95 @@
-"""Gradients on their way between ranks, from the hook that backward calls to the optimizer's step.
+"""The exchange of one optimizer's gradients, from the hooks of backward to the optimizer's step.
 
-backward -> hook -> Schedule.count -> gather     a bucket that is complete waits for a few others,
-                    -> send                      since to send one costs as much as to send ten
-step -> synchronize -> send what is missing      zeros stand in for a gradient that is not there
-                    -> land                      results are written back to ``p.grad``
+backward -> hook -> BucketSchedule.count -> gather   a complete bucket becomes pending
+                    -> send                          when 4 MiB are pending, or a segment is due
+step -> synchronize -> send                          the rest; zeros where a gradient is missing
+                    -> wait                          results are written to ``p.grad``
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from hvdlite.common.api.options import Options
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients.buckets import ReductionConfig, Schedule
+from hvdlite.common.gradients.buckets import BucketSchedule, ReductionConfig
 from hvdlite.common.gradients.segment_plan import SegmentPlan
-from hvdlite.common.plain.compression import Compressor
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
 from hvdlite.torch.flat_gradients import FlatGradients
-from hvdlite.torch.segment_schedule import Cuts, ParamGroups
+from hvdlite.torch.in_flight import (
+    CASTS,
+    BucketInFlight,
+    InFlight,
+    PendingGradient,
+    SegmentInFlight,
+    SparseGradientInFlight,
+)
+from hvdlite.torch.segment_schedule import ParamGroups, SegmentSchedule
 from hvdlite.torch.sparsity import Layouts
 
-T = TypeVar("T")
-ENOUGH_BYTES = 4 << 20  # of gradients, to be sent in the middle of backward
-
-# What only casts needs neither new memory nor `decompress`; a subclass may do anything.
-CASTS: tuple[type[CastCompressor], ...] = (FP16Compressor, BF16Compressor)
-
-
-class _Passenger:
-    """One gradient that is complete: it waits for others, and then travels."""
-
-    __slots__ = ("context", "gradient", "name", "packed", "parameter", "version")
-
-    packed: torch.Tensor  # what travels; `gradient` itself where nothing makes it smaller
-    context: Any  # what `decompress` needs
-
-    def __init__(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.gradient = gradient
-        self.version = gradient._version  # when it was complete
-
-    def move_to(self, flat: FlatGradients) -> None:
-        """Let the gradient live in a segment's buffer."""
-        if self.gradient.is_sparse:  # and is to travel as a dense one
-            self.parameter.grad = self.gradient.to_dense()
-        self.gradient = flat.take(self.parameter)
-        self.version = self.gradient._version
-
-    def check(self) -> None:
-        """Raise `RuntimeError` when something has changed the gradient since it was complete."""
-        now = self.parameter.grad
-        if now is None or (now is self.gradient and now._version == self.version):
-            return
-        raise RuntimeError(
-            f"the gradient of {self.name} was changed after it was sent to the other ranks, by "
-            "clipping or unscaling perhaps. Call optimizer.synchronize() first, then change "
-            "gradients, and call step() inside 'with optimizer.skip_synchronize():'"
-        )
-
-
-def _size_bytes(passenger: _Passenger) -> int:
-    gradient = passenger.gradient
-    return gradient.numel() * gradient.element_size()  # of a sparse one: as if it were dense
-
-
-def _arrive(passengers: Sequence[_Passenger], wait: Callable[[], T]) -> T:
-    """What `wait` returns; it is called in any case, and then what is wrong with one is raised."""
-    try:
-        for each in passengers:
-            each.check()
-    finally:
-        result = wait()
-    return result
-
-
-class _DenseFlight:
-    """A bucket in flight."""
-
-    def __init__(
-        self,
-        passengers: Sequence[_Passenger],
-        compression: type[Compressor],
-        options: Options,
-    ) -> None:
-        self._passengers = passengers
-        self._compression = compression
-        packed = [each.packed for each in passengers]
-        self._operation = mpi_ops.runner.start(
-            "allreduce", packed, passengers[0].name, options, in_place=True
-        )
-
-    def land(self) -> None:
-        """Wait, and write the results to the gradients."""
-        _arrive(self._passengers, self._operation.take)
-        for each in self._passengers:
-            self._unpack(each)
-
-    def _unpack(self, passenger: _Passenger) -> None:
-        result, gradient = passenger.packed, passenger.gradient
-        if gradient.is_sparse or self._compression not in CASTS:
-            result = self._compression.decompress(result, passenger.context)
-        if gradient.is_sparse:
-            gradient = result.to_sparse(gradient.sparse_dim())
-        elif result is not gradient:
-            gradient.copy_(result)
-        passenger.parameter.grad = gradient
-
-
-class _FlatFlight:
-    """A segment in flight whose gradients live in one buffer."""
-
-    def __init__(
-        self,
-        passengers: Sequence[_Passenger],
-        flat: FlatGradients,
-        packed: torch.Tensor,
-        options: Options,
-    ) -> None:
-        self._passengers = passengers
-        self._buffer = flat.buffer
-        self._packed = packed
-        self._operation = mpi_ops.runner.start(
-            "allreduce", [packed], passengers[0].name, options, in_place=True
-        )
-
-    def land(self) -> None:
-        """Wait; the results are where the gradients are, unless they were compressed."""
-        _arrive(self._passengers, self._operation.take)
-        if self._packed is not self._buffer:
-            self._buffer.copy_(self._packed)
-        for each in self._passengers:
-            each.parameter.grad = each.gradient
-
-
-class _SparseFlight:
-    """One sparse gradient in flight."""
-
-    def __init__(self, passenger: _Passenger, reduction: ReductionConfig) -> None:
-        self._passenger = passenger
-        self._wait = mpi_ops.sparse_allreduce_async(
-            passenger.gradient, passenger.name, reduction.scaling.op, reduction.process_set
-        )
-
-    def land(self) -> None:
-        """Wait, and replace the gradient."""
-        self._passenger.parameter.grad = _arrive([self._passenger], self._wait)
+# [Note: why gradients gather twice]
+#
+# Tensors gather in two places before anything is negotiated.
+#
+# 1. Here, in the training thread: complete buckets are kept until they have `ENOUGH_BYTES`, or
+#    until `synchronize`. A hook runs in the middle of backward, when nothing of the engine is in
+#    the processor's caches: to enqueue a gradient there takes 100 us, at the end of backward 10 us.
+# 2. In `engine/inbox.py`: the engine starts a round a cycle time after the first tensor, or
+#    at once when enough bytes are queued or somebody waits. A round costs about as much for a
+#    hundred tensors as for one, and not every tensor is a gradient of an optimizer.
+#
+# `ENOUGH_BYTES` is reduced in about a millisecond, so little is left to wait for at the end. The
+# measurements are in docs/decisions/0006. Buckets of a segmentation do not gather here: they are
+# what the user, or the tuner, wants to be sent at once.
+ENOUGH_BYTES = 4 << 20
 
 
 class GradientExchange:
-    """The gradients of one optimizer."""
+    """The exchange of one optimizer. Its methods run in the threads of training and backward."""
 
     def __init__(
         self,
         param_groups: ParamGroups,
         names: dict[torch.Tensor, str],
-        schedule: Schedule[str],
+        schedule: BucketSchedule[str],
         reduction: ReductionConfig,
         segments: SegmentPlan,
     ) -> None:
+        """Register the hooks, unless this rank is alone.
+
+        `names` grows when parameters are added to the optimizer.
+        """
         self.names = names
         self.reduction = reduction
         self._segments = segments
-        self.synchronized = False  # no gradient has come since the last synchronize()
+        # True from a synchronize() that succeeds until the next gradient or the step.
+        self.synchronized = False
         self.param_groups = param_groups
         self._schedule = schedule
-        label = next(iter(names.values()), "")  # the same on all ranks
+        label = next(iter(names.values()), "")  # This is the same on all ranks.
         self._layouts = Layouts(reduction.process_set, label)
-        self.cuts = Cuts(names, schedule, self._layouts, reduction, segments)
-        self._flights: list[_DenseFlight | _FlatFlight | _SparseFlight] = []
-        self._gathered: list[list[_Passenger]] = []  # buckets that wait to be sent
-        self._gathered_bytes = 0
-        self._packed: dict[str, torch.Tensor] = {}  # memory of casts, for the next step
-        self._watched: set[torch.Tensor] = set()
+        self.segment_schedule = SegmentSchedule(names, schedule, self._layouts, reduction, segments)
+        self._in_flight: list[InFlight] = []
+        self._pending: list[list[PendingGradient]] = []  # buckets, in the order of completion
+        self._pending_bytes = 0
+        # Results of casts by name: their memory is used again in the next step.
+        self._packed: dict[str, torch.Tensor] = {}
+        self._hooked: set[torch.Tensor] = set()
         if reduction.active:
             self.watch()
 
     @property
-    def pending(self) -> bool:
-        """Whether gradients travel."""
-        return bool(self._flights or self._gathered)
+    def busy(self) -> bool:
+        """Whether gradients are pending or in flight."""
+        return bool(self._in_flight or self._pending)
 
     @property
     def passes(self) -> int:
-        """How many backward passes accumulate before a gradient travels."""
+        """The number of backward passes that accumulate before a gradient is sent."""
         return self._schedule.passes
 
     @property
@@ -198,14 +98,14 @@ class GradientExchange:
         return any(parameter.grad is not None for parameter, _ in self._parameters())
 
     def watch(self) -> None:
-        """Be told of every gradient, also of parameters that have come since the last call."""
+        """Register the hooks of parameters that were added since the last call."""
         for parameter, default_name in self._parameters():
             if parameter not in self.names:
                 self.names[parameter] = default_name
-                self.cuts.parameter_of[default_name] = parameter
+                self.segment_schedule.parameter_of[default_name] = parameter
                 self._schedule.add(default_name)
-            if parameter.requires_grad and parameter not in self._watched:
-                self._watched.add(parameter)
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
                 register: Any = parameter.register_post_accumulate_grad_hook
                 weakref.finalize(self, register(_weak(self._on_gradient)).remove)
 
@@ -213,73 +113,25 @@ class GradientExchange:
         return named_by_position(self.param_groups)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Backward has added to the gradient of `parameter`. The thread that runs backward."""
+        """Count a pass that has added to this gradient. Runs in the thread of backward."""
         self.synchronized = False
         name = self.names[parameter]
-        cut = self._segments.strategy is not None
-        if cut:
-            self.cuts.note(name)
+        segmented = self._segments.strategy is not None
+        if segmented:
+            self.segment_schedule.note(name)
         bucket = self._schedule.count(name)
         if bucket:
             self._gather(bucket)
-            if cut or self._gathered_bytes >= ENOUGH_BYTES:
+            if segmented or self._pending_bytes >= ENOUGH_BYTES:
                 self._send()
 
     def _gather(self, bucket: Sequence[str]) -> None:
-        passengers = [self._passenger(name) for name in bucket]
-        self._gathered.append(passengers)
-        self._gathered_bytes += sum(map(_size_bytes, passengers))
+        pending = [self._make_pending(name) for name in bucket]
+        self._pending.append(pending)
+        self._pending_bytes += sum(gradient.size_bytes for gradient in pending)
 
-    def _send(self) -> None:
-        """Let all that has gathered travel."""
-        self._gathered_bytes = 0
-        while self._gathered:  # where one is refused, the others are still there
-            self._take_off(self._gathered.pop(0))
-
-    def _take_off(self, bucket: Sequence[_Passenger]) -> None:
-        flat = (self.cuts.flat or {}).get(bucket[0].name)
-        if flat is not None and len(bucket) == len(flat.parameters):
-            self._take_off_flat(bucket, flat)
-            return
-        for each in bucket:
-            self._pack(each)
-        dense = [each for each in bucket if not each.packed.is_sparse]
-        if dense:
-            options = self._segments.options([each.name for each in dense])
-            self._flights.append(_DenseFlight(dense, self.reduction.compression, options))
-        for each in bucket:
-            if each.packed.is_sparse:
-                self._flights.append(_SparseFlight(each, self.reduction))
-
-    def _take_off_flat(self, bucket: Sequence[_Passenger], flat: FlatGradients) -> None:
-        for each in bucket:
-            each.move_to(flat)
-        first = bucket[0].name
-        packed = flat.buffer
-        compression = self.reduction.compression
-        if compression in CASTS:
-            packed = compression.compress_into(self._packed.get(first), packed)
-            if packed is not flat.buffer:
-                self._packed[first] = packed
-        options = self._segments.options([first])
-        self._flights.append(_FlatFlight(bucket, flat, packed, options))
-
-    def _pack(self, passenger: _Passenger) -> None:
-        packed = passenger.gradient
-        passenger.context = None
-        if packed.is_sparse and self.reduction.sparse_as_dense:
-            packed = packed.to_dense()
-        compression = self.reduction.compression
-        if compression in CASTS and not passenger.gradient.is_sparse:
-            packed = compression.compress_into(self._packed.get(passenger.name), packed)
-            if packed is not passenger.gradient:
-                self._packed[passenger.name] = packed
-        elif not packed.is_sparse:
-            packed, passenger.context = compression.compress(packed)
-        passenger.packed = packed
-
-    def _passenger(self, name: str) -> _Passenger:
-        parameter = self.cuts.parameter_of[name]
+    def _make_pending(self, name: str) -> PendingGradient:
+        parameter = self.segment_schedule.parameter_of[name]
         if parameter.grad is None:
             parameter.grad = self._layouts.zeros(name, parameter)
         gradient = parameter.grad
@@ -288,92 +140,146 @@ class GradientExchange:
                 f"the gradient of {name} has a graph of its own (create_graph=True); "
                 "such gradients cannot be reduced in place"
             )
-        return _Passenger(name, parameter, gradient)
+        return PendingGradient(name, parameter, gradient)
+
+    def _send(self) -> None:
+        """Start the reduction of all pending buckets."""
+        self._pending_bytes = 0
+        # Each bucket is removed first: where one is refused, the next call sends the others.
+        while self._pending:
+            self._start(self._pending.pop(0))
+
+    def _start(self, bucket: Sequence[PendingGradient]) -> None:
+        flat = (self.segment_schedule.flat or {}).get(bucket[0].name)
+        if flat is not None and len(bucket) == len(flat.parameters):
+            self._start_segment(bucket, flat)
+            return
+        for gradient in bucket:
+            self._pack(gradient)
+        dense = [gradient for gradient in bucket if not gradient.packed.is_sparse]
+        if dense:
+            options = self._segments.options([gradient.name for gradient in dense])
+            self._in_flight.append(BucketInFlight(dense, self.reduction.compression, options))
+        for gradient in bucket:
+            if gradient.packed.is_sparse:
+                self._in_flight.append(SparseGradientInFlight(gradient, self.reduction))
+
+    def _start_segment(self, bucket: Sequence[PendingGradient], flat: FlatGradients) -> None:
+        for gradient in bucket:
+            gradient.move_to(flat)
+        first = bucket[0].name
+        packed = flat.buffer
+        compression = self.reduction.compression
+        if compression in CASTS:
+            packed = compression.compress_into(self._packed.get(first), packed)
+            if packed is not flat.buffer:
+                self._packed[first] = packed
+        options = self._segments.options([first])
+        self._in_flight.append(SegmentInFlight(bucket, flat, packed, options))
+
+    def _pack(self, pending: PendingGradient) -> None:
+        packed = pending.gradient
+        pending.context = None
+        if packed.is_sparse and self.reduction.sparse_as_dense:
+            packed = packed.to_dense()
+        compression = self.reduction.compression
+        if compression in CASTS and not pending.gradient.is_sparse:
+            packed = compression.compress_into(self._packed.get(pending.name), packed)
+            if packed is not pending.gradient:
+                self._packed[pending.name] = packed
+        elif not packed.is_sparse:
+            packed, pending.context = compression.compress(packed)
+        pending.packed = packed
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Send what backward has not sent, wait for everything, and write it to ``p.grad``.
+        """Send the gradients that backward has not sent, wait for all, and write ``p.grad``.
 
         Raises `HorovodInternalError` when a reduction failed, and `RuntimeError` for a gradient
-        that was changed while it travelled; all have ended then.
+        that was changed while it was being reduced; no reduction is in flight afterwards.
         """
         self._segments.settle()
         if self.reduction.active:
-            self.watch()
-            gradients = {
-                self.names[each]: each.grad
-                for each, _ in self._parameters()
-                if each.requires_grad or each.grad is not None
-            }
-            known = self.cuts.agree(gradients)
-            for bucket in self._schedule.rest(known):
-                self._gather(bucket)
-            refused: list[Exception] = []
-            while self._gathered:  # other ranks wait for what can be sent
-                try:
-                    self._send()
-                except Exception as failure:
-                    refused.append(failure)
-            failures = self._land()
-            of_all = [each for each in failures if isinstance(each, HorovodInternalError)]
-            # Of what is wrong with the results of this rank alone others do not know: they go on.
-            if not refused and not of_all:
-                self.cuts.adapt(known, self.param_groups)
-            failures = [*of_all, *refused, *failures]
-            if failures:
-                raise failures[0]
+            self._reduce_all()
         elif self._segments.as_views:
-            self.cuts.live_alone(self.param_groups)
+            self.segment_schedule.adopt_local_gradients(self.param_groups)
         self.synchronized = True
 
-    def _land(self) -> list[Exception]:
-        """Wait for all that flies; what went wrong."""
-        flights = self._flights
+    def _reduce_all(self) -> None:
+        self.watch()
+        gradients: Mapping[str, torch.Tensor | None] = {
+            self.names[parameter]: parameter.grad
+            for parameter, _ in self._parameters()
+            if parameter.requires_grad or parameter.grad is not None
+        }
+        names = self.segment_schedule.agree(gradients)
+        for bucket in self._schedule.rest(names):
+            self._gather(bucket)
+        refused = self._send_all()
+        failures = self._wait()
+        # A `HorovodInternalError` comes on all ranks alike. Other failures concern the results of
+        # this rank alone: the other ranks do not know of them and adapt their segments, and so
+        # must this one.
+        shared = [failure for failure in failures if isinstance(failure, HorovodInternalError)]
+        if not refused and not shared:
+            self.segment_schedule.adapt(names, self.param_groups)
+        failures = [*shared, *refused, *failures]
+        if failures:
+            raise failures[0]
+
+    def _send_all(self) -> list[Exception]:
+        """Send every bucket that can be sent, as other ranks wait for it; return the errors."""
+        refused: list[Exception] = []
+        while self._pending:
+            try:
+                self._send()
+            except Exception as failure:
+                refused.append(failure)
+        return refused
+
+    def _wait(self) -> list[Exception]:
+        """Wait for all reductions in flight; return the errors."""
+        in_flight = self._in_flight
         failures: list[Exception] = []
         self.reset()
-        for flight in flights:
+        for reduction in in_flight:
             try:
-                flight.land()
+                reduction.wait()
             except Exception as failure:
                 failures.append(failure)
         return failures
 
     def reset(self, backward_passes_per_step: int | None = None) -> None:
-        """Forget what travels, and count backward passes from the beginning."""
-        self._flights, self._gathered, self._gathered_bytes = [], [], 0
+        """Forget what is pending or in flight, and count backward passes from the beginning."""
+        self._in_flight, self._pending, self._pending_bytes = [], [], 0
         self.synchronized = False
         self._schedule.reset(backward_passes_per_step)
 
     def restart_count(self) -> None:
-        """The gradients were thrown away before they were complete."""
-        if not self.pending:
+        """Count passes from the beginning: the gradients were set to zero before their step."""
+        if not self.busy:
             self._schedule.reset()
 
     def share_loss(self, loss: Any) -> Any:
-        """The loss of all ranks together, for an optimizer that decides by it."""
-        if not self.reduction.active or self.reduction.scaling.op not in (
-            ReduceOp.AVERAGE,
-            ReduceOp.SUM,
-        ):
+        """Return the loss reduced over all ranks, for an optimizer that decides by it."""
+        scaling = self.reduction.scaling
+        if not self.reduction.active or scaling.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             return loss
         local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu()
         return mpi_ops.allreduce(
-            local,
-            name="closure.loss",
-            op=self.reduction.scaling.op,
-            process_set=self.reduction.process_set,
+            local, name="closure.loss", op=scaling.op, process_set=self.reduction.process_set
         )
 
 
 def named_by_position(param_groups: ParamGroups) -> Iterator[tuple[torch.Tensor, str]]:
-    """All parameters, each with the name it has when it is given none."""
+    """Yield all parameters, each with the name that it has when the user gives it none."""
     for number, group in enumerate(param_groups):
         for index, parameter in enumerate(group["params"]):
             yield parameter, f"allreduce.noname.{number}.{index}"
 
 
 def _weak(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """A hook that does not keep the owner of `method` alive."""
+    """Return a hook that does not keep the owner of `method` alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: torch.Tensor) -> None:

@@ -1,11 +1,12 @@
-"""What tells the iteration trace of an optimizer's iterations: hooks, while a trace is on.
+"""The hooks that mark an optimizer's iterations, while an iteration trace is on.
 
-    forward     of the outermost modules that are called and have parameters of the optimizer; which
-                these are is found out in the first iterations, by a hook that all modules share
-    backward    the first gradient asks the engine of torch to say when the pass has ended
-    step        the hooks of the optimizer
+    forward     hooks of the outermost modules that have parameters of the optimizer; a hook that
+                all modules share finds these modules in the first iterations
+    backward    a hook of each gradient; the first gradient of a pass asks torch's autograd engine
+                to call back when the pass has ended
+    step        the step hooks of the optimizer
 
-No hook keeps the model or the optimizer alive, and a copy of the model has none that work.
+No hook keeps the model or the optimizer alive. In a copy of the model, the hooks do nothing.
 """
 
 from __future__ import annotations
@@ -21,22 +22,25 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.iterations.marks import StepMarks
 
-UNSEEN_STEPS = 2  # after which forward is not looked for any more
+# So many steps without a forward pass of any module end the search for modules, with a warning.
+UNSEEN_STEPS = 2
 
 
 class IterationHooks:
-    """The hooks of one optimizer for one trace, from the beginning until `remove`."""
+    """The hooks of one optimizer for one trace, from the constructor until `remove`."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, steps: StepMarks, ends_later: bool
     ) -> None:
-        """With `ends_later` the optimizer itself calls `on_iteration_end`."""
+        """Register the hooks. With `ends_later` the optimizer itself calls `on_iteration_end`."""
         self._optimizer = weakref.ref(optimizer)
         self._steps = steps
         self._ends_later = ends_later
-        self._unseen_steps = 0  # without forward
+        self._unseen_steps = 0  # steps without a forward pass
         self._in_backward = False
-        self._search: Any = None  # the hook of all modules, while it is there
+        # The hook that all modules share. None while a module that it found is running, and when
+        # the search has ended.
+        self._search: Any = None
         self._searching = True
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._on_step_start),
@@ -48,10 +52,10 @@ class IterationHooks:
                 if parameter.requires_grad
             ),
         ]
-        self._look_for_forward()
+        self._resume_search()
 
     def remove(self) -> None:
-        """Hook nothing any more; nothing happens the second time."""
+        """Remove all hooks; idempotent."""
         self._searching = False
         self._pause_search()
         for handle in self._handles:
@@ -60,7 +64,7 @@ class IterationHooks:
 
     # -- forward
 
-    def _look_for_forward(self) -> None:
+    def _resume_search(self) -> None:
         if self._searching and self._search is None:
             self._search = register_module_forward_pre_hook(_uncompiled(self._on_any_module))
 
@@ -73,12 +77,14 @@ class IterationHooks:
         optimizer = self._optimizer()
         if optimizer is None or not torch.is_grad_enabled():
             return
-        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+        if isinstance(module, torch.jit.ScriptModule):  # These accept no hooks.
             return
-        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if own.isdisjoint(map(id, module.parameters())):
+        optimized = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
+        if optimized.isdisjoint(map(id, module.parameters())):
             return
-        self._pause_search()  # what is called inside is not outermost
+        self._pause_search()  # Modules that are called inside of this one are not outermost.
         self._handles += [
             module.register_forward_pre_hook(_ModuleHook(_uncompiled(self._on_forward))),
             module.register_forward_hook(_ModuleHook(_uncompiled(self._on_output))),
@@ -86,15 +92,16 @@ class IterationHooks:
         self._on_forward()
 
     def _on_forward(self) -> None:
-        self._in_backward = False  # also when a pass has raised
-        if torch.is_grad_enabled():  # otherwise it is no part of training
+        # A backward pass that raised an error has not called `_on_backward_end`.
+        self._in_backward = False
+        if torch.is_grad_enabled():  # Otherwise the pass is no part of training.
             self._steps.forward_started()
 
     def _on_output(self) -> None:
         if torch.is_grad_enabled():
             self._steps.forward_ended()
         if self._searching:
-            self._look_for_forward()
+            self._resume_search()
 
     # -- backward
 
@@ -118,20 +125,21 @@ class IterationHooks:
             self.on_iteration_end()
 
     def on_iteration_end(self) -> None:
-        """The optimizer has made its step."""
+        """Mark the end of an iteration: the optimizer has made its step."""
         self._in_backward = False
         computed = self._steps.bp_end is not None
-        taken = self._steps.ended()
+        accepted = self._steps.ended()
         if self._searching and computed:
-            self._unseen_steps += not taken  # the first may have begun before the trace
-            self._searching = not taken and self._unseen_steps < UNSEEN_STEPS
+            # One step without forward is no reason to warn: it may have begun before the trace.
+            self._unseen_steps += not accepted
+            self._searching = not accepted and self._unseen_steps < UNSEEN_STEPS
             if not self._searching:
                 self._pause_search()
-                if not taken:
+                if not accepted:
                     _warn_unseen()
 
     def start_over(self) -> None:
-        """The gradients are set to zero."""
+        """Discard the marks of this iteration, since its gradients are set to zero."""
         self._steps.start_over()
 
 
@@ -144,8 +152,8 @@ def _warn_unseen() -> None:
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that runs as it is, also of a module whose calls are compiled."""
-    if "torch._dynamo" not in sys.modules:  # which takes seconds to import; nothing is compiled
+    """Return a hook that torch.compile calls instead of tracing into it."""
+    if "torch._dynamo" not in sys.modules:  # Nothing is compiled, and the import takes seconds.
         return hook
     disable: Any = torch.compiler.disable
     uncompiled: Callable[..., None] = disable(hook)
@@ -153,7 +161,7 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class _ModuleHook:
-    """Calls a function without arguments. A copy of the module gets one that does nothing."""
+    """A hook that calls a function without arguments; a copied module's copy does nothing."""
 
     def __init__(self, function: Callable[[], None] | None = None) -> None:
         self._function = function

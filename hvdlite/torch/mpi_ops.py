@@ -1,4 +1,4 @@
-"""The collectives on torch tensors, and the basics of the job."""
+"""The collectives on torch tensors, and the questions about the job: rank, size and others."""
 
 from __future__ import annotations
 

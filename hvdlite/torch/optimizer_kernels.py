@@ -1,4 +1,4 @@
-"""The formulas of torch's optimizers, applied to flat tensors with the options of a param group."""
+"""The kernels of torch's optimizers, applied to flat tensors with the options of a param group."""
 
 from __future__ import annotations
 
@@ -12,67 +12,74 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from hvdlite.torch.subclass import Wrapped
+from hvdlite.torch.subclass import OptimizerMixin
 
 Group = dict[str, Any]
-# Elements of a tensor at most, where every operation of a formula goes over a whole tensor. Memory
-# for results that are much larger comes anew from the system each time; with many small pieces the
-# calls take longer than the work. Measured on ResNet-50 and a small transformer.
+# The most elements of a tensor where every operation of a kernel goes over whole tensors. For much
+# larger results the system provides new memory each time; with many small pieces the calls take
+# longer than the work. Measured on ResNet-50 and a small transformer.
 PIECE = 1 << 19
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 @dataclass
-class Run:
-    """Parameters that lie side by side in flat buffers, as one tensor."""
+class ParameterRun:
+    """Parameters that are neighbours in flat buffers, as one tensor."""
 
     data: torch.Tensor
     gradient: torch.Tensor
-    fresh: bool  # there is no state yet, and the formula wants to make it from the gradient
+    fresh: bool  # There is no state yet, and the kernel makes it from the gradient.
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def pieces(self) -> Iterator[Run]:
-        """The same cut into tensors of `PIECE` elements; each counts steps, the first for all."""
-        for start in range(0, max(1, self.data.numel()), PIECE):  # none is a piece too
+    def pieces(self) -> Iterator[ParameterRun]:
+        """Yield the run in pieces of `PIECE` elements, at least one.
+
+        Every piece counts steps, and the count of the first piece is that of the run.
+        """
+        for start in range(0, max(1, self.data.numel()), PIECE):
             piece = slice(start, start + PIECE)
             state = {name: value[piece] for name, value in self.state.items() if name != "step"}
             if "step" in self.state:
                 state["step"] = self.state["step"].clone() if start else self.state["step"]
-            yield Run(self.data[piece], self.gradient[piece], self.fresh, state)
+            yield ParameterRun(self.data[piece], self.gradient[piece], self.fresh, state)
 
 
-class Formula:
-    """One of torch's optimizers."""
+class OptimizerKernel:
+    """The step of one of torch's optimizers, as a function of flat tensors."""
 
-    def __init__(self, kind: type[torch.optim.Optimizer], function: Callable[..., Any]) -> None:
-        self.kind = kind
+    # Whether a parameter without state is another case for the kernel than one with zeros.
+    makes_state = False
+
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], function: Callable[..., Any]
+    ) -> None:
+        self.optimizer_class = optimizer_class
         self.function = function
         self._accepted = {*inspect.signature(function).parameters} - {"params"}
 
-    # Whether a parameter without state is another case for the formula than one with zeros.
-    knows_fresh = False
-
     def names(self, group: Group) -> tuple[str, ...]:
-        """What the optimizer's state has for each parameter; "step" is a scalar."""
+        """Return the names of the state of each parameter; "step" is a scalar."""
         raise NotImplementedError
 
-    def apply(self, group: Group, runs: Sequence[Run], scaler: dict[str, Any]) -> None:
+    def apply(self, group: Group, runs: Sequence[ParameterRun], scaler: dict[str, Any]) -> None:
         """Make a step. All runs are of one dtype, and all fresh or none.
 
-        `scaler` has what ``torch.amp.GradScaler`` gives to a fused optimizer.
+        `scaler` has what ``torch.amp.GradScaler`` sets on a fused optimizer.
         """
         raise NotImplementedError
 
-    def _prepare(self, group: Group, runs: Sequence[Run]) -> tuple[Group, Sequence[Run]]:
-        """The options of this moment as the function names them, and what to apply it to."""
+    def _prepare(
+        self, group: Group, runs: Sequence[ParameterRun]
+    ) -> tuple[Group, Sequence[ParameterRun]]:
+        """Return the options as the function names them, and the runs to apply it to."""
         first = runs[0].data
         on_host = first.device.type == "cpu"
         options = {name: value for name, value in group.items() if name in self._accepted}
         undecided = group.get("foreach") is None and group.get("fused") is None
-        # On the CPU the fused kernel reads and writes everything once, and not once for each
-        # operation. It rounds once too, where 16 bits are rounded after each operation otherwise:
-        # those numbers would not be the same. Elsewhere a default has its reasons, and the count
-        # of steps its place.
+        # On the CPU the fused kernel reads and writes every element once for the whole step, the
+        # others once for each operation. It also rounds once, which would give other results for
+        # 16 bits, where the others round after each operation. On other devices torch's default
+        # decides, and with it the device of the count of steps.
         if undecided and on_host and first.dtype not in _SIXTEEN_BITS:
             options["fused"] = True
         if on_host and not options.get("fused"):
@@ -80,13 +87,13 @@ class Formula:
         return options, runs
 
 
-class _SGD(Formula):
-    knows_fresh = True  # the first momentum is the gradient, without dampening
+class _SGD(OptimizerKernel):
+    makes_state = True  # The first momentum is the gradient, without dampening.
 
     def names(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def apply(self, group: Group, runs: Sequence[Run], scaler: dict[str, Any]) -> None:
+    def apply(self, group: Group, runs: Sequence[ParameterRun], scaler: dict[str, Any]) -> None:
         options, runs = self._prepare(group, runs)
         momenta = [None if run.fresh else run.state.get("momentum_buffer") for run in runs]
         self.function(
@@ -102,12 +109,12 @@ class _SGD(Formula):
                 run.state["momentum_buffer"].copy_(momentum)
 
 
-class _Adam(Formula):
+class _Adam(OptimizerKernel):
     def names(self, group: Group) -> tuple[str, ...]:
         names = ("step", "exp_avg", "exp_avg_sq")
         return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
 
-    def apply(self, group: Group, runs: Sequence[Run], scaler: dict[str, Any]) -> None:
+    def apply(self, group: Group, runs: Sequence[ParameterRun], scaler: dict[str, Any]) -> None:
         options, runs = self._prepare(group, runs)
         beta1, beta2 = group["betas"]
         self.function(
@@ -124,24 +131,25 @@ class _Adam(Formula):
         )
 
 
-_FORMULAS = (  # a derived class before its base
+_KERNELS = (  # A derived class comes before its base.
     _Adam(torch.optim.AdamW, adamw),
     _Adam(torch.optim.Adam, adam),
     _SGD(torch.optim.SGD, sgd),
 )
 
 
-def formula_of(optimizer: torch.optim.Optimizer) -> Formula | None:
-    """The formula of a plain SGD, Adam or AdamW, wrapped by `DistributedOptimizer` or not.
+def kernel_of(optimizer: torch.optim.Optimizer) -> OptimizerKernel | None:
+    """Return the kernel of a plain SGD, Adam or AdamW, wrapped by `DistributedOptimizer` or not.
 
-    None for others, a class that changes the step of one of them included.
+    None for others, those included whose class changes the step of one of them.
     """
-    own = next(cls for cls in type(optimizer).__mro__ if not issubclass(cls, Wrapped))
-    for formula in _FORMULAS:
-        if issubclass(own, formula.kind):
-            same = all(
-                inspect.unwrap(getattr(own, name)) is inspect.unwrap(getattr(formula.kind, name))
+    wrapped = next(cls for cls in type(optimizer).__mro__ if not issubclass(cls, OptimizerMixin))
+    for kernel in _KERNELS:
+        if issubclass(wrapped, kernel.optimizer_class):
+            unchanged = all(
+                inspect.unwrap(getattr(wrapped, name))
+                is inspect.unwrap(getattr(kernel.optimizer_class, name))
                 for name in ("step", "_init_group")
             )
-            return formula if same else None
+            return kernel if unchanged else None
     return None

@@ -1,8 +1,8 @@
-"""An optimizer's state in two parts: a skeleton that is pickled, and the memory of its tensors.
+"""The state of an optimizer in two parts: a pickled skeleton, and the memory of its tensors.
 
-Kernels that go over a parameter, its gradient and its state as flat memory need all of them in one
-order. A tensor is therefore sent as the memory that it shows, and gets its strides back; tensors
-that share memory on the root share it on all other ranks.
+Kernels that treat a parameter, its gradient and its state as flat memory need the same order of
+elements in all of them. A tensor is therefore sent as the memory that it shows, and gets its
+strides back. Tensors that share memory on the root share it on all other ranks.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from typing import Any
 import cloudpickle
 import torch
 
-ALIGNMENT_BYTES = 16  # no dtype has larger elements: a part of memory that begins here fits all
-Span = tuple[int, int]  # addresses of the first byte and of the one after the last
+# Blocks begin at multiples of the size of the largest elements, so that they fit every dtype.
+ALIGNMENT_BYTES = 16
+Span = tuple[int, int]  # the offsets of the first byte, and of the one after the last
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Memory of which tensors of the state are views."""
+    """The description of a block of memory, of which tensors of the state are views."""
 
     size_bytes: int
-    device: str  # of the root
+    device: str  # the device on the root
 
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor that was taken out of the skeleton."""
+    """The description of a tensor that the skeleton leaves out."""
 
     block: int
     offset_bytes: int  # from the beginning of the block
@@ -39,7 +40,7 @@ class _View:
     strides: tuple[int, ...]
 
     def show(self, block: torch.Tensor) -> torch.Tensor:
-        """The tensor that shows this part of `block`, a row of bytes."""
+        """Return the tensor that shows this part of `block`, a row of bytes."""
         start = block.storage_offset() + self.offset_bytes
         tensor = torch.empty(0, dtype=self.dtype, device=block.device)
         storage = block.untyped_storage()
@@ -48,7 +49,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """What the root's parameter of this position looks like."""
+    """The device and the memory layout of the root's parameter of this position."""
 
     device: str
     shape: tuple[int, ...]
@@ -61,36 +62,38 @@ class _Parameter:
 
 @dataclass
 class OptimizerState:
-    """The state and the options of an optimizer. The memory of its tensors is not pickled."""
+    """The state and the options of an optimizer; pickled without the memory of its tensors."""
 
     skeleton: bytes
     views: list[_View]
     blocks: list[_Block]
     parameters: list[_Parameter]
-    memory: list[torch.Tensor] = field(default_factory=list)  # of each block, uint8, one row
+    # The memory of each block, uint8, of shape ``(size_bytes,)``. It is broadcast separately.
+    memory: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """Take a state apart; `memory` is that of the optimizer's own tensors."""
+        """Return the state of `optimizer`; `memory` is the memory of the optimizer's tensors."""
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(optimizer.state_dict())
         views, memory = _blocks_of(pickler.tensors)
-        blocks = [_Block(each.numel(), str(each.device)) for each in memory]
-        parameters = [_Parameter.of(each) for each in _parameters(optimizer)]
+        blocks = [_Block(block.numel(), str(block.device)) for block in memory]
+        parameters = [_Parameter.of(parameter) for parameter in _parameters(optimizer)]
         return cls(file.getvalue(), views, blocks, parameters, memory)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "memory": []}
 
     def allocate(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make `memory`, without values, for an optimizer that is to take over this state.
+        """Allocate `memory`, without values, for an optimizer that will adopt this state.
 
-        What is on the device of one of the root's parameters is made on that of the same parameter
-        here.
+        State on the device of one of the root's parameters goes to the device of the same parameter
+        on this rank.
         """
-        pairs = zip(self.parameters, _parameters(optimizer), strict=False)  # `install` complains
-        devices = {theirs.device: own.device for theirs, own in pairs}
+        # `install` raises the error for different numbers of parameters.
+        pairs = zip(self.parameters, _parameters(optimizer), strict=False)
+        devices = {root_parameter.device: parameter.device for root_parameter, parameter in pairs}
         self.memory = [
             torch.empty(
                 block.size_bytes,
@@ -104,21 +107,21 @@ class OptimizerState:
         """Make this the state of `optimizer`. Raises `ValueError` where it does not fit."""
         tensors = [view.show(self.memory[view.block]) for view in self.views]
         saved = _Unpickler(self.skeleton, tensors).load()
-        theirs = [len(group["params"]) for group in saved["param_groups"]]
-        ours = [len(group["params"]) for group in optimizer.param_groups]
-        if theirs != ours:
+        root_sizes = [len(group["params"]) for group in saved["param_groups"]]
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if root_sizes != sizes:
             raise ValueError(
                 "the optimizer of the root rank has groups of other sizes: "
-                f"{theirs} parameters there, {ours} here"
+                f"{root_sizes} parameters there, {sizes} here"
             )
         for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
-        own = _parameters(optimizer)
+        parameters = _parameters(optimizer)
         optimizer.state.clear()
         for key, value in saved["state"].items():
-            if isinstance(key, int) and key < len(own):
-                _follow_layout(value, self.parameters[key], own[key])
-                optimizer.state[own[key]] = value
+            if isinstance(key, int) and key < len(parameters):
+                _follow_strides(value, self.parameters[key], parameters[key])
+                optimizer.state[parameters[key]] = value
             else:
                 optimizer.state[key] = value
 
@@ -127,38 +130,39 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _follow_layout(state: Any, theirs: _Parameter, own: torch.Tensor) -> None:
-    """Lay the state out as its parameter is here, where it was so on the root.
+def _follow_strides(state: Any, root_parameter: _Parameter, parameter: torch.Tensor) -> None:
+    """Give state the strides of its parameter on this rank, where it had those of the root's.
 
     Models can be in channels_last on some ranks only.
     """
-    if not isinstance(state, dict) or own.stride() == theirs.strides:
+    if not isinstance(state, dict) or parameter.stride() == root_parameter.strides:
         return
     for name, value in state.items():
         if (
             isinstance(value, torch.Tensor)
             and value.layout is torch.strided
-            and value.shape == theirs.shape == own.shape
-            and value.stride() == theirs.strides
+            and value.shape == root_parameter.shape == parameter.shape
+            and value.stride() == root_parameter.strides
         ):
-            state[name] = torch.empty_like(own, dtype=value.dtype, device=value.device).copy_(value)
+            copy = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+            state[name] = copy.copy_(value)
 
 
 # -- tensors as views of memory
 
 
 def _blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[_View], list[torch.Tensor]]:
-    """Each tensor as a view, and the blocks: the least that shows all tensors."""
+    """Return the tensors as views of blocks, and the blocks, which are as small as possible."""
     spans = [_span(tensor) for tensor in tensors]
-    of_storage: dict[tuple[str, int], list[int]] = {}
+    numbers_of_storage: dict[tuple[str, int], list[int]] = {}
     for number, tensor in enumerate(tensors):
         key = str(tensor.device), tensor.untyped_storage().data_ptr()
-        of_storage.setdefault(key, []).append(number)
+        numbers_of_storage.setdefault(key, []).append(number)
     views: list[Any] = [None] * len(tensors)
     memory: list[torch.Tensor] = []
-    for numbers in of_storage.values():
-        for begin, end, parts in _merged((spans[number], number) for number in numbers):
-            for number in parts:
+    for numbers in numbers_of_storage.values():
+        for begin, end, merged in _merge((spans[number], number) for number in numbers):
+            for number in merged:
                 tensor = tensors[number]
                 views[number] = _View(
                     len(memory),
@@ -167,12 +171,12 @@ def _blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[_View], list[torch
                     tuple(tensor.shape),
                     tensor.stride(),
                 )
-            memory.append(_bytes_of(tensors[parts[0]], begin, end))
+            memory.append(_bytes_of(tensors[merged[0]], begin, end))
     return views, memory
 
 
 def _span(tensor: torch.Tensor) -> Span:
-    """The bytes of its storage from the first to the last element, gaps included."""
+    """Return the bytes of its storage from the first to the last element, gaps included."""
     begin = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.numel() == 0:
         return begin, begin
@@ -181,8 +185,8 @@ def _span(tensor: torch.Tensor) -> Span:
     return begin, begin + elements * tensor.element_size()
 
 
-def _merged(spans: Iterable[tuple[Span, int]]) -> Iterable[tuple[int, int, list[int]]]:
-    """Spans that overlap as one, with the numbers of all that are in it."""
+def _merge(spans: Iterable[tuple[Span, int]]) -> Iterable[tuple[int, int, list[int]]]:
+    """Return spans that overlap as one span, with the numbers of all that are in it."""
     merged: list[tuple[int, int, list[int]]] = []
     for (begin, end), number in sorted(spans):
         if merged and begin < merged[-1][1]:
@@ -194,22 +198,23 @@ def _merged(spans: Iterable[tuple[Span, int]]) -> Iterable[tuple[int, int, list[
 
 
 def _bytes_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """A part of the storage of `tensor`."""
+    """Return a part of the storage of `tensor` as bytes."""
     bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return bytes_.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles everything but tensors, which it collects.
+    """A pickler that collects strided tensors instead of pickling them.
 
-    Tensors of other layouts are pickled with their parts, which are tensors.
+    Tensors of other layouts, sparse ones for example, are pickled: their parts are strided tensors.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}  # by id, of `_kept`
-        self._kept: list[torch.Tensor] = []  # alive, so that no other object gets their ids
+        self._numbers: dict[int, int] = {}  # the index in `tensors`, by id of the object
+        # The objects of these ids: while they are alive, no other object gets their ids.
+        self._kept: list[torch.Tensor] = []
 
     def persistent_id(self, obj: Any) -> int | None:
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
@@ -222,7 +227,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts the tensors back."""
+    """An unpickler that inserts the tensors again."""
 
     def __init__(self, skeleton: bytes, tensors: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(skeleton))

@@ -1,4 +1,4 @@
-"""The sum of sparse tensors over all ranks, by gathering what each has."""
+"""The sum of sparse tensors over all ranks, which gathers the entries of each rank."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SparseForms:
         op: int,
         process_set: ProcessSet = global_process_set,
     ) -> Callable[[], torch.Tensor]:
-        """Start to reduce a sparse COO tensor over all ranks; a function that waits for the result.
+        """Start to reduce a sparse COO tensor; return a function that waits for the result.
 
         Every rank gives a tensor of the same shape, dtype and number of sparse dimensions, with any
         number of entries. `op` is Sum or Average. The function returns a new sparse tensor that
-        is not coalesced. Two collectives travel, ``<name>.indices`` and ``<name>.values``.
+        is not coalesced. Two collectives run, ``<name>.indices`` and ``<name>.values``.
 
         Raises `ValueError` for a tensor of another layout, and for another op.
         """
@@ -40,19 +40,18 @@ class SparseForms:
             raise ValueError(f"sparse_allreduce '{name}': op is Sum or Average, not {op!r}")
         detached = tensor.detach()
         parts = {"indices": detached._indices().t(), "values": detached._values()}
-        started = [
-            self._runner.start("allgather", [part], f"{name}.{what}", Options(process_set))
-            for what, part in parts.items()
+        operations = [
+            self._runner.start("allgather", [part], f"{name}.{part_name}", Options(process_set))
+            for part_name, part in parts.items()
         ]
 
         def wait() -> torch.Tensor:
-            (indices,), (all_values,) = (operation.take() for operation in started)
+            (indices,), (all_values,) = (operation.take() for operation in operations)
             all_indices = indices.t()
             if op == ReduceOp.AVERAGE:
-                whole = (
-                    None if all_values.is_floating_point() or all_values.is_complex() else "trunc"
-                )
-                all_values = torch.div(all_values, process_set.size(), rounding_mode=whole)
+                is_integer = not (all_values.is_floating_point() or all_values.is_complex())
+                rounding_mode = "trunc" if is_integer else None
+                all_values = torch.div(all_values, process_set.size(), rounding_mode=rounding_mode)
             return torch.sparse_coo_tensor(
                 all_indices, all_values, tensor.shape, check_invariants=False
             )

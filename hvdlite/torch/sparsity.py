@@ -1,8 +1,8 @@
-"""Which gradients are dense, which are sparse, and which exist at all: the same on all ranks.
+"""The layouts of gradients: dense, sparse, or absent, the same on all ranks.
 
-A rank on which a parameter was not used has to put in zeros of the layout that the others send.
-Ranks agree on that in the first step; on a parameter that no rank has used they ask again in each
-step, and it gets no gradient meanwhile, as it would get none from one process alone.
+A rank on which a parameter was not used contributes zeros, in the layout that the other ranks send.
+Ranks agree on the layouts in the first step. A parameter that no rank has used gets no gradient, as
+it would get none in a single process; ranks ask for its layout again in each step.
 """
 
 from __future__ import annotations
@@ -17,44 +17,49 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch import mpi_ops
 
-_UNKNOWN, _DENSE = 0, 1  # 1 + n: sparse with n sparse dimensions
-_MIRROR = 255  # of a code, so that one maximum over ranks finds the least code too
+# The codes of layouts: 1 + n is a sparse one with n sparse dimensions.
+_UNKNOWN, _DENSE = 0, 1
+# The maximum of `_MIRROR` - code over the ranks gives the least code, so that one allreduce finds
+# both the least and the greatest code.
+_MIRROR = 255
 
 
 class Layouts:
-    """What the ranks of a process set know of the gradients of one optimizer."""
+    """The layouts of one optimizer's gradients, on which the ranks of a process set agree."""
 
     def __init__(self, process_set: ProcessSet, label: str) -> None:
+        """Know no layout yet; `label` is the same on all ranks, whichever parameters they train."""
         self._process_set = process_set
-        self._label = label  # the same on all ranks, whichever parameters they train
+        self._label = label
         self._codes: dict[str, int] = {}
-        self._agreed = True  # on what is in `_codes`
+        # False when other ranks may have other codes; `agree` asks for all of them then.
+        self._agreed = True
 
     def agree(self, gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
-        """The names of gradients that some rank has; blocks while there are unknown ones.
+        """Return the names of gradients that some rank has; block while some are unknown.
 
         Raises `HorovodInternalError` on all ranks for one that is dense here and sparse there.
         """
         unknown = [name for name in gradients if not self._agreed or name not in self._codes]
         if unknown:
-            self._ask(unknown, [self._codes.get(each, _code(gradients[each])) for each in unknown])
+            self._ask(unknown, [self._codes.get(name, _code(gradients[name])) for name in unknown])
         self._agreed = True
         return [name for name in gradients if name in self._codes]
 
     def ask_again(self) -> None:
-        """Some ranks may have learned what others have not."""
+        """Ask for all layouts in the next `agree`, as some ranks may know more than others."""
         self._agreed = False
 
-    def _ask(self, names: list[str], local: list[int]) -> None:
-        codes = np.array(local, np.uint8)
+    def _ask(self, names: list[str], local_codes: list[int]) -> None:
+        codes = np.array(local_codes, np.uint8)
         mirrored = np.where(codes == _UNKNOWN, 0, _MIRROR - codes).astype(np.uint8)
-        most, mirrored_least = mpi_ops.allreduce(
+        greatest, mirrored_least = mpi_ops.allreduce(
             torch.from_numpy(np.stack([codes, mirrored])),
             name=f"trainable_parameters.{self._label}",
             op=ReduceOp.MAX,
             process_set=self._process_set,
         ).tolist()
-        for name, code, mirror in zip(names, most, mirrored_least, strict=True):
+        for name, code, mirror in zip(names, greatest, mirrored_least, strict=True):
             if code == _UNKNOWN:
                 continue
             if code != _MIRROR - mirror:
@@ -64,11 +69,11 @@ class Layouts:
             self._codes[name] = code
 
     def is_dense(self, name: str) -> bool:
-        """Whether ranks have agreed that this gradient is dense."""
+        """Return whether ranks have agreed that this gradient is dense."""
         return self._codes.get(name) == _DENSE
 
     def zeros(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """What stands in for a gradient that this rank does not have."""
+        """Return zeros in the agreed layout, for a gradient that this rank does not have."""
         code = self._codes.get(name, _DENSE)
         if code == _DENSE:
             return torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""How an optimizer becomes a distributed one of the same class."""
+"""The subclass of an optimizer's class that makes it a distributed one."""
 
 from __future__ import annotations
 
@@ -15,60 +15,64 @@ from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.torch.iteration_hooks import IterationHooks
 
 
-class Wrapped(torch.optim.Optimizer):
-    """What comes before the class of the wrapped optimizer."""
+class OptimizerMixin(torch.optim.Optimizer):
+    """The base of the mixins, which come before the class of the wrapped optimizer."""
 
-    _in_own_step = False
-    _communicates_after_step = False  # and says itself when its iteration has ended
+    # True while the mixin itself calls the wrapped optimizer's step.
+    _step_allowed = False
+    # Whether the step is followed by communication. The mixin calls `on_iteration_end` then.
+    _communicates_after_step = False
     _trace_hooks: tuple[IterationHooks, ...] = ()
-    _parameter_names: Any  # dict of names by parameter
+    _parameter_names: Any  # a dict of names by parameter
 
     @contextmanager
-    def _own_step(self) -> Iterator[None]:
-        """Within this the wrapped optimizer's step is made as it should be."""
-        self._in_own_step = True
+    def _allow_step(self) -> Iterator[None]:
+        """Let the wrapped optimizer make its step inside of this block."""
+        self._step_allowed = True
         try:
             yield
         finally:
-            self._in_own_step = False
+            self._step_allowed = False
 
     def trace_steps(self, steps: StepMarks) -> Callable[[], None]:
-        """Tell `steps` of every iteration, until what this returns is called."""
+        """Mark every iteration in `steps`; return a function that ends this."""
         hooks = IterationHooks(self, steps, self._communicates_after_step)
         self._trace_hooks = (*self._trace_hooks, hooks)
-        this = weakref.ref(self)
+        reference = weakref.ref(self)
 
-        def end() -> None:
+        def close() -> None:
             hooks.remove()
-            if (alive := this()) is not None:
-                others = (each for each in alive._trace_hooks if each is not hooks)
-                alive._trace_hooks = tuple(others)
+            if (optimizer := reference()) is not None:
+                others = (other for other in optimizer._trace_hooks if other is not hooks)
+                optimizer._trace_hooks = tuple(others)
 
-        return end
+        return close
 
     def gradient_names(self) -> Collection[str]:
-        """The names under which gradients travel."""
+        """Return the names under which gradients are reduced."""
         names: Collection[str] = self._parameter_names.values()
         return names
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the wrapped optimizer's; an iteration that is traced begins anew."""
+        """Do as the wrapped optimizer does; an iteration that is traced begins anew."""
         for hooks in self._trace_hooks:
             hooks.start_over()
         super().zero_grad(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Its exchange with other ranks cannot be copied, and a copy without it would go astray."""
+        """Refuse to be copied: a copy would lack the exchange with other ranks."""
         raise TypeError(
             "a DistributedOptimizer cannot be copied or pickled: save its state_dict(), or wrap "
             "a copy of the optimizer that it was made from"
         )
 
 
-def wrap(mixin: type[Wrapped], optimizer: torch.optim.Optimizer, reduction: ReductionConfig) -> Any:
-    """The optimizer once more, with its groups and its state, as an instance of a new class.
+def wrap(
+    mixin: type[OptimizerMixin], optimizer: torch.optim.Optimizer, reduction: ReductionConfig
+) -> Any:
+    """Return an instance of a new class that shares the groups and the state of `optimizer`.
 
-    The class has the name of the optimizer's own, and is derived from it. From now on the
+    The class has the name of the optimizer's class, and is derived from it. From now on the
     optimizer that was wrapped refuses to step.
     """
     base = type(optimizer)
@@ -76,17 +80,18 @@ def wrap(mixin: type[Wrapped], optimizer: torch.optim.Optimizer, reduction: Redu
     cls: Any = type(base.__name__, (mixin, base), same)
     wrapped: Any = object.__new__(cls)
     for name, value in vars(optimizer).items():
-        # A learning rate scheduler puts its own step() in the way of the method.
+        # A learning rate scheduler replaces step() on the instance. That one belongs to the
+        # optimizer that was wrapped.
         if not callable(getattr(cls, name, None)):
             wrapped.__dict__[name] = value
-    optimizer.register_step_pre_hook(_refuse_other_steps(reduction))  # both share their hooks
+    optimizer.register_step_pre_hook(_refuse_other_steps(reduction))  # Both share their hooks.
     return wrapped
 
 
 def _refuse_other_steps(reduction: ReductionConfig) -> Callable[..., None]:
     def check(optimizer: Any, *arguments: Any) -> None:
-        own = isinstance(optimizer, Wrapped) and optimizer._in_own_step
-        if not own and is_initialized() and reduction.active:
+        allowed = isinstance(optimizer, OptimizerMixin) and optimizer._step_allowed
+        if not allowed and is_initialized() and reduction.active:
             raise RuntimeError(
                 f"this step() of {type(optimizer).__name__} would apply gradients of this rank "
                 "alone, and the ranks' weights would drift apart: call step() of the optimizer "

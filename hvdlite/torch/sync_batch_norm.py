@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all ranks, as if they were one."""
+"""`SyncBatchNorm`: batch normalization over the batches of all ranks, as if they were one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class SyncBatchNorm(_BatchNorm):
 
     Input has the shape ``(N, C, ...)`` with C = `num_features`; N may differ between ranks, and be
     0 on some of them. The arguments are those of ``torch.nn.BatchNorm2d``, and `process_set`, the
-    ranks whose batches are one. In evaluation, and on one rank, it is plain batch normalization.
+    ranks that share statistics. In evaluation, and on one rank, it is plain batch normalization.
 
-    Gradients of weight and bias are those of this rank's part of the batch; they are reduced like
-    all others. Raises `ValueError` for input of less than 2 dimensions, and where all ranks
-    together have only one value per channel.
+    The gradients of weight and bias are those of this rank's part of the batch; the optimizer
+    reduces them like all others. Raises `ValueError` for input of less than 2 dimensions, and where
+    all ranks together have only one value per channel.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalized input, of the same shape and dtype."""
+        """Return the normalized input, of the same shape and dtype."""
         self._check_input_dim(input)
         if not self.training or self.process_set.size() == 1:
             return super().forward(input)
@@ -71,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """Forward and backward each exchange one row of float64."""
+    """The differentiable function; forward and backward each exchange one row of float64."""
 
     @staticmethod
     def forward(
@@ -121,18 +121,21 @@ _normalize: Callable[..., tuple[Tensor, Tensor, Tensor]] = untraced(_SyncBatchNo
 
 
 def _whole_batch(input: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance of each channel, and the number of values in it: of all ranks.
+    """Return mean, biased variance and number of values of each channel, over all ranks.
 
-    Means and squared deviations are combined instead of sums of squares, which lose precision.
+    Ranks exchange means and variances, which are combined by the pairwise formula of Chan, Golub
+    and LeVeque ("Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979).
+    Sums of squares would lose precision.
     """
     dims, _ = _channels(input)
     channels = input.shape[1]
     count = input.numel() // max(channels, 1)
-    own = torch.zeros(1, 2 * channels + 1, dtype=torch.float64, device=input.device)
+    # Means, variances and the number of values; a rank without values contributes zeros.
+    row = torch.zeros(1, 2 * channels + 1, dtype=torch.float64, device=input.device)
     if count:
         variance, mean = torch.var_mean(_wide(input), dims, correction=0)
-        own[0] = torch.cat([mean.double(), variance.double(), own.new_tensor([count])])
-    rows = mpi_ops.allgather(own, "sync_batch_norm.statistics", process_set)
+        row[0] = torch.cat([mean.double(), variance.double(), row.new_tensor([count])])
+    rows = mpi_ops.allgather(row, "sync_batch_norm.statistics", process_set)
     means, variances, counts = torch.split(rows, [channels, channels, 1], dim=1)
     total = counts.sum()
     if total < 2:
@@ -152,13 +155,13 @@ def _total(sums: Tensor, process_set: ProcessSet) -> Tensor:
 
 
 def _channels(input: Tensor) -> tuple[list[int], list[int]]:
-    """The dimensions over which a channel extends, and the shape of one value per channel."""
+    """Return the dimensions over which a channel extends, and the shape of a value per channel."""
     dims = [dim for dim in range(input.dim()) if dim != 1]
     return dims, [-1 if dim == 1 else 1 for dim in range(input.dim())]
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """16-bit values as float32."""
+    """Return 16-bit values as float32, other tensors as they are."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 

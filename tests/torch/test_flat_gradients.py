@@ -33,7 +33,7 @@ def taken(model: nn.Module) -> FlatGradients:
     flat = FlatGradients(list(model.parameters()))
     backward(model)
     for parameter in model.parameters():
-        flat.take(parameter)
+        flat.adopt(parameter)
     return flat
 
 
@@ -112,7 +112,7 @@ def test_a_gradient_that_was_set_to_none_comes_back() -> None:
     backward(oracle, 1)
     assert not any(holds(flat, parameter) for parameter in model.parameters())
     for parameter in model.parameters():
-        assert flat.take(parameter) is parameter.grad
+        assert flat.adopt(parameter) is parameter.grad
     check_same(model, oracle)
 
 
@@ -124,7 +124,7 @@ def test_another_name_for_the_same_memory_is_not_copied() -> None:
     expected = parameter.grad.clone()
     parameter.grad = parameter.grad.detach()
     assert not holds(flat, parameter)
-    assert torch.equal(flat.take(parameter), expected)
+    assert torch.equal(flat.adopt(parameter), expected)
     assert holds(flat, parameter)
 
 
@@ -142,7 +142,7 @@ def test_scalars_and_empty_parameters_have_a_place() -> None:
     flat = FlatGradients(parameters)
     (parameters[0] * 2 + parameters[1].sum()).backward()
     for parameter in parameters:
-        flat.take(parameter)
+        flat.adopt(parameter)
     assert flat.buffer[flat.buffer != 0].tolist() == [2.0]
     assert parameters[1].grad is not None and parameters[1].grad.shape == (0, 2)
 
@@ -151,7 +151,7 @@ def test_a_parameter_with_gaps_has_a_dense_gradient() -> None:
     parameter = torch.zeros(4, 6)[:, ::2].requires_grad_()
     flat = FlatGradients([parameter])
     parameter.sum().backward()
-    assert flat.take(parameter).is_contiguous()
+    assert flat.adopt(parameter).is_contiguous()
     assert torch.equal(flat.buffer, torch.ones(12))
 
 
@@ -160,7 +160,7 @@ def test_a_sparse_gradient_is_refused() -> None:
     flat = FlatGradients([embedding.weight])
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"parameter 0 .* of shape \(5, 2\), is sparse"):
-        flat.take(embedding.weight)
+        flat.adopt(embedding.weight)
 
 
 def test_a_gradient_of_another_dtype_is_refused() -> None:
@@ -169,14 +169,14 @@ def test_a_gradient_of_another_dtype_is_refused() -> None:
     model.double()
     model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
     with pytest.raises(TypeError, match=r"parameter 1 .*float64.*float32.*convert the model"):
-        flat.take(model.bias)
+        flat.adopt(model.bias)
 
 
 def test_no_gradient_to_take_is_an_error() -> None:
     model = nn.Linear(2, 2)
     flat = FlatGradients(list(model.parameters()))
     with pytest.raises(ValueError, match="has no gradient"):
-        flat.take(model.weight)
+        flat.adopt(model.weight)
 
 
 def test_parameters_that_cannot_share_a_buffer_are_refused() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from hvdlite.torch.flat_gradients import FlatGradients
 from hvdlite.torch.functions import broadcast_optimizer_state
 from hvdlite.torch.fused_step import FusedStep
-from hvdlite.torch.subclass import Wrapped
+from hvdlite.torch.subclass import OptimizerMixin
 from tests.ranks import run_ranks
 
 Tensor = torch.Tensor
@@ -92,7 +92,7 @@ class Training:
                 if parameter.grad is None:
                     flat.view(parameter).zero_()
                 else:
-                    flat.take(parameter)
+                    flat.adopt(parameter)
 
     def make_step(self) -> None:
         if self.fused is None:
@@ -221,7 +221,7 @@ def test_channels_last_parameters_keep_their_format() -> None:
             optimizer.zero_grad()
             each(images).square().sum().backward()
         for parameter in flat.parameters:
-            flat.take(parameter)
+            flat.adopt(parameter)
         step.step()
         optimizers[1].step()
     for mine, other in zip(*(each.parameters() for each in convolutions), strict=True):
@@ -281,7 +281,7 @@ def test_a_sparse_gradient_outside_of_the_segments() -> None:
     for model in models:
         model(torch.tensor([1, 4])).square().sum().backward()
     for parameter in flat.parameters:
-        flat.take(parameter)
+        flat.adopt(parameter)
     step.step()
     optimizers[1].step()
     for mine, other in zip(*(each.parameters() for each in models), strict=True):
@@ -392,7 +392,7 @@ class _OtherStep(Adam):
         return super().step(closure)
 
 
-class _Distributed(Wrapped):
+class _Distributed(OptimizerMixin):
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 

@@ -275,9 +275,9 @@ def test_backward_passes_per_step_accumulate_before_gradients_travel(
         )
         for repetition in range(2):
             for step in range(passes):
-                assert not optimizer._exchange.pending
+                assert not optimizer._exchange.busy
                 loss_of(model, rank, step).backward()
-            assert optimizer._exchange.pending
+            assert optimizer._exchange.busy
             if repetition == 0:
                 optimizer.synchronize()
                 torch.testing.assert_close(gradients(model), reduced_gradients(passes=passes))
@@ -305,7 +305,7 @@ def test_a_step_after_fewer_passes_than_announced_still_synchronizes() -> None:
         optimizer.zero_grad()
         optimizer.set_backward_passes_per_step(1)
         loss_of(model, rank).backward()
-        assert optimizer._exchange.pending
+        assert optimizer._exchange.busy
         optimizer.step()
 
     run_ranks(SIZE, main)
@@ -712,7 +712,7 @@ def test_models_can_be_copied_and_saved_and_optimizers_say_why_not() -> None:
             optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
             copied = copy.deepcopy(model)
             copied(data(0)).sum().backward()
-            assert not optimizer._exchange.pending, "the copy is not watched"
+            assert not optimizer._exchange.busy, "the copy is not watched"
             torch.save(model, io.BytesIO())
             with pytest.raises(TypeError, match="cannot be copied or pickled"):
                 copy.deepcopy(optimizer)

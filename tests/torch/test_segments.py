@@ -344,7 +344,7 @@ def test_auto_switches_on_all_ranks_at_once_and_settles(
         while not settled:  # the time limit of the test ends it
             step(models[rank], optimizer, rank)
             counts.append(len(watch.take()))
-            settled = optimizer._exchange.cuts.auto.frozen
+            settled = optimizer._exchange.segment_schedule.auto.frozen
         for _ in range(3):
             step(models[rank], optimizer, rank)
             counts.append(len(watch.take()))

@@ -80,7 +80,9 @@ def test_auto_settles_although_ranks_join_in_every_epoch() -> None:
             hvd.join()
             # Ranks hear of it at the same step, but rank 1 may make one more than rank 0.
             frozen = bool(
-                hvd.allreduce(torch.tensor(optimizer._exchange.cuts.auto.frozen), op=hvd.Min)
+                hvd.allreduce(
+                    torch.tensor(optimizer._exchange.segment_schedule.auto.frozen), op=hvd.Min
+                )
             )
 
     run_ranks(SIZE, main)
@@ -161,7 +163,7 @@ def test_auto_settles_in_a_new_job_with_the_same_optimizer(gone: int) -> None:
         number, frozen = rank + gone, False
         while not frozen:
             train(models[number], optimizers[number])
-            auto = optimizers[number]._exchange.cuts.auto
+            auto = optimizers[number]._exchange.segment_schedule.auto
             frozen = auto is not None and auto.frozen
 
     run_ranks(len(models), first)
@@ -200,7 +202,7 @@ def test_one_rank_alone_settles_with_all_that_ever_comes() -> None:
                 each.zero_grad()
                 net(torch.ones(2, 4), number % 2 == 0).backward()
                 each.step()
-            flats.append(optimizer._exchange.cuts.flat)
+            flats.append(optimizer._exchange.segment_schedule.flat)
         assert flats[1:] == flats[:-1]
 
     run_ranks(1, main)
@@ -294,8 +296,8 @@ def test_a_step_before_the_first_backward_teaches_nothing(segmentation: str) -> 
         for _ in range(3):
             train(models[rank], optimizer)
             assert sorted(map(len, watch.take())) == ([4, 4] if segmentation != "auto" else [8])
-        assert optimizer._exchange.cuts._learned
-        assert (optimizer._exchange.cuts.auto is None) == (segmentation != "auto")
+        assert optimizer._exchange.segment_schedule._arranged
+        assert (optimizer._exchange.segment_schedule.auto is None) == (segmentation != "auto")
 
     run_ranks(SIZE, main)
 
@@ -316,7 +318,7 @@ def test_parameters_that_thaw_and_freeze_are_cut_with_the_others() -> None:
                 parameter.grad = None
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
-            in_backward = len(optimizer._exchange._flights)
+            in_backward = len(optimizer._exchange._in_flight)
             optimizer.step()
             counts.append(len(watch.take()))
             if number in (2, 5, 8):
@@ -366,7 +368,7 @@ def test_auto_settles_where_one_rank_never_has_some_gradient() -> None:
             optimizer.zero_grad()
             models[rank](torch.ones(2, 4), rank == 0).backward()
             optimizer.step()
-            frozen = optimizer._exchange.cuts.auto.frozen
+            frozen = optimizer._exchange.segment_schedule.auto.frozen
 
     run_ranks(SIZE, main)
 
@@ -610,7 +612,7 @@ def test_auto_looks_at_its_own_gradients_alone() -> None:
             optimizers.append(hvd.DistributedOptimizer(inner, segmentation="auto"))
             train(model, optimizers[number])
         for number, optimizer in enumerate(optimizers):
-            tuner = optimizer._exchange.cuts.auto._tuner
+            tuner = optimizer._exchange.segment_schedule.auto._tuner
             if tuner is not None:
                 tuner.observe = lambda iteration, number=number: seen[number].extend(
                     start for _, start, _ in iteration.segments

@@ -13,7 +13,9 @@ from enum import Enum, auto
 
 from hvdlite.common.plain.entries import Entry
 
-ENOUGH_BYTES = 1 << 20  # to travel takes longer than to agree on it: more need not gather
+# The reduction of so many bytes takes longer than a negotiation, so they do not gather further.
+# See [Note: why gradients gather twice] in torch/gradient_exchange.py.
+ENOUGH_BYTES = 1 << 20
 
 
 class _Engine(Enum):

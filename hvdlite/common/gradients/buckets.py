@@ -147,7 +147,7 @@ def buckets_of(keys: Iterable[K], groups: Sequence[Sequence[K]]) -> list[list[K]
     return list({id(bucket): bucket for bucket in buckets}.values())
 
 
-class Schedule(Generic[K]):
+class BucketSchedule(Generic[K]):
     """Counts backward passes: a bucket is due when each of its gradients is complete.
 
     Every key is in one of the `buckets`, which all ranks have alike and in the same order.

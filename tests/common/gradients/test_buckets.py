@@ -6,8 +6,8 @@ import pytest
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import (
+    BucketSchedule,
     Scaling,
-    Schedule,
     buckets_of,
     check_names,
     check_passes,
@@ -49,7 +49,7 @@ def test_groups() -> None:
 
 
 def test_a_bucket_is_due_when_all_of_it_is_complete() -> None:
-    schedule = Schedule([["a", "b"], ["c"]], passes=1)
+    schedule = BucketSchedule([["a", "b"], ["c"]], passes=1)
     assert schedule.count("b") == ()
     assert schedule.count("c") == ["c"]
     assert schedule.count("a") == ["a", "b"]
@@ -60,7 +60,7 @@ def test_a_bucket_is_due_when_all_of_it_is_complete() -> None:
 
 
 def test_passes_are_counted_for_each_gradient() -> None:
-    schedule = Schedule([["a"], ["b"]], passes=2)
+    schedule = BucketSchedule([["a"], ["b"]], passes=2)
     assert schedule.count("a") == ()
     assert schedule.count("b") == ()
     assert schedule.count("b") == ["b"]
@@ -72,7 +72,7 @@ def test_passes_are_counted_for_each_gradient() -> None:
 
 
 def test_what_takes_no_part_is_left_out_of_its_bucket() -> None:
-    schedule = Schedule([["a", "b", "c"]], passes=1)
+    schedule = BucketSchedule([["a", "b", "c"]], passes=1)
     assert schedule.rest(["a", "c"]) == [["a", "c"]]
     schedule.reset()
     schedule.add("d")

@@ -1,0 +1,157 @@
+"""Gradients of one optimizer that are complete: pending at first, then in flight between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from hvdlite.common.api.options import Options
+from hvdlite.common.gradients.buckets import ReductionConfig
+from hvdlite.common.plain.compression import Compressor
+from hvdlite.torch import mpi_ops
+from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
+from hvdlite.torch.flat_gradients import FlatGradients
+
+T = TypeVar("T")
+
+# These compressors only cast: `copy_` undoes them, and their memory can be used again in the next
+# step. A user's subclass may do anything, so the test is for the classes themselves.
+CASTS: tuple[type[CastCompressor], ...] = (FP16Compressor, BF16Compressor)
+
+
+class PendingGradient:
+    """One gradient that is complete, from the hook until its reduction has ended."""
+
+    __slots__ = ("context", "gradient", "name", "packed", "parameter", "version")
+
+    # Both are set when the gradient is sent. `packed` is the tensor that is reduced: `gradient`
+    # itself where it is neither compressed nor made dense. `decompress` needs `context`.
+    packed: torch.Tensor
+    context: Any
+
+    def __init__(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.gradient = gradient
+        # The version when the gradient was complete, so that `check` finds later changes.
+        self.version = gradient._version
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the gradient; a sparse one counts as if it were dense."""
+        return self.gradient.numel() * self.gradient.element_size()
+
+    def move_to(self, flat: FlatGradients) -> None:
+        """Move the gradient into the buffer of its segment."""
+        if self.gradient.is_sparse:  # Segments of sparse gradients exist with sparse_as_dense only.
+            self.parameter.grad = self.gradient.to_dense()
+        self.gradient = flat.adopt(self.parameter)
+        self.version = self.gradient._version
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if the gradient has been changed since it was complete.
+
+        See [Note: views and version counters] in torch/flat_gradients.py.
+        """
+        current = self.parameter.grad
+        if current is None or (current is self.gradient and current._version == self.version):
+            return
+        raise RuntimeError(
+            f"the gradient of {self.name} was changed after it was sent to the other ranks, by "
+            "clipping or unscaling perhaps. Call optimizer.synchronize() first, then change "
+            "gradients, and call step() inside 'with optimizer.skip_synchronize():'"
+        )
+
+
+def _check_and_wait(pending: Sequence[PendingGradient], wait: Callable[[], T]) -> T:
+    """Return ``wait()``, and raise `RuntimeError` if one of the gradients has been changed.
+
+    The wait happens in any case: the engine writes to these tensors until the reduction has ended.
+    """
+    try:
+        for gradient in pending:
+            gradient.check()
+    finally:
+        result = wait()
+    return result
+
+
+class BucketInFlight:
+    """Dense gradients that are reduced together, each in a tensor of its own."""
+
+    def __init__(
+        self,
+        pending: Sequence[PendingGradient],
+        compression: type[Compressor],
+        options: Options,
+    ) -> None:
+        """Start to reduce the packed tensors in place."""
+        self._pending = pending
+        self._compression = compression
+        packed = [gradient.packed for gradient in pending]
+        self._operation = mpi_ops.runner.start(
+            "allreduce", packed, pending[0].name, options, in_place=True
+        )
+
+    def wait(self) -> None:
+        """Wait for the results, and write them to the gradients."""
+        _check_and_wait(self._pending, self._operation.take)
+        for gradient in self._pending:
+            self._unpack(gradient)
+
+    def _unpack(self, pending: PendingGradient) -> None:
+        result, gradient = pending.packed, pending.gradient
+        if gradient.is_sparse or self._compression not in CASTS:
+            result = self._compression.decompress(result, pending.context)
+        if gradient.is_sparse:
+            gradient = result.to_sparse(gradient.sparse_dim())
+        elif result is not gradient:
+            gradient.copy_(result)
+        pending.parameter.grad = gradient
+
+
+class SegmentInFlight:
+    """A segment whose gradients are views of one buffer, which is reduced as one tensor."""
+
+    def __init__(
+        self,
+        pending: Sequence[PendingGradient],
+        flat: FlatGradients,
+        packed: torch.Tensor,
+        options: Options,
+    ) -> None:
+        """Start to reduce `packed` in place: the buffer itself, or its compressed copy."""
+        self._pending = pending
+        self._buffer = flat.buffer
+        self._packed = packed
+        self._operation = mpi_ops.runner.start(
+            "allreduce", [packed], pending[0].name, options, in_place=True
+        )
+
+    def wait(self) -> None:
+        """Wait for the result. The gradients show it, unless it has to be decompressed."""
+        _check_and_wait(self._pending, self._operation.take)
+        if self._packed is not self._buffer:
+            self._buffer.copy_(self._packed)
+        for gradient in self._pending:
+            gradient.parameter.grad = gradient.gradient
+
+
+class SparseGradientInFlight:
+    """One sparse gradient, whose entries are gathered from all ranks."""
+
+    def __init__(self, pending: PendingGradient, reduction: ReductionConfig) -> None:
+        """Start to gather indices and values."""
+        self._pending = pending
+        self._wait = mpi_ops.sparse_allreduce_async(
+            pending.gradient, pending.name, reduction.scaling.op, reduction.process_set
+        )
+
+    def wait(self) -> None:
+        """Wait for the sum, and replace the gradient by it."""
+        self._pending.parameter.grad = _check_and_wait([self._pending], self._wait)
+
+
+InFlight = BucketInFlight | SegmentInFlight | SparseGradientInFlight

@@ -1,0 +1,207 @@
+"""The optimizer for all other ops: gradients are reduced before the wrapped optimizer's step."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hvdlite.common.base.warn import warn_user
+from hvdlite.common.gradients.buckets import check_passes
+from hvdlite.torch.gradient_exchange import GradientExchange
+from hvdlite.torch.segment_schedule import ParamGroups
+from hvdlite.torch.subclass import OptimizerMixin
+
+if TYPE_CHECKING:
+    from hvdlite.torch.fused_step import FusedStep
+
+NO_EFFECT = "fuse_all_optimizer_ops has no effect"
+Names = dict[torch.Tensor, str]
+Closure = Callable[[], Any]
+
+
+class ReducingMixin(OptimizerMixin):
+    """The mixin that comes before the class of the wrapped optimizer."""
+
+    _exchange: GradientExchange
+    # The user's `fuse_all_optimizer_ops`; None: fuse the step where it is possible.
+    _fuses: bool | None = None
+    # Set when the segments are final and the step can be fused over them.
+    _fused: FusedStep | None = None
+    # The segments for which `_fused` was made, or could not be made.
+    _fused_for: object = None
+    # Whether the user was told that a step with a closure or an option is not fused.
+    _warned_of_arguments = False
+    # False inside skip_synchronize().
+    _should_synchronize = True
+    # Whether a GradScaler, not the user, caused the last synchronize(); step() does not warn then.
+    _synchronized_for_scaler = False
+
+    @property
+    def param_groups(self) -> ParamGroups:
+        """The wrapped optimizer's groups.
+
+        ``torch.amp.GradScaler`` reads them to unscale the gradients in place, and calls nothing
+        else before that. The gradients have to be reduced before they are unscaled.
+        """
+        exchange = self._exchange
+        if exchange.reduction.active and not exchange.synchronized and _called_by_scaler():
+            exchange.synchronize()
+            self._synchronized_for_scaler = True
+        groups: ParamGroups = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: ParamGroups) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @property
+    def _parameter_names(self) -> Names:
+        return self._exchange.names
+
+    def step(self, closure: Closure | None = None, **options: Any) -> Any:
+        """Synchronize the gradients, and let the wrapped optimizer make its step with them.
+
+        With a `closure`, gradients are synchronized each time that the wrapped optimizer has
+        called it.
+        """
+        arguments: list[Closure] = []
+        if closure is None:
+            self._synchronize_for_step()
+        else:
+            if self._exchange.busy:
+                self._exchange.synchronize()
+            arguments.append(self._synchronizing(closure))
+        self._exchange.synchronized = self._synchronized_for_scaler = False
+        with self._allow_step():
+            if self._can_fuse(bool(arguments or options)):
+                return _fused_step(self)
+            return super().step(*arguments, **options)
+
+    step.hooked = True  # type: ignore[attr-defined]  # The wrapped step calls the user's hooks.
+
+    def _can_fuse(self, with_arguments: bool) -> bool:
+        """Return whether this step is fused; prepare the fused step for new segments."""
+        if with_arguments:
+            if self._fuses and not self._warned_of_arguments:
+                self._warned_of_arguments = True
+                warn_user(f"{NO_EFFECT}: step() was given a closure or an option")
+            return False
+        flat = self._exchange.segment_schedule.flat
+        if flat is not self._fused_for:
+            self._fused_for, self._fused = flat, None
+            if flat is not None and self._fuses is not False:
+                from hvdlite.torch.fused_step import FusedStep  # Most jobs never need it.
+
+                self._fused, reason = FusedStep.of(self, [*flat.values()])
+                if reason and self._fuses:
+                    warn_user(f"{NO_EFFECT}: {reason}")
+        return self._fused is not None
+
+    def _synchronize_for_step(self) -> None:
+        exchange = self._exchange
+        if not self._should_synchronize:
+            if exchange.reduction.active and not exchange.synchronized and exchange.has_gradients:
+                raise RuntimeError(
+                    "step() inside skip_synchronize() would apply gradients of this rank alone: "
+                    "call optimizer.synchronize() before it"
+                )
+        elif not exchange.synchronized:
+            exchange.synchronize()
+        elif exchange.reduction.active and not self._synchronized_for_scaler:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). The gradients are not synchronized a second time; use "
+                "optimizer.skip_synchronize() to say that this is meant",
+                stacklevel=3,
+            )
+
+    def _synchronizing(self, closure: Closure) -> Closure:
+        def synchronized_closure() -> Any:
+            loss = closure()
+            if not self._exchange.synchronized:
+                self._exchange.synchronize()
+            self._exchange.synchronized = False
+            if isinstance(self, torch.optim.LBFGS):
+                # Its line search decides by the loss, and must decide alike on all ranks.
+                loss = self._exchange.share_loss(loss)
+            return loss
+
+        return synchronized_closure
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, so that they can be clipped or looked at.
+
+        Follow it with a ``step()`` inside `skip_synchronize`. Raises `HorovodInternalError` when
+        a reduction failed.
+        """
+        self._exchange.synchronize()
+        self._synchronized_for_scaler = False
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` use the gradients as they are inside of this block, and send nothing."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Do as the wrapped optimizer does. Raises `AssertionError` while gradients are reduced."""
+        if self._exchange.busy:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
+                "a race condition"
+            )
+        self._exchange.restart_count()
+        super().zero_grad(*args, **kwargs)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The number of backward passes that accumulate locally before gradients are sent."""
+        return self._exchange.passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self._exchange.reset(check_passes(passes))
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Send gradients after `passes` backward passes from now on.
+
+        Raises `ValueError` unless it is a positive integer.
+        """
+        self.backward_passes_per_step = passes
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do as the wrapped optimizer does, and forget reductions in flight, as after a failure."""
+        self._exchange.reset()
+        super().load_state_dict(state_dict)
+        self._exchange.param_groups = self.param_groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Do as the wrapped optimizer does; new parameters are named after their position."""
+        super().add_param_group(param_group)
+        if self._exchange.reduction.active:
+            self._exchange.watch()
+
+
+def _step_over_segments(optimizer: ReducingMixin) -> None:
+    assert optimizer._fused is not None
+    optimizer._fused.step()
+
+
+# The decorator of torch that calls the user's hooks before and after a step.
+_hooked: Any = torch.optim.Optimizer.profile_hook_step
+_fused_step = _hooked(_step_over_segments)
+
+
+def _called_by_scaler() -> bool:
+    """Return whether the function that reads `ReducingMixin.param_groups` is one of torch.amp."""
+    module = str(sys._getframe(2).f_globals.get("__name__"))
+    return module.startswith(("torch.amp.", "torch.cuda.amp."))
