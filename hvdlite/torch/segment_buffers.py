@@ -19,7 +19,7 @@ class SegmentParameter:
     __slots__ = ("address", "gradient", "index", "number", "parameter", "state")
 
     def __init__(self, parameter: Tensor, gradient: Tensor, number: int, index: int) -> None:
-        """Describe a parameter, the one of this `index` here and of this `number` in all segments."""
+        """Describe a parameter by its `index` in this segment and its `number` in all of them."""
         self.parameter = parameter
         self.gradient = gradient
         self.number = number

@@ -1,4 +1,4 @@
-"""Optimizers of Keras whose gradients travel in segments; in all environments that Keras has."""
+"""Optimizers of Keras whose gradients are reduced in segments; in all environments that Keras has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of TensorFlow that travel in segments: how many reductions, and of what."""
+"""Gradients of TensorFlow that are reduced in segments: how many reductions, and of what."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which gradients travel when, and together with which: the same for every framework's optimizer.
+"""Buckets: gradients that an optimizer hands over together, the same for every framework.
 
-Parameters are known here by a key, which can be anything hashable; nothing here sends.
+Parameters are identified by a key, which can be anything hashable. This module never sends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scaling:
-    """How gradients are reduced: the operation, and what is multiplied before and after it."""
+    """The reduce op of gradients, and the factors before and after the reduction."""
 
     op: ReduceOp = ReduceOp.AVERAGE
     prescale_factor: float = 1.0
@@ -32,9 +32,10 @@ class Scaling:
 
 
 def scaling(op: int, gradient_predivide_factor: float) -> Scaling:
-    """Average, of which one part of the division by the number of ranks can come before the sum.
+    """Return the scaling of `op`; with a factor f, Average divides by f before the sum.
 
-    Raises `ValueError` for a factor with another operation, and for one that is not positive.
+    The rest of the division by the number of ranks follows after the sum. Raises `ValueError` for a
+    factor with another op, and for one that is not positive.
     """
     factor = gradient_predivide_factor
     if factor == 1:
@@ -48,30 +49,31 @@ def scaling(op: int, gradient_predivide_factor: float) -> Scaling:
 
 @dataclass(frozen=True)
 class ReductionConfig:
-    """How the gradients of one optimizer are reduced."""
+    """The reduction of one optimizer's gradients, as the user has configured it."""
 
     compression: type[Compressor]
     scaling: Scaling
     sparse_as_dense: bool
     process_set: ProcessSet
-    segmentation: Strategy | None = None  # None: what was chosen for the process set
+    # None: the strategy that was chosen for the process set, by calls or by settings.
+    segmentation: Strategy | None = None
 
     def __post_init__(self) -> None:
-        found = self.segmentation
-        if found is not None and found != Threshold() and not self.fusable:
+        strategy = self.segmentation
+        if strategy is not None and strategy != Threshold() and not self.fusable:
             raise ValueError(
-                f"segmentation {found.spec}: only Average and Sum travel in segments, "
+                f"segmentation {strategy.spec}: only Average and Sum can be reduced in segments, "
                 f"not {self.scaling.op.name.capitalize()}"
             )
 
     @property
     def fusable(self) -> bool:
-        """Whether the operation lets gradients travel in segments."""
+        """Whether the op allows gradients to be reduced in segments."""
         return self.scaling.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
 
     @property
     def options(self) -> Options:
-        """What every reduction of a gradient says."""
+        """The options of each gradient's allreduce."""
         return Options(
             self.process_set,
             self.scaling.op,
@@ -81,19 +83,19 @@ class ReductionConfig:
 
     @property
     def active(self) -> bool:
-        """Whether there are other ranks to exchange with. Raises `ValueError` before `init`."""
+        """Whether gradients are reduced with other ranks. Raises `ValueError` before `init`."""
         return size() > 1 and bool(self.process_set.included())
 
 
 def check_passes(backward_passes_per_step: int) -> int:
-    """Raises `ValueError` unless it is a positive number."""
+    """Return the number. Raises `ValueError` unless it is positive."""
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, not {backward_passes_per_step}")
     return backward_passes_per_step
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises `ValueError` for a name that comes twice."""
+    """Raise `ValueError` for names that occur twice."""
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise ValueError(
@@ -103,7 +105,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def resolve_groups(num_groups: int, groups: Any) -> Any:
-    """`groups`, or the deprecated `num_groups` in its place."""
+    """Return `groups`, or the deprecated `num_groups` in its place."""
     if num_groups == 0:
         return groups
     warn_user("num_groups is deprecated; use groups", DeprecationWarning)
@@ -111,9 +113,9 @@ def resolve_groups(num_groups: int, groups: Any) -> Any:
 
 
 def check_groups(groups: object, is_tensor: Callable[[Any], bool], tensor: str) -> None:
-    """Raises `ValueError` unless it is None, a positive number, or a list of lists of tensors.
+    """Raise `ValueError` unless it is None, a positive number, or a list of lists of tensors.
 
-    `is_tensor` knows a tensor of the framework, which calls it `tensor`.
+    `is_tensor` recognizes a tensor of the framework, whose word for it is `tensor`.
     """
     if groups is None or (isinstance(groups, int) and groups > 0):
         return
@@ -127,12 +129,12 @@ def check_groups(groups: object, is_tensor: Callable[[Any], bool], tensor: str) 
 
 
 def split_evenly(keys: Sequence[K], parts: int) -> list[list[K]]:
-    """As `split_list`, without the empty lists."""
+    """Split as `split_list` does, and leave out empty lists."""
     return [chunk for chunk in split_list(keys, parts) if chunk]
 
 
 def buckets_of(keys: Iterable[K], groups: Sequence[Sequence[K]]) -> list[list[K]]:
-    """`groups`, and every key that is in none of them alone, in the order of `keys`.
+    """Return `groups`, and one bucket for each other key, in the order of `keys`.
 
     Raises `ValueError` for a key that is in two groups, or twice in one.
     """
@@ -148,59 +150,59 @@ def buckets_of(keys: Iterable[K], groups: Sequence[Sequence[K]]) -> list[list[K]
 
 
 class BucketSchedule(Generic[K]):
-    """Counts backward passes: a bucket is due when each of its gradients is complete.
+    """The counts of backward passes: a bucket is due when each of its gradients is complete.
 
-    Every key is in one of the `buckets`, which all ranks have alike and in the same order.
+    Every key is in one of the `buckets`, which are the same on all ranks, in the same order.
     """
 
     def __init__(self, buckets: Iterable[Sequence[K]], passes: int) -> None:
         self._buckets = [list(bucket) for bucket in buckets]
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket}
-        self.passes = passes  # backward passes between two steps
-        self._done: dict[K, int] = {}  # passes since the last step
-        self._sent: set[K] = set()
+        self.passes = passes  # the backward passes between two steps
+        self._passes_of: dict[K, int] = {}  # the passes of each gradient since the last step
+        self._sent: set[K] = set()  # the gradients whose buckets were due since the last step
 
     def rearrange(self, buckets: Iterable[Sequence[K]]) -> None:
-        """Between two steps: gradients travel in `buckets` from now on; all others as before."""
-        moved = [list(bucket) for bucket in buckets]
-        taken = {key for bucket in moved for key in bucket}
-        alone = [[key] for key in self._bucket_of if key not in taken]
-        self._buckets = moved + alone
+        """Use these buckets from now on, and one for each other key. Call it between two steps."""
+        new_buckets = [list(bucket) for bucket in buckets]
+        keys = {key for bucket in new_buckets for key in bucket}
+        alone = [[key] for key in self._bucket_of if key not in keys]
+        self._buckets = new_buckets + alone
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket}
 
     def add(self, key: K) -> None:
-        """One more parameter, alone in its bucket."""
+        """Add one more parameter, in a bucket of its own."""
         self._bucket_of[key] = [key]
         self._buckets.append(self._bucket_of[key])
 
     def count(self, key: K) -> Sequence[K]:
-        """A backward pass has added to the gradient of `key`; the bucket that is now due, or ().
+        """Count a pass that has added to the gradient of `key`; return the due bucket, or ().
 
-        Raises `AssertionError` when there were more passes than were announced.
+        Raises `AssertionError` for more passes than `passes` before a step.
         """
-        done = self._done.get(key, 0) + 1
-        if done > self.passes or key in self._sent:
+        passes = self._passes_of.get(key, 0) + 1
+        if passes > self.passes or key in self._sent:
             raise AssertionError(
                 f"Gradients of {key} were computed more than backward_passes_per_step "
                 f"({self.passes}) times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally"
             )
-        self._done[key] = done
+        self._passes_of[key] = passes
         bucket = self._bucket_of[key]
-        if any(self._done.get(each, 0) < self.passes for each in bucket):
+        if any(self._passes_of.get(member, 0) < self.passes for member in bucket):
             return ()
         self._sent.update(bucket)
         return bucket
 
     def rest(self, keys: Collection[K]) -> list[list[K]]:
-        """What is still to be sent of `keys`, bucket by bucket; counts as sent from now on."""
-        wanted = set(keys) - self._sent
-        self._sent |= wanted
-        rest = [[key for key in bucket if key in wanted] for bucket in self._buckets]
+        """Return those of `keys` that are not sent yet, by buckets, and count them as sent."""
+        unsent = set(keys) - self._sent
+        self._sent |= unsent
+        rest = [[key for key in bucket if key in unsent] for bucket in self._buckets]
         return [bucket for bucket in rest if bucket]
 
     def reset(self, passes: int | None = None) -> None:
-        """A step was made: count from the beginning, from now on up to `passes`."""
-        self._done.clear()
+        """Count from the beginning, since a step was made; with `passes`, up to this number."""
+        self._passes_of.clear()
         self._sent.clear()
         self.passes = self.passes if passes is None else passes

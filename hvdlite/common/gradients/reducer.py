@@ -1,4 +1,4 @@
-"""How one optimizer or tape treats its gradients: which are reduced, together with which."""
+"""The reduction of the gradients of one optimizer or tape, for frameworks without hooks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hvdlite.common.segmentation.strategies import Gradient
 
 
 class Reducer(ABC):
-    """Gradients of this rank in, gradients of all ranks out."""
+    """A reducer turns gradients of this rank into gradients reduced over all ranks."""
 
     sources: ClassVar[Sources]
-    variable: ClassVar[str]  # what the framework calls a variable
+    variable: ClassVar[str]  # the framework's word for a variable, for error texts
 
     def __init__(
         self,
@@ -25,10 +25,10 @@ class Reducer(ABC):
         groups: object = None,
         scale_local_gradients: bool = True,
     ) -> None:
-        """`prefix` begins all names, and is the same on all ranks.
+        """Begin all names with `prefix`, which is the same on all ranks.
 
-        `groups` is None, how many groups, or lists of variables whose gradients travel together.
-        Raises `ValueError` for anything else.
+        `groups` is None, a number of groups, or lists of variables whose gradients are reduced
+        together. Raises `ValueError` for anything else.
         """
         check_groups(groups, self.sources.is_variable, self.variable)
         self.reduction = reduction
@@ -44,13 +44,13 @@ class Reducer(ABC):
         sources: Sequence[Any],
         names: Sequence[str] | None = None,
     ) -> list[Any]:
-        """The gradients of `sources`, reduced over all ranks; None where there is none.
+        """Return the gradients of `sources`, reduced over all ranks; None where there is none.
 
-        Those of local sources are not reduced. They are divided by the number of ranks, as they
-        would be in an average to which no other rank adds anything, unless that was not wanted.
+        Gradients of local sources are not reduced. With `scale_local_gradients` they are divided by
+        the number of ranks, as in an average to which other ranks contribute zeros.
 
-        Every rank gives gradients of the same sources in the same order; `names` are used in
-        place of those that are made from the sources. Raises as `send` does.
+        Every rank gives gradients of the same sources in the same order; `names` replace those that
+        are made from the sources. Raises as `send` does.
         """
         self.segments.settle()
         if not self.reduction.active:
@@ -81,37 +81,38 @@ class Reducer(ABC):
         sources: Mapping[str, Any],
         groups: Sequence[Sequence[str]],
     ) -> Mapping[str, Any]:
-        """The gradients, reduced over all ranks; all are under way at the same time.
+        """Return the gradients, reduced over all ranks; all are in flight at the same time.
 
-        All arguments speak of the same names. Raises the framework's errors when a reduction fails.
+        The keys of the mappings are the names that `groups` contain. Raises the framework's errors
+        when a reduction fails.
         """
 
     @abstractmethod
     def describe(self, name: str, gradient: Any, source: Any) -> Gradient | None:
-        """What decides the segment of a gradient; None for one that travels in none."""
+        """Return what decides the segment of a gradient; None for one that belongs to none."""
 
     @abstractmethod
     def divide(self, gradient: Any, divisor: int) -> Any:
-        """The gradient, dense or sparse, divided by a number."""
+        """Return the gradient, dense or sparse, divided by a number."""
 
     def _name_groups(self, shared: Mapping[str, tuple[Any, Any]]) -> list[list[str]]:
         groups = self._groups
         strategy = self.segments.strategy
         if strategy is not None:
-            described = [
+            descriptions = [
                 self.describe(name, gradient, source) for name, (gradient, source) in shared.items()
             ]
-            gradients = [each for each in described if each is not None]
-            # The last layer comes first, as backward has it.
+            gradients = [description for description in descriptions if description is not None]
+            # Backward computes the gradients of the last layer first.
             return self.segments.cut_once(gradients[::-1] if strategy.in_ready_order else gradients)
         if isinstance(groups, int):
             return split_evenly(
-                [name for name, (each, _) in shared.items() if each is not None], groups
+                [name for name, (gradient, _) in shared.items() if gradient is not None], groups
             )
         if not isinstance(groups, list):
             return []
         name_of = {self.sources.key_of(source): name for name, (_, source) in shared.items()}
-        keys = [[self.sources.key_of(each) for each in group] for group in groups]
+        keys = [[self.sources.key_of(source) for source in group] for group in groups]
         return [[name_of[key] for key in group if key in name_of] for group in keys]
 
     def _scaled(self, gradient: Any) -> Any:

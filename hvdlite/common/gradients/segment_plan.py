@@ -82,7 +82,7 @@ class SegmentPlan:
             return "groups are given"
         if not self._reduction.fusable:
             op = self._reduction.scaling.op.name.capitalize()
-            return f"only Average and Sum travel in segments, not {op}"
+            return f"only Average and Sum can be reduced in segments, not {op}"
         return ""
 
     def cut(self, gradients: Sequence[Gradient]) -> list[list[str]]:

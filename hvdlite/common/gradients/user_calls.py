@@ -1,4 +1,4 @@
-"""How the gradients of a process set are split into segments: what a user says in calls."""
+"""The public functions that choose how gradients of a process set are split into segments."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def set_split_strategy_by_size(
 ) -> None:
     """Reduce gradients in segments of these percentages of their bytes, in the order of readiness.
 
-    1 to 8 numbers from 0 on with the sum 100: ``[80, 20]`` is a segment of the first four fifths
-    that backward has ready, and one of the rest. Call it on all ranks alike, after `init` and
-    before the first gradient of the set is reduced. A second call takes the place of the first, and
-    sizes win over indices, both with a warning. Raises `ValueError` for anything else.
+    `percentages` are 1 to 8 numbers from 0 on with the sum 100: with ``[80, 20]``, the first four
+    fifths that backward computes are one segment, and the rest is another. Call it on all ranks
+    alike, after `init` and before the first gradient of the set is reduced. A second call replaces
+    the first, and sizes win over indices, both with a warning. Raises `ValueError` for anything
+    else.
     """
     _set_split(by_size(percentages), process_set)
 
@@ -36,10 +37,11 @@ def set_split_strategy_by_size(
 def set_split_strategy_by_idx(
     indices: Sequence[int], process_set: ProcessSet = global_process_set
 ) -> None:
-    """Reduce gradients in segments that end with the gradients of these numbers, from 0 on.
+    """Reduce gradients in segments that end with the gradients of these indices, from 0 on.
 
-    1 to 8 ascending numbers in the order of readiness; the last is that of the last gradient:
-    ``[20, 100, 159]`` of 160. For the rest as `set_split_strategy_by_size`.
+    `indices` are 1 to 8 ascending numbers in the order of readiness, of which the last one belongs
+    to the last gradient: ``[20, 100, 159]`` for 160 gradients. For everything else see
+    `set_split_strategy_by_size`.
     """
     _set_split(by_index(indices), process_set)
 
@@ -47,20 +49,20 @@ def set_split_strategy_by_idx(
 def set_comm_fusion(
     config: dict[str, dict[str, Any]], process_set: ProcessSet = global_process_set
 ) -> None:
-    """Fuse collectives as MindSpore's ``comm_fusion`` says.
+    """Fuse collectives as MindSpore's ``comm_fusion`` does.
 
     ``{"allreduce": {"mode": "size", "config": 32}}``: a segment of gradients has at most 32 MiB.
     The collectives are allreduce, allgather and reducescatter; the modes "auto" (64 MiB, config
-    None), "size" (MiB, a whole number) and, for allreduce, "index" (a list of last indices; what
-    lies past the last gradient is ignored with a warning, and the rest is one more segment).
+    None), "size" (MiB, a whole number) and, for allreduce, "index" (a list of last indices; those
+    past the last gradient are ignored with a warning, and the rest is one more segment).
 
-    Call it on all ranks alike. Raises `TypeError`, `KeyError` or `ValueError` for what is wrong.
+    Call it on all ranks alike. Raises `TypeError`, `KeyError` or `ValueError` for a wrong `config`.
     """
     strategies = read_comm_fusion(config)
     runtime = current()
     gradients = [strategies.pop(name) for name in [*strategies] if ROWS[name].carries_gradients]
     _choice(runtime, process_set).set_fusion(next(iter(gradients), None), strategies)
-    runtime.requests.clear()  # some may be made with other limits
+    runtime.requests.clear()  # Prepared requests may contain other limits.
 
 
 def _set_split(strategy: Size | Index, process_set: ProcessSet) -> None:
@@ -70,14 +72,14 @@ def _set_split(strategy: Size | Index, process_set: ProcessSet) -> None:
 
 
 def _choice(runtime: Runtime, process_set: ProcessSet) -> UserChoice:
-    number = process_set.process_set_id
-    if number is None:
+    process_set_id = process_set.process_set_id
+    if process_set_id is None:
         raise ValueError(f"{process_set} is not registered: add it first")
-    return runtime.choices.setdefault(number, UserChoice())
+    return runtime.choices.setdefault(process_set_id, UserChoice())
 
 
 def chosen(process_set: ProcessSet) -> Strategy:
-    """How gradients of `process_set` are cut from now on, by calls or by settings.
+    """Return the strategy for gradients of `process_set`, by calls or by settings, and fix it.
 
     Raises `ValueError` before `init`.
     """

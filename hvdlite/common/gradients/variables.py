@@ -1,4 +1,4 @@
-"""Variables, and other sources of gradients: who they are, and names that all ranks have alike."""
+"""Variables and other sources of gradients: their identity, and names equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ _AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
 class Sources:
-    """The sources of one framework, whose own variables are of one type."""
+    """The sources of one framework, whose variables are of one type."""
 
     def __init__(self, variable_type: type) -> None:
         self._variable_type = variable_type
 
     def plain(self, source: Any) -> Any:
-        """The framework's variable behind a variable of Keras 3; anything else as it is."""
+        """Return the framework's variable of a variable of Keras 3; other sources as they are."""
         value = getattr(source, "value", None)
         return value if isinstance(value, self._variable_type) else source
 
     def is_variable(self, source: Any) -> bool:
-        """Whether it is a variable, of the framework or of Keras."""
+        """Return whether it is a variable, of the framework or of Keras."""
         return isinstance(self.plain(source), self._variable_type)
 
     def key_of(self, source: Any) -> int:
-        """What tells it apart from others as long as it lives."""
+        """Return a key that no other source has as long as this one is alive."""
         return id(self.plain(source))
 
     def names_of(self, prefix: str, sources: Sequence[Any]) -> list[str]:
-        """A name for each source, no two of them the same.
+        """Return a different name for each source.
 
-        They are the same on all ranks that give the same sources in the same order.
+        The names are equal on all ranks that give the same sources in the same order.
         """
         return [
             f"{prefix}.{index}.{_AUTOMATIC_NUMBER.sub('', path)}"
@@ -41,7 +41,7 @@ class Sources:
         ]
 
     def path_of(self, source: Any) -> str:
-        """The name of a variable in its model. It may hold numbers that differ between ranks."""
+        """Return the name of a variable in its model; numbers in it may differ between ranks."""
         if not self.is_variable(source):
             return "tensor"
         path: str = getattr(source, "path", None) or re.sub(r":\d+$", "", source.name)
@@ -49,23 +49,24 @@ class Sources:
 
 
 class LocalSources:
-    """Sources whose gradients are this rank's own business."""
+    """The sources whose gradients stay on this rank."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._known: dict[int, Any] = {}  # holds what it knows: an id is not used again
+        # By key. The sources are kept alive, so that no other object gets the id of one.
+        self._source_of: dict[int, Any] = {}
         self._layers: list[Any] = []
 
     def __bool__(self) -> bool:
-        """Whether there are any, or layers that may have some."""
-        return bool(self._known or self._layers)
+        """Return whether there are any, or layers that may have some."""
+        return bool(self._source_of or self._layers)
 
     def add(self, source: Any) -> None:
-        """A variable, or a tensor."""
-        self._known[self._sources.key_of(source)] = self._sources.plain(source)
+        """Add a variable, or a tensor."""
+        self._source_of[self._sources.key_of(source)] = self._sources.plain(source)
 
     def add_layers(self, layers: Any) -> None:
-        """The weights of a Keras layer or of several, also those that they do not have yet.
+        """Add the weights of one Keras layer or several, those included that are not built yet.
 
         Raises `ValueError` for anything else.
         """
@@ -76,15 +77,15 @@ class LocalSources:
         self._layers += layers
 
     def pick(self, sources: Iterable[Any]) -> list[bool]:
-        """For each of the sources whether it is one of these."""
+        """Return for each of `sources` whether it is one of these."""
         key_of = self._sources.key_of
-        of_layers = {key_of(each) for layer in self._layers for each in layer.trainable_weights}
-        known = of_layers.union(self._known)
-        return [key_of(source) in known for source in sources]
+        weights = (weight for layer in self._layers for weight in layer.trainable_weights)
+        local_keys = {key_of(weight) for weight in weights}.union(self._source_of)
+        return [key_of(source) in local_keys for source in sources]
 
 
 def _layer_types() -> Iterator[type]:
-    """Those of Keras 2 and 3, as far as they have been imported: without that there is none."""
+    """Yield the layer types of Keras 2 and 3, where they are imported; else no layer exists."""
     for name in ("keras", "tf_keras"):
         if name in sys.modules:
             yield sys.modules[name].layers.Layer
