@@ -1,4 +1,4 @@
-"""Optimizers of Keras whose gradients are reduced in segments; in all environments that Keras has."""
+"""Keras optimizers whose gradients are reduced in segments, in all environments of Keras."""
 
 from __future__ import annotations
 
