@@ -69,7 +69,7 @@ class Reducer(reducer.Reducer):
         operation = mpi_ops.runner.start("allreduce", tensors, names[0], options)
 
         def wait() -> Gradients:
-            results = operation.take()
+            results = operation.wait_for_tensors()
             contexts = [context for _, context in packed]
             return dict(zip(bucket, map(compression.decompress, results, contexts), strict=True))
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor  # tf.constant would copy
 
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.signals import Signal
 from hvdlite.common.api.submit import Operation, start
 from hvdlite.common.base.errors import HorovodInternalError
@@ -113,7 +113,7 @@ class StartedTensors:
 
     def arrays(self) -> list[Array]:
         """Return the results, then for each of them the rows of each member if those may differ."""
-        results = self.operation.take()
+        results = self.operation.wait_for_tensors()
         if self.with_rows:
             results += [np.array(entry.rows, np.int64) for entry in self.operation.entries]
         return results
@@ -130,7 +130,7 @@ class TensorCall:
     collective: str
     tensors: Sequence[tf.Tensor]
     name: str | None
-    options: Options
+    options: CallOptions
     runtime: Callable[[], Runtime] = field(default_factory=finder)
     in_order = False
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common.api.options import Options
-from hvdlite.common.api.runner import Outcome, Runner
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.runner import CollectiveResult, Runner
 from hvdlite.tf.collective_call import TensorCall
 from hvdlite.tf.graph import default_name, name_in_graph, run_calls
 
@@ -22,11 +22,11 @@ class TensorFlowRunner(Runner[tf.Tensor]):
         self._ignore_name_scope = ignore_name_scope
 
     def run(
-        self, collective: str, tensors: Sequence[tf.Tensor], name: str | None, options: Options
-    ) -> Outcome:
+        self, collective: str, tensors: Sequence[tf.Tensor], name: str | None, options: CallOptions
+    ) -> CollectiveResult:
         """Run one collective on one tensor or on a group, without a gradient."""
         if not tensors:
-            return Outcome([], [])
+            return CollectiveResult([], [])
         if not tf.executing_eagerly():
             name = name_in_graph(
                 name or default_name(collective, tensors[0]), self._ignore_name_scope
@@ -34,7 +34,7 @@ class TensorFlowRunner(Runner[tf.Tensor]):
         elif name is not None and self._ignore_name_scope:
             name = name.rpartition("/")[2]
         (outputs,) = run_calls([TensorCall(collective, tensors, name, options)])
-        return Outcome(outputs[: len(tensors)], outputs[len(tensors) :])
+        return CollectiveResult(outputs[: len(tensors)], outputs[len(tensors) :])
 
     def record(
         self, tensors: Sequence[tf.Tensor], forward: Function, adjoint: Function

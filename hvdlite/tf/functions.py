@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api import objects
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.tf.errors import public
 from hvdlite.tf.variables import broadcast_values, plain
@@ -28,7 +28,7 @@ def broadcast_variables(
     to run. `inplace` has no effect: variables keep their memory where TensorFlow allows it.
     """
     targets = [plain(variable) for variable in variables]
-    values = broadcast_values(targets, None, Options(process_set, root_rank=root_rank))
+    values = broadcast_values(targets, None, CallOptions(process_set, root_rank=root_rank))
     assigned = [
         variable.assign(value, read_value=False)
         for variable, value in zip(targets, values, strict=True)

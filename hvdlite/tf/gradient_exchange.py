@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.buckets import ReductionConfig, buckets_of
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import Compressor
@@ -53,7 +53,7 @@ class _Slices:
     def __init__(self, name: str, gradient: tf.IndexedSlices, reduction: ReductionConfig) -> None:
         self.names = [name]
         self._shape = gradient.dense_shape
-        self._options = Options(reduction.process_set, reduction.scaling.op)
+        self._options = CallOptions(reduction.process_set, reduction.scaling.op)
         check_slices(gradient, self._options)
         self.calls = [
             TensorCall("allgather", [tensor], _name(f"{name}.{part}"), self._options)

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api.differentiable import Verbs
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet
@@ -72,16 +72,16 @@ def _local_moments(
 
 def _gather(local: tf.Tensor, process_set: ProcessSet) -> tf.Tensor:
     """Gather the rows of all ranks. The gradient is that of the losses of all ranks together."""
-    plain = Options(process_set)
+    plain = CallOptions(process_set)
     rows: list[Any] = []
 
     def forward(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-        outcome = _RUNNER.run("allgather", inputs, f"{_NAME}.statistics", plain)
-        rows[:] = outcome.rows
-        return outcome.tensors
+        result = _RUNNER.run("allgather", inputs, f"{_NAME}.statistics", plain)
+        rows[:] = result.rows
+        return result.tensors
 
     def adjoint(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        summed = Options(process_set, ReduceOp.SUM)
+        summed = CallOptions(process_set, ReduceOp.SUM)
         name = f"{_NAME}.gradient"
         (total,) = _VERBS.allreduce(gradients, name, NoneCompressor, summed)
         return [_RUNNER.own_rows(total, rows[0], process_set.rank() or 0)]

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api.differentiable import Verbs
-from hvdlite.common.api.options import Options, reduction, scattering
+from hvdlite.common.api.options import CallOptions, reduction, scattering
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.user_calls import (
     set_comm_fusion,
@@ -178,7 +178,7 @@ def allgather(
     over the ranks, and each keeps its own rows.
     """
     tensors = [dense(tensor)]
-    return _VERBS[ignore_name_scope].gather(tensors, name, Options(process_set))[0]
+    return _VERBS[ignore_name_scope].gather(tensors, name, CallOptions(process_set))[0]
 
 
 @public
@@ -190,7 +190,7 @@ def grouped_allgather(
 ) -> list[tf.Tensor]:
     """As `allgather` for several tensors, of which all or none are gathered: a list."""
     converted = [dense(each) for each in tensors]
-    options = Options(process_set, grouped=True)
+    options = CallOptions(process_set, grouped=True)
     return _VERBS[ignore_name_scope].gather(converted, name, options)
 
 
@@ -206,7 +206,7 @@ def broadcast(
 
     Differentiable: the gradient is averaged on the root, and zero elsewhere.
     """
-    options = Options(process_set, root_rank=root_rank)
+    options = CallOptions(process_set, root_rank=root_rank)
     return _VERBS[ignore_name_scope].copy(dense(tensor), name, options)
 
 
@@ -221,7 +221,7 @@ def broadcast_(
 
     Every rank gives variables of the same shapes and dtypes, in the same order.
     """
-    options = Options(process_set, root_rank=root_rank)
+    options = CallOptions(process_set, root_rank=root_rank)
     values = broadcast_values(variables, name, options)
     assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
     if tf.executing_eagerly():
@@ -248,7 +248,7 @@ def alltoall(
     """
     given = None if splits is None else tf.convert_to_tensor(splits, dtype_hint=tf.int32)
     output, received = _VERBS[ignore_name_scope].exchange(
-        dense(tensor), name, Options(process_set, splits=given)
+        dense(tensor), name, CallOptions(process_set, splits=given)
     )
     return output if given is None else (output, tf.cast(received, given.dtype))
 

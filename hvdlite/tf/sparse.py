@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api.differentiable import Verbs
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import Compressor
 
@@ -23,7 +23,7 @@ def dense(value: Any, what: str = "this") -> tf.Tensor:
     return tf.convert_to_tensor(value)
 
 
-def check_slices(slices: tf.IndexedSlices, options: Options) -> None:
+def check_slices(slices: tf.IndexedSlices, options: CallOptions) -> None:
     """Raise `NotImplementedError` for a reduction of slices that gathering cannot make.
 
     Raises `ValueError` for the Average of bool.
@@ -42,7 +42,7 @@ def check_slices(slices: tf.IndexedSlices, options: Options) -> None:
         raise ValueError("the Average of bool has no meaning: convert the slices to a number type")
 
 
-def averaged(values: tf.Tensor, options: Options) -> tf.Tensor:
+def averaged(values: tf.Tensor, options: CallOptions) -> tf.Tensor:
     """Return the gathered values, divided by the number of ranks where the reduction is Average.
 
     Their dtype stays what it is.
@@ -60,7 +60,7 @@ def allreduce_mixed(
     tensors: Sequence[Any],
     name: str | None,
     compression: type[Compressor],
-    options: Options,
+    options: CallOptions,
 ) -> list[Any]:
     """Return each tensor reduced over all ranks, the dense ones together where they are a group.
 
@@ -85,7 +85,7 @@ def _slices_name(name: str | None, index: int) -> str | None:
 
 
 def _allreduce_slices(
-    verbs: Verbs[tf.Tensor], slices: tf.IndexedSlices, name: str | None, options: Options
+    verbs: Verbs[tf.Tensor], slices: tf.IndexedSlices, name: str | None, options: CallOptions
 ) -> tf.IndexedSlices:
     plain = options._replace(grouped=False)
     values, indices = (

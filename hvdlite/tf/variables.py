@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.tf.collective_call import TensorCall
 from hvdlite.tf.graph import name_in_graph, run_calls
@@ -20,7 +20,7 @@ key_of = SOURCES.key_of
 
 
 def broadcast_values(
-    variables: Sequence[Any], name: str | None, options: Options
+    variables: Sequence[Any], name: str | None, options: CallOptions
 ) -> list[tf.Tensor]:
     """Return the values of the variables on the root, which are sent at the same time."""
     base = name or "broadcast_variables"

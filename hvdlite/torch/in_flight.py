@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.torch import mpi_ops
@@ -85,7 +85,7 @@ class BucketInFlight:
         self,
         pending: Sequence[PendingGradient],
         compression: type[Compressor],
-        options: Options,
+        options: CallOptions,
     ) -> None:
         """Start to reduce the packed tensors in place."""
         self._pending = pending
@@ -97,7 +97,7 @@ class BucketInFlight:
 
     def wait(self) -> None:
         """Wait for the results, and write them to the gradients."""
-        _check_and_wait(self._pending, self._operation.take)
+        _check_and_wait(self._pending, self._operation.wait_for_tensors)
         for gradient in self._pending:
             self._unpack(gradient)
 
@@ -120,7 +120,7 @@ class SegmentInFlight:
         pending: Sequence[PendingGradient],
         flat: FlatGradients,
         packed: torch.Tensor,
-        options: Options,
+        options: CallOptions,
     ) -> None:
         """Start to reduce `packed` in place: the buffer itself, or its compressed copy."""
         self._pending = pending
@@ -132,7 +132,7 @@ class SegmentInFlight:
 
     def wait(self) -> None:
         """Wait for the result. The gradients show it, unless it has to be decompressed."""
-        _check_and_wait(self._pending, self._operation.take)
+        _check_and_wait(self._pending, self._operation.wait_for_tensors)
         if self._packed is not self._buffer:
             self._buffer.copy_(self._packed)
         for gradient in self._pending:

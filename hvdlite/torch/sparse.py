@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
@@ -41,12 +41,12 @@ class SparseForms:
         detached = tensor.detach()
         parts = {"indices": detached._indices().t(), "values": detached._values()}
         operations = [
-            self._runner.start("allgather", [part], f"{name}.{part_name}", Options(process_set))
+            self._runner.start("allgather", [part], f"{name}.{part_name}", CallOptions(process_set))
             for part_name, part in parts.items()
         ]
 
         def wait() -> torch.Tensor:
-            (indices,), (all_values,) = (operation.take() for operation in operations)
+            (indices,), (all_values,) = (operation.wait_for_tensors() for operation in operations)
             all_indices = indices.t()
             if op == ReduceOp.AVERAGE:
                 is_integer = not (all_values.is_floating_point() or all_values.is_complex())

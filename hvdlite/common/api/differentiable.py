@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import Runner
 from hvdlite.common.api.submit import members_of
 from hvdlite.common.base.reduce_op import ReduceOp
@@ -32,9 +32,9 @@ class Verbs(Generic[T]):
         tensors: Sequence[T],
         name: str | None,
         compression: type[Compressor],
-        options: Options,
+        options: CallOptions,
     ) -> list[T]:
-        """Reduce tensors, which `compression` makes smaller while they travel.
+        """Reduce tensors, which `compression` makes smaller while they are sent.
 
         The gradient is reduced in the same way.
         """
@@ -45,7 +45,7 @@ class Verbs(Generic[T]):
         tensors: Sequence[T],
         name: str | None,
         compression: type[Compressor],
-        options: Options,
+        options: CallOptions,
     ) -> list[T]:
         """Reduce tensors, which `compression` makes smaller, and keep this rank's rows.
 
@@ -53,15 +53,15 @@ class Verbs(Generic[T]):
         """
         return _compressed(self._reducescatter, tensors, name, compression, options)
 
-    def _allreduce(self, tensors: list[T], name: str | None, options: Options) -> list[T]:
+    def _allreduce(self, tensors: list[T], name: str | None, options: CallOptions) -> list[T]:
         return self._runner.record(
             tensors,
             lambda inputs: self._runner.run("allreduce", inputs, name, options).tensors,
             lambda gradients: self._allreduce(gradients, _gradient_name(name), options),
         )
 
-    def _reducescatter(self, tensors: list[T], name: str | None, options: Options) -> list[T]:
-        back = Options(options.process_set, grouped=options.grouped)
+    def _reducescatter(self, tensors: list[T], name: str | None, options: CallOptions) -> list[T]:
+        back = CallOptions(options.process_set, grouped=options.grouped)
 
         def adjoint(gradients: list[T]) -> list[T]:
             scale = options.prescale_factor * options.postscale_factor
@@ -76,14 +76,14 @@ class Verbs(Generic[T]):
             adjoint,
         )
 
-    def gather(self, tensors: Sequence[T], name: str | None, options: Options) -> list[T]:
-        """allgather; the gradient is averaged over the ranks, and each keeps its own rows."""
+    def gather(self, tensors: Sequence[T], name: str | None, options: CallOptions) -> list[T]:
+        """Gather tensors; the gradient is averaged, and each rank keeps its own rows."""
         rows: list[Any] = []
 
         def forward(inputs: list[T]) -> list[T]:
-            outcome = self._runner.run("allgather", inputs, name, options)
-            rows[:] = outcome.rows
-            return outcome.tensors
+            result = self._runner.run("allgather", inputs, name, options)
+            rows[:] = result.rows
+            return result.tensors
 
         def adjoint(gradients: list[T]) -> list[T]:
             averaged = self._allreduce(gradients, _gradient_name(name), options)
@@ -95,11 +95,11 @@ class Verbs(Generic[T]):
 
         return self._runner.record(tensors, forward, adjoint)
 
-    def copy(self, tensor: T, name: str | None, options: Options) -> T:
-        """broadcast; the gradient is averaged on the root, and zero elsewhere."""
+    def copy(self, tensor: T, name: str | None, options: CallOptions) -> T:
+        """Broadcast a tensor; the gradient is averaged on the root, and zero elsewhere."""
 
         def adjoint(gradients: list[T]) -> list[T]:
-            back = Options(options.process_set)
+            back = CallOptions(options.process_set)
             averaged = self._allreduce(gradients, _gradient_name(name), back)
             return self._only_where(for_collective().rank == options.root_rank, averaged)
 
@@ -109,7 +109,7 @@ class Verbs(Generic[T]):
         return self._runner.record([tensor], forward, adjoint)[0]
 
     def _only_where(self, here: bool, tensors: list[T]) -> list[T]:
-        """The tensors, or zeros on ranks where it is not `here`; gradients flow in the same way.
+        """Return the tensors, or zeros on ranks where it is not `here`; so for gradients.
 
         All ranks record the same, so that what these gradients come to runs on all of them.
         """
@@ -119,8 +119,8 @@ class Verbs(Generic[T]):
             lambda gradients: self._only_where(here, gradients),
         )
 
-    def exchange(self, tensor: T, name: str | None, options: Options) -> tuple[T, Any]:
-        """alltoall: the output, and how many of its rows came from each.
+    def exchange(self, tensor: T, name: str | None, options: CallOptions) -> tuple[T, Any]:
+        """Exchange rows by alltoall; return the output, and the number of rows from each member.
 
         The gradient goes back the way that the rows came; rows that were sent to nobody get zeros.
         """
@@ -128,14 +128,14 @@ class Verbs(Generic[T]):
         given: list[Any] = []
 
         def forward(inputs: list[T]) -> list[T]:
-            outcome = self._runner.run("alltoall", inputs, name, options)
-            received[:] = outcome.rows
+            result = self._runner.run("alltoall", inputs, name, options)
+            received[:] = result.rows
             if options.splits is not None:
                 given[:] = [self._runner.row_count(inputs[0])]
-            return outcome.tensors
+            return result.tensors
 
         def adjoint(gradients: list[T]) -> list[T]:
-            back = Options(options.process_set, splits=received[0])
+            back = CallOptions(options.process_set, splits=received[0])
             returned, _ = self.exchange(gradients[0], _gradient_name(name), back)
             return [self._runner.padded(returned, rows) for rows in given] or [returned]
 
@@ -144,11 +144,11 @@ class Verbs(Generic[T]):
 
 
 def _compressed(
-    verb: Callable[[list[T], str | None, Options], list[T]],
+    verb: Callable[[list[T], str | None, CallOptions], list[T]],
     tensors: Sequence[T],
     name: str | None,
     compression: type[Compressor],
-    options: Options,
+    options: CallOptions,
 ) -> list[T]:
     """Return what `verb` makes of the tensors, as they come out of `compression`."""
     packed = [compression.compress(tensor) for tensor in tensors]
@@ -160,7 +160,7 @@ def _compressed(
 
 
 def _gradient_name(name: str | None) -> str | None:
-    """The name of the collective that runs backward, after that of the one that ran forward."""
+    """Return the name of the collective in backward, made from that of the one in forward."""
     return None if name is None else f"{name}.gradient"
 
 

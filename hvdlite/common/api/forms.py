@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from hvdlite.common.api.differentiable import Verbs
-from hvdlite.common.api.options import Options, reduction, scattering
+from hvdlite.common.api.options import CallOptions, reduction, scattering
 from hvdlite.common.api.runner import EngineRunner, Shaping
 from hvdlite.common.api.signals import Signal
 from hvdlite.common.api.submit import Operation, as_list
@@ -49,7 +49,7 @@ class Forms(Generic[T]):
         collective: str,
         tensors: Tensors[T],
         name: str | None,
-        options: Options,
+        options: CallOptions,
         shape_result: Shaping[T],
         in_place: bool = False,
     ) -> int:
@@ -59,15 +59,22 @@ class Forms(Generic[T]):
         )
         return for_collective().handles.add(operation)
 
+    def _run_in_place(
+        self, collective: str, tensors: Tensors[T], name: str | None, options: CallOptions
+    ) -> list[T]:
+        """Start, wait, and return the tensors, which have the results."""
+        operation = self._runner.start(collective, tensors, name, options, in_place=True)
+        return operation.wait_for_tensors()
+
     def poll(self, handle: int) -> bool:
-        """Whether the operation has ended, so that `synchronize` will not wait.
+        """Return whether the operation has ended, so that `synchronize` will not wait.
 
         Raises `ValueError` for a handle that was not created, or was synchronized already.
         """
         return bool(for_collective().handles.get(handle).poll())
 
     def synchronize(self, handle: int) -> Any:
-        """Wait for an operation; its result. None for a handle that is not known (any more).
+        """Wait for an operation and return its result; None for an unknown or a used handle.
 
         The result is a tensor; a list or tuple for grouped forms; ``(output, received_splits)``
         for alltoall. Raises `HorovodInternalError` when the operation failed.
@@ -125,7 +132,7 @@ class Forms(Generic[T]):
         """As `allreduce_async`, and wait: the reduced tensor.
 
         Differentiable: the gradient is reduced in the same way. `compression` makes the tensor
-        smaller while it travels.
+        smaller while it is sent.
         """
         options = reduction(average, op, prescale_factor, postscale_factor, process_set)
         return self._verbs.allreduce([tensor], name, compression, options)[0]
@@ -142,7 +149,7 @@ class Forms(Generic[T]):
     ) -> T:
         """As `allreduce_async_`, and wait: `tensor`, reduced."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._runner.start("allreduce", [tensor], name, options, in_place=True).take()[0]
+        return self._run_in_place("allreduce", [tensor], name, options)[0]
 
     def grouped_allreduce_async(
         self,
@@ -199,7 +206,7 @@ class Forms(Generic[T]):
     ) -> tuple[T, ...]:
         """As `grouped_allreduce_async_`, and wait: `tensors` as a tuple."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
-        return tuple(self._runner.start("allreduce", tensors, name, options, in_place=True).take())
+        return tuple(self._run_in_place("allreduce", tensors, name, options))
 
     # -- allgather
 
@@ -210,7 +217,7 @@ class Forms(Generic[T]):
 
         Only the first dimension may differ between ranks. A joined rank gives no rows.
         """
-        return self._start("allgather", [tensor], name, Options(process_set), _only)
+        return self._start("allgather", [tensor], name, CallOptions(process_set), _only)
 
     def allgather(
         self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -219,7 +226,7 @@ class Forms(Generic[T]):
 
         Differentiable: the gradient is averaged over the ranks, and each keeps its own rows.
         """
-        return self._verbs.gather([tensor], name, Options(process_set))[0]
+        return self._verbs.gather([tensor], name, CallOptions(process_set))[0]
 
     def grouped_allgather_async(
         self,
@@ -228,7 +235,7 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """As `allgather_async` for several tensors, of which all or none are gathered."""
-        options = Options(process_set, grouped=True)
+        options = CallOptions(process_set, grouped=True)
         return self._start("allgather", tensors, name, options, _tuple)
 
     def grouped_allgather(
@@ -238,7 +245,7 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
         """As `allgather` for several tensors: a tuple."""
-        return tuple(self._verbs.gather(tensors, name, Options(process_set, grouped=True)))
+        return tuple(self._verbs.gather(tensors, name, CallOptions(process_set, grouped=True)))
 
     # -- broadcast
 
@@ -253,7 +260,7 @@ class Forms(Generic[T]):
 
         Every rank gives a tensor of the same shape and dtype; a new one is made on each.
         """
-        options = Options(process_set, root_rank=root_rank)
+        options = CallOptions(process_set, root_rank=root_rank)
         return self._start("broadcast", [tensor], name, options, _only)
 
     def broadcast_async_(
@@ -264,7 +271,7 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """As `broadcast_async`; the result is written into `tensor`."""
-        options = Options(process_set, root_rank=root_rank)
+        options = CallOptions(process_set, root_rank=root_rank)
         return self._start("broadcast", [tensor], name, options, _only, in_place=True)
 
     def broadcast(
@@ -278,7 +285,7 @@ class Forms(Generic[T]):
 
         Differentiable: the gradient is averaged on the root, and zero elsewhere.
         """
-        return self._verbs.copy(tensor, name, Options(process_set, root_rank=root_rank))
+        return self._verbs.copy(tensor, name, CallOptions(process_set, root_rank=root_rank))
 
     def broadcast_(
         self,
@@ -288,8 +295,8 @@ class Forms(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """As `broadcast_async_`, and wait: `tensor`, with the root's values."""
-        options = Options(process_set, root_rank=root_rank)
-        return self._runner.start("broadcast", [tensor], name, options, in_place=True).take()[0]
+        options = CallOptions(process_set, root_rank=root_rank)
+        return self._run_in_place("broadcast", [tensor], name, options)[0]
 
     # -- alltoall
 
@@ -311,7 +318,7 @@ class Forms(Generic[T]):
             "alltoall",
             [tensor],
             name,
-            Options(process_set, splits=splits),
+            CallOptions(process_set, splits=splits),
             self._with_splits(splits),
         )
 
@@ -327,7 +334,9 @@ class Forms(Generic[T]):
         Differentiable: the gradient goes back the way that the rows came; it is zero for rows
         that were not sent.
         """
-        output, received = self._verbs.exchange(tensor, name, Options(process_set, splits=splits))
+        output, received = self._verbs.exchange(
+            tensor, name, CallOptions(process_set, splits=splits)
+        )
         if splits is None:
             return output
         return output, self._runner.adapter.make_splits(received, splits)

@@ -1,4 +1,4 @@
-"""What a call says besides its tensors: checked as far as no tensor and no other rank is needed."""
+"""The options of a collective call, validated as far as possible without tensors or other ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hvdlite.common.plain.messages import JOB_THRESHOLD, NO_RANK
 from hvdlite.common.runtime.process_sets import ProcessSet
 
 
-class Options(NamedTuple):
-    """The arguments of one collective."""
+class CallOptions(NamedTuple):
+    """The arguments of one collective besides its tensors and its name."""
 
     process_set: ProcessSet
     reduce_op: ReduceOp = ReduceOp.AVERAGE
@@ -27,7 +27,7 @@ class Options(NamedTuple):
 
 
 def resolve_op(average: bool | None, op: int | None) -> ReduceOp:
-    """The reduction from the deprecated `average` and from `op`; Average where neither is given.
+    """Return the reduce op of the deprecated `average` and of `op`; Average without both.
 
     Raises `ValueError` when both are given, or `op` is no reduction.
     """
@@ -53,9 +53,9 @@ def reduction(
     postscale_factor: float,
     process_set: ProcessSet,
     grouped: bool = False,
-) -> Options:
-    """The options of an allreduce. Raises `ValueError` as `resolve_op` does."""
-    return Options(
+) -> CallOptions:
+    """Return the options of an allreduce. Raises `ValueError` as `resolve_op` does."""
+    return CallOptions(
         process_set,
         resolve_op(average, op),
         prescale_factor=prescale_factor,
@@ -70,7 +70,7 @@ def scattering(
     postscale_factor: float,
     process_set: ProcessSet,
     grouped: bool = False,
-) -> Options:
+) -> CallOptions:
     """Return the options of a reducescatter. Raises `UnsupportedError` for Adasum."""
     options = reduction(None, op, prescale_factor, postscale_factor, process_set, grouped)
     if options.reduce_op is ReduceOp.ADASUM:

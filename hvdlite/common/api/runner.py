@@ -1,11 +1,11 @@
-"""How a collective runs on the tensors of a framework: from the call to its result."""
+"""The runner of collectives on the tensors of one framework, from the call to the result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.submit import Operation, as_list, start
 from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.runtime.state import for_collective
@@ -15,19 +15,19 @@ Function = Callable[[list[T]], list[T]]
 Shaping = Callable[[Operation[T], list[T]], Any]
 
 
-class Outcome(NamedTuple):
-    """What a collective has given."""
+class CollectiveResult(NamedTuple):
+    """The result of one collective on this rank."""
 
     tensors: list[Any]
     rows: list[Any]  # of each tensor: how many came from each member, where that may differ
 
 
 class Runner(Generic[T]):
-    """What the collectives need of a framework. The last four methods serve gradients only."""
+    """The part of a framework that collectives need; the last four methods serve gradients only."""
 
     def run(
-        self, collective: str, tensors: Sequence[T], name: str | None, options: Options
-    ) -> Outcome:
+        self, collective: str, tensors: Sequence[T], name: str | None, options: CallOptions
+    ) -> CollectiveResult:
         """Run one collective on one tensor or on a group, without a gradient; return its result."""
         raise NotImplementedError
 
@@ -63,7 +63,7 @@ class EngineRunner(Runner[T]):
         collective: str,
         tensors: Sequence[T],
         name: str | None,
-        options: Options,
+        options: CallOptions,
         *,
         in_place: bool = False,
         shape_result: Shaping[T] = as_list,
@@ -74,11 +74,13 @@ class EngineRunner(Runner[T]):
         return Operation(entries, shape_result)
 
     def run(
-        self, collective: str, tensors: Sequence[T], name: str | None, options: Options
-    ) -> Outcome:
+        self, collective: str, tensors: Sequence[T], name: str | None, options: CallOptions
+    ) -> CollectiveResult:
         """Start, and wait."""
         operation = self.start(collective, tensors, name, options)
-        return Outcome(operation.take(), [entry.rows for entry in operation.entries])
+        return CollectiveResult(
+            operation.wait_for_tensors(), [entry.rows for entry in operation.entries]
+        )
 
     def row_count(self, tensor: T) -> int:
         """Return the size of the first dimension; 0 where there is none."""

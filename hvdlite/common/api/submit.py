@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from numpy.typing import NDArray
 
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import ROWS
@@ -62,11 +62,11 @@ class TensorEntry(Entry, Generic[T]):
 
     @property
     def input(self) -> NDArray[Any]:
-        """The input, flat."""
+        """The input as a flat array."""
         return self._input.array
 
     def output(self, shape: tuple[int, ...]) -> NDArray[Any]:
-        """The output of this shape, flat."""
+        """Return the output of this shape as a flat array."""
         if self._output is None:
             self.result = self._adapter.empty_like(self._tensor, shape)
             self._output = self._adapter.output(self.result)
@@ -80,18 +80,18 @@ class TensorEntry(Entry, Generic[T]):
         return address
 
     def complete(self, value: Any = None) -> None:
-        """It has run: the output goes to its device."""
+        """Copy the output to its device, and complete the handle; the collective has run."""
         if self._output is not None:
             self._output.commit()
         self.handle.complete(value)
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """How many rows came from each member; () where all give the same. After it has run."""
+        """The rows from each member, () where all give the same number; valid after the run."""
         return self.received_splits or self.response.first_dims
 
-    def take(self) -> T:
-        """Sleep until it has run; the result."""
+    def wait_for_result(self) -> T:
+        """Sleep until the collective has run; return the result."""
         self.handle.wait()
         assert self.result is not None  # every row with a run makes an output
         self._adapter.finish(self.result)
@@ -105,26 +105,26 @@ def as_list(operation: Operation[T], results: list[T]) -> Any:
 
 @dataclass
 class Operation(Generic[T]):
-    """What a user's handle stands for: one tensor, or a group."""
+    """The operation behind a user's handle: one tensor, or a group."""
 
     entries: Sequence[TensorEntry[T]]
     shape_result: Callable[[Operation[T], list[T]], Any] = as_list
 
     def poll(self) -> bool:
-        """Whether all have ended."""
+        """Return whether all entries have ended."""
         return all(entry.handle.poll() for entry in self.entries)
 
     def wait(self) -> Any:
-        """Sleep until all have ended; the result, or the first error raised."""
-        return self.shape_result(self, self.take())
+        """Sleep until all entries have ended; return the result, or raise the first error."""
+        return self.shape_result(self, self.wait_for_tensors())
 
-    def take(self) -> list[T]:
-        """Sleep until all have ended; the tensors."""
+    def wait_for_tensors(self) -> list[T]:
+        """Sleep until all entries have ended; return the tensors, or raise the first error."""
         results: list[T] = []
         error: HorovodInternalError | None = None
         for entry in self.entries:
             try:
-                results.append(entry.take())
+                results.append(entry.wait_for_result())
             except HorovodInternalError as failure:
                 error = error or failure
         if error is not None:
@@ -138,7 +138,7 @@ def start(
     collective: str,
     name: str | None,
     tensors: Sequence[T],
-    options: Options,
+    options: CallOptions,
     targets: Sequence[T] | None = None,
 ) -> list[TensorEntry[T]]:
     """Enqueue as `submit`, under the user's `name`, or the next number of the process set."""
@@ -153,7 +153,7 @@ def submit(
     collective: str,
     name: str,
     tensors: Sequence[T],
-    options: Options,
+    options: CallOptions,
     targets: Sequence[T] | None = None,
 ) -> list[TensorEntry[T]]:
     """Enqueue one collective on one tensor or on a group; never waits.
@@ -216,7 +216,7 @@ def _prepared_group(
     collective: str,
     name: str,
     specs: tuple[TensorSpec, ...],
-    options: Options,
+    options: CallOptions,
     members: tuple[int, ...],
 ) -> tuple[Request, ...]:
     """The requests for the tensors of a group; checked once, as `_prepared`."""
@@ -244,7 +244,7 @@ def _prepared(
     collective: str,
     name: str,
     spec: TensorSpec,
-    options: Options,
+    options: CallOptions,
     members: tuple[int, ...],
 ) -> Request:
     """The request for one tensor; checked once for a name, as most come again in each step."""
@@ -257,7 +257,7 @@ def _prepared(
     return request
 
 
-def _remember(runtime: Runtime, name: str, specs: Any, options: Options, made: Any) -> None:
+def _remember(runtime: Runtime, name: str, specs: Any, options: CallOptions, made: Any) -> None:
     if len(runtime.requests) >= _MOST_REQUESTS:
         runtime.requests.clear()
     runtime.requests[name] = specs, options, made
@@ -289,7 +289,7 @@ def _request(
     collective: str,
     name: str,
     spec: TensorSpec,
-    options: Options,
+    options: CallOptions,
     group: str,
     size: int,
 ) -> Request:
@@ -326,21 +326,21 @@ def _check_text(collective: str, name: str) -> None:
         ) from None
 
 
-def _fusion_bytes(runtime: Runtime, collective: str, options: Options) -> int:
+def _fusion_bytes(runtime: Runtime, collective: str, options: CallOptions) -> int:
     """The option, or what was chosen for this collective and process set."""
     choice = runtime.choices.get(options.process_set.process_set_id or 0)
     limit = None if choice is None else choice.limit_bytes(collective)
     return options.fusion_bytes if limit is None else limit
 
 
-def _names(collective: str, name: str, count: int, options: Options) -> list[str]:
-    if options.names:  # as if each travelled alone
+def _names(collective: str, name: str, count: int, options: CallOptions) -> list[str]:
+    if options.names:  # The names that the tensors would have without a group.
         return [f"{collective}.{each}" for each in options.names]
     return [f"{name}_{index}of{count}" for index in range(1, count + 1)]
 
 
 def _check(
-    collective: str, name: str, spec: TensorSpec, options: Options, members: tuple[int, ...]
+    collective: str, name: str, spec: TensorSpec, options: CallOptions, members: tuple[int, ...]
 ) -> None:
     """Raise `ValueError` for what no other rank could make right."""
     row = ROWS[collective]
@@ -379,7 +379,7 @@ def _check_reduction(what: str, dtype: str, reduce_op: ReduceOp) -> None:
 
 
 def _splits(
-    adapter: Adapter[T], name: str, spec: TensorSpec, options: Options, members: int
+    adapter: Adapter[T], name: str, spec: TensorSpec, options: CallOptions, members: int
 ) -> tuple[int, ...]:
     """Rows of an alltoall for each member. Raises `ValueError`."""
     what = f"alltoall '{name}'"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.plain.compression import Compressor
@@ -72,9 +72,9 @@ class ReductionConfig:
         return self.scaling.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
 
     @property
-    def options(self) -> Options:
+    def options(self) -> CallOptions:
         """The options of each gradient's allreduce."""
-        return Options(
+        return CallOptions(
             self.process_set,
             self.scaling.op,
             prescale_factor=self.scaling.prescale_factor,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from hvdlite.common.api.options import Options
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.gradients.user_calls import chosen
@@ -132,7 +132,7 @@ class SegmentPlan:
             strategy = replace(strategy, strict=False)
         return _names(strategy, gradients)
 
-    def options(self, names: Sequence[str]) -> Options:
+    def options(self, names: Sequence[str]) -> CallOptions:
         """Return the options of the reduction of these gradients, which form one segment."""
         options = self._reduction.options
         if self.strategy is None:
