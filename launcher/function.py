@@ -65,7 +65,7 @@ def run(
     """Run ``func(*args, **kwargs)`` on `num_proc` ranks; returns the results in rank order.
 
     `np` is another name for `num_proc`; the default is 1. The function, its arguments and its
-    results travel by cloudpickle, so it may be defined in ``__main__`` or a notebook; it calls
+    results are sent by cloudpickle, so it may be defined in ``__main__`` or a notebook; it calls
     ``init()`` itself. `start_timeout` is in seconds; `env` replaces ``os.environ``; `executable` is
     the Python of the ranks. The other arguments are flags of hvdlite-run; those that have no
     meaning here (`use_gloo`, `disable_cache`) warn, and those of elastic training raise. With

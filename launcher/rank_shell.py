@@ -2,7 +2,7 @@
 
 An mpirun that lets the other ranks speak when one fails does not say which one failed, so this
 shell does. Towards mpirun it always succeeds: Open MPI counts a process that fails twice, and ends
-the job while the last ranks still run. On the launcher's host, events and output travel through
+the job while the last ranks still run. On the launcher's host, events and output go through
 named pipes in the launcher's private directory; elsewhere they go through mpirun, and events are
 lines of standard error that start with a token. The shell also tells a rank its place in the job,
 and how many threads it may use there. Ranks have an empty standard input: what Open MPI passes on

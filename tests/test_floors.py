@@ -202,5 +202,5 @@ def test_the_map_of_common_lists_the_floors() -> None:
         if package.startswith("hvdlite.common.")
     ]
     text = ast.get_docstring(ast.parse(MODULES["hvdlite.common"].read_text())) or ""
-    first_paragraph = text.partition("How one gradient")[0]
+    first_paragraph = text.partition("The way of one gradient")[0]
     assert re.findall(r"^    (\w+)  ", first_paragraph, re.MULTILINE) == listed

@@ -15,7 +15,7 @@ A package imports from itself and from packages below it, never upwards:
     timeline        what the engine did when, as a file in the Chrome trace format
     base            errors, warnings, reduce ops, bit masks, the topology
 
-How one gradient travels from a hook to `p.grad`, with N ranks:
+The way of one gradient from a hook to `p.grad`, with N ranks:
 
     training thread     a hook of the optimizer finds layer3.weight.grad complete
                           -> api.submit            checks the call, makes a Request and an Entry

@@ -61,7 +61,7 @@ def broadcast_object(
     """Return the object of the global rank `root_rank` on every rank; blocks.
 
     `obj` is anything that cloudpickle can pickle, and has no effect on other ranks than the
-    root, which gets its own object back. `session` has no effect: the object travels at once, also
+    root, which gets its own object back. `session` has no effect: the object is sent at once, also
     while a graph is built.
     """
     return objects.broadcast_object(obj, root_rank, name, process_set)

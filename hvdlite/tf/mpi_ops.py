@@ -93,7 +93,7 @@ def allreduce(
     Every rank gives a tensor of the same shape and dtype. `op` is Average (default), Sum, Min, Max,
     Product or Adasum. Integers are averaged as their sum times 1/size, truncated toward zero;
     16-bit floats are summed in float32. `prescale_factor` multiplies before and `postscale_factor`
-    after the reduction. `compression` makes the tensor smaller while it travels. `device_dense`
+    after the reduction. `compression` makes what is sent smaller. `device_dense`
     and `device_sparse` have no effect.
 
     A `tf.IndexedSlices` gives one with the rows of all ranks; op is Average or Sum then.

@@ -114,7 +114,7 @@ class Forms(Generic[T]):
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As `allreduce_async`; the result is written into `tensor`."""
+        """Do as `allreduce_async` does; the result is written into `tensor`."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set)
         return self._start("allreduce", [tensor], name, options, _only, in_place=True)
 
@@ -129,7 +129,7 @@ class Forms(Generic[T]):
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
     ) -> T:
-        """As `allreduce_async`, and wait: the reduced tensor.
+        """Do as `allreduce_async` does, and wait: the reduced tensor.
 
         Differentiable: the gradient is reduced in the same way. `compression` makes the tensor
         smaller while it is sent.
@@ -147,7 +147,7 @@ class Forms(Generic[T]):
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
     ) -> T:
-        """As `allreduce_async_`, and wait: `tensor`, reduced."""
+        """Do as `allreduce_async_` does, and wait: `tensor`, reduced."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set)
         return self._run_in_place("allreduce", [tensor], name, options)[0]
 
@@ -161,7 +161,7 @@ class Forms(Generic[T]):
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As `allreduce_async` for several tensors, of which all or none are reduced."""
+        """Do as `allreduce_async` does for several tensors, of which all or none are reduced."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
         return self._start("allreduce", tensors, name, options, as_list)
 
@@ -175,7 +175,7 @@ class Forms(Generic[T]):
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As `grouped_allreduce_async`; the results are written into `tensors`."""
+        """Do as `grouped_allreduce_async` does; the results are written into `tensors`."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
         return self._start("allreduce", tensors, name, options, _tuple, in_place=True)
 
@@ -190,7 +190,7 @@ class Forms(Generic[T]):
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
     ) -> list[T]:
-        """As `allreduce` for several tensors, of which all or none are reduced: a list."""
+        """Do as `allreduce` does for several tensors, of which all or none are reduced: a list."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
         return self._verbs.allreduce(tensors, name, compression, options)
 
@@ -204,7 +204,7 @@ class Forms(Generic[T]):
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
-        """As `grouped_allreduce_async_`, and wait: `tensors` as a tuple."""
+        """Do as `grouped_allreduce_async_` does, and wait: `tensors` as a tuple."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
         return tuple(self._run_in_place("allreduce", tensors, name, options))
 
@@ -222,7 +222,7 @@ class Forms(Generic[T]):
     def allgather(
         self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> T:
-        """As `allgather_async`, and wait: the rows of all ranks, in rank order.
+        """Do as `allgather_async` does, and wait: the rows of all ranks, in rank order.
 
         Differentiable: the gradient is averaged over the ranks, and each keeps its own rows.
         """
@@ -234,7 +234,7 @@ class Forms(Generic[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As `allgather_async` for several tensors, of which all or none are gathered."""
+        """Do as `allgather_async` does for several tensors, of which all or none are gathered."""
         options = CallOptions(process_set, grouped=True)
         return self._start("allgather", tensors, name, options, _tuple)
 
@@ -244,7 +244,7 @@ class Forms(Generic[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
-        """As `allgather` for several tensors: a tuple."""
+        """Do as `allgather` does for several tensors: a tuple."""
         return tuple(self._verbs.gather(tensors, name, CallOptions(process_set, grouped=True)))
 
     # -- broadcast
@@ -270,7 +270,7 @@ class Forms(Generic[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """As `broadcast_async`; the result is written into `tensor`."""
+        """Do as `broadcast_async` does; the result is written into `tensor`."""
         options = CallOptions(process_set, root_rank=root_rank)
         return self._start("broadcast", [tensor], name, options, _only, in_place=True)
 
@@ -281,7 +281,7 @@ class Forms(Generic[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> T:
-        """As `broadcast_async`, and wait: a copy of the root's tensor.
+        """Do as `broadcast_async` does, and wait: a copy of the root's tensor.
 
         Differentiable: the gradient is averaged on the root, and zero elsewhere.
         """
@@ -294,7 +294,7 @@ class Forms(Generic[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> T:
-        """As `broadcast_async_`, and wait: `tensor`, with the root's values."""
+        """Do as `broadcast_async_` does, and wait: `tensor`, with the root's values."""
         options = CallOptions(process_set, root_rank=root_rank)
         return self._run_in_place("broadcast", [tensor], name, options)[0]
 
@@ -329,7 +329,7 @@ class Forms(Generic[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> Any:
-        """As `alltoall_async`, and wait: the output; with `splits`, also the received splits.
+        """Do as `alltoall_async` does, and wait; with `splits`, return the received splits too.
 
         Differentiable: the gradient goes back the way that the rows came; it is zero for rows
         that were not sent.
@@ -377,7 +377,7 @@ class Forms(Generic[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> T:
-        """As `reducescatter_async`, and wait: this rank's rows.
+        """Do as `reducescatter_async` does, and wait: this rank's rows.
 
         Differentiable: the gradient is gathered, times both factors, and times size for Sum.
         """
@@ -393,7 +393,7 @@ class Forms(Generic[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> int:
-        """As `reducescatter_async` for several tensors, of which all or none are reduced."""
+        """Do as `reducescatter_async` does for several tensors; all or none are reduced."""
         options = scattering(op, prescale_factor, postscale_factor, process_set, True)
         return self._start("reducescatter", tensors, name, options, as_list)
 
@@ -407,7 +407,7 @@ class Forms(Generic[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> list[T]:
-        """As `reducescatter` for several tensors: a list."""
+        """Do as `reducescatter` does for several tensors: a list."""
         options = scattering(op, prescale_factor, postscale_factor, process_set, True)
         return self._verbs.reducescatter(tensors, name, compression, options)
 

@@ -1,4 +1,4 @@
-"""Small helpers that Horovod has under this name, for scripts and tools that use them."""
+"""The helpers of Horovod's common.util, for scripts and tools that use them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ sys.exit(not getattr(module, "_check_has_gpu", bool)())
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether hvdlite has a module for this framework, and the framework is installed."""
+    """Return whether hvdlite supports this framework, and the framework is installed."""
     available = _supported(ext_base_name) and find_spec(ext_base_name) is not None
-    return _said(f"{ext_base_name} can be used with hvdlite", available, verbose)
+    return _answer(f"{ext_base_name} can be used with hvdlite", available, verbose)
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Do nothing if the framework of a module such as ``hvdlite.torch`` is installed.
+    """Check that the framework of a module such as ``hvdlite.torch`` is installed.
 
-    Else raises `ImportError`, which says what to install. The arguments after the first are those
-    of Horovod, where they say what to compile; nothing is compiled here.
+    Otherwise raises `ImportError`, which says what to install. The arguments after the first are
+    those of Horovod, where they say what to compile; nothing is compiled here.
     """
     framework = ext_name.split(".")[1] if "." in ext_name else ext_name
     if extension_available(framework):
@@ -63,14 +63,14 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 
 def gpu_available(ext: str, verbose: bool = False) -> bool:
-    """Whether this framework sees a GPU; False where it is not installed."""
+    """Return whether this framework sees a GPU; False if it is not installed."""
     available = extension_available(ext, verbose) and _has_gpu(ext)
-    return _said(f"{ext} sees a GPU", available, verbose)
+    return _answer(f"{ext} sees a GPU", available, verbose)
 
 
 @_cache
 def _has_gpu(ext: str) -> bool:
-    """Asked in another process: who has asked CUDA can no longer fork processes that use it."""
+    """Ask in another process: after a call of CUDA, forked processes cannot use it any more."""
     command = [sys.executable, "-c", _HAS_GPU, f"hvdlite.{ext}", *sys.path]
     return subprocess.run(command, check=False).returncode == 0
 
@@ -83,32 +83,32 @@ def _supported(framework: str) -> bool:
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether mpi4py is installed."""
-    return _said("hvdlite has MPI", basics.mpi_built(), verbose)
+    """Return whether mpi4py is installed."""
+    return _answer("hvdlite has MPI", basics.mpi_built(), verbose)
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """False: hvdlite does not use Gloo."""
-    return _said("hvdlite has Gloo", basics.gloo_built(), verbose)
+    """Return False: hvdlite does not use Gloo."""
+    return _answer("hvdlite has Gloo", basics.gloo_built(), verbose)
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """0: hvdlite does not use NCCL."""
-    return _said("hvdlite has NCCL", basics.nccl_built(), verbose)
+    """Return 0: hvdlite does not use NCCL."""
+    return _answer("hvdlite has NCCL", basics.nccl_built(), verbose)
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """False: hvdlite does not use DDL."""
-    return _said("hvdlite has DDL", basics.ddl_built(), verbose)
+    """Return False: hvdlite does not use DDL."""
+    return _answer("hvdlite has DDL", basics.ddl_built(), verbose)
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """False: hvdlite does not use oneCCL."""
-    return _said("hvdlite has oneCCL", basics.ccl_built(), verbose)
+    """Return False: hvdlite does not use oneCCL."""
+    return _answer("hvdlite has oneCCL", basics.ccl_built(), verbose)
 
 
-def _said(statement: str, answer: N, verbose: bool) -> N:
-    """`answer`; printed too if `verbose`."""
+def _answer(statement: str, answer: N, verbose: bool) -> N:
+    """Return `answer`, and print it if `verbose`."""
     if verbose:
         sys.stdout.write(f"{statement}: {'yes' if answer else 'no'}\n")
     return answer
@@ -139,7 +139,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
 def get_average_backwards_compatibility_fun(
     reduce_ops: Any,
 ) -> Callable[[Any, bool | None], Any]:
-    """A function of ``(op, average)`` that gives the operation: `average` is the deprecated one.
+    """Return a function of ``(op, average)`` that gives the op; `average` is deprecated.
 
     `reduce_ops` is anything with attributes ``Average`` and ``Sum``, such as ``hvdlite.torch``. The
     function gives `op` if that is given, Average if neither is. It warns of `average`, and raises
@@ -156,12 +156,12 @@ def get_average_backwards_compatibility_fun(
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number is 1, 2, 4, 8, ..."""
+    """Return whether a number is 1, 2, 4, 8, ..."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def is_iterable(x: object) -> bool:
-    """Whether ``iter(x)`` works."""
+    """Return whether ``iter(x)`` works."""
     try:
         iter(x)  # type: ignore[call-overload]
     except TypeError:
@@ -171,7 +171,7 @@ def is_iterable(x: object) -> bool:
 
 @_cache
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether version `ver` is `target` or later; ``2.6.0rc1`` is earlier than ``2.6.0``.
+    """Return whether version `ver` is `target` or later; ``2.6.0rc1`` is before ``2.6.0``.
 
     Raises `ValueError` unless both are strings, `target` is of the form major.minor.patch in
     numbers, and `ver` begins with a number.
@@ -180,15 +180,15 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
         raise ValueError(f"versions are compared as strings, not {ver!r} and {target!r}")
     if not _TARGET.fullmatch(target):
         raise ValueError(f"the target version must be major.minor.patch, not {target!r}")
-    found = _VERSION.match(ver)
-    if found is None:
+    match = _VERSION.match(ver)
+    if match is None:
         raise ValueError(f"{ver!r} is not a version")
-    is_release = found[2] is None
-    return (_numbers(found[1]), is_release) >= (_numbers(target), True)
+    is_release = match[2] is None
+    return (_numbers(match[1]), is_release) >= (_numbers(target), True)
 
 
 def _numbers(release: str) -> list[int]:
-    """Without zeros at the end: 2.6 and 2.6.0 are the same."""
+    """Split a release, without zeros at its end: 2.6 and 2.6.0 are the same."""
     return [int(number) for number in re.sub(r"(\.0+)+$", "", release).split(".")]
 
 

@@ -1,4 +1,4 @@
-"""Python objects from rank to rank, as cloudpickle's bytes: the same for every framework."""
+"""Python objects that are sent between ranks, pickled by cloudpickle, in every framework."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of the global rank `root_rank`, on every rank; blocks.
+    """Return the object of the global rank `root_rank` on every rank; blocks.
 
     `obj` is anything that cloudpickle can pickle, and has no effect on other ranks than the
     root, which gets its own object back. Raises `ValueError` for a foreign root.
@@ -40,7 +40,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """The objects of all ranks, in rank order; blocks. A joined rank has none.
+    """Return the objects of all ranks, in rank order; blocks. A joined rank has none.
 
     `obj` is anything that cloudpickle can pickle.
     """

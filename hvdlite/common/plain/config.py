@@ -164,7 +164,7 @@ class Config:
     )  # fmt: skip
     segmentation: str = setting(
         "threshold", "SEGMENTATION", segmentation,
-        "Which gradients travel together: threshold[:MB], size:60,20,20 (percent), "
+        "Which gradients are reduced together: threshold[:MB], size:60,20,20 (percent), "
         "index:28,60,160, mb:16[,50], count:50, or auto[:FILE].",
         flag="--segmentation", yaml="params.segmentation", alias=False,
     )  # fmt: skip
