@@ -24,7 +24,7 @@ class Place:
 
 def build_command(mpi: Mpi, options: Options, place: Place, rank_command: Sequence[str]
                   ) -> list[str]:  # fmt: skip
-    """The command that starts `rank_command` once for each rank."""
+    """Return the command that starts `rank_command` once for each rank."""
     return [mpi.program, *BUILDERS[mpi.kind](mpi, options, place), *rank_command]
 
 

@@ -21,7 +21,7 @@ IGNORED_KEYS = {
 
 
 def read_config_file(path: str, notes: list[str]) -> dict[str, str]:
-    """Setting name -> text of its variable; warnings for the user are appended to `notes`.
+    """Read the values of settings by name; warnings for the user are appended to `notes`.
 
     Raises `ConfigError` naming the file and the key for an unknown key or a bad value.
     """

@@ -1,4 +1,4 @@
-"""This process's own standard output and error, whatever they are connected to.
+"""Standard output and error of this process, whatever they are connected to.
 
 A pipe may be non-blocking (as CI runners make it), full, or closed; a disk may be full; a notebook
 has no file descriptors. Output that cannot be written is no reason to end a training job.

@@ -27,7 +27,7 @@ NOT_TO_OTHER_HOSTS = re.compile(
 
 
 def rank_environment(environ: Mapping[str, str], mpi: Mpi, options: Options) -> dict[str, str]:
-    """What the ranks get: `environ`, the settings of flags and config file, and sane defaults."""
+    """Return the ranks' environment: `environ`, flags and config file, and defaults."""
     passed = {name: value for name, value in environ.items() if not NOT_PASSED.fullmatch(name)}
     passed |= options.variables
     passed = _with_library(passed, mpi)
@@ -76,7 +76,7 @@ def _openmpi_defaults(environ: Mapping[str, str], mpi: Mpi, options: Options) ->
 
 
 def names_for_other_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables that ranks on other hosts get."""
+    """Return the names of the variables that ranks on other hosts get."""
     return tuple(sorted(name for name in environ if not NOT_TO_OTHER_HOSTS.fullmatch(name)))
 
 

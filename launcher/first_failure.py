@@ -64,7 +64,7 @@ class Verdict:
                 self._suspect(rank)
 
     def lose(self, rank: int) -> None:
-        """The shell of a rank has gone without a word."""
+        """Note that the shell of a rank has ended without a word."""
         self.lost.append(rank)
         self._suspect(rank)
 
@@ -83,7 +83,7 @@ class Verdict:
         return bool(self._suspects or self.raised or any(self.codes.values()))
 
     def failure(self) -> Failure | None:
-        """The first cause; ranks that only suffered from another's end come last.
+        """Return the first cause; ranks that only suffered from another's end come last.
 
         A rank that raised and then hung until we ended it failed with exit code 1.
         """

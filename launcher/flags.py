@@ -104,7 +104,7 @@ class Rename(argparse.Action):
 
 
 def make_parser() -> Parser:
-    """The parser of hvdlite-run's command line."""
+    """Make the parser of hvdlite-run's command line."""
     parser = Parser(
         prog="hvdlite-run",
         usage="hvdlite-run [-np N] [flags] command [arguments]",

@@ -156,5 +156,5 @@ def _raise_first(answers: Mapping[int, Any]) -> None:
 
 
 def _first(*values: int | None) -> int | None:
-    """The first that is given."""
+    """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)

@@ -79,7 +79,7 @@ class Job:
         return outcome
 
     def command_line(self) -> list[str]:
-        """The whole command that starts the job."""
+        """Return the whole command that starts the job."""
         place = Place(root=is_root(), names=self._names)
         rank_command = self._shell().wrap(self.options.command)
         return build_command(self.mpi, self.options, place, rank_command)
@@ -165,7 +165,7 @@ class Job:
             self._take(step)
 
     def _plan(self, too_late: bool) -> ending.Plan | None:
-        """The plan to begin with now, if any: signals come before all else."""
+        """Return the plan to begin with now, if any: signals come before all else."""
         number = self.signals.take()
         if number is not None:
             return ending.AFTER_SIGNAL.get(number, ending.AFTER_SIGTERM)

@@ -35,7 +35,7 @@ class Mpi:
 
 
 def find_mpi(environ: Mapping[str, str], hosts_given: bool) -> Mpi:
-    """The MPI to use; srun inside a Slurm allocation, unless hosts are given.
+    """Return the MPI to use; srun inside a Slurm allocation, unless hosts are given.
 
     The order is mpi4py's: beside the interpreter (wheels), the user's site, then the system's.
     Raises `ConfigError` where there is none.

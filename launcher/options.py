@@ -112,7 +112,7 @@ def _default_num_proc(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> in
 
 
 def _variables(args: argparse.Namespace, notes: list[str]) -> dict[str, str]:
-    """The environment variables that the config file and, winning, the flags set."""
+    """Return the variables that the config file and, winning over it, the flags set."""
     given = {}
     for entry in settings():
         text = getattr(args, entry.name, None)

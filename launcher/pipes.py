@@ -99,7 +99,7 @@ class Channels:
         self.listen(fd, reader)
 
     def _take(self, fd: int) -> bytes | None:
-        """What can be read; b"" at the end, after which `fd` is not listened to; None: nothing."""
+        """Read; return b"" at the end, after which `fd` is ignored, None if nothing is there."""
         try:
             data = os.read(fd, READ_BYTES)
         except BlockingIOError:
@@ -109,7 +109,7 @@ class Channels:
         return data
 
     def _lines(self, fd: int, data: bytes) -> list[bytes]:
-        """The lines that `data` completes; at the end, also the one without an end."""
+        """Return the lines that `data` completes; at the end, also the one without a newline."""
         *lines, rest = (self._unended.pop(fd, b"") + data).split(b"\n")
         if data:
             self._unended[fd] = rest
@@ -152,7 +152,7 @@ class Channels:
             self.mpirun_streams -= not data
 
     def _mpirun_line(self, line: bytes, stream: str) -> None:
-        """A line of mpirun's own, or one of a rank on another host, which may be an event."""
+        """Handle a line of mpirun's own, or of a rank on another host, which may be an event."""
         mark = self.mark.match(line)
         text = line[mark.end() :] if mark else line
         text, token, rest = text.partition(self.token.encode())

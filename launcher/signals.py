@@ -72,7 +72,7 @@ class SignalInbox:
             self._note(signal.SIGPIPE, None)
 
     def take(self) -> int | None:
-        """The next signal that has not been taken; `REPEATED` for all after the first."""
+        """Return the next signal that was not handled yet; `REPEATED` for all after the first."""
         return self._waiting.pop(0) if self._waiting else None
 
 

@@ -33,7 +33,7 @@ class Ending:
         return cls(plan, now + plan[0][0])
 
     def next_step(self, now: float) -> str | None:
-        """The step that is due at `now`; each is returned once."""
+        """Return the step that is due at `now`; each is returned once."""
         if not self.plan or now < self.due:
             return None
         step = self.plan[0][1]

@@ -40,7 +40,7 @@ def write_call(directory: str, call: tuple[Any, ...]) -> None:
 
 
 def read_answers(directory: str, num_proc: int) -> dict[int, Any]:
-    """rank -> what its function returned, or `Raised`; ranks that gave no answer are left out."""
+    """Return each rank's result, or `Raised`; ranks that gave no answer are left out."""
     paths = {rank: _answer_path(directory, rank) for rank in range(num_proc)}
     return {
         rank: pickle.loads(path.read_bytes()) for rank, path in paths.items() if path.exists()

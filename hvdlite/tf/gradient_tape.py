@@ -41,7 +41,7 @@ class _DistributedMixin(tf.GradientTape):
         unconnected_gradients: tf.UnconnectedGradients = _NO_GRADIENT,
         use_generic_names: bool = False,
     ) -> Any:
-        """The gradients of `target`, reduced over all ranks, in the structure of `sources`.
+        """Return the gradients of `target`, reduced over all ranks, in the structure of `sources`.
 
         Every rank gives the same sources in the same order, and for each of them a gradient or
         None as the others do. Gradients are named after their variables; only numbered where
@@ -74,7 +74,7 @@ class _DistributedMixin(tf.GradientTape):
         return local, [pair for pair, own in zip(pairs, is_local, strict=True) if not own]
 
     def register_local_source(self, source: Any) -> None:
-        """The gradient of this variable or tensor is not reduced from now on."""
+        """Do not reduce the gradient of this variable or tensor from now on."""
         self._reducer.local.add(source)
 
     @_untraced
@@ -105,7 +105,7 @@ def DistributedGradientTape(  # noqa: N802
     segmentation: str | Strategy | None = None,
     **fusion: Any,
 ) -> Any:
-    """A tape of the same class that reduces over all ranks what ``gradient()`` computes.
+    """Return a tape of the same class whose ``gradient()`` reduces over all ranks.
 
     - `gradtape`: the tape to wrap. Both are one tape: what one records, the other has recorded.
     - `sparse_as_dense`: sparse gradients (`tf.IndexedSlices`) are sent as dense ones, otherwise by

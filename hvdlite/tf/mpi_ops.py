@@ -88,7 +88,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """The tensor, reduced over all ranks.
+    """Reduce the tensor over all ranks.
 
     Every rank gives a tensor of the same shape and dtype. `op` is Average (default), Sum, Min, Max,
     Product or Adasum. Integers are averaged as their sum times 1/size, truncated toward zero;
@@ -135,7 +135,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """This rank's part of the rows of the tensor that is reduced over all ranks.
+    """Reduce the tensor over all ranks, and return this rank's part of the rows.
 
     Every rank gives a tensor of the same shape and dtype. Parts are as even as can be: the first
     ``rows % size`` ranks get one row more. `op` and the factors as in `allreduce`, without Adasum.
@@ -172,7 +172,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """The tensors of all ranks, concatenated along the first dimension in rank order.
+    """Concatenate the tensors of all ranks along the first dimension, in rank order.
 
     Only the first dimension may differ between ranks. Differentiable: the gradient is averaged
     over the ranks, and each keeps its own rows.
@@ -202,7 +202,7 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """The tensor of the global rank `root_rank`; every rank gives one of the same shape and dtype.
+    """Return the tensor of the global rank `root_rank`; all have the same shape and dtype.
 
     Differentiable: the gradient is averaged on the root, and zero elsewhere.
     """
@@ -238,7 +238,7 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends the next ``splits[i]`` rows to rank i, for all i: the rows that have come.
+    """Send the next ``splits[i]`` rows to rank i, for all i, and return the rows that have come.
 
     Without `splits` (int32, or a list) every rank gets the same number of rows; with them the
     result is ``(output, received_splits)``. Rows come in the order of ranks.
@@ -255,7 +255,7 @@ def alltoall(
 
 @public
 def join() -> tf.Tensor:
-    """This rank has no more data: wait until all ranks say so.
+    """Say that this rank has no more data, and wait until all ranks say so.
 
     Until then the others' collectives go on without this rank: it counts for nothing in a reduction
     (an Average still divides by the number of ranks) and gives no rows. The global rank that joined

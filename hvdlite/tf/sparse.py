@@ -14,7 +14,7 @@ from hvdlite.common.plain.compression import Compressor
 
 
 def dense(value: Any, what: str = "this") -> tf.Tensor:
-    """The value as a tensor. Raises `ValueError` for one that is ragged or a `tf.SparseTensor`."""
+    """Convert the value to a tensor. Raises `ValueError` for ragged and sparse tensors."""
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
         raise ValueError(
             f"{what} is a {type(value).__name__}, which no collective takes: give its values, or "
