@@ -114,7 +114,7 @@ class Leader(Node):
         """Return the messages that it sends up in a round in which `messages` came."""
         for report in (self.own[turn], *reports_in(messages)):
             self._aggregator.receive(report, 0.0)
-        reports = self._aggregator.take_reports()
+        reports = self._aggregator.pop_reports()
         return [encode(Reports(reports))] if reports else []
 
 
@@ -134,14 +134,14 @@ class Root(Node):
         names = (f"layer{number}.weight" for number in range(tensors))
         step = [Request(0, name, "allreduce", "float32", (256, 100), "cpu") for name in names]
         self._coordinator.receive(Report(0, range(ranks), (), tuple(step)), 0.0)
-        return encode(Orders(self._coordinator.take_orders()))
+        return encode(Orders(self._coordinator.pop_orders()))
 
     def answer(self, turn: int, messages: Sequence[bytes]) -> list[bytes]:
         """Return what it sends to each child in a round in which `messages` came."""
         answers = []
         for report in (self.own[turn], *reports_in(messages)):
             self._coordinator.receive(report, 0.0)
-            orders = self._coordinator.take_orders()
+            orders = self._coordinator.pop_orders()
             if orders:
                 answers.append(encode(Orders(orders)))
         return answers

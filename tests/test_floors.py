@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.common.collectives.table import ROWS, Row
+from hvdlite.common.collectives.table import SPECS, CollectiveSpec
 
 PACKAGE = Path(hvdlite.__file__).parent
 ROOT = PACKAGE.parent
@@ -170,20 +170,22 @@ def compared_strings(tree: ast.AST) -> Iterator[str]:
 
 
 def test_only_the_package_of_the_table_compares_names_of_collectives() -> None:
-    """A collective is what its row says. Settings that have the name of one are no collectives."""
+    """A collective is what its spec says. Settings that have the name of one are no collectives."""
     wrong = [
         (module, name)
         for module, path in MODULES.items()
         if package_of(module) not in ("hvdlite.common.collectives", "hvdlite.launcher")
         for name in compared_strings(ast.parse(path.read_text()))
-        if name in ROWS
+        if name in SPECS
     ]
     assert set(wrong) <= {("hvdlite.common.plain.config", "allreduce")}
 
 
 def test_every_field_of_the_table_is_read() -> None:
     code = "\n".join(path.read_text() for path in MODULES.values())
-    unread = [field.name for field in fields(Row) if not re.search(rf"\.{field.name}\b", code)]
+    unread = [
+        field.name for field in fields(CollectiveSpec) if not re.search(rf"\.{field.name}\b", code)
+    ]
     assert not unread
 
 

@@ -19,7 +19,7 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.signals import Signal
 from hvdlite.common.api.submit import Operation, start
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.collectives.table import ROWS
+from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet
@@ -142,7 +142,7 @@ class TensorCall:
     @property
     def with_rows(self) -> bool:
         """Whether there are outputs that tell how many rows came from each member."""
-        return ROWS[self.collective].varying_rows
+        return SPECS[self.collective].varying_rows
 
     @property
     def inputs(self) -> list[tf.Tensor]:
@@ -166,7 +166,7 @@ class TensorCall:
     @property
     def in_place(self) -> bool:
         """Whether the outputs have the shapes of the inputs."""
-        return ROWS[self.collective].scalars  # A collective that takes scalars does not cut rows.
+        return SPECS[self.collective].scalars  # A collective that takes scalars does not cut rows.
 
     def start(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 from hvdlite.common.api.submit import members_of
-from hvdlite.common.collectives.table import ROWS, Effect
+from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.runtime.process_sets import ProcessSet
@@ -27,7 +27,7 @@ class Signal:
     ) -> None:
         self._runtime = runtime or for_collective()
         self._process_set = process_set
-        self._joins = ROWS[collective].effect is Effect.JOIN
+        self._joins = SPECS[collective].effect is Effect.JOIN
         members_of(self._runtime, collective, process_set)
         entry = Entry(Request(process_set.process_set_id or 0, self._name(collective), collective))
         self._runtime.engine.enqueue([entry])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.table import ROWS
+from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.adapter import Adapter, CpuBuffer, HostBuffer, TensorSpec
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import NO_RANK, Request
@@ -93,7 +93,7 @@ class TensorEntry(Entry, Generic[T]):
     def wait_for_result(self) -> T:
         """Sleep until the collective has run; return the result."""
         self.handle.wait()
-        assert self.result is not None  # every row with a run makes an output
+        assert self.result is not None  # Every collective with a `run` makes an output.
         self._adapter.finish(self.result)
         return self.result
 
@@ -162,7 +162,7 @@ def submit(
     this rank can see to be wrong, `HorovodInternalError` when the engine has ended.
     """
     members = members_of(runtime, collective, options.process_set)
-    if len(tensors) == 1 and not options.grouped and not ROWS[collective].splits:
+    if len(tensors) == 1 and not options.grouped and not SPECS[collective].splits:
         target = None if targets is None else targets[0]
         request = _prepared(runtime, collective, name, adapter.spec(tensors[0]), options, members)
         entries = [TensorEntry(request, adapter, tensors[0], target)]
@@ -275,8 +275,10 @@ def members_of(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[in
 
 def registered(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[int, ...]:
     """Return the global ranks of a set. Raises `ValueError` for one that does not exist."""
-    number = process_set.process_set_id
-    members = None if number is None else runtime.engine.process_sets.find(number)
+    process_set_id = process_set.process_set_id
+    members = None
+    if process_set_id is not None:
+        members = runtime.engine.process_sets.find(process_set_id)
     if members is None:
         raise ValueError(
             f"{what}: Process set provided does not exist or is not registered: {process_set}"
@@ -293,7 +295,7 @@ def _request(
     group: str,
     size: int,
 ) -> Request:
-    row = ROWS[collective]
+    collective_spec = SPECS[collective]
     _check_text(collective, name)
     _check_text(collective, group)
     return Request(
@@ -303,8 +305,8 @@ def _request(
         dtype=spec.dtype,
         shape=spec.shape,
         device=spec.device,
-        reduce_op=int(options.reduce_op) if row.reduces else 0,
-        root_rank=options.root_rank if row.rooted else NO_RANK,
+        reduce_op=int(options.reduce_op) if collective_spec.reduces else 0,
+        root_rank=options.root_rank if collective_spec.rooted else NO_RANK,
         prescale_factor=float(options.prescale_factor),
         postscale_factor=float(options.postscale_factor),
         group=group,
@@ -343,20 +345,20 @@ def _check(
     collective: str, name: str, spec: TensorSpec, options: CallOptions, members: tuple[int, ...]
 ) -> None:
     """Raise `ValueError` for what no other rank could make right."""
-    row = ROWS[collective]
+    collective_spec = SPECS[collective]
     if spec.dtype not in DTYPES:
         raise ValueError(
             f"{collective} '{name}': Tensor type {spec.dtype} is not supported; "
             f"these are: {', '.join(sorted(DTYPES))}"
         )
-    if row.reduces:
+    if collective_spec.reduces:
         _check_reduction(f"{collective} '{name}'", spec.dtype, options.reduce_op)
         for factor in (options.prescale_factor, options.postscale_factor):
             if isinstance(factor, str) or math.isnan(factor):
                 raise ValueError(f"{collective} '{name}': {factor!r} is no scale factor")
-        if not row.scalars and not spec.shape:
+        if not collective_spec.scalars and not spec.shape:
             raise ValueError(f"{collective} '{name}' does not support scalar inputs")
-    if row.rooted and options.root_rank not in members:
+    if collective_spec.rooted and options.root_rank not in members:
         raise ValueError(
             f"{collective} '{name}': invalid root rank {options.root_rank}: "
             f"the process set has the global ranks {list(members)}"

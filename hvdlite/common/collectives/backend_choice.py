@@ -19,7 +19,7 @@ from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.single import SingleBackend
-from hvdlite.common.collectives.table import ROWS
+from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.mpi import MpiTransport
@@ -121,7 +121,7 @@ def choose(
     dtype that MPI lacks) is passed over. Raises `HorovodInternalError` naming the variable when the
     wish was shared memory and the members are on several hosts.
     """
-    wish = backends.wishes.get(ROWS[collective].carries_gradients)
+    wish = backends.wishes.get(SPECS[collective].carries_gradients)
     asked = list(backends)
     if wish is not None:
         asked.insert(len(backends.first), wish.backend)

@@ -39,7 +39,7 @@ class Operand(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class CollectiveRun:
     """Everything that one segment needs to run at one rank."""
 
     backend: Backend
@@ -67,12 +67,14 @@ class Effect(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveSpec:
     """A collective."""
 
     name: str
     agree: tuple[str, ...] = ()  # what all ranks must have alike, in the order of checking
-    run: Callable[[Run], None] | None = None  # None: the negotiation itself is the collective
+    run: Callable[[CollectiveRun], None] | None = (
+        None  # None: the negotiation itself is the collective
+    )
     reduces: bool = False
     fusable: bool = False
     cacheable: bool = True
@@ -93,7 +95,7 @@ class Row:
         return math.prod(shape) * itemsize
 
 
-def _allreduce(run: Run) -> None:
+def _allreduce(run: CollectiveRun) -> None:
     run.backend.allreduce(
         run.members,
         [operand.input for operand in run.operands],
@@ -103,7 +105,7 @@ def _allreduce(run: Run) -> None:
     )
 
 
-def _reducescatter(run: Run) -> None:
+def _reducescatter(run: CollectiveRun) -> None:
     counts, outputs = [], []
     for operand in run.operands:
         rows, *rest = operand.response.request.shape
@@ -114,7 +116,7 @@ def _reducescatter(run: Run) -> None:
     run.backend.reducescatter(run.members, inputs, outputs, counts, run.reduction, run.activity)
 
 
-def _allgather(run: Run) -> None:
+def _allgather(run: CollectiveRun) -> None:
     counts, outputs = [], []
     for operand in run.operands:
         _, *rest = operand.response.request.shape
@@ -125,7 +127,7 @@ def _allgather(run: Run) -> None:
     run.backend.allgather(run.members, inputs, outputs, counts, run.activity)
 
 
-def _broadcast(run: Run) -> None:
+def _broadcast(run: CollectiveRun) -> None:
     (operand,) = run.operands
     request = operand.response.request
     root = run.members.ranks.index(request.root_rank)
@@ -135,7 +137,7 @@ def _broadcast(run: Run) -> None:
     run.backend.broadcast(run.members, output, root, run.activity)
 
 
-def _alltoall(run: Run) -> None:
+def _alltoall(run: CollectiveRun) -> None:
     (operand,) = run.operands
     _, *rest = operand.response.request.shape
     row = math.prod(rest)
@@ -156,7 +158,9 @@ def _alltoall(run: Run) -> None:
     )
 
 
-def _alltoall_of_counts(run: Run, operand: Operand, allocate: Callable[[list[int]], Array]) -> None:
+def _alltoall_of_counts(
+    run: CollectiveRun, operand: Operand, allocate: Callable[[list[int]], Array]
+) -> None:
     received = np.empty(run.members.size, np.int64)
     run.backend.alltoall(
         run.members,
@@ -172,10 +176,10 @@ _SAME_TENSOR = ("dtype", "shape", "device")
 _SAME_SEGMENT = ("settings", "group", "group_size", "fusion_bytes")
 _SAME_SCALES = ("prescale_factor", "postscale_factor")
 
-ROWS = {
+SPECS = {
     row.name: row
     for row in (
-        Row(
+        CollectiveSpec(
             "allreduce",
             agree=(*_SAME_TENSOR, "reduce_op", *_SAME_SCALES, *_SAME_SEGMENT),
             run=_allreduce,
@@ -183,7 +187,7 @@ ROWS = {
             fusable=True,
             carries_gradients=True,
         ),
-        Row(
+        CollectiveSpec(
             "reducescatter",
             agree=(*_SAME_TENSOR, "reduce_op", *_SAME_SCALES, *_SAME_SEGMENT),
             run=_reducescatter,
@@ -191,7 +195,7 @@ ROWS = {
             fusable=True,
             scalars=False,
         ),
-        Row(
+        CollectiveSpec(
             "allgather",
             agree=("dtype", "trailing_shape", "device", *_SAME_SEGMENT),
             run=_allgather,
@@ -199,8 +203,10 @@ ROWS = {
             varying_rows=True,
             scalars=False,
         ),
-        Row("broadcast", agree=(*_SAME_TENSOR, "root_rank"), run=_broadcast, rooted=True),
-        Row(
+        CollectiveSpec(
+            "broadcast", agree=(*_SAME_TENSOR, "root_rank"), run=_broadcast, rooted=True
+        ),
+        CollectiveSpec(
             "alltoall",
             agree=("dtype", "trailing_shape", "device"),
             run=_alltoall,
@@ -208,13 +214,13 @@ ROWS = {
             splits=True,
             scalars=False,
         ),
-        Row("barrier", cacheable=False),
-        Row("join", cacheable=False, effect=Effect.JOIN),
-        Row("init", agree=("settings",), cacheable=False),
-        Row("split_process_set", cacheable=False, effect=Effect.ADD_SET),
-        Row("unsplit_process_set", cacheable=False, effect=Effect.REMOVE_SET),
-        Row("add_process_set", agree=("ranks",), cacheable=False, effect=Effect.ADD_SET),
-        Row(
+        CollectiveSpec("barrier", cacheable=False),
+        CollectiveSpec("join", cacheable=False, effect=Effect.JOIN),
+        CollectiveSpec("init", agree=("settings",), cacheable=False),
+        CollectiveSpec("split_process_set", cacheable=False, effect=Effect.ADD_SET),
+        CollectiveSpec("unsplit_process_set", cacheable=False, effect=Effect.REMOVE_SET),
+        CollectiveSpec("add_process_set", agree=("ranks",), cacheable=False, effect=Effect.ADD_SET),
+        CollectiveSpec(
             "remove_process_set",
             agree=("process_set",),
             cacheable=False,
@@ -260,7 +266,7 @@ def disagreement(first: tuple[int, Request], other: tuple[int, Request]) -> str:
             f"'{request.name}': ranks disagree on the operation: rank {rank} has "
             f"{request.collective}, rank {other_rank} has {other_request.collective}"
         )
-    for what in ROWS[request.collective].agree:
+    for what in SPECS[request.collective].agree:
         value, other_value = _value(request, what), _value(other_request, what)
         if value != other_value:
             return (

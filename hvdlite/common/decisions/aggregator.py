@@ -1,6 +1,15 @@
-"""A leader's count: it passes on what all ranks below it have, so that rank 0 hears it once.
+"""The aggregator of a leader: merges the reports of the ranks below it into fewer reports.
 
-This module never sends, sleeps or reads a clock.
+A leader is the first rank of its host. It holds a tensor until all ranks below it have it, then
+passes it on in one report, so that the work of rank 0 does not grow with the ranks of a host. Four
+cases must not be held, as nobody would ever complete them here, or as rank 0 must decide:
+
+* a tensor that waits for long: rank 0 names the ranks that miss it (`flush`);
+* everything while a rank below has joined, or a member has shut down;
+* a tensor that some ranks report by bit and others in full;
+* a group of which ranks have different sizes.
+
+See the theory of operation in coordinator.py. This module never sends, sleeps or reads a clock.
 """
 
 from __future__ import annotations
@@ -8,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet, mask_of
-from hvdlite.common.collectives.table import ROWS, Effect
+from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival, BitReadiness
 from hvdlite.common.decisions.grouped import GroupSizes
-from hvdlite.common.decisions.request_readiness import Alike, RequestReadiness, earliest
+from hvdlite.common.decisions.request_readiness import RanksByRequest, RequestReadiness, earliest
 from hvdlite.common.plain.messages import (
     NO_BIT,
     Departed,
@@ -25,21 +34,25 @@ from hvdlite.common.plain.messages import (
 from hvdlite.common.plain.process_set_table import GLOBAL_ID, ProcessSetTable, unflatten
 
 
-class _Set:
-    """What a leader knows of one process set."""
+class _LeaderSetState:
+    """What the ranks below this leader have reported in one process set."""
 
     def __init__(self, members: int) -> None:
-        self._everyone = NumberSet.of_mask(members)  # in the form in which it is passed on
-        self.asked = RequestReadiness(members)
+        # All members below, in the form of reports: mostly the ranks of a report are just these.
+        self._all_members = NumberSet.of_mask(members)
+        self.requests = RequestReadiness(members)
         self.bits = BitReadiness(members)
         self.sizes = GroupSizes()
-        self.late: set[int | str] = set()  # passed on incomplete: the rest goes at once
-        self._known = NO_NUMBERS  # the bits that the members remember
-        self.bit_of: dict[str, int] = {}  # what the members remember, by name
-        self.name_of: dict[int, str] = {}  # and by bit
-        # Nothing is held: a member has shut down, so that nothing will be complete ...
+        # Bits and names that were passed on incomplete. Their later reports are passed on at once,
+        # until the coordinator has answered.
+        self.late: set[int | str] = set()
+        # What the members remember: the bits, and the bit of each name and the reverse.
+        self._known = NO_NUMBERS
+        self.bit_of: dict[str, int] = {}
+        self.name_of: dict[int, str] = {}
+        # Set when a member has shut down: nothing of the set will ever be complete.
         self.departed = False
-        # ... or a rank below has joined: its join must not overtake what it has reported before.
+        # Set from a join below to the end of the join: a join must not overtake earlier reports.
         self.joined = False
 
     @property
@@ -48,35 +61,38 @@ class _Set:
         return self.departed or self.joined
 
     def add_bits(self, bits: NumberSet, ranks: int, now: float) -> list[Arrival]:
-        """What is to be passed on. Bits that were evicted are reported again, in full."""
+        """Count `bits`; return the arrivals to pass on.
+
+        Unknown bits were evicted meanwhile, and are dropped: their ranks report them again in full.
+        """
         bits &= self._known
         arrivals = self.bits.add(bits, ranks, now)
         if self.passes_all:
-            arrivals += self.bits.take(bits)
+            arrivals += self.bits.pop(bits)
         elif self.late:
-            arrivals += self.bits.take(NumberSet.of(bit for bit in bits if bit in self.late))
+            arrivals += self.bits.pop(NumberSet.of(bit for bit in bits if bit in self.late))
         return arrivals
 
-    def add(self, request: Request, ranks: int, now: float) -> Alike:
-        """What is to be passed on."""
-        requests = self.asked.add(request, ranks, now)
+    def add(self, request: Request, ranks: int, now: float) -> RanksByRequest:
+        """Count a request; return the requests for its name if they are to be passed on."""
+        requests = self.requests.add(request, ranks, now)
         if self.passes_all or request.name in self.late:
-            return requests or self.asked.take(request.name)
+            return requests or self.requests.pop(request.name)
         return requests
 
     def ranks(self, mask: int) -> NumberSet:
-        """The ranks of a mask, which is mostly that of all members."""
-        return self._everyone if mask == self._everyone.mask else NumberSet.of_mask(mask)
+        """Return the ranks of a mask; one shared object for all members, which encodes once."""
+        return self._all_members if mask == self._all_members.mask else NumberSet.of_mask(mask)
 
     def remember(self, request: Request, bit: int) -> None:
-        """The members remember the answer for `request` under `bit`."""
+        """Record that the members remember the answer for `request` under `bit`."""
         self.bit_of[request.name], self.name_of[bit] = bit, request.name
         self._known |= NumberSet.of((bit,))
         if request.group:
             self.sizes.remember(request, bit)
 
     def forget(self, bit: int) -> None:
-        """The members forget a bit."""
+        """Record that the members forget a bit."""
         self._known -= NumberSet.of((bit,))
         self.sizes.forget(bit)
         self.bits.discard(bit)
@@ -87,12 +103,15 @@ class _Set:
 
 
 class Aggregator:
-    """Reports of the ranks below in, fewer reports out; orders pass by and are noted."""
+    """Reports of the ranks below in, fewer reports out. Used by the engine thread of a leader."""
 
     def __init__(self, size: int, below: Iterable[int]) -> None:
+        """Merge the reports of the ranks `below`, which include this rank."""
         self._below = mask_of(below)
+        # The aggregator reads the orders that pass by, and so knows sets and bits as members do.
         self._table = ProcessSetTable(size)
-        self._sets = {GLOBAL_ID: _Set(self._below)}
+        self._sets = {GLOBAL_ID: _LeaderSetState(self._below)}
+        # The next reports to rank 0, until `pop_reports`.
         self._outgoing: list[Report] = []
 
     def receive(self, report: Report, now: float) -> None:
@@ -109,7 +128,7 @@ class Aggregator:
             self._receive_request(state, report.process_set_id, ranks, request, now)
 
     def note(self, order: Order) -> None:
-        """An order passes by on its way to the ranks below."""
+        """Record an order that passes by on its way to the ranks below."""
         if isinstance(order, Eviction):
             state = self._sets.get(order.process_set_id)
             if state is not None:
@@ -121,83 +140,94 @@ class Aggregator:
                 self._note_item(order.process_set_id, item)
 
     def _note_departure(self, rank: int) -> None:
-        for number, state in self._sets.items():
-            if rank in self._table.members(number):
+        for process_set_id, state in self._sets.items():
+            if rank in self._table.members(process_set_id):
                 state.departed = True
-                self._pass_partial(state, number, float("inf"))
+                self._pass_partial(state, process_set_id, float("inf"))
 
     def flush(self, before: float) -> None:
-        """Pass on what has waited since before `before`: rank 0 shall know who is late."""
-        for number, state in self._sets.items():
-            state.late |= self._pass_partial(state, number, before)
+        """Pass on tensors that wait since before `before`, so that rank 0 can name late ranks."""
+        for process_set_id, state in self._sets.items():
+            state.late |= self._pass_partial(state, process_set_id, before)
 
     @property
     def oldest(self) -> float | None:
-        """Since when the oldest incomplete tensor waits."""
+        """Since when the oldest incomplete tensor waits, in seconds; None without any."""
         sets = self._sets.values()
-        return earliest(each for s in sets for each in (s.bits.oldest, s.asked.oldest))
+        return earliest(time for s in sets for time in (s.bits.oldest, s.requests.oldest))
 
-    def take_reports(self) -> tuple[Report, ...]:
-        """What to send up now; each report is given once."""
+    def pop_reports(self) -> tuple[Report, ...]:
+        """Return what to send up now; each report is returned once."""
         outgoing, self._outgoing = self._outgoing, []
         return tuple(outgoing)
 
     def _receive_request(
-        self, state: _Set, number: int, ranks: int, request: Request, now: float
+        self, state: _LeaderSetState, process_set_id: int, ranks: int, request: Request, now: float
     ) -> None:
-        if ROWS[request.collective].effect is Effect.JOIN:
-            self._pass_partial(state, number, float("inf"))
+        if SPECS[request.collective].effect is Effect.JOIN:
+            self._pass_partial(state, process_set_id, float("inf"))
             state.joined = True
-            self._pass(state, number, {request: ranks})
+            self._pass(state, process_set_id, {request: ranks})
             return
         name = request.name
         bit = state.bit_of.get(name)
-        if bit is not None:  # some ranks may send the bit: rank 0 has to hear of both
+        if bit is not None:
+            # Other ranks may report the bit, and the two would never complete each other here.
+            # Rank 0 compares them, and evicts the bit if they differ.
             state.late |= {bit, name}
-            self._pass_bits(state, number, state.bits.take(NumberSet.of((bit,))))
-        self._pass(state, number, state.add(request, ranks, now))
+            self._pass_bits(state, process_set_id, state.bits.pop(NumberSet.of((bit,))))
+        self._pass(state, process_set_id, state.add(request, ranks, now))
         if request.group and state.sizes.is_uneven(request.group, request.group_size):
-            self._pass_group(state, number, request.group)
+            self._pass_group(state, process_set_id, request.group)
 
-    def _pass_group(self, state: _Set, number: int, group: str) -> None:
-        """Pass on what is held of a group of which ranks have different numbers of tensors."""
-        self._pass_bits(state, number, state.bits.take(state.sizes.bits_of(group)))
-        for request, _, _ in list(state.asked.waiting()):
+    def _pass_group(self, state: _LeaderSetState, process_set_id: int, group: str) -> None:
+        """Pass on all held tensors of a group of which ranks have different sizes."""
+        self._pass_bits(state, process_set_id, state.bits.pop(state.sizes.bits_of(group)))
+        for request, _, _ in list(state.requests.waiting()):
             if request.group == group:
-                self._pass(state, number, state.asked.take(request.name))
+                self._pass(state, process_set_id, state.requests.pop(request.name))
 
-    def _pass(self, state: _Set, number: int, requests: Alike) -> None:
+    def _pass(self, state: _LeaderSetState, process_set_id: int, requests: RanksByRequest) -> None:
         for request, mask in requests.items():
-            self._append(Report(number, state.ranks(mask), (), (request,)))
+            self._append(Report(process_set_id, state.ranks(mask), (), (request,)))
 
-    def _pass_bits(self, state: _Set, number: int, arrivals: list[Arrival]) -> None:
+    def _pass_bits(
+        self, state: _LeaderSetState, process_set_id: int, arrivals: list[Arrival]
+    ) -> None:
         for mask, bits in arrivals:
-            self._append(Report(number, state.ranks(mask), bits))
+            self._append(Report(process_set_id, state.ranks(mask), bits))
 
     def _append(self, report: Report) -> None:
-        """Send it up, as part of the last report where that is of the same ranks."""
+        """Add a report to the outgoing ones, merged into the last one if the ranks are the same.
+
+        A receiver counts the bits of a report before its requests, so bits are never merged into a
+        report with requests: they would overtake them.
+        """
         if self._outgoing:
             last = self._outgoing[-1]
-            alike = last.ranks is report.ranks and last.process_set_id == report.process_set_id
-            if alike and not (last.requests and report.bits):  # bits come first
+            same = last.ranks is report.ranks and last.process_set_id == report.process_set_id
+            if same and not (last.requests and report.bits):
                 bits = NumberSet.of(last.bits) | NumberSet.of(report.bits)
                 requests = last.requests + report.requests
                 self._outgoing[-1] = last._replace(bits=bits, requests=requests)
                 return
         self._outgoing.append(report)
 
-    def _pass_partial(self, state: _Set, number: int, before: float) -> set[int | str]:
-        """Pass on what has waited since before `before`: which bits and names."""
-        arrivals = state.bits.take_partial(before)
-        asked = state.asked.take_partial(before)
-        self._pass_bits(state, number, arrivals)
-        for requests in asked:
-            self._pass(state, number, requests)
+    def _pass_partial(
+        self, state: _LeaderSetState, process_set_id: int, before: float
+    ) -> set[int | str]:
+        """Pass on tensors that wait since before `before`; return their bits and names."""
+        arrivals = state.bits.pop_overdue(before)
+        overdue = state.requests.pop_overdue(before)
+        self._pass_bits(state, process_set_id, arrivals)
+        for requests in overdue:
+            self._pass(state, process_set_id, requests)
         late: set[int | str] = {bit for _, bits in arrivals for bit in bits}
-        return late | {next(iter(requests)).name for requests in asked}
+        return late | {next(iter(requests)).name for requests in overdue}
 
-    def _note_item(self, number: int, item: Response | int) -> None:
-        state = self._sets.get(number)
+    def _note_item(self, process_set_id: int, item: Response | int) -> None:
+        """Record an answer: a bit that is announced, a join that is complete, sets that change."""
+        state = self._sets.get(process_set_id)
         if state is None:
             return
         if isinstance(item, int):
@@ -210,16 +240,15 @@ class Aggregator:
             state.sizes.note_answer(request.group)
         if item.bit != NO_BIT:
             state.remember(request, item.bit)
-        effect = ROWS[request.collective].effect
-        if effect is Effect.NONE:
-            return
-        if item.error:
+        effect = SPECS[request.collective].effect
+        if effect is Effect.NONE or item.error:
             return
         if effect is Effect.JOIN:
             state.joined = False
         elif effect is Effect.ADD_SET:
             for ranks in unflatten(item.first_dims):
-                self._sets[self._table.add(ranks)] = _Set(mask_of(ranks) & self._below)
+                process_set_id = self._table.add(ranks)
+                self._sets[process_set_id] = _LeaderSetState(mask_of(ranks) & self._below)
         elif effect is Effect.REMOVE_SET:
             for removed in item.first_dims:
                 self._table.remove(removed)

@@ -1,10 +1,10 @@
-"""Tries other settings while the job runs, and keeps the best: what `--autotune` does.
+"""The autotuner of `--autotune`: tries other settings while the job runs, and keeps the best.
 
     warm up -> fusion threshold and cycle time together -> plane, pieces, cache, one by one
             -> the best against the defaults, in turns -> the winner
 
-It runs on rank 0, and all ranks follow by an order. This module never sends, sleeps or reads a
-clock: it is a function of the reductions that it is told of.
+It runs on rank 0, and all ranks follow its orders. This module never sends, sleeps or reads a
+clock: its decisions depend only on the reductions that it observes.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from hvdlite.common.decisions.gaussian_process import Point, most_promising
 from hvdlite.common.plain.config import MIB, Config
 from hvdlite.common.plain.messages import Retune
 
-MEASUREMENTS = 5  # the median of which is a sample
-DUELS = 3  # samples of the best, and of the defaults, at the end
-WORTH = 0.02  # of the score: what a change has to gain
-MOST_NAMES = 1 << 16  # of tensors that are counted: those without a name come only once
-THRESHOLDS = tuple(MIB << power for power in range(9))  # 1 to 256 MiB
+MEASUREMENTS = 5  # A sample is the median of so many measurements.
+DUELS = 3  # Samples of the best and of the default settings at the end.
+WORTH = 0.02  # The share of the score that a change has to gain.
+# Names that a measurement counts. Calls without a name get a new name each, which never comes
+# again, so a job of only such calls has no steps to count.
+MOST_NAMES = 1 << 16
+THRESHOLDS = tuple(MIB << power for power in range(9))  # 1 to 256 MiB.
 CYCLES_MS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
-PIECES = (PIECE_BYTES // 4, PIECE_BYTES * 4)  # beside the default
+PIECES = (PIECE_BYTES // 4, PIECE_BYTES * 4)  # Tried beside the default.
 
-# A sample to be taken of a setting, and its score: bytes per microsecond.
+# Yields the settings to measure, is sent their score in bytes per microsecond, returns the winner.
 _Search = Generator[Retune, float, Retune]
 
 
-class Trial(NamedTuple):
-    """One line of the log."""
+class Sample(NamedTuple):
+    """The score of some settings: one line of the log."""
 
     values: Retune
-    hierarchical: bool  # allreduce inside hosts first, then between them
-    score: float  # bytes per microsecond
+    hierarchical: bool  # Whether allreduce runs inside hosts first, then between them.
+    score: float  # In bytes per microsecond.
 
 
 class Autotuner:
-    """Takes in reductions of all ranks, and says when all shall go on with other settings."""
+    """The search for the best settings: observes reductions, decides when to change settings."""
 
     def __init__(self, config: Config, topology: Topology) -> None:
-        """Starts from the settings of `config`, and leaves alone those that the user has made."""
+        """Start from the settings of `config`; settings that the user has made stay unchanged."""
         self._steps = config.autotune_steps_per_sample
         self._to_drop = config.autotune_warmup_samples
         self._most_samples = config.autotune_max_samples
@@ -54,66 +56,69 @@ class Autotuner:
         self._layered = layered(topology) and config.allreduce in ("auto", "hierarchical")
         self._single = _single(config, topology)
         self._values = self._defaults
-        self._trials: list[Trial] = []
+        self._samples: list[Sample] = []
         self._search: _Search | None = self._find()
         next(self._search)
-        self._waits = False  # until what was decided last is in force
-        self._measured: list[float] = []
-        self._sample: _Sample | None = None
+        # Set from a decision until all ranks have executed it. Reductions before that count for
+        # neither setting.
+        self._retune_pending = False
+        self._measured: list[float] = []  # The scores of the sample that is being measured.
+        # None until the first reduction with the current settings, whose end starts the clock.
+        self._measurement: _Measurement | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is tried any more."""
+        """Whether the search is complete."""
         return self._search is None
 
     @property
     def text(self) -> str:
-        """The settings decided last, as far as there are flags for them."""
+        """The current settings as flags of hvdlite-run; settings without a flag are left out."""
         values = self._values
-        words = [
+        flags = [
             f"--fusion-threshold-mb {values.fusion_threshold_bytes / MIB:g}",
             f"--cycle-time-ms {values.cycle_time_ms:g}",
             f"--cache-capacity {values.cache_capacity}",
         ]
         if values.allreduce:
-            words.append(f"--allreduce {values.allreduce}")
-        return " ".join(words)
+            flags.append(f"--allreduce {values.allreduce}")
+        return " ".join(flags)
 
     def observe(self, names: Sequence[str], nbytes: int, end: float) -> Retune | None:
-        """A reduction of tensors of these names ended at `end` seconds.
+        """Record a reduction of tensors of these names that ended at `end` seconds.
 
-        Returns what all ranks shall go on with, where that changes.
+        Returns the settings for all ranks if they change, otherwise None.
         """
-        if self._search is None or self._waits:
+        if self._search is None or self._retune_pending:
             return None
-        if self._sample is None or self._sample.aimless:
-            self._sample = _Sample(names, end)
+        if self._measurement is None or self._measurement.overfull:
+            self._measurement = _Measurement(names, end)
             return None
-        self._sample.add(names, nbytes, end)
-        if self._sample.steps < self._steps:
+        self._measurement.add(names, nbytes, end)
+        if self._measurement.steps < self._steps:
             return None
-        self._measured.append(self._sample.score)
-        self._sample = _Sample(names, end)
+        self._measured.append(self._measurement.score)
+        self._measurement = _Measurement(names, end)
         if len(self._measured) < MEASUREMENTS:
             return None
         score, self._measured = median(self._measured), []
         if self._to_drop:
             self._to_drop -= 1
             return None
-        return self._go_on(self._search, score)
+        return self._continue_search(self._search, score)
 
-    def in_force(self) -> None:
-        """What `observe` returned last holds now: measure it."""
-        self._waits = False
-        self._sample = None
+    def settings_applied(self) -> None:
+        """Measure the settings that `observe` returned last: all ranks use them now."""
+        self._retune_pending = False
+        self._measurement = None
 
-    def take_trials(self) -> list[Trial]:
-        """What was measured since the last call; when the search has ended, the best comes last."""
-        trials, self._trials = self._trials, []
-        return trials
+    def pop_samples(self) -> list[Sample]:
+        """Return the samples since the last call; after the search, the last one is the winner."""
+        samples, self._samples = self._samples, []
+        return samples
 
-    def _go_on(self, search: _Search, score: float) -> Retune | None:
-        self._trials.append(self._trial(self._values, score))
+    def _continue_search(self, search: _Search, score: float) -> Retune | None:
+        self._samples.append(self._sample_of(self._values, score))
         try:
             values = search.send(score)
         except StopIteration as stopped:
@@ -122,10 +127,10 @@ class Autotuner:
         if values == self._values:
             return None
         self._values = values
-        self._waits = True
+        self._retune_pending = True
         return values
 
-    # -- the search: it yields what to measure, and is sent the score
+    # -- the search, as generators (see `_Search`)
 
     def _find(self) -> _Search:
         scores: dict[Retune, list[float]] = {self._defaults: []}
@@ -139,26 +144,26 @@ class Autotuner:
                 best = values
         if best != self._defaults:
             best = yield from self._duel(best, scores)
-        self._trials.append(self._trial(best, median(scores[best])))
+        self._samples.append(self._sample_of(best, median(scores[best])))
         return best
 
-    def _trial(self, values: Retune, score: float) -> Trial:
-        return Trial(values, self._layered and values.allreduce != "ring", score)
+    def _sample_of(self, values: Retune, score: float) -> Sample:
+        return Sample(values, self._layered and values.allreduce != "ring", score)
 
     def _find_joint(self, scores: dict[Retune, list[float]]) -> Generator[Retune, float, None]:
-        """Bayesian optimisation: measure where the largest improvement is to be expected."""
+        """Measure where Bayesian optimisation expects the largest improvement."""
         points = {values: point for values, point in self._joint.items() if values not in scores}
         for _ in range(min(self._most_samples - 1, len(points))):
-            measured = [(self._joint[v], median(each)) for v, each in scores.items()]
-            left = list(points)
-            values = left[most_promising(measured, list(points.values()), self._noise)]
+            measured = [(self._joint[v], median(v_scores)) for v, v_scores in scores.items()]
+            candidates = list(points)
+            values = candidates[most_promising(measured, list(points.values()), self._noise)]
             del points[values]
             scores[values] = [(yield values)]
 
     def _duel(self, best: Retune, scores: dict[Retune, list[float]]) -> _Search:
-        """Measure the best and the defaults again, in turns: the defaults win a tie.
+        """Measure the best and the defaults again, in turns; the defaults win a tie.
 
-        The best of many was lucky, too: what it scored before does not count.
+        The best of many candidates owes part of its score to luck, so old scores do not count.
         """
         scores[best], scores[self._defaults] = [], []
         for _ in range(DUELS):
@@ -167,19 +172,19 @@ class Autotuner:
         return best if _worth_it(scores[best], scores[self._defaults]) else self._defaults
 
 
-class _Sample:
-    """Bytes and steps since a reduction, of which only the end counts."""
+class _Measurement:
+    """The bytes and steps since the end of a first reduction, which starts the clock."""
 
     def __init__(self, names: Sequence[str], end: float) -> None:
         self._start = end
         self._bytes = 0
         self._seen = Counter(names)
-        self.steps = 0  # how often some tensor has come again
-        self.score = 0.0  # bytes per microsecond
+        self.steps = 0  # How often the most frequent tensor has come again.
+        self.score = 0.0  # In bytes per microsecond.
 
     @property
-    def aimless(self) -> bool:
-        """Whether so many tensors came that hardly any seems to come again."""
+    def overfull(self) -> bool:
+        """Whether there are so many names that hardly any tensor seems to come again."""
         return len(self._seen) > MOST_NAMES
 
     def add(self, names: Sequence[str], nbytes: int, end: float) -> None:
@@ -191,12 +196,12 @@ class _Sample:
 
 
 def layered(topology: Topology) -> bool:
-    """Whether there are several hosts, and several ranks on one of them."""
+    """Return whether there are several hosts, and several ranks on one of them."""
     return len(topology.hosts) > 1 and any(len(host) > 1 for host in topology.hosts)
 
 
 def _worth_it(scores: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether these are better by more than noise."""
+    """Return whether these scores are better by more than noise."""
     return median(scores) > (1 + WORTH) * median(others)
 
 
@@ -215,7 +220,10 @@ def _plane_is_free(config: Config) -> bool:
 
 
 def _joint(config: Config) -> dict[Retune, Point]:
-    """What is tuned together, with each value's place in the unit square, the default first."""
+    """Return the settings that are tuned together, as points of the unit square.
+
+    The default settings come first.
+    """
     defaults = _defaults(config)
     thresholds = [defaults.fusion_threshold_bytes]
     if "fusion_threshold_bytes" not in config.given:
@@ -234,13 +242,13 @@ def _joint(config: Config) -> dict[Retune, Point]:
 
 
 def _place(value: float, values: Sequence[float]) -> float:
-    """From 0 to 1: the share of the values that are smaller, so that steps are even."""
+    """Return the share of `values` that are smaller, from 0 to 1, so that steps are even."""
     ordered = sorted(set(values))
     return ordered.index(value) / max(len(ordered) - 1, 1)
 
 
 def _single(config: Config, topology: Topology) -> list[dict[str, Any]]:
-    """Changes that are tried one by one, each beside the best so far."""
+    """Return the changes that are tried one by one, each on top of the best so far."""
     changes: list[dict[str, Any]] = []
     if layered(topology) and _plane_is_free(config):
         changes.append({"allreduce": "ring"})

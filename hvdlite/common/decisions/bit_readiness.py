@@ -1,6 +1,15 @@
-"""Counting who is ready for what was answered before: by bit, many bits at a time.
+"""Count which ranks are ready for cached tensors, by bit, many bits at a time.
 
-The same on every level of the tree. This module never sends, sleeps or reads a clock.
+Coordinator and leaders use the same class. A report says that some ranks are ready for some bits.
+Most reports come from the same few sources (a child in the control tree, which stands for all ranks
+below it), so that a bit is complete when the ranks of the sources that reported it sum up to all.
+The sums of all bits of a page are stored as binary digits across integers (`Tally`): adding a
+report takes a few operations on integers of 4096 bits, whatever the number of bits and ranks in it.
+
+The sum is right only while no rank is counted twice. So sources that overlap are compared first,
+and only the ranks that are new for a bit are added.
+
+This module never sends, sleeps or reads a clock.
 """
 
 from __future__ import annotations
@@ -11,38 +20,38 @@ from typing import NamedTuple
 
 from hvdlite.common.base.bitsets import PAGE, NumberSet, Tally, numbers_of
 
-PAGES_KEPT = 4  # while nothing waits: a step has the same sources as the last
+PAGES_KEPT = 4  # Pages kept while nothing waits, since a step has the same sources as the last.
 
 
 class Arrival(NamedTuple):
-    """Exactly these ranks are ready for these bits."""
+    """Bits for which exactly `ranks` are ready."""
 
-    ranks: int  # a mask
+    ranks: int  # A mask.
     bits: NumberSet
 
 
 @dataclass(slots=True)
 class _Source:
-    """Ranks that were reported together: mostly those below one child in the tree, so there are
-    few sources."""
+    """Ranks that were reported together, mostly those below one child in the control tree."""
 
     ranks: int
-    count: int  # of the ranks, without the absent ones
-    bits: int = 0  # for which they are ready
+    count: int  # The number of the ranks, without the absent ones.
+    bits: int = 0  # The bits for which the ranks are ready.
 
 
 class _Page:
     """The bits of one page of a `NumberSet`."""
 
     def __init__(self) -> None:
-        self.waiting = 0  # the bits that some ranks have reported
-        self._sources: dict[int, _Source] = {}  # by their ranks
-        self._known = 0  # the ranks of all sources
-        self.overlap = False  # some rank is in two sources
-        self._tally = Tally()  # of ranks that are ready, without the absent ones
+        self.waiting = 0  # The bits that some ranks have reported.
+        self._sources: dict[int, _Source] = {}  # By the mask of their ranks.
+        self._known = 0  # The mask of the ranks of all sources.
+        # Set when some rank is in two sources. From then on counts need a comparison.
+        self.overlap = False
+        self._tally = Tally()  # The number of ready ranks of each bit, without the absent ones.
 
     def add(self, bits: int, ranks: int, absent: int) -> None:
-        """`ranks` are ready for `bits`."""
+        """Count that `ranks` are ready for `bits`."""
         self.waiting |= bits
         source = self._sources.get(ranks)
         if source is None and not ranks & self._known:
@@ -50,9 +59,9 @@ class _Page:
         elif source is not None and not self.overlap:
             self._count(source, bits & ~source.bits)
         else:
-            for part, own in self._without_known(ranks, bits).items():
+            for part, part_bits in self._without_known(ranks, bits).items():
                 source = self._sources.get(part) or self._new_source(part, absent)
-                self._count(source, own)
+                self._count(source, part_bits)
 
     def _new_source(self, ranks: int, absent: int) -> _Source:
         self.overlap |= bool(ranks & self._known)
@@ -61,12 +70,12 @@ class _Page:
         return source
 
     def _count(self, source: _Source, bits: int) -> None:
-        """The ranks of `source` are ready for `bits`, and were not before."""
+        """Count that the ranks of `source` are ready for `bits`, and were not before."""
         source.bits |= bits
         self._tally.add(bits, source.count)
 
     def _without_known(self, ranks: int, bits: int) -> dict[int, int]:
-        """Which of `ranks` were not known to be ready, for which of `bits`."""
+        """Return which of `ranks` are new for which of `bits`: ranks -> bits."""
         parts = {ranks: bits}
         for source in self._sources.values():
             if source.ranks & ranks:
@@ -74,21 +83,21 @@ class _Page:
         return parts
 
     def complete(self, bits: int, target: int) -> int:
-        """Those of `bits` for which as many ranks are ready as are needed."""
+        """Return those of `bits` for which `target` ranks are ready, that is, all that are needed."""
         return self._tally.which(bits, target)
 
     def ready(self, bits: int) -> dict[int, int]:
-        """Ranks -> those of `bits` for which exactly these are ready."""
-        groups = {0: bits}
+        """Return which ranks are ready for which of `bits`: ranks -> bits."""
+        parts = {0: bits}
         for source in self._sources.values():
             split: dict[int, int] = {}
-            for ranks, own in groups.items():
-                both, rest = own & source.bits, own & ~source.bits
-                for whose, part in ((ranks | source.ranks, both), (ranks, rest)):
-                    if part:
-                        split[whose] = split.get(whose, 0) | part
-            groups = split
-        return groups
+            for ranks, part in parts.items():
+                both, rest = part & source.bits, part & ~source.bits
+                for ready, ready_bits in ((ranks | source.ranks, both), (ranks, rest)):
+                    if ready_bits:
+                        split[ready] = split.get(ready, 0) | ready_bits
+            parts = split
+        return parts
 
     def discard(self, bits: int) -> None:
         """Forget bits."""
@@ -98,7 +107,7 @@ class _Page:
         self._tally.clear(bits)
 
     def recount(self, absent: int) -> None:
-        """Count again: other ranks are absent now."""
+        """Count again after the absent ranks have changed."""
         self._tally = Tally()
         for source in self._sources.values():
             source.count = (source.ranks & ~absent).bit_count()
@@ -106,101 +115,104 @@ class _Page:
 
 
 def _without(parts: dict[int, int], source: _Source) -> dict[int, int]:
-    """Ranks -> bits, where the ranks of `source` are taken out for the bits that they have."""
+    """Return `parts` (ranks -> bits) without the ranks of `source` for the bits that they have."""
     split: dict[int, int] = {}
     for ranks, bits in parts.items():
         both, rest = bits & source.bits, bits & ~source.bits
-        for whose, part in ((ranks & ~source.ranks, both), (ranks, rest)):
-            if whose and part:
-                split[whose] = split.get(whose, 0) | part
+        for new_ranks, part in ((ranks & ~source.ranks, both), (ranks, rest)):
+            if new_ranks and part:
+                split[new_ranks] = split.get(new_ranks, 0) | part
     return split
 
 
 class BitReadiness:
-    """Which ranks have reported each bit, of those that are needed."""
+    """Which of the needed ranks have reported each bit."""
 
     def __init__(self, needed: int) -> None:
-        self._needed = needed  # all that report here, as bits
-        self._absent = 0  # of those, the ranks that count as ready for everything: joined ones
-        self._target = needed.bit_count()  # how many are needed and not absent
+        # All ranks that report here, as a mask, and those among them that count as ready for
+        # everything, because they have joined.
+        self._needed = needed
+        self._absent = 0
+        self._target = needed.bit_count()  # The number of ranks that are needed and not absent.
         self._pages: dict[int, _Page] = {}
-        self._since: dict[int, float] = {}
+        self._since: dict[int, float] = {}  # By bit, in the order of arrival.
 
     @property
     def absent(self) -> int:
-        """The excused ranks, as bits."""
+        """The mask of the excused ranks."""
         return self._absent
 
     @property
     def all_absent(self) -> bool:
-        """Every rank is excused."""
+        """Whether every rank is excused."""
         return self._absent == self._needed
 
     @property
     def bits(self) -> NumberSet:
-        """Those that some ranks have and others have not."""
-        pages = ((number, page.waiting) for number, page in self._pages.items())
-        return NumberSet({number: bits for number, bits in pages if bits})
+        """The bits that some ranks have reported and others have not."""
+        pages = ((page_index, page.waiting) for page_index, page in self._pages.items())
+        return NumberSet({page_index: bits for page_index, bits in pages if bits})
 
     def add(self, bits: NumberSet, ranks: int, now: float) -> list[Arrival]:
-        """`ranks` are ready for `bits`; what that completes (and forgets), with who is ready."""
-        done: dict[int, int] = {}
-        for number, some in bits.pages.items():
-            page = self._pages.get(number)
+        """Count that `ranks` are ready for `bits`; forget and return the bits that it completes."""
+        complete_pages: dict[int, int] = {}
+        for page_index, some in bits.pages.items():
+            page = self._pages.get(page_index)
             if page is None:
-                page = self._pages[number] = _Page()
+                page = self._pages[page_index] = _Page()
             for bit in numbers_of(some & ~page.waiting):
-                self._since[number * PAGE + bit] = now
+                self._since[page_index * PAGE + bit] = now
             page.add(some, ranks, self._absent)
             complete = page.complete(some, self._target)
             if complete:
-                done[number] = complete
-        if not done:
+                complete_pages[page_index] = complete
+        if not complete_pages:
             return []
-        if self._absent:  # of these, some may have been ready
-            return self.take(NumberSet(done))
-        for number, some in done.items():
-            self._forget(number, some)
-        return [Arrival(self._needed, NumberSet(done))]
+        if self._absent:  # An absent rank may have reported a bit before it joined, or not.
+            return self.pop(NumberSet(complete_pages))
+        for page_index, some in complete_pages.items():
+            self._forget(page_index, some)
+        return [Arrival(self._needed, NumberSet(complete_pages))]
 
-    def take(self, bits: NumberSet) -> list[Arrival]:
-        """Forget bits; who was ready for those that waited."""
-        taken: dict[int, dict[int, int]] = {}
-        for number, some in bits.pages.items():
-            page = self._pages.get(number)
+    def pop(self, bits: NumberSet) -> list[Arrival]:
+        """Forget bits; return which ranks were ready for those that some ranks had reported."""
+        pages_of: dict[int, dict[int, int]] = {}
+        for page_index, some in bits.pages.items():
+            page = self._pages.get(page_index)
             if page is None or not (some := some & page.waiting):
                 continue
-            for ranks, own in page.ready(some).items():
-                taken.setdefault(ranks, {})[number] = own
-            self._forget(number, some)
-        return [Arrival(ranks, NumberSet(pages)) for ranks, pages in taken.items()]
+            for ranks, ready_bits in page.ready(some).items():
+                pages_of.setdefault(ranks, {})[page_index] = ready_bits
+            self._forget(page_index, some)
+        return [Arrival(ranks, NumberSet(pages)) for ranks, pages in pages_of.items()]
 
-    def _forget(self, number: int, bits: int) -> None:
+    def _forget(self, page_index: int, bits: int) -> None:
         for bit in numbers_of(bits):
-            del self._since[number * PAGE + bit]
-        page = self._pages[number]
+            del self._since[page_index * PAGE + bit]
+        page = self._pages[page_index]
+        # A page that is empty is dropped with its sources if these have made counting slow.
         if bits == page.waiting and (page.overlap or len(self._pages) > PAGES_KEPT):
-            del self._pages[number]  # the next step may have other sources
+            del self._pages[page_index]
         else:
             page.discard(bits)
 
     def discard(self, bit: int) -> None:
-        """Forget a bit, if it waits."""
+        """Forget a bit, if some ranks have reported it."""
         if bit in self._since:
             self._forget(bit // PAGE, 1 << bit % PAGE)
 
     def excuse(self, ranks: int) -> list[Arrival]:
-        """These count as ready from now on; what that completes (and forgets)."""
+        """Count `ranks` as ready from now on; forget and return the bits that it completes."""
         self._absent |= ranks & self._needed
         self._recount()
-        done = {
-            number: page.complete(page.waiting, self._target)
-            for number, page in self._pages.items()
-        }
-        return self.take(NumberSet({number: bits for number, bits in done.items() if bits}))
+        complete = (
+            (page_index, page.complete(page.waiting, self._target))
+            for page_index, page in self._pages.items()
+        )
+        return self.pop(NumberSet({page_index: bits for page_index, bits in complete if bits}))
 
     def expect(self, ranks: int) -> None:
-        """These are needed again."""
+        """Count `ranks` as needed again."""
         if ranks & self._absent:
             self._absent &= ~ranks
             self._recount()
@@ -210,21 +222,21 @@ class BitReadiness:
         for page in self._pages.values():
             page.recount(self._absent)
 
-    def take_partial(self, before: float) -> list[Arrival]:
-        """Remove what has waited since before `before`."""
-        return self.take(NumberSet.of(bit for bit, since in self._since.items() if since < before))
+    def pop_overdue(self, before: float) -> list[Arrival]:
+        """Forget and return the bits that wait since before `before`."""
+        return self.pop(NumberSet.of(bit for bit, since in self._since.items() if since < before))
 
     @property
     def oldest(self) -> float | None:
-        """Since when the longest waiting bit waits; None where nothing does."""
-        return next(iter(self._since.values()), None)  # dicts keep the order of arrival
+        """Since when the oldest bit waits; None without any."""
+        return next(iter(self._since.values()), None)  # Dicts keep the order of arrival.
 
     def waiting(self) -> Iterator[tuple[int, int, float]]:
-        """Each bit, the ranks that are missing, as bits, and since when it waits."""
+        """Yield each incomplete bit, the mask of the missing ranks, and since when it waits."""
         missing: dict[int, int] = {}
-        for number, page in self._pages.items():
+        for page_index, page in self._pages.items():
             for ranks, bits in page.ready(page.waiting).items():
                 lacking = self._needed & ~(ranks | self._absent)
-                missing |= {number * PAGE + bit: lacking for bit in numbers_of(bits)}
+                missing |= {page_index * PAGE + bit: lacking for bit in numbers_of(bits)}
         for bit, since in self._since.items():
             yield bit, missing[bit], since

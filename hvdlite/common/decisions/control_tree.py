@@ -1,4 +1,6 @@
-"""Who reports to whom: ranks to their host's leader, leaders to rank 0, or to other leaders.
+"""The control tree: ranks report to the leader of their host, leaders to rank 0 or to leaders.
+
+With three hosts, an arrow points to the rank that receives the reports:
 
     hosts:   A = (0, 1)     B = (2, 3)     C = (4, 5)
              0 <- 1
@@ -28,12 +30,12 @@ class Tree:
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank coordinates."""
+        """Whether this rank runs the coordinator."""
         return self.rank == ROOT
 
     @cached_property
     def parent(self) -> int:
-        """Whom this rank reports to. The root has none: ask `is_root` first."""
+        """The rank that this rank reports to. The root has none: ask `is_root` first."""
         leader = self._topology.leader(self.rank)
         if self.rank != leader:
             return leader
@@ -41,14 +43,14 @@ class Tree:
 
     @cached_property
     def children(self) -> tuple[int, ...]:
-        """Who reports to this rank."""
+        """The ranks that report to this rank, ascending."""
         return self._children(self.rank)
 
     @cached_property
     def subtree(self) -> frozenset[int]:
-        """This rank and all below it."""
+        """The ranks of the subtree whose root is this rank."""
         below = [self.rank]
-        for rank in below:  # it grows meanwhile
+        for rank in below:  # The list grows while the loop visits it: a breadth-first search.
             below += self._children(rank)
         return frozenset(below)
 

@@ -1,25 +1,89 @@
-"""The coordinator: counts who has which tensor, checks that they agree, and orders what to run.
+"""The coordinator: counts which ranks have which tensor, and orders what all ranks run.
 
-One total order over all process sets, decided here and followed by every rank, is what keeps
-overlapping process sets from waiting for each other. This module never sends, sleeps or reads a
-clock: it is a function of the reports it is given and the times that come with them.
+Theory of operation
+===================
+
+Ranks report tensors in any order, since threads and data differ between ranks. A collective can
+start only when every member of its process set has it, and all ranks must start collectives in one
+order, or they would wait for each other forever. So rank 0 decides the order. It receives reports,
+and sends orders, which every rank executes in the same sequence:
+
+    first time: a request               rank 1                  rank 0
+      Report(requests=(a,))               | ----- a ------------> |  a misses rank 0
+                                          |                       |  rank 0 has a: complete
+      Segment(Response(a, bit=7))         | <---- a is bit 7 ---- |  sent to all ranks
+
+    next time: the bit                    | ----- {7} ----------> |
+      a steady step is one small int set  | <---- Segment(7) ---- |
+
+1. Counting. `RequestReadiness` counts new tensors by name, `BitReadiness` counts cached ones by
+   bit. Both store sets of ranks and sets of bits as integers, so that a report of many tensors by
+   many ranks costs a few operations. Leaders of hosts count with the same classes and pass on one
+   report for all ranks below them (see `Aggregator`).
+
+2. Answering. When the last rank has a tensor, `answer` compares the requests. A disagreement fails
+   this tensor on every rank, and nothing else. An agreed answer gets a bit in the cache.
+
+3. Ordering. Answers collect until `pop_orders`, which fuses them into segments. One sequence holds
+   the segments of all process sets. Each rank skips those it is no member of, so overlapping
+   process sets cannot deadlock.
+
+4. Evictions. A changed request, or a full cache, evicts a bit. The eviction can cross a report:
+
+                                        rank 1                  rank 0
+      rank 1 reports bit 7                | -- {7} ---. .-------- |  rank 0 evicts bit 7
+                                          |            X          |
+      rank 1 executes the eviction        | <- Evict(7) '-------> |  bit 7 is unknown: ignored
+      it reports again, in full           | ----- a ------------> |
+
+   A bit is never given twice, so a late bit is always recognised. Reports that were counted under
+   the bit are dropped as well, since their ranks send the requests again.
+
+5. Joins. A rank that calls join() counts as ready for everything, and contributes neutral data. Its
+   join must not overtake a tensor that it has reported before: a joined rank would be answered for
+   as one without data. Connections keep their order, and leaders pass on all they hold before a
+   join, so only an eviction can break the rule: what was reported under the evicted bit arrives
+   later than the join. Therefore a join carries how many joins and evictions its rank has executed:
+
+                                        rank 1                  rank 0
+      a bit, then join(evictions=4)       | -- {7}, join(4) ----> |  5 bits are evicted: the bit is
+                                          | <---- Evict(7) ------ |  unknown, the join is ignored
+      the tensor again, then join(5)      | -- a, join(5) ------> |  a is counted, then the join
+
+   If a rank has joined already, and an eviction drops a tensor that it had reported before, the
+   rank is no longer excused until its join comes again. When all members have joined, the join is
+   answered, and all are expected again. See [Note: eras and join] in runtime.py for what a join
+   means to names, and [Note: who decides while a rank has joined] in auto_segments.py.
+
+6. Departures. A rank that shuts down sends Depart after all its reports. Rank 0 answers what is
+   complete, fails what now can never complete, and sends Departed, which ends the rank's part:
+
+                                        rank 1                  rank 0
+      shutdown()                          | ----- Depart(1) ----> |  incomplete tensors fail
+      rank 1 executes orders up to here   | <---- Departed(1) --- |  later requests of its sets fail
+
+7. Groups. Tensors of a grouped call are held until the whole group is complete, then ordered
+   together. If one fails, all fail. Ranks with groups of different sizes use different tensor names
+   and would wait forever, so `Groups` compares the sizes as they are reported.
+
+This module never sends, sleeps or reads a clock: its decisions depend only on the reports and on
+the times that are passed with them. Simulations and tests run it without a job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
-from hvdlite.common.collectives.table import ROWS, Effect, disagreement
-from hvdlite.common.decisions.bit_readiness import Arrival, BitReadiness
+from hvdlite.common.base.bitsets import NumberSet, mask_of, numbers_of
+from hvdlite.common.collectives.table import SPECS, Effect
+from hvdlite.common.decisions.answers import answer, by_rank, departure_error
+from hvdlite.common.decisions.bit_readiness import Arrival
 from hvdlite.common.decisions.fusion import next_segments
-from hvdlite.common.decisions.grouped import Groups
-from hvdlite.common.decisions.request_readiness import Alike, RequestReadiness, earliest, everyone
-from hvdlite.common.decisions.response_cache import CoordinatorCache
+from hvdlite.common.decisions.process_set_state import ProcessSetState
+from hvdlite.common.decisions.request_readiness import RanksByRequest, earliest
 from hvdlite.common.decisions.stall_inspector import Waiting
 from hvdlite.common.plain.messages import (
     NO_BIT,
-    NO_RANK,
     Departed,
     Eviction,
     Order,
@@ -32,39 +96,8 @@ from hvdlite.common.plain.messages import (
 from hvdlite.common.plain.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
 
 
-class _Set:
-    """What the coordinator knows of one process set."""
-
-    def __init__(self, number: int, members: tuple[int, ...], cache_capacity: int) -> None:
-        self.number = number
-        self.members = members
-        self.mask = mask_of(members)
-        self.asked = RequestReadiness(self.mask)
-        self.bits = BitReadiness(self.mask)
-        self.cache = CoordinatorCache(cache_capacity)
-        self.groups = Groups(len(members))
-        self.last_joined = NO_RANK
-        self.join: Request | None = None  # while some members have joined, and not all
-        self.joins = 0  # how many times all members have joined
-        self.evictions = 0  # how many bits its members were told to forget
-        self.progress = 0.0  # when a tensor was answered or a rank joined last
-
-    def expect(self, ranks: int) -> None:
-        """These members no longer count as joined."""
-        self.bits.expect(ranks)
-        self.asked.expect(ranks)
-        if not self.bits.absent:
-            self.join = None
-
-    def waiting(self) -> Iterator[tuple[Request, int, float]]:
-        """What some ranks have and others have not: a request, who is missing, and since when."""
-        for bit, missing, since in self.bits.waiting():
-            yield self.cache.peek(bit)[0].request, missing, since
-        yield from self.asked.waiting()
-
-
 class Coordinator:
-    """Reports in, orders out."""
+    """Reports in, orders out. Used by the engine thread of rank 0."""
 
     def __init__(
         self, size: int, *, cache_capacity: int, threshold_bytes: int, keep_groups: bool = False
@@ -74,26 +107,31 @@ class Coordinator:
         self._keep_groups = keep_groups
         self._table = ProcessSetTable(size)
         self._sets = {GLOBAL_ID: self._new_set(GLOBAL_ID)}
+        # The next orders, until `pop_orders`. Segments are cut from the ready responses only then,
+        # so that everything that came together can be fused.
         self._ready: list[Response] = []
-        self._announced: set[tuple[int, int]] = set()  # (process set, bit) that members know
         self._evictions: list[Eviction] = []
         self._departures: list[Departed] = []
         self._retunes: list[Retune] = []
-        self._departed = 0  # ranks, as bits
-        self._leavers: list[int] = []  # the same, in the order of leaving: the first is to blame
+        # The (process set id, bit) that members know: later segments name only the bit.
+        self._announced: set[tuple[int, int]] = set()
+        # The ranks that have shut down, as a mask, and in order: errors blame the first one.
+        self._departed = 0
+        self._departed_order: list[int] = []
 
     def receive(self, report: Report, now: float) -> None:
-        """Take in what some ranks have ready, at `now` seconds."""
+        """Count what some ranks have ready, at `now` seconds."""
         state = self._sets.get(report.process_set_id)
-        if state is None:  # removed meanwhile: its members know, and have failed the tensor
+        if state is None:  # The set was removed: its members know, and have failed the tensor.
             return
         ranks = mask_of(report.ranks)
-        # Bits that are not known were evicted meanwhile: the ranks send them again, in full.
+        # An unknown bit has crossed its eviction: the ranks send the request again, in full.
         bits = state.cache.known(NumberSet.of(report.bits))
         if state.mask & self._departed:
             self._refuse(state, bits, report.requests)
             return
         answers = len(self._ready)
+        # Bits precede requests, because a join, which is a request, must come last.
         if bits:
             self._receive_bits(state, bits, ranks, now)
         for request in report.requests:
@@ -102,16 +140,16 @@ class Coordinator:
             state.progress = now
 
     def depart(self, rank: int) -> None:
-        """`rank` shuts down: what waits for it fails, now and later."""
+        """Record that `rank` shuts down: tensors that need it fail, now and later."""
         self._departed |= 1 << rank
-        self._leavers.append(rank)
+        self._departed_order.append(rank)
         for state in self._sets.values():
             if state.mask & self._departed:
                 self._fail_all(state)
         self._departures.append(Departed(rank))
 
     def retune(self, retune: Retune) -> None:
-        """Decide by these settings from now on, and let all ranks follow."""
+        """Decide by these settings from now on, and order all ranks to follow."""
         self._threshold_bytes = retune.fusion_threshold_bytes
         self._capacity = retune.cache_capacity
         for state in self._sets.values():
@@ -120,12 +158,14 @@ class Coordinator:
                 self._evict(state, bit)
         self._retunes.append(retune)
 
-    def take_orders(self) -> tuple[Order, ...]:
-        """What all ranks shall do next, in this order; each order is given once."""
+    def pop_orders(self) -> tuple[Order, ...]:
+        """Return what all ranks execute next, in this sequence; each order is returned once."""
         if not (self._ready or self._evictions or self._departures or self._retunes):
             return ()
         segments = next_segments(self._ready, self._threshold_bytes, self._keep_groups)
         orders: list[Order] = [self._segment(responses) for responses in segments]
+        # Evictions follow the segments, which may name the bits that are evicted. Departures follow
+        # both, since the rank executes all orders before its own departure.
         orders += self._evictions
         orders += self._departures
         orders += self._retunes
@@ -134,14 +174,14 @@ class Coordinator:
 
     @property
     def oldest(self) -> float | None:
-        """Since when the oldest incomplete tensor waits."""
+        """Since when the oldest incomplete tensor or join waits, in seconds; None without any."""
         sets = self._sets.values()
-        times = (each for s in sets for each in (s.bits.oldest, s.asked.oldest))
+        times = (time for s in sets for time in (s.bits.oldest, s.requests.oldest))
         joins = (s.progress for s in sets if s.join is not None)
         return earliest((*times, *joins))
 
     def waiting(self) -> Iterator[Waiting]:
-        """Every tensor that some ranks have and others have not, and the joins that wait.
+        """Yield every incomplete tensor and every incomplete join, for the stall inspector.
 
         A join may wait for as long as the other ranks make progress.
         """
@@ -153,27 +193,34 @@ class Coordinator:
                 others = tuple(numbers_of(state.mask & ~joined))
                 yield Waiting("join", others, state.progress, tuple(numbers_of(joined)))
 
-    def _new_set(self, number: int) -> _Set:
-        return _Set(number, self._table.members(number), self._capacity)
+    def _new_set(self, process_set_id: int) -> ProcessSetState:
+        members = self._table.members(process_set_id)
+        return ProcessSetState(process_set_id, members, self._capacity)
 
     # -- arrivals
 
-    def _receive_bits(self, state: _Set, bits: NumberSet, ranks: int, now: float) -> None:
+    def _receive_bits(
+        self, state: ProcessSetState, bits: NumberSet, ranks: int, now: float
+    ) -> None:
         errors: dict[str, str] = {}
-        for group in state.cache.groups(bits):
-            request = state.cache.peek(next(iter(group)))[0].request
-            errors[request.group] = state.groups.disagreement(ranks, request, len(group))
+        for group_bits in state.cache.groups(bits):
+            request = state.cache.peek(next(iter(group_bits)))[0].request
+            errors[request.group] = state.groups.disagreement(ranks, request, len(group_bits))
         for arrival in state.bits.add(bits, ranks, now):
             self._complete_bits(state, arrival)
         for name, error in errors.items():
             self._fail_group(state, name, error)
 
-    def _receive_request(self, state: _Set, ranks: int, request: Request, now: float) -> None:
-        if ROWS[request.collective].effect is Effect.JOIN:
+    def _receive_request(
+        self, state: ProcessSetState, ranks: int, request: Request, now: float
+    ) -> None:
+        if SPECS[request.collective].effect is Effect.JOIN:
             self._join(state, ranks, request, now)
             return
         bit = state.cache.find(request.name)
         if bit is not None:
+            # A rank may report a cached request in full, as it was sent before the answer came.
+            # A request that differs from the cached one of its rank makes the bit invalid.
             if not ranks & ~state.cache.peek(bit)[1].get(request, 0):
                 self._receive_bits(state, NumberSet.of((bit,)), ranks, now)
                 return
@@ -181,17 +228,15 @@ class Coordinator:
         error = ""
         if request.group:
             error = state.groups.disagreement(ranks, request, 1)
-        requests = state.asked.add(request, ranks, now)
+        requests = state.requests.add(request, ranks, now)
         if requests:
             self._complete(state, requests)
         self._fail_group(state, request.group, error)
 
-    def _join(self, state: _Set, ranks: int, request: Request, now: float) -> None:
-        """`ranks` have joined, and what they reported before has come.
+    def _join(self, state: ProcessSetState, ranks: int, request: Request, now: float) -> None:
+        """Excuse `ranks` from all tensors, unless their join has crossed an eviction.
 
-        A join says how many joins and evictions its rank knew of. One that has crossed an eviction
-        does not count: tensors may have been reported before it under a bit that was forgotten.
-        The rank sends them again, and the join after them.
+        Section 5 of the theory of operation explains the counts in the shape of the request.
         """
         if request.shape != (state.joins, state.evictions) or not ranks & ~state.bits.absent:
             return
@@ -200,7 +245,7 @@ class Coordinator:
         state.progress = now
         for arrival in state.bits.excuse(ranks):
             self._complete_bits(state, arrival)
-        for requests in state.asked.excuse(ranks):
+        for requests in state.requests.excuse(ranks):
             self._complete(state, requests)
         if state.bits.all_absent:
             state.expect(state.mask)
@@ -209,141 +254,127 @@ class Coordinator:
 
     # -- answers
 
-    def _complete_bits(self, state: _Set, arrival: Arrival) -> None:
-        """All ranks of `state` have the tensors, or have joined."""
+    def _complete_bits(self, state: ProcessSetState, arrival: Arrival) -> None:
+        """Answer cached tensors that all members have, except those that joined."""
         for bit in arrival.bits:
             response = state.cache.use(bit)
             if arrival.ranks != state.mask:
-                response = self._answer_some(state, response, arrival.ranks)
+                response = self._answer_partial(state, response, arrival.ranks)
             self._ready += state.groups.hold(response)
 
-    def _complete(self, state: _Set, requests: Alike) -> None:
-        """All ranks of `state` have asked for the tensor, or have joined."""
-        response = self._answer(state, requests)
+    def _complete(self, state: ProcessSetState, requests: RanksByRequest) -> None:
+        """Answer a new tensor that all members have, except those that joined."""
+        response = answer(requests, state.members)
         if response.error:
             for group in {request.group for request in requests if request.group}:
-                state.groups.poison(group, response)
-        elif ROWS[response.request.collective].cacheable:
+                state.groups.fail(group, response)
+        elif SPECS[response.request.collective].cacheable:
             response = state.cache.remember(response, requests)
             for bit in state.cache.overflow():
                 self._evict(state, bit)
         self._ready += state.groups.hold(self._apply(response, requests))
 
-    def _answer_some(self, state: _Set, response: Response, ranks: int) -> Response:
-        """The answer to what only `ranks` have ready: the remembered one, where it is the same."""
+    def _answer_partial(self, state: ProcessSetState, response: Response, ranks: int) -> Response:
+        """Return the answer for the data of `ranks` only; the cached one if it is the same.
+
+        The answer differs where a joined rank has no rows to give, or was the root.
+        """
         requests = state.cache.peek(response.bit)[1]
-        own = {request: mask & ranks for request, mask in requests.items() if mask & ranks}
-        answer = self._answer(state, own)
-        return response if answer == response._replace(bit=NO_BIT) else answer
+        present = {request: mask & ranks for request, mask in requests.items() if mask & ranks}
+        partial = answer(present, state.members)
+        return response if partial == response._replace(bit=NO_BIT) else partial
 
-    def _answer(self, state: _Set, requests: Alike) -> Response:
-        (request, ranks), *others = _by_rank(requests)
-        for other, other_ranks in others:
-            why = disagreement((lowest(ranks), request), (lowest(other_ranks), other))
-            if why:
-                return Response(request, error=why)
-        row = ROWS[request.collective]
-        if not row.scalars and not request.shape:
-            return Response(
-                request, error=f"{row.name} '{request.name}': a tensor without dimensions has "
-                "no rows; reshape it to (1,)",
-            )  # fmt: skip
-        if row.rooted and not everyone(requests) >> request.root_rank & 1:
-            return Response(
-                request, error=f"{row.name} '{request.name}': root rank {request.root_rank} "
-                "has joined and has no data to give",
-            )  # fmt: skip
-        if not row.varying_rows:
-            return Response(request)
-        rows = {rank: r.shape[0] for r, ranks in requests.items() for rank in numbers_of(ranks)}
-        return Response(request, first_dims=tuple(rows.get(rank, 0) for rank in state.members))
+    def _apply(self, response: Response, requests: RanksByRequest) -> Response:
+        """Change the process sets as the answer says; it fails where the table refuses.
 
-    def _apply(self, response: Response, requests: Alike) -> Response:
-        """Let the answer change the process sets; it fails where the table refuses."""
-        effect = ROWS[response.request.collective].effect
-        if response.error or effect is Effect.NONE:
+        Ranks may add or remove several sets in one collective, as each names its own part of a
+        communicator.
+        """
+        effect = SPECS[response.request.collective].effect
+        if response.error or effect in (Effect.NONE, Effect.JOIN):
             return response
         if effect is Effect.ADD_SET:
             return self._add_sets(response, requests)
-        numbers = tuple(dict.fromkeys(request.root_rank for request, _ in _by_rank(requests)))
-        for number in numbers:
-            self._table.remove(number)
-            del self._sets[number]
-        self._evictions = [each for each in self._evictions if each.process_set_id not in numbers]
-        self._announced = {each for each in self._announced if each[0] not in numbers}
-        return response._replace(first_dims=numbers)
+        removed = tuple(dict.fromkeys(request.root_rank for request, _ in by_rank(requests)))
+        for process_set_id in removed:
+            self._table.remove(process_set_id)
+            del self._sets[process_set_id]
+        # The id may be given to another set, for which these would be wrong.
+        self._evictions = [e for e in self._evictions if e.process_set_id not in removed]
+        self._announced = {key for key in self._announced if key[0] not in removed}
+        return response._replace(first_dims=removed)
 
-    def _add_sets(self, response: Response, requests: Alike) -> Response:
-        sets = list(dict.fromkeys(request.shape for request, _ in _by_rank(requests)))
+    def _add_sets(self, response: Response, requests: RanksByRequest) -> Response:
+        sets = list(dict.fromkeys(request.shape for request, _ in by_rank(requests)))
         try:
             for ranks in sets:
                 self._table.check(ranks)
         except ValueError as error:
             return response._replace(error=str(error))
         for ranks in sets:
-            number = self._table.add(ranks)
-            self._sets[number] = self._new_set(number)
+            process_set_id = self._table.add(ranks)
+            self._sets[process_set_id] = self._new_set(process_set_id)
         return response._replace(first_dims=flatten(sets))
 
-    def _fail_all(self, state: _Set) -> None:
-        """A member has shut down: what its set has begun will never be complete."""
+    # -- failures
+
+    def _fail_all(self, state: ProcessSetState) -> None:
+        """Fail all incomplete tensors of a set: a member has shut down."""
         unanswered = [request for request, _, _ in state.waiting()]
-        unanswered += [response.request for response in state.groups.take_held()]
+        unanswered += [response.request for response in state.groups.pop_held()]
         if state.join is not None:
             unanswered.append(state.join)
             state.expect(state.mask)
         for request in unanswered:
             self._fail_waiting(state, request, self._departure_error(state, request))
 
-    def _refuse(self, state: _Set, bits: NumberSet, requests: Iterable[Request]) -> None:
-        """A member has shut down before this was reported."""
+    def _refuse(self, state: ProcessSetState, bits: NumberSet, requests: Iterable[Request]) -> None:
+        """Fail tensors that were reported after a member has shut down."""
         for request in (*(state.cache.peek(bit)[0].request for bit in bits), *requests):
             self._ready.append(Response(request, error=self._departure_error(state, request)))
 
-    def _fail_waiting(self, state: _Set, request: Request, error: str) -> None:
-        """Nobody can complete this any more, for the reason that is given."""
+    def _fail_waiting(self, state: ProcessSetState, request: Request, error: str) -> None:
+        """Answer an incomplete tensor with an error, and forget its counts."""
         bit = state.cache.find(request.name)
         if bit is not None:
             state.bits.discard(bit)
-        state.asked.take(request.name)
+        state.requests.pop(request.name)
         self._ready.append(Response(request, error=error))
 
-    def _fail_group(self, state: _Set, group: str, error: str) -> None:
-        """Fail what waits of a group of which ranks have different numbers of tensors."""
+    def _fail_group(self, state: ProcessSetState, group: str, error: str) -> None:
+        """Fail the incomplete tensors of a group if ranks disagree on the size of the group."""
         if error:
             for request, _, _ in list(state.waiting()):
                 if request.group == group:
                     self._fail_waiting(state, request, error)
 
-    def _departure_error(self, state: _Set, request: Request) -> str:
-        first = next(rank for rank in self._leavers if state.mask >> rank & 1)
-        return (
-            f"{request.collective} '{request.name}': rank {first} has been shut down "
-            "and cannot take part any more"
-        )
+    def _departure_error(self, state: ProcessSetState, request: Request) -> str:
+        first = next(rank for rank in self._departed_order if state.mask >> rank & 1)
+        return departure_error(first, request)
 
-    def _evict(self, state: _Set, bit: int) -> None:
-        for arrival in state.bits.take(NumberSet.of((bit,))):
-            # Of these, the joined ones report the tensor again, and then that they have joined.
+    # -- orders
+
+    def _evict(self, state: ProcessSetState, bit: int) -> None:
+        """Forget a bit, and order the members to forget it and to report its tensor again."""
+        for arrival in state.bits.pop(NumberSet.of((bit,))):
+            # A joined rank among them reports the tensor again, and its join after it.
             state.expect(arrival.ranks & state.bits.absent)
         state.evictions += 1
         state.cache.forget(bit)
-        self._announced.discard((state.number, bit))
-        self._evictions.append(Eviction(state.number, bit))
+        self._announced.discard((state.process_set_id, bit))
+        self._evictions.append(Eviction(state.process_set_id, bit))
 
     def _segment(self, responses: list[Response]) -> Segment:
-        number = responses[0].request.process_set_id
-        return Segment(number, tuple(self._item(number, response) for response in responses))
+        process_set_id = responses[0].request.process_set_id
+        items = tuple(self._item(process_set_id, response) for response in responses)
+        return Segment(process_set_id, items)
 
-    def _item(self, number: int, response: Response) -> Response | int:
+    def _item(self, process_set_id: int, response: Response) -> Response | int:
+        """Return what a segment holds for a response: only the bit if the members know it."""
         if response.bit == NO_BIT:
             return response
-        if (number, response.bit) in self._announced:
+        key = (process_set_id, response.bit)
+        if key in self._announced:
             return response.bit
-        self._announced.add((number, response.bit))
+        self._announced.add(key)
         return response
-
-
-def _by_rank(requests: Alike) -> list[tuple[Request, int]]:
-    """The requests, with their ranks; the one of the first rank first."""
-    return sorted(requests.items(), key=lambda item: lowest(item[1]))

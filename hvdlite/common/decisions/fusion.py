@@ -1,17 +1,21 @@
-"""Which ready tensors travel together. This module never sends, sleeps or reads a clock."""
+"""Fusion: which ready tensors are run together, as one segment.
+
+One reduction of many bytes takes less time than many small ones. This module never sends, sleeps or
+reads a clock.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from hvdlite.common.collectives.table import ROWS
+from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.messages import JOB_THRESHOLD, WHOLE_GROUP, Response
 
 
 @dataclass
-class _Open:
+class _OpenSegment:
     """A segment that still has room."""
 
     responses: list[Response]
@@ -29,17 +33,17 @@ def next_segments(
 
     A request may have a limit of its own, or ask that its group is exactly one segment.
     """
-    segments: list[_Open] = []
-    youngest: dict[Hashable, _Open] = {}
+    segments: list[_OpenSegment] = []
+    youngest: dict[Hashable, _OpenSegment] = {}
     for response in ready:
         kind = _kind(response, keep_groups)
         if kind is None:
-            segments.append(_Open([response]))
+            segments.append(_OpenSegment([response]))
             continue
         size = size_bytes(response)
         current = youngest.get(kind)
         if current is None or current.bytes + size > _limit_bytes(response, threshold_bytes):
-            current = youngest[kind] = _Open([])
+            current = youngest[kind] = _OpenSegment([])
             segments.append(current)
         current.responses.append(response)
         current.bytes += size
@@ -47,24 +51,24 @@ def next_segments(
 
 
 def size_bytes(response: Response) -> int:
-    """Size of the tensor as the threshold counts it."""
+    """Return the size of the tensor as the threshold counts it."""
     request = response.request
     if not request.dtype:
         return 0
-    return ROWS[request.collective].bytes(response, numpy_dtype(request.dtype).itemsize)
+    return SPECS[request.collective].bytes(response, numpy_dtype(request.dtype).itemsize)
 
 
 def _limit_bytes(response: Response, threshold_bytes: int) -> float:
-    own = response.request.fusion_bytes
-    if own == WHOLE_GROUP:
+    limit = response.request.fusion_bytes
+    if limit == WHOLE_GROUP:
         return float("inf")
-    return threshold_bytes if own == JOB_THRESHOLD else own
+    return threshold_bytes if limit == JOB_THRESHOLD else limit
 
 
 def _kind(response: Response, keep_groups: bool) -> Hashable | None:
-    """What tensors of one segment have in common; None: never fused."""
+    """Return what all tensors of a segment have in common; None if this one is never fused."""
     request = response.request
-    if response.error or not ROWS[request.collective].fusable:
+    if response.error or not SPECS[request.collective].fusable:
         return None
     apart = keep_groups or request.fusion_bytes == WHOLE_GROUP
     return (

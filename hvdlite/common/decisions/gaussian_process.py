@@ -1,4 +1,8 @@
-"""Where to measure next: Bayesian optimisation over a few points of the unit cube.
+"""Bayesian optimisation over a few points of the unit cube: where to measure next.
+
+A Gaussian process predicts the score of every point from the points measured so far (Rasmussen and
+Williams, "Gaussian Processes for Machine Learning", 2006), and the point with the largest expected
+improvement is measured next (Jones, Schonlau and Welch, "Efficient Global Optimization", 1998).
 
 This module never sends, sleeps or reads a clock.
 """
@@ -14,31 +18,32 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Point = tuple[float, ...]
 
-EXPLORATION = 0.01  # what an improvement must exceed, in standard deviations of the scores
-SCALES = (0.1, 0.2, 0.4, 0.8)  # over which scores may change; the likeliest is taken
-JITTER = 1e-6  # keeps the matrix regular where nothing is noise
+EXPLORATION = 0.01  # What an improvement must exceed, in standard deviations of the scores.
+SCALES = (0.1, 0.2, 0.4, 0.8)  # Candidates for the length scale; the likeliest is used.
+JITTER = 1e-6  # Keeps the covariance matrix regular without noise.
 
 
 def most_promising(
     measured: Sequence[tuple[Point, float]], points: Sequence[Point], noise: float
 ) -> int:
-    """The index of the one of `points`, at least one, where to expect the largest improvement.
+    """Return the index of the one of `points` with the largest expected improvement.
 
-    `measured` are points, at least one, with their scores, of which larger is better; `noise` is
-    the variance of the measurements, where the scores have variance 1.
+    `points` and `measured` hold at least one point each. `measured` has the scores, of which larger
+    is better; `noise` is the variance of the measurements, where the scores have variance 1.
     """
     seen = np.array([point for point, _ in measured])
     scores = np.array([score for _, score in measured])
     scores = (scores - scores.mean()) / (scores.std() or 1.0)
-    scale = max(SCALES, key=lambda each: _likelihood(seen, scores, each, noise))
+    scale = max(SCALES, key=lambda candidate: _likelihood(seen, scores, candidate, noise))
     mean, deviation = _predict(seen, scores, np.array(points), scale, noise)
-    known, _ = _predict(seen, scores, seen, scale, noise)  # scores, less their noise
-    return int(_improvement(mean, deviation, float(known.max())).argmax())
+    # The best prediction at a measured point, not the best score, which was lucky by some noise.
+    smoothed, _ = _predict(seen, scores, seen, scale, noise)
+    return int(_improvement(mean, deviation, float(smoothed.max())).argmax())
 
 
 def _kernel(first: Floats, second: Floats, scale: float) -> Floats:
-    apart = ((first[:, None, :] - second[None, :, :]) ** 2).sum(axis=2)
-    kernel: Floats = np.exp(-apart / (2 * scale**2))
+    squared_distance = ((first[:, None, :] - second[None, :, :]) ** 2).sum(axis=2)
+    kernel: Floats = np.exp(-squared_distance / (2 * scale**2))
     return kernel
 
 
@@ -47,7 +52,7 @@ def _covariance(seen: Floats, scale: float, noise: float) -> Floats:
 
 
 def _likelihood(seen: Floats, scores: Floats, scale: float, noise: float) -> float:
-    """The logarithm of the marginal likelihood, but for a constant."""
+    """Return the logarithm of the marginal likelihood, but for a constant."""
     covariance = _covariance(seen, scale, noise)
     fit = scores @ np.linalg.solve(covariance, scores)
     return float(-fit - np.linalg.slogdet(covariance)[1]) / 2
@@ -56,7 +61,7 @@ def _likelihood(seen: Floats, scores: Floats, scale: float, noise: float) -> flo
 def _predict(
     seen: Floats, scores: Floats, points: Floats, scale: float, noise: float
 ) -> tuple[Floats, Floats]:
-    """Mean and standard deviation of the score at each point."""
+    """Return mean and standard deviation of the score at each point."""
     cross = _kernel(points, seen, scale)
     solved = np.linalg.solve(_covariance(seen, scale, noise), np.column_stack([scores, cross.T]))
     variance = 1 - np.einsum("ij,ji->i", cross, solved[:, 1:])
@@ -64,10 +69,10 @@ def _predict(
 
 
 def _improvement(mean: Floats, deviation: Floats, best: float) -> Floats:
-    """The expected improvement over `best`."""
+    """Return the expected improvement over `best`, for normally distributed scores."""
     gain = mean - best - EXPLORATION
-    at = gain / np.maximum(deviation, 1e-12)
-    below = np.array([math.erf(each / math.sqrt(2)) for each in at]) / 2 + 0.5
-    density = np.exp(-(at**2) / 2) / math.sqrt(2 * math.pi)
-    improvement: Floats = gain * below + deviation * density
+    z = gain / np.maximum(deviation, 1e-12)
+    probability = np.array([math.erf(value / math.sqrt(2)) for value in z]) / 2 + 0.5
+    density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    improvement: Floats = gain * probability + deviation * density
     return improvement

@@ -1,4 +1,8 @@
-"""Groups: tensors that are answered together or not at all.
+"""Grouped collectives: tensors that are answered together or not at all.
+
+A group is named by its call, and so are its tensors, with the size of the group ("x_1of3"). Ranks
+with another number of tensors therefore report other names, and would wait for each other forever:
+both classes here compare the sizes while tensors are still incomplete.
 
 This module never sends, sleeps or reads a clock.
 """
@@ -6,123 +10,125 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet, lowest
 from hvdlite.common.plain.messages import NO_BIT, Request, Response
 
+# What ranks have reported of one group: (size of the group, number of tensors reported) -> the mask
+# of the ranks with exactly these two numbers.
+_Reported: TypeAlias = dict[tuple[int, int], int]
+
 
 @dataclass
-class _Open:
-    """A group of which some tensors are still missing, or one has failed."""
+class _OpenGroup:
+    """A group with missing tensors."""
 
     held: list[Response] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
-    error: str = ""
+    answered: set[str] = field(default_factory=set)
+    error: str = ""  # Of the first tensor that failed: the others fail with it.
 
 
 class Groups:
-    """The groups of one process set."""
+    """The groups of one process set, as the coordinator sees them."""
 
     def __init__(self, members: int) -> None:
-        self._members = members  # how many ranks
-        self._open: dict[str, _Open] = {}
-        # What ranks have reported of a group since it was answered last:
-        # group -> (size, number of tensors reported) -> the ranks with just these, as bits.
-        self._told: dict[str, dict[tuple[int, int], int]] = {}
+        self._members = members  # The number of ranks in the process set.
+        self._open: dict[str, _OpenGroup] = {}
+        # By group, since the group was answered last.
+        self._reported: dict[str, _Reported] = {}
 
     def disagreement(self, ranks: int, request: Request, count: int) -> str:
-        """`ranks` report `count` tensors of the group of `request`: why the group cannot be
-        answered, or ''.
+        """Record that `ranks` report `count` more tensors of the group of `request`.
 
-        A group is named by the call and so are its tensors, with their number ("x_1of3"): ranks
-        with another number of tensors report other names, and would wait for each other for ever.
+        Returns the error if ranks disagree on the size of the group, otherwise ''.
         """
-        told = self._told.setdefault(request.group, {})
+        reported = self._reported.setdefault(request.group, {})
         whole = (request.group_size, count)
-        if count == request.group_size and len(told) == (whole in told):
-            known = told.get(whole, 0)
-            if not known & ranks:  # the rule: all report all of the group, once
-                told[whole] = known | ranks
+        # The common case: every rank reports the whole group at once, and all groups are equal.
+        if count == request.group_size and len(reported) == (whole in reported):
+            earlier = reported.get(whole, 0)
+            if not earlier & ranks:
+                reported[whole] = earlier | ranks
                 return ""
-        self._begin_again(told, ranks)
+        self._restart(reported, ranks)
         new = ranks
-        for (size, before), mask in [*told.items()]:
+        for (size, before), mask in [*reported.items()]:
             if mask & ranks:
                 new &= ~mask
-                _move(told, mask & ranks, (size, before), (size, before + count))
+                _move(reported, mask & ranks, (size, before), (size, before + count))
         if new:
-            key = (request.group_size, count)
-            told[key] = told.get(key, 0) | new
-        sizes = _by_size(told)
+            reported[whole] = reported.get(whole, 0) | new
+        sizes = _by_size(reported)
         return _disagreement(sizes, lowest(ranks), request) if len(sizes) > 1 else ""
 
-    def _begin_again(self, told: dict[tuple[int, int], int], ranks: int) -> None:
-        """For ranks that had reported their whole group this is the next call of its name."""
-        complete = {key: mask for key, mask in told.items() if key[1] >= key[0]}
+    def _restart(self, reported: _Reported, ranks: int) -> None:
+        """Forget ranks that had reported their whole group: this is the next call of its name."""
+        complete = {key: mask for key, mask in reported.items() if key[1] >= key[0]}
         if not any(mask & ranks for mask in complete.values()):
             return
-        if complete == told and sum(map(int.bit_count, told.values())) == self._members:
-            told.clear()
+        if complete == reported and sum(map(int.bit_count, reported.values())) == self._members:
+            reported.clear()
         for key, mask in complete.items():
-            if key in told:
-                _move(told, mask & ranks, key, None)
+            if key in reported:
+                _move(reported, mask & ranks, key, None)
 
     def hold(self, response: Response) -> list[Response]:
-        """A tensor can be answered; what can be ordered now: nothing, or the rest of its group."""
+        """Hold the answer of a tensor until its group is complete.
+
+        Returns the answers that can be ordered now: none, or all that were held of the group.
+        """
         request = response.request
         if not request.group:
             return [response]
-        group = self._open.setdefault(request.group, _Open())
+        group = self._open.setdefault(request.group, _OpenGroup())
         group.held.append(response)
-        group.seen.add(request.name)
-        complete = len(group.seen) >= request.group_size
+        group.answered.add(request.name)
+        complete = len(group.answered) >= request.group_size
         if not complete and not group.error:
             return []
         released, group.held = group.held, []
         if complete:
             del self._open[request.group]
-            self._told.pop(request.group, None)
-        return [self._spoilt(each, group.error) for each in released]
+            self._reported.pop(request.group, None)
+        return [_with_error(held, group.error) for held in released]
 
-    def take_held(self) -> list[Response]:
-        """Forget all groups; the tensors that were held until their group is complete."""
+    def pop_held(self) -> list[Response]:
+        """Forget all groups; return the answers that were held."""
         held = [response for group in self._open.values() for response in group.held]
         self._open.clear()
-        self._told.clear()
+        self._reported.clear()
         return held
 
-    def poison(self, name: str, response: Response) -> None:
-        """One tensor of the group `name` has failed: nothing of the group may run."""
-        group = self._open.setdefault(name, _Open())
+    def fail(self, name: str, response: Response) -> None:
+        """Record that one tensor of the group `name` has failed: the others fail with it."""
+        group = self._open.setdefault(name, _OpenGroup())
         group.error = group.error or response.error
-        group.seen.add(response.request.name)
-
-    def _spoilt(self, response: Response, error: str) -> Response:
-        if not error or response.error:
-            return response
-        return response._replace(error=error, bit=NO_BIT)
+        group.answered.add(response.request.name)
 
 
 class GroupSizes:
-    """With how many tensors ranks report each group of one process set, as a leader sees them.
+    """The sizes with which ranks report each group of one process set, as a leader sees them.
 
-    Ranks with another number of tensors report other names, which would wait for each other: the
-    leader has to pass on what it holds of such a group, and the coordinator says what is wrong.
+    A leader passes on what it holds of a group with two sizes; the coordinator words the error.
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[str, int] = {}  # of groups that were reported and not answered
-        self._uneven: set[str] = set()  # of these, the ones with two sizes
-        self._bits: dict[tuple[str, int], NumberSet] = {}  # (group, size) -> bits of its tensors
-        self._group_of: dict[int, tuple[str, int]] = {}  # the same by bit
+        # The first size of each group that was reported and not answered, and the groups of which
+        # a second size was reported.
+        self._sizes: dict[str, int] = {}
+        self._uneven: set[str] = set()
+        # The cached bits of each (group, size), and the reverse.
+        self._bits: dict[tuple[str, int], NumberSet] = {}
+        self._group_of: dict[int, tuple[str, int]] = {}
 
     def remember(self, request: Request, bit: int) -> None:
-        """The members remember the answer for a tensor of a group under `bit`."""
+        """Record that the members remember the answer for a tensor of a group under `bit`."""
         group = self._group_of[bit] = request.group, request.group_size
         self._bits[group] = self._bits.get(group, NO_NUMBERS) | NumberSet.of((bit,))
 
     def forget(self, bit: int) -> None:
-        """The members forget a bit."""
+        """Record that the members forget a bit."""
         group = self._group_of.pop(bit, None)
         if group is not None:
             left = self._bits[group] = self._bits[group] - NumberSet.of((bit,))
@@ -130,63 +136,69 @@ class GroupSizes:
                 del self._bits[group]
 
     def is_uneven(self, group: str, size: int) -> bool:
-        """A rank reports a group of this size: whether ranks have reported two sizes of it."""
+        """Record that a rank reports a group of this size; return whether there are two sizes."""
         if self._sizes.setdefault(group, size) != size:
             self._uneven.add(group)
         return group in self._uneven
 
     def uneven(self, bits: NumberSet) -> list[str]:
-        """A rank reports these bits: the groups among them of which there are two sizes."""
-        reported = [group for group, own in self._bits.items() if own & bits]
+        """Record that a rank reports these bits; return their groups that have two sizes."""
+        reported = [group for group, group_bits in self._bits.items() if group_bits & bits]
         return [name for name, size in reported if self.is_uneven(name, size)]
 
     def bits_of(self, name: str) -> NumberSet:
-        """The bits of a group's tensors, of any size."""
-        found = NO_NUMBERS
+        """Return the bits of all tensors of a group, of any size."""
+        all_bits = NO_NUMBERS
         for (group, _), bits in self._bits.items():
             if group == name:
-                found |= bits
-        return found
+                all_bits |= bits
+        return all_bits
 
     def note_answer(self, group: str) -> None:
-        """A tensor of the group can be run: all ranks have reported one size.
+        """Record that a tensor of the group can run: all ranks have reported one size.
 
-        After an error the group stays uneven, as ranks that come late have to hear of it too.
+        After an error the group stays uneven, since late ranks must hear of the error too.
         """
         self._sizes.pop(group, None)
         self._uneven.discard(group)
 
     def note_answered_bit(self, bit: int) -> None:
-        """The coordinator has answered a tensor that may be of a group."""
+        """Record that the coordinator has answered a cached tensor, perhaps one of a group."""
         if bit in self._group_of:
             self.note_answer(self._group_of[bit][0])
 
 
+def _with_error(response: Response, error: str) -> Response:
+    """Return the response, failed by the error of its group if there is one."""
+    if not error or response.error:
+        return response
+    return response._replace(error=error, bit=NO_BIT)
+
+
 def _move(
-    told: dict[tuple[int, int], int],
-    ranks: int,
-    old: tuple[int, int],
-    new: tuple[int, int] | None,
+    reported: _Reported, ranks: int, old: tuple[int, int], new: tuple[int, int] | None
 ) -> None:
-    told[old] &= ~ranks
-    if not told[old]:
-        del told[old]
+    """Move `ranks` from one key to another; None forgets them."""
+    reported[old] &= ~ranks
+    if not reported[old]:
+        del reported[old]
     if new:
-        told[new] = told.get(new, 0) | ranks
+        reported[new] = reported.get(new, 0) | ranks
 
 
-def _by_size(told: dict[tuple[int, int], int]) -> dict[int, int]:
+def _by_size(reported: _Reported) -> dict[int, int]:
+    """Return the mask of the ranks by the size of their group."""
     sizes: dict[int, int] = {}
-    for (size, _), mask in told.items():
+    for (size, _), mask in reported.items():
         sizes[size] = sizes.get(size, 0) | mask
     return sizes
 
 
 def _disagreement(sizes: dict[int, int], rank: int, request: Request) -> str:
-    """Between `rank` and the first rank that has told another size."""
-    own = next(size for size, mask in sizes.items() if mask >> rank & 1)
-    others = ((lowest(mask), size) for size, mask in sizes.items() if size != own)
-    first, second = sorted([(rank, own), min(others)])
+    """Return the error that names `rank` and the first rank with another size, ascending."""
+    rank_size = next(size for size, mask in sizes.items() if mask >> rank & 1)
+    others = ((lowest(mask), size) for size, mask in sizes.items() if size != rank_size)
+    first, second = sorted([(rank, rank_size), min(others)])
     return (
         f"{request.collective} '{request.group}': ranks disagree on the number of "
         f"tensors in the group: rank {first[0]} has {first[1]}, "

@@ -1,7 +1,7 @@
-"""Counting who is ready for what is new: by name. The same on every level of the tree.
+"""Count which ranks are ready for new tensors, by name. Coordinator and leaders use the same class.
 
-Requests that are alike are held once, with their ranks as a mask, so that neither the memory nor
-the time follows the number of ranks. This module never sends, sleeps or reads a clock.
+Equal requests are stored once, with their ranks as a mask, so that memory and time do not grow with
+the number of ranks. This module never sends, sleeps or reads a clock.
 """
 
 from __future__ import annotations
@@ -12,81 +12,89 @@ from typing import TypeAlias
 
 from hvdlite.common.plain.messages import Request
 
-Alike: TypeAlias = dict[Request, int]  # each request for one name, with the ranks that made it
+# The different requests for one name, each with the mask of the ranks that made it.
+RanksByRequest: TypeAlias = dict[Request, int]
 
 
-def everyone(alike: Alike) -> int:
-    """All ranks that made one of the requests."""
+def all_ranks(requests: RanksByRequest) -> int:
+    """Return the mask of all ranks that made one of the requests."""
     ranks = 0
-    for mask in alike.values():
+    for mask in requests.values():
         ranks |= mask
     return ranks
 
 
 @dataclass
-class _Asked:
+class _Tensor:
+    """A tensor that some ranks have requested, and not all."""
+
     since: float
     ranks: int = 0
-    alike: Alike = field(default_factory=dict)
+    requests: RanksByRequest = field(default_factory=dict)
 
 
 class RequestReadiness:
-    """Which ranks have asked for each name, and for what, of those that are needed."""
+    """Which of the needed ranks have requested each name."""
 
     def __init__(self, needed: int) -> None:
-        self._needed = needed  # all that report here, as bits
-        self._absent = 0  # of those, the ranks that count as ready for everything: joined ones
-        self._asked: dict[str, _Asked] = {}
+        # All ranks that report here, as a mask, and those among them that count as ready for
+        # everything, because they have joined.
+        self._needed = needed
+        self._absent = 0
+        self._tensors: dict[str, _Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._asked
+        return name in self._tensors
 
-    def add(self, request: Request, ranks: int, now: float) -> Alike:
-        """`ranks` ask for this: all requests for its name, when that completes (and forgets) it."""
-        asked = self._asked.get(request.name)
-        if asked is None:
-            asked = self._asked[request.name] = _Asked(now)
-        asked.ranks |= ranks
-        asked.alike[request] = asked.alike.get(request, 0) | ranks
-        return self.take(request.name) if self._complete(asked) else {}
+    def add(self, request: Request, ranks: int, now: float) -> RanksByRequest:
+        """Count a request of `ranks`.
 
-    def take(self, name: str) -> Alike:
-        """Forget a name; what was asked for."""
-        asked = self._asked.pop(name, None)
-        return asked.alike if asked else {}
+        When it completes its name, the name is forgotten and all requests for it are returned.
+        """
+        tensor = self._tensors.get(request.name)
+        if tensor is None:
+            tensor = self._tensors[request.name] = _Tensor(now)
+        tensor.ranks |= ranks
+        tensor.requests[request] = tensor.requests.get(request, 0) | ranks
+        return self.pop(request.name) if self._complete(tensor) else {}
 
-    def excuse(self, ranks: int) -> list[Alike]:
-        """These count as ready from now on; what that completes (and forgets), in order."""
+    def pop(self, name: str) -> RanksByRequest:
+        """Forget a name; return the requests for it."""
+        tensor = self._tensors.pop(name, None)
+        return tensor.requests if tensor else {}
+
+    def excuse(self, ranks: int) -> list[RanksByRequest]:
+        """Count `ranks` as ready from now on; forget and return what that completes, in order."""
         self._absent |= ranks & self._needed
-        done = [name for name, asked in self._asked.items() if self._complete(asked)]
-        return [self.take(name) for name in done]
+        complete = [name for name, tensor in self._tensors.items() if self._complete(tensor)]
+        return [self.pop(name) for name in complete]
 
     def expect(self, ranks: int) -> None:
-        """These are needed again."""
+        """Count `ranks` as needed again."""
         self._absent &= ~ranks
 
-    def take_partial(self, before: float) -> list[Alike]:
-        """Remove what has waited since before `before`."""
-        late = [name for name, asked in self._asked.items() if asked.since < before]
-        return [self.take(name) for name in late]
+    def pop_overdue(self, before: float) -> list[RanksByRequest]:
+        """Forget and return the names that wait since before `before`."""
+        late = [name for name, tensor in self._tensors.items() if tensor.since < before]
+        return [self.pop(name) for name in late]
 
     @property
     def oldest(self) -> float | None:
-        """Since when the longest waiting name waits; None where nothing does."""
-        for asked in self._asked.values():  # dicts keep the order of arrival
-            return asked.since
+        """Since when the oldest name waits; None without any."""
+        for tensor in self._tensors.values():  # Dicts keep the order of arrival.
+            return tensor.since
         return None
 
     def waiting(self) -> Iterator[tuple[Request, int, float]]:
-        """Each name by one of its requests, the ranks that are missing, and since when it waits."""
-        for asked in self._asked.values():
-            missing = self._needed & ~(asked.ranks | self._absent)
-            yield next(iter(asked.alike)), missing, asked.since
+        """Yield a request of each name, the mask of the missing ranks, and since when it waits."""
+        for tensor in self._tensors.values():
+            missing = self._needed & ~(tensor.ranks | self._absent)
+            yield next(iter(tensor.requests)), missing, tensor.since
 
-    def _complete(self, asked: _Asked) -> bool:
-        return asked.ranks | self._absent == self._needed
+    def _complete(self, tensor: _Tensor) -> bool:
+        return tensor.ranks | self._absent == self._needed
 
 
 def earliest(times: Iterable[float | None]) -> float | None:
-    """The first of those times that there are."""
+    """Return the earliest time, without those that are None; None without any."""
     return min((time for time in times if time is not None), default=None)

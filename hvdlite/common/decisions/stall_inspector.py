@@ -1,4 +1,4 @@
-"""Tensors that some ranks have and others never send. Decides, and says it in words.
+"""The stall inspector: finds tensors that some ranks submit and others do not, and words a report.
 
 This module never sends, sleeps or reads a clock.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-MOST_NAMES = 6  # in one line of a report
-SECONDS_BETWEEN_REPORTS = 1.0  # at least
+MOST_NAMES = 6  # Names in one line of a report; the rest is counted.
+SECONDS_BETWEEN_REPORTS = 1.0  # The least time between two reports.
 NEVER = float("inf")
 
 
@@ -17,17 +17,17 @@ class Waiting(NamedTuple):
     """A tensor that is not complete, or a join that waits for other ranks."""
 
     name: str
-    missing: tuple[int, ...]  # global ranks
-    since: float  # seconds, on the caller's clock
-    joined: tuple[int, ...] = ()  # a join: the global ranks that wait in it
+    missing: tuple[int, ...]  # The global ranks that have not submitted it.
+    since: float  # In seconds, on the caller's clock.
+    joined: tuple[int, ...] = ()  # Of a join: the global ranks that wait in it.
 
 
 class StallReport(NamedTuple):
-    """What to tell the user, whom to ask for a stack, and whether to end the job."""
+    """A warning for the user."""
 
     text: str
-    missing: tuple[int, ...]
-    shutdown: bool
+    missing: tuple[int, ...]  # The ranks that are asked for the stack of their main thread.
+    shutdown: bool  # Whether the shutdown time is over, which fails the job.
 
 
 class StallInspector:
@@ -37,53 +37,54 @@ class StallInspector:
         self.warning_seconds = warning_seconds or NEVER
         self.shutdown_seconds = shutdown_seconds or NEVER
         self._interval = max(self.warning_seconds, SECONDS_BETWEEN_REPORTS)
+        # When `inspect` returned a report last; None before the first one.
         self._last_report: float | None = None
 
     def next_check(self, oldest: float) -> float:
-        """When to look next, if `oldest` is the time since which some tensor waits."""
+        """Return when to call `inspect` next, if `oldest` is since when the oldest tensor waits."""
         due = oldest + self.warning_seconds
         if self._last_report is not None:
             due = max(due, self._last_report + self._interval)
         return min(due, oldest + self.shutdown_seconds)
 
     def inspect(self, waiting: Iterable[Waiting], now: float) -> StallReport | None:
-        """The report that is due at `now`, or None."""
-        late = [each for each in waiting if now >= each.since + self.patience]
+        """Return the report that is due at `now`, or None."""
+        late = [item for item in waiting if now >= item.since + self.patience]
         if not late:
             return None
-        dead = any(now >= each.since + self.shutdown_seconds for each in late)
+        shutdown = any(now >= item.since + self.shutdown_seconds for item in late)
         recent = self._last_report is not None and now < self._last_report + self._interval
-        if recent and not dead:
+        if recent and not shutdown:
             return None
         self._last_report = now
-        missing = tuple(sorted({rank for each in late for rank in each.missing}))
-        return StallReport(self._text(late, missing, now, dead), missing, dead)
+        missing = tuple(sorted({rank for item in late for rank in item.missing}))
+        return StallReport(self._text(late, missing, now, shutdown), missing, shutdown)
 
     @property
     def patience(self) -> float:
-        """How long a tensor may wait, in seconds, before anything is said or done."""
+        """The seconds that a tensor may wait before it is reported."""
         return min(self.warning_seconds, self.shutdown_seconds)
 
     def _text(
         self, late: list[Waiting], missing: tuple[int, ...], now: float, shutdown: bool
     ) -> str:
-        longest = now - min(each.since for each in late)
-        tensors = [each for each in late if not each.joined]
-        what = "ranks wait in join for others that do nothing"
+        longest = now - min(item.since for item in late)
+        tensors = [item for item in late if not item.joined]
+        subject = "ranks wait in join for others that do nothing"
         if tensors:
             count = _count(len(tensors), "tensor")
-            what = f"{count} submitted by some ranks and not by others"
+            subject = f"{count} submitted by some ranks and not by others"
         lines = [
-            f"stalled: {what} for up to {longest:.0f} s. "
+            f"stalled: {subject} for up to {longest:.0f} s. "
             "A rank may have taken another branch, or failed.",
         ]
         for rank in missing:
-            names = [each.name for each in tensors if rank in each.missing]
+            names = [item.name for item in tensors if rank in item.missing]
             if names:
                 lines.append(f"  rank {rank} has not submitted: {_shown(names)}")
-        for each in late:
-            if each.joined:
-                lines.append(f"  {_ranks(each.joined, 'wait')} in join for {_ranks(each.missing)}")
+        for join in late:
+            if join.joined:
+                lines.append(f"  {_ranks(join.joined, 'wait')} in join for {_ranks(join.missing)}")
         if shutdown:
             lines.append(f"  the limit of {self.shutdown_seconds:g} s is over: the job ends")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Autotuning in rank 0's engine: what has run goes in, orders for all ranks come out, and a log."""
+"""Autotuning in the engine of rank 0: observes segments, orders new settings, writes the log."""
 
 from __future__ import annotations
 
@@ -7,66 +7,68 @@ import logging
 from collections.abc import Callable, Iterable
 
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.collectives.table import ROWS
-from hvdlite.common.decisions.autotuner import Autotuner, Trial
+from hvdlite.common.collectives.table import SPECS
+from hvdlite.common.decisions.autotuner import Autotuner, Sample
 from hvdlite.common.plain.config import MIB, Config
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.messages import Retune
 
 log = logging.getLogger("hvdlite")
 
-# Horovod's columns, and what hvdlite has beyond them.
+# The columns of Horovod's log, then those that only hvdlite has.
 HEADER = (
     "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce", "cache_enabled",
     "cycle_time_ms", "tensor_fusion_threshold", "score", "piece_bytes",
 )  # fmt: skip
 
 
-class Tuning:
-    """Belongs to the engine thread of rank 0."""
+class Autotuning:
+    """Feed the autotuner and pass on its decisions. Owned by the engine thread of rank 0."""
 
-    end: Callable[[], None]  # called when nothing is left to try
+    # Ends the observation, called when the search is complete. The engine sets it when it has
+    # registered `observe`, since only then the function exists.
+    stop_observing: Callable[[], None]
 
     def __init__(
         self, config: Config, topology: Topology, retune: Callable[[Retune], None]
     ) -> None:
-        """`retune` gives an order to all ranks, which is answered by `in_force`."""
+        """Decide by `config`; `retune` orders all ranks, and `settings_applied` confirms it."""
         self._size = topology.size
         self._retune = retune
         self._tuner = Autotuner(config, topology)
         self._log = AutotuneLog(config.autotune_log)
 
     def observe(self, run: SegmentRun) -> None:
-        """A segment has run; perhaps all ranks shall go on with other settings."""
-        if not ROWS[run.collective].carries_gradients or len(run.members) < self._size:
+        """Record a segment that has run; order new settings if it was the last of a sample."""
+        if not SPECS[run.collective].carries_gradients or len(run.members) < self._size:
             return
         values = self._tuner.observe(run.names, run.bytes, run.end)
-        self._log.write(self._tuner.take_trials())
+        self._log.write(self._tuner.pop_samples())
         if values is not None:
             self._retune(values)
         if self._tuner.finished:
-            self.end()
+            self.stop_observing()
             log.info("autotuning has ended, and keeps %s", self._tuner.text)
 
-    def in_force(self) -> None:
-        """Rank 0 has obeyed the order."""
-        self._tuner.in_force()
+    def settings_applied(self) -> None:
+        """Confirm that rank 0 has executed the last order."""
+        self._tuner.settings_applied()
 
 
 class AutotuneLog:
     """A CSV file in Horovod's form, complete after every line.
 
-    One that cannot be written is warned of.
+    A file that cannot be written is reported once, and autotuning goes on without it.
     """
 
     def __init__(self, path: str) -> None:
-        """No path: nothing is written."""
+        """Start the file with its header; without a path nothing is written."""
         self._path = path
         self._append("w", [HEADER])
 
-    def write(self, trials: Iterable[Trial]) -> None:
-        """Add a line for each."""
-        lines = [_line(trial) for trial in trials]
+    def write(self, samples: Iterable[Sample]) -> None:
+        """Append a line for each sample."""
+        lines = [_line(sample) for sample in samples]
         if lines:
             self._append("a", lines)
 
@@ -81,15 +83,15 @@ class AutotuneLog:
             self._path = ""
 
 
-def _line(trial: Trial) -> tuple[object, ...]:
-    values = trial.values
+def _line(sample: Sample) -> tuple[object, ...]:
+    values = sample.values
     return (
-        int(trial.hierarchical),
+        int(sample.hierarchical),
         0,
         0,
         int(values.cache_capacity > 0),
         f"{values.cycle_time_ms:g}",
         f"{values.fusion_threshold_bytes / MIB:g}",
-        f"{trial.score:.6g}",
+        f"{sample.score:.6g}",
         values.piece_bytes,
     )

@@ -47,7 +47,7 @@ log = logging.getLogger("hvdlite")
 BLAME_SECONDS = 1.0  # how long a rank that lost a peer waits to hear why
 
 
-class Negotiation:
+class ControlPlane:
     """Belongs to the engine thread, as the transport does."""
 
     def __init__(
@@ -133,11 +133,11 @@ class Negotiation:
     def pass_on(self) -> None:
         """Send what the coordinator or the aggregator of this rank has decided."""
         if self._coordinator is not None:
-            orders = self._coordinator.take_orders()
+            orders = self._coordinator.pop_orders()
             if orders:
                 self._on_orders(Orders(orders))
         elif self._aggregator is not None:
-            reports = self._aggregator.take_reports()
+            reports = self._aggregator.pop_reports()
             if reports:
                 self._send_up(Reports(reports))
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.collectives.backend_choice import build_backends
-from hvdlite.common.collectives.table import ROWS, Effect
+from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
-from hvdlite.common.engine.control_plane import Negotiation
+from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.inbox import Inbox
 from hvdlite.common.engine.pending import PendingTable
@@ -32,7 +32,7 @@ from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
 
 if TYPE_CHECKING:
-    from hvdlite.common.engine.autotuning import Tuning
+    from hvdlite.common.engine.autotuning import Autotuning
 
 log = logging.getLogger("hvdlite")
 
@@ -62,17 +62,17 @@ class Engine:
         self._inbox = Inbox(transport.wake, config.cycle_time_ms / 1000)
         self._pending = PendingTable(self.rank)
         self._memory = ResponseMemory(self.rank, self._pending)
-        self._negotiation = Negotiation(
+        self._control_plane = ControlPlane(
             transport, config, timeline, self._memory, self.process_sets, clock
         )
         self._backends = build_backends(transport, config)
         self._executor = Executor(self.rank, self.topology, self._backends, timeline)
-        self._tuning: Tuning | None = None
+        self._autotuning: Autotuning | None = None
         if config.autotune and self.rank == ROOT and self.topology.size > 1:
-            from hvdlite.common.engine.autotuning import Tuning
+            from hvdlite.common.engine.autotuning import Autotuning
 
-            self._tuning = Tuning(config, self.topology, self._negotiation.retune)
-            self._tuning.end = self.observe(self._tuning.observe)
+            self._autotuning = Autotuning(config, self.topology, self._control_plane.retune)
+            self._autotuning.stop_observing = self.observe(self._autotuning.observe)
         self._debug = log.isEnabledFor(logging.DEBUG)
         self._leaving = threading.Event()  # this rank wants to shut down
         self._asked_to_leave = False
@@ -100,7 +100,7 @@ class Engine:
     @property
     def clock_offset_seconds(self) -> float:
         """How far the monotonic clock of rank 0 is ahead of this one; 0 until it has answered."""
-        return self._negotiation.clock_offset_seconds
+        return self._control_plane.clock_offset_seconds
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Call `observer` on the engine's thread with each segment that has run from now on.
@@ -139,8 +139,8 @@ class Engine:
         try:
             self._pin()
             log.debug("rank %d: the engine starts; hosts %s", self.rank, self.topology.hosts)
-            self._negotiation.ask_clock()
-            while not self._negotiation.finished:
+            self._control_plane.ask_clock()
+            while not self._control_plane.finished:
                 self._cycle()
             self._close(HorovodInternalError(SHUT_DOWN))
         except BaseException as error:  # the user must hear of it on every rank
@@ -149,7 +149,7 @@ class Engine:
     def _reason(self, error: BaseException) -> HorovodInternalError:
         """Return what the handles of all ranks fail with, which names the rank at fault."""
         if isinstance(error, PeerLostError):
-            return self._negotiation.blame(error)
+            return self._control_plane.blame(error)
         if not isinstance(error, HorovodInternalError):
             log.error("the engine of rank %d failed", self.rank, exc_info=error)
             text = f"the engine of rank {self.rank} failed: {type(error).__name__}: {error}"
@@ -174,36 +174,36 @@ class Engine:
     def _cycle(self) -> None:
         timeout = self._timeout()
         with self._timeline.receiving(sleeps=timeout != 0):
-            self._negotiation.receive(timeout)
+            self._control_plane.receive(timeout)
         self._take_entries()
-        self._negotiation.pass_on()
-        if self._negotiation.orders:
-            self._obey(self._negotiation.orders.popleft())
-            self._negotiation.pass_on()  # to obey may be to report, and that may decide something
+        self._control_plane.pass_on()
+        if self._control_plane.orders:
+            self._obey(self._control_plane.orders.popleft())
+            self._control_plane.pass_on()  # to obey may be to report, and that may decide something
         else:
-            self._negotiation.inspect()
+            self._control_plane.inspect()
 
     def _negotiate_meanwhile(self) -> None:
         """Keep negotiation going while a collective waits for its peers."""
-        self._negotiation.receive(0)
+        self._control_plane.receive(0)
         self._take_entries()
-        self._negotiation.pass_on()
+        self._control_plane.pass_on()
 
     def _take_entries(self) -> None:
-        entries = self._inbox.take()
+        entries = self._inbox.drain()
         if entries:
-            self._negotiation.report(self._memory.reports(entries))
+            self._control_plane.report(self._memory.reports(entries))
         if self._leaving.is_set() and not self._asked_to_leave:
             self._asked_to_leave = True
-            self._negotiation.depart(self.rank)
+            self._control_plane.depart(self.rank)
 
     def _timeout(self) -> float | None:
         """How long nothing can become due: 0 while there is work, None without an end."""
-        if self._negotiation.orders or not self._inbox.may_sleep():
+        if self._control_plane.orders or not self._inbox.may_sleep():
             return 0
         if self._leaving.is_set() and not self._asked_to_leave:
             return 0
-        due = self._negotiation.next_inspection()
+        due = self._control_plane.next_inspection()
         return None if due is None else max(due - self._clock(), 0)
 
     # -- orders
@@ -215,7 +215,7 @@ class Engine:
             again = self._memory.evict(order)
             log.debug("rank %d: %s; reported again: %d", self.rank, order, len(again))
             if again:
-                self._negotiation.report(self._memory.reports(again))
+                self._control_plane.report(self._memory.reports(again))
         elif isinstance(order, Retune):
             self._retune(order)
         elif order.rank == self.rank:
@@ -238,7 +238,7 @@ class Engine:
             if entries[0] is not None:
                 error = HorovodInternalError(responses[0].error, job_goes_on=True)
                 entries[0].handle.fail(error)
-        elif ROWS[responses[0].request.collective].run is None:
+        elif SPECS[responses[0].request.collective].run is None:
             self._answer(responses[0], entries[0])
         else:
             self._timeline.engine("EXECUTE")
@@ -257,7 +257,7 @@ class Engine:
     def _answer(self, response: Response, entry: Entry | None) -> None:
         """The negotiation itself was the collective."""
         request = response.request
-        effect = ROWS[request.collective].effect
+        effect = SPECS[request.collective].effect
         value: int | None = None
         if effect is Effect.JOIN:
             value = response.last_joined
@@ -277,7 +277,7 @@ class Engine:
     def _drop_set(self, process_set_id: int) -> None:
         """A process set is no more: what is pending in it fails."""
         self._memory.forget_set(process_set_id)
-        dropped = self._pending.take_set(process_set_id)
+        dropped = self._pending.pop_set(process_set_id)
         self._inbox.remove(dropped)
         for entry in dropped:
             entry.handle.fail(
@@ -288,8 +288,8 @@ class Engine:
         log.debug("rank %d: from here on %s", self.rank, retune)
         self._inbox.gather_for(retune.cycle_time_ms / 1000)
         self._backends.retune(retune.allreduce, retune.piece_bytes)
-        if self._tuning is not None:
-            self._tuning.in_force()
+        if self._autotuning is not None:
+            self._autotuning.settings_applied()
 
     # -- the end
 
@@ -297,7 +297,7 @@ class Engine:
         self.failed = True
         log.debug("rank %d: the job fails, by rank %s: %s", self.rank, error.rank, error)
         try:
-            self._negotiation.abort(error)
+            self._control_plane.abort(error)
         finally:
             self._close(error)
 

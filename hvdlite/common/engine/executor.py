@@ -16,7 +16,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, choose
 from hvdlite.common.collectives.base import Backend, Members
-from hvdlite.common.collectives.table import ROWS, Run
+from hvdlite.common.collectives.table import SPECS, CollectiveRun
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.entries import Entry, Observer, SegmentRun
@@ -42,7 +42,7 @@ class JoinedOperand:
         """The neutral element of the reduction, or no rows."""
         request = self.response.request
         shape = request.shape
-        if ROWS[request.collective].varying_rows:
+        if SPECS[request.collective].varying_rows:
             shape = (0, *shape[1:])
         return np.full(shape, neutral(request), numpy_dtype(request.dtype)).reshape(-1)
 
@@ -106,7 +106,7 @@ class Executor:
         """
         members = self._members_of(ranks)
         request = responses[0].request
-        row = ROWS[request.collective]
+        spec = SPECS[request.collective]
         present = [entry for entry in entries if entry is not None]
         reduce_op = ReduceOp(request.reduce_op)
         if reduce_op is ReduceOp.AVERAGE:  # to a backend it is a sum; also of what has no op
@@ -120,7 +120,7 @@ class Executor:
             return
         names = [response.request.name for response in responses]
         if log.isEnabledFor(logging.DEBUG):
-            self._tell_backend(row.name, request.dtype, backend, ranks)
+            self._tell_backend(spec.name, request.dtype, backend, ranks)
         start = time.monotonic()
         with _Recorded(self._timeline, names, responses):
             for entry in present:
@@ -129,9 +129,9 @@ class Executor:
                 JoinedOperand(response, members.size) if entry is None else entry
                 for response, entry in zip(responses, entries, strict=True)
             ]
-            assert row.run is not None  # rows without are answered by the negotiation itself
+            assert spec.run is not None  # rows without are answered by the negotiation itself
             try:
-                row.run(Run(backend, members, operands, self._activity(names)))
+                spec.run(CollectiveRun(backend, members, operands, self._activity(names)))
             except Exception as error:
                 # What names the rank at fault is the reason already: a lost peer, or the word of
                 # another rank that came while this one waited.
@@ -146,7 +146,7 @@ class Executor:
             nbytes = sum(entry.size_bytes for entry in present)
             ready = max((entry.enqueued for entry in present), default=0.0)
             times = start, time.monotonic()
-            run = SegmentRun(tuple(names), row.name, nbytes, *times, ranks, ready)
+            run = SegmentRun(tuple(names), spec.name, nbytes, *times, ranks, ready)
             for observe in self.observers:
                 observe(run)
         for entry in reversed(present):  # who waits for the first should find all of them ended

@@ -83,7 +83,7 @@ class Inbox:
             self._engine = _Engine.AWAKE if self._entries else _Engine.ASLEEP
             return not self._entries
 
-    def take(self) -> list[Entry]:
+    def drain(self) -> list[Entry]:
         """What was enqueued since the last call."""
         with self._lock:
             self._engine = _Engine.AWAKE

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.collectives.table import ROWS, Effect
+from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 
@@ -56,7 +56,7 @@ class PendingTable:
                     "until then. Call join after everything else"
                 )
 
-    def take(self, requests: Iterable[Request]) -> list[Entry | None]:
+    def pop(self, requests: Iterable[Request]) -> list[Entry | None]:
         """Remove the entries that are answered now; None for what this rank does not have."""
         with self._lock:
             entries = [self._entries.pop(_key(request), None) for request in requests]
@@ -70,7 +70,7 @@ class PendingTable:
         with self._lock:
             return self._entries.get((process_set_id, name))
 
-    def take_set(self, process_set_id: int) -> list[Entry]:
+    def pop_set(self, process_set_id: int) -> list[Entry]:
         """Remove all entries of a process set."""
         with self._lock:
             self._joined.discard(process_set_id)
@@ -95,7 +95,7 @@ def _key(request: Request) -> Key:
 
 
 def _is_join(request: Request) -> bool:
-    return ROWS[request.collective].effect is Effect.JOIN
+    return SPECS[request.collective].effect is Effect.JOIN
 
 
 def _duplicate(name: str, rank: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.collectives.table import ROWS, Effect
+from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.response_cache import ResponseCache
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.plain.entries import Entry
@@ -18,7 +18,7 @@ from hvdlite.common.plain.messages import NO_BIT, Eviction, Report, Request, Res
 log = logging.getLogger("hvdlite")
 
 
-class _Set:
+class _SetMemory:
     """One process set, as this rank remembers it."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class _Set:
 
     def request(self, entry: Entry) -> Request:
         """What the coordinator is told in full of `entry`: a join says what it knows."""
-        if ROWS[entry.request.collective].effect is not Effect.JOIN:
+        if SPECS[entry.request.collective].effect is not Effect.JOIN:
             return entry.request
         self.join = entry
         log.debug(
@@ -44,7 +44,7 @@ class ResponseMemory:
     def __init__(self, rank: int, pending: PendingTable) -> None:
         self._rank = rank
         self._pending = pending
-        self._sets: dict[int, _Set] = {}
+        self._sets: dict[int, _SetMemory] = {}
 
     def reports(self, entries: Iterable[Entry]) -> tuple[Report, ...]:
         """How the coordinator is told of `entries`: by bit where they were answered before."""
@@ -52,18 +52,23 @@ class ResponseMemory:
         requests: dict[int, list[Request]] = {}
         for entry in entries:
             request = entry.request
-            number = request.process_set_id
-            state = self._set(number)
+            process_set_id = request.process_set_id
+            state = self._set(process_set_id)
             bit = state.cache.find(request)
             if bit is None:
-                requests.setdefault(number, []).append(state.request(entry))
+                requests.setdefault(process_set_id, []).append(state.request(entry))
             else:
                 entry.sent_bit = bit
-                bits.setdefault(number, []).append(bit)
-        numbers = dict.fromkeys([*bits, *requests])
+                bits.setdefault(process_set_id, []).append(bit)
+        process_set_ids = dict.fromkeys([*bits, *requests])
         return tuple(
-            Report(n, (self._rank,), tuple(bits.get(n, ())), tuple(requests.get(n, ())))
-            for n in numbers
+            Report(
+                process_set_id,
+                (self._rank,),
+                tuple(bits.get(process_set_id, ())),
+                tuple(requests.get(process_set_id, ())),
+            )
+            for process_set_id in process_set_ids
         )
 
     def resolve(self, segment: Segment) -> tuple[list[Response], list[Entry | None]]:
@@ -71,7 +76,7 @@ class ResponseMemory:
         state = self._set(segment.process_set_id)
         cache = state.cache
         responses = [_recall(cache, i) if isinstance(i, int) else i for i in segment.items]
-        entries = self._pending.take([response.request for response in responses])
+        entries = self._pending.pop([response.request for response in responses])
         for item, response, entry in zip(segment.items, responses, entries, strict=True):
             known = isinstance(item, int)
             if entry is not None:
@@ -112,10 +117,10 @@ class ResponseMemory:
                 requests.append(cache.recall(bit).response.request)
         return requests
 
-    def _set(self, process_set_id: int) -> _Set:
+    def _set(self, process_set_id: int) -> _SetMemory:
         state = self._sets.get(process_set_id)
         if state is None:
-            state = self._sets[process_set_id] = _Set()
+            state = self._sets[process_set_id] = _SetMemory()
         return state
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.common.base.warn import warn_user
-from hvdlite.common.collectives.table import ROWS
+from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current
@@ -60,7 +60,7 @@ def set_comm_fusion(
     """
     strategies = read_comm_fusion(config)
     runtime = current()
-    gradients = [strategies.pop(name) for name in [*strategies] if ROWS[name].carries_gradients]
+    gradients = [strategies.pop(name) for name in [*strategies] if SPECS[name].carries_gradients]
     _choice(runtime, process_set).set_fusion(next(iter(gradients), None), strategies)
     runtime.requests.clear()  # Prepared requests may contain other limits.
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from weakref import WeakMethod, finalize
 
 from hvdlite.common.api.objects import allgather_object
-from hvdlite.common.collectives.table import ROWS
+from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.iterations.files import RowsFile, check_path, open_rows
 from hvdlite.common.iterations.marks import IterationMarks, StepMarks
 from hvdlite.common.iterations.rows import IterationRow, IterationTimes, SegmentTimes, make_row
@@ -144,7 +144,7 @@ class IterationTrace:
             _owner_in_iteration(owners).runs.append(run)
             return
         block = self._block
-        if block is None or self._following or not ROWS[run.collective].reduces:
+        if block is None or self._following or not SPECS[run.collective].reduces:
             return
         if not all(name.startswith(NO_GRADIENT) for name in run.names):
             block.runs.append(run)

@@ -21,14 +21,14 @@ from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import solo
 
 
-class Job(NamedTuple):
+class Membership(NamedTuple):
     """The connections of this rank, and the ranks as MPI knows them (None without MPI)."""
 
     transport: Transport
     mpi_group: Any = None
 
 
-def connect(comm: Any, config: Config) -> Job:
+def connect(comm: Any, config: Config) -> Membership:
     """Connect this rank with the others; blocks until they have come.
 
     Raises `ValueError` for a `comm` that is none, and as `transport.mpi.connect` does.
@@ -42,7 +42,7 @@ def connect(comm: Any, config: Config) -> Job:
     if not communicator and not was_launched() and not mpi_runs():
         if comm and list(comm) != [0]:
             raise ValueError(f"comm={comm}: this job has rank 0 only; start it with hvdlite-run")
-        return Job(solo())
+        return Membership(solo())
     with StartWatch(launched_rank(), config.start_timeout_seconds) as watch:
         mpi = start_mpi(config, watch)
         if communicator:
@@ -53,7 +53,7 @@ def connect(comm: Any, config: Config) -> Job:
         return _connect_mpi(mpi, mpi.COMM_WORLD, config, watch)
 
 
-def _connect_ranks(mpi: Any, ranks: list[int], config: Config, watch: StartWatch) -> Job:
+def _connect_ranks(mpi: Any, ranks: list[int], config: Config, watch: StartWatch) -> Membership:
     world = mpi.COMM_WORLD
     foreign = [rank for rank in ranks if not isinstance(rank, int) or not 0 <= rank < world.size]
     if foreign:
@@ -77,7 +77,7 @@ def _connect_ranks(mpi: Any, ranks: list[int], config: Config, watch: StartWatch
         sub.Free()
 
 
-def _connect_mpi(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> Job:
+def _connect_mpi(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> Membership:
     from hvdlite.common.transport.mpi import connect as connect_over_mpi
 
     watch.expected = _world_ranks(mpi, comm)
@@ -90,7 +90,7 @@ def _connect_mpi(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> Job:
         raise
     if comm.size == mpi.COMM_WORLD.size:
         all_ranks_are_here()
-    return Job(transport, group)
+    return Membership(transport, group)
 
 
 def _world_ranks(mpi: Any, comm: Any) -> list[int]:

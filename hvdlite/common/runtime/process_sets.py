@@ -64,8 +64,8 @@ class ProcessSet:
             raise ValueError(f"{self} does not exist or has not been registered")
         return self.ranks
 
-    def _bind(self, number: int, ranks: Iterable[int]) -> None:
-        self.process_set_id = number
+    def _bind(self, process_set_id: int, ranks: Iterable[int]) -> None:
+        self.process_set_id = process_set_id
         self.ranks = list(ranks)
 
     def _invalidate(self) -> None:

@@ -21,7 +21,7 @@ from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.transport.base import CHECK_SECONDS, Incoming, connection_lost
 from hvdlite.common.transport.framing import FRAME_BYTES, Assembler, frames
 from hvdlite.common.transport.rendezvous import Peer
-from hvdlite.common.transport.wakeup import Alarm
+from hvdlite.common.transport.wakeup import WakeUp
 
 TOKEN = b"t"
 
@@ -38,9 +38,9 @@ class LocalMesh:
         self._memory = {rank: _Memory(rank, memory)}
         self._memory |= {peer: _Memory(peer, each.memory) for peer, each in peers.items()}
         self._by_descriptor = {link.control.fileno(): link for link in self._links.values()}
-        self._alarm = Alarm()
+        self._wake_up = WakeUp()
         self._poll = select.poll()
-        for descriptor in (*self._alarm.descriptors, *self._by_descriptor):
+        for descriptor in (*self._wake_up.descriptors, *self._by_descriptor):
             self._poll.register(descriptor, select.POLLIN)
         self.woken = False
 
@@ -55,16 +55,16 @@ class LocalMesh:
 
     def wake(self, within: float = 0.0) -> None:
         """See `Transport.wake`; too late is no error."""
-        self._alarm.ring(within)
+        self._wake_up.trigger(within)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
         """Sleep in poll() at most once, `timeout` seconds or (None) without end; read all."""
         milliseconds = None if timeout is None else timeout * 1000
         messages: list[Incoming] = []
         for descriptor, events in self._poll.poll(milliseconds):
-            if descriptor in self._alarm.descriptors:
+            if descriptor in self._wake_up.descriptors:
                 self.woken = True
-                self._alarm.silence()
+                self._wake_up.clear()
                 continue
             link = self._by_descriptor[descriptor]
             if events & select.POLLOUT:
@@ -162,7 +162,7 @@ class LocalMesh:
     def close(self) -> None:
         """Close this process's ends; peers see the end of the connection."""
         self._close_connections()
-        self._alarm.close()
+        self._wake_up.close()
 
     def _close_connections(self) -> None:
         for link in self._links.values():
@@ -174,7 +174,7 @@ class LocalMesh:
     def after_fork_in_child(self) -> None:
         """See `Transport.after_fork_in_child`."""
         self._close_connections()
-        self._alarm.after_fork_in_child()
+        self._wake_up.after_fork_in_child()
 
 
 class _Link:

@@ -27,52 +27,52 @@ class _Time(ctypes.Structure):
     )
 
 
-class Alarm:
+class WakeUp:
     """Two descriptors for poll(), readable when the alarm has rung."""
 
     def __init__(self) -> None:
         # Guards the descriptors, as their numbers may be others' soon. Reentrant: a signal handler
         # may ring while its thread rings.
         self._lock = threading.RLock()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Its flags have the same values as those of files.
         self._timer = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK)
         if self._timer < 0:
             number = ctypes.get_errno()
-            os.close(self._bell)
+            os.close(self._event)
             raise OSError(number, os.strerror(number))
         self._set = False  # the timer
-        self.descriptors = frozenset((self._bell, self._timer))
+        self.descriptors = frozenset((self._event, self._timer))
 
-    def ring(self, within: float = 0.0) -> None:
+    def trigger(self, within: float = 0.0) -> None:
         """Ring now, or in `within` seconds. After `close` it is no error."""
         with self._lock:
-            if self._bell < 0:
+            if self._event < 0:
                 return
             if within > 0:
                 self._set = True
                 _libc.timerfd_settime(self._timer, 0, ctypes.byref(_after(within)), None)
             else:
-                _libc.eventfd_write(self._bell, 1)
+                _libc.eventfd_write(self._event, 1)
 
-    def silence(self) -> None:
+    def clear(self) -> None:
         """It has been heard: forget all rings, also those to come."""
         with self._lock:
-            if self._bell < 0:
+            if self._event < 0:
                 return
             if self._set:
                 self._set = False
                 _libc.timerfd_settime(self._timer, 0, ctypes.byref(_NEVER), None)
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+                os.eventfd_read(self._event)
 
     def close(self) -> None:
         """Close both, once."""
         with self._lock:
-            if self._bell >= 0:
-                os.close(self._bell)
+            if self._event >= 0:
+                os.close(self._event)
                 os.close(self._timer)
-                self._bell = self._timer = -1
+                self._event = self._timer = -1
 
     def after_fork_in_child(self) -> None:
         """Close this process's copies."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import hvdlite.numpy as hvd
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.ring import PIECE_BYTES
-from hvdlite.common.decisions.autotuner import Autotuner, Trial
+from hvdlite.common.decisions.autotuner import Autotuner, Sample
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.gaussian_process import most_promising
 from hvdlite.common.engine import executor as execution
@@ -38,22 +38,22 @@ Speed = Callable[[Retune], float]  # seconds of a step
 
 def run(
     tuner: Autotuner, seconds: Speed, noise: float = 0.0, seed: int = 1, most_steps: int = 10_000
-) -> tuple[Retune, list[Trial], int]:
+) -> tuple[Retune, list[Sample], int]:
     """Train until the tuner has finished: what it keeps, its log, and the steps that took."""
     random = Random(seed)
     now = 100.0
     values = Retune(128 * MIB, 1.0, 1024, "auto", PIECE_BYTES)
-    trials: list[Trial] = []
+    samples: list[Sample] = []
     for step in range(most_steps):
         if tuner.finished:
-            return values, trials, step
+            return values, samples, step
         now += seconds(values) * max(random.gauss(1, noise), 0.1)
         for name in ("a", "b"):
             retune = tuner.observe((name,), STEP_BYTES // 2, now)
-            trials += tuner.take_trials()
+            samples += tuner.pop_samples()
             if retune is not None:
                 values = retune
-                tuner.in_force()
+                tuner.settings_applied()
     raise AssertionError("it never ends")
 
 
@@ -98,8 +98,8 @@ def test_what_was_only_lucky_is_not_kept() -> None:
 
 
 def test_where_nothing_makes_a_difference_the_defaults_stay() -> None:
-    kept, trials, _ = run(Autotuner(Config(), TWO_HOSTS), lambda values: 0.01)
-    assert kept == trials[0].values == Retune(128 * MIB, 1.0, 1024, "auto", PIECE_BYTES)
+    kept, samples, _ = run(Autotuner(Config(), TWO_HOSTS), lambda values: 0.01)
+    assert kept == samples[0].values == Retune(128 * MIB, 1.0, 1024, "auto", PIECE_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -120,27 +120,27 @@ def test_what_is_tuned_one_by_one(change: dict[str, Any], topology: Topology) ->
 
 
 def test_the_defaults_are_the_first_sample_and_measured_against_the_best_at_the_end() -> None:
-    _, trials, _ = run(Autotuner(Config(), ONE_HOST), bowl(8, 5))
-    defaults = trials[0].values
-    *_, before_last, last = trials
+    _, samples, _ = run(Autotuner(Config(), ONE_HOST), bowl(8, 5))
+    defaults = samples[0].values
+    *_, before_last, last = samples
     assert defaults == Retune(128 * MIB, 1.0, 1024, "auto", PIECE_BYTES)
-    assert [trial.values for trial in trials[-7:-1]] == [last.values, defaults] * 3
+    assert [sample.values for sample in samples[-7:-1]] == [last.values, defaults] * 3
     assert before_last.score < last.score
 
 
 def test_the_flags_say_how_long_it_takes() -> None:
     config = Config(autotune_warmup_samples=2, autotune_max_samples=7, autotune_steps_per_sample=4)
-    _, trials, steps = run(Autotuner(config, ONE_HOST), bowl(8, 5))
+    _, samples, steps = run(Autotuner(config, ONE_HOST), bowl(8, 5))
     joint, cache, duel, best = 7, 1, 6, 1
-    assert len(trials) == joint + cache + duel + best
+    assert len(samples) == joint + cache + duel + best
     samples = 2 + joint + cache + duel
     assert samples * 5 * 4 <= steps <= samples * (5 * 4 + 1)
 
 
 def test_a_score_is_bytes_in_a_microsecond() -> None:
-    _, trials, _ = run(Autotuner(Config(), ONE_HOST), lambda values: 0.01)
-    for trial in trials:
-        assert trial.score == pytest.approx(STEP_BYTES / 1e4)
+    _, samples, _ = run(Autotuner(Config(), ONE_HOST), lambda values: 0.01)
+    for sample in samples:
+        assert sample.score == pytest.approx(STEP_BYTES / 1e4)
 
 
 def test_what_the_user_has_set_is_not_tuned() -> None:
@@ -149,8 +149,8 @@ def test_what_the_user_has_set_is_not_tuned() -> None:
         "HVDLITE_ALLREDUCE": "hierarchical",
         "HOROVOD_CACHE_CAPACITY": "7",
     }
-    _, trials, _ = run(Autotuner(Config.from_environ(environ), TWO_HOSTS), bowl(8, 5))
-    tried = [trial.values for trial in trials]
+    _, samples, _ = run(Autotuner(Config.from_environ(environ), TWO_HOSTS), bowl(8, 5))
+    tried = [sample.values for sample in samples]
     assert {each.fusion_threshold_bytes for each in tried} == {3 * MIB}
     assert {each.allreduce for each in tried} == {""}
     assert {each.cache_capacity for each in tried} == {7}
@@ -161,7 +161,7 @@ def test_tensors_without_a_name_do_not_make_a_step() -> None:
     tuner = Autotuner(Config(), ONE_HOST)
     for number in range(1000):
         assert tuner.observe((f"noname.{number}",), 100, float(number)) is None
-    assert tuner.take_trials() == []
+    assert tuner.pop_samples() == []
 
 
 # -- the search
@@ -192,15 +192,15 @@ def test_it_looks_where_scores_rise() -> None:
 
 def test_the_log_has_horovods_columns_and_ends_with_the_best(tmp_path: Path) -> None:
     log = AutotuneLog(str(tmp_path / "log.csv"))
-    kept, trials, _ = run(Autotuner(Config(), TWO_HOSTS), bowl(8, 5))
-    for trial in trials:
-        log.write([trial])
+    kept, samples, _ = run(Autotuner(Config(), TWO_HOSTS), bowl(8, 5))
+    for sample in samples:
+        log.write([sample])
     first, *rows = csv.reader((tmp_path / "log.csv").read_text().splitlines())
     assert ",".join(first[:7]) == (
         "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,"
         "cycle_time_ms,tensor_fusion_threshold,score"
     )
-    assert len(rows) == len(trials)
+    assert len(rows) == len(samples)
     assert rows[0][:6] == ["1", "0", "0", "1", "1", "128"]
     assert [float(rows[-1][4]), float(rows[-1][5])] == [
         kept.cycle_time_ms, kept.fusion_threshold_bytes / MIB,
@@ -212,7 +212,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(
 ) -> None:
     with caplog.at_level(logging.WARNING, "hvdlite"):
         log = AutotuneLog(str(tmp_path / "nowhere" / "log.csv"))
-        log.write([Trial(Retune(1, 1.0, 1, "", PIECE_BYTES), False, 1.0)])
+        log.write([Sample(Retune(1, 1.0, 1, "", PIECE_BYTES), False, 1.0)])
     assert caplog.text.count("without its log") == 1
 
 
@@ -222,7 +222,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(
 def ask(coordinator: Coordinator, *names: str) -> tuple[object, ...]:
     requests = tuple(Request(0, name, "allreduce", "float32", (256,), "cpu") for name in names)
     coordinator.receive(Report(0, (0, 1), (), requests), 0.0)
-    return coordinator.take_orders()
+    return coordinator.pop_orders()
 
 
 def test_the_coordinator_decides_by_the_new_settings_after_the_order() -> None:
@@ -231,7 +231,7 @@ def test_the_coordinator_decides_by_the_new_settings_after_the_order() -> None:
     assert isinstance(segment, Segment) and len(segment.items) == 2
     retune = Retune(1024, 1.0, 0, "ring", PIECE_BYTES)
     coordinator.retune(retune)
-    assert coordinator.take_orders() == (Eviction(0, 0), Eviction(0, 1), retune)
+    assert coordinator.pop_orders() == (Eviction(0, 0), Eviction(0, 1), retune)
     alone = ask(coordinator, "a", "b")
     assert [len(each.items) for each in alone if isinstance(each, Segment)] == [1, 1]
     (item,) = alone[0].items  # type: ignore[attr-defined]
@@ -266,7 +266,7 @@ def test_all_ranks_switch_between_the_same_two_segments(
         def watch(run: SegmentRun) -> None:
             fused.append(len(run.names))
             if rank == 0 and len(fused) % 20 == 0 and turns:
-                engine._negotiation.retune(turns.pop(0))
+                engine._control_plane.retune(turns.pop(0))
 
         end = engine.observe(watch)
         results = []

@@ -85,11 +85,11 @@ class Simulation:
     def report(self, rank: int, report: Report) -> None:
         if rank in self.leaders:
             self.leaders[rank].receive(report, 0.0)
-            for merged in self.leaders[rank].take_reports():
+            for merged in self.leaders[rank].pop_reports():
                 self.send(rank, self.trees[rank].parent, merged)
         elif self.trees[rank].is_root:
             self.coordinator.receive(report, 0.0)
-            for order in self.coordinator.take_orders():
+            for order in self.coordinator.pop_orders():
                 self.obey(0, order)
         else:
             self.send(rank, self.trees[rank].parent, report)
@@ -162,11 +162,11 @@ def test_a_steady_step_travels_as_bits() -> None:
     step = tuple(request(f"layer{i}.weight", 1000) for i in range(161))
     for rank in range(2):
         coordinator.receive(Report(0, (rank,), (), step), 0.0)
-    first = coordinator.take_orders()
+    first = coordinator.pop_orders()
     bits = tuple(range(161))
     for rank in range(2):
         coordinator.receive(Report(0, (rank,), bits), 1.0)
-    steady = coordinator.take_orders()
+    steady = coordinator.pop_orders()
     assert [order.items for order in steady if isinstance(order, Segment)] == [bits]
     assert len(encode(Reports((Report(0, (1,), bits),)))) < 20
     assert len(encode(Orders(first))) > 100 * len(encode(Reports((Report(0, (1,), bits),))))
@@ -176,7 +176,7 @@ def test_the_least_recently_used_tensor_is_forgotten() -> None:
     coordinator = new_coordinator(1, cache_capacity=2)
     for name in "abacc":  # c is one too many: at first it stays out, then it is used more than b
         coordinator.receive(Report(0, (0,), (), (request(name),)), 0.0)
-    assert [o for o in coordinator.take_orders() if isinstance(o, Eviction)] == [Eviction(0, 1)]
+    assert [o for o in coordinator.pop_orders() if isinstance(o, Eviction)] == [Eviction(0, 1)]
 
 
 def test_a_cache_that_is_too_small_for_a_step_still_remembers_what_it_can() -> None:
@@ -187,7 +187,7 @@ def test_a_cache_that_is_too_small_for_a_step_still_remembers_what_it_can() -> N
         known = [bits[f"t{i}"] for i in range(tensors) if f"t{i}" in bits]
         new = [request(f"t{i}") for i in range(tensors) if f"t{i}" not in bits]
         coordinator.receive(Report(0, (0,), tuple(known), tuple(new)), float(step))
-        orders = coordinator.take_orders()
+        orders = coordinator.pop_orders()
         assert not [order for order in orders if isinstance(order, Eviction)]
         for order in orders:
             assert isinstance(order, Segment)
@@ -204,7 +204,7 @@ def test_a_full_cache_forgets_what_is_used_no_more() -> None:
         names_ = [f"{'old' if step < 3 else 'new'}{i}" for i in range(15)]
         names_ += [f"once{step}.{i}" for i in range(30)]  # each is used once, and only once
         coordinator.receive(Report(0, (0,), (), tuple(map(request, names_))), float(step))
-        for order in coordinator.take_orders():
+        for order in coordinator.pop_orders():
             if isinstance(order, Segment):
                 answers = [item for item in order.items if isinstance(item, Response)]
                 kept |= {each.request.name for each in answers if each.bit >= 0}
@@ -216,7 +216,7 @@ def test_a_departed_rank_fails_what_waits_and_what_comes() -> None:
     coordinator.receive(Report(0, (0,), (), (request("early"),)), 0.0)
     coordinator.depart(1)
     coordinator.receive(Report(0, (0,), (), (request("late"),)), 0.0)
-    *segments, departed = coordinator.take_orders()
+    *segments, departed = coordinator.pop_orders()
     assert departed == Departed(1)
     for segment in segments:
         assert isinstance(segment, Segment) and isinstance(segment.items[0], Response)

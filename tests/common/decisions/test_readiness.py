@@ -74,9 +74,9 @@ class Naive:
         return self.complete(bits)
 
     def complete(self, bits: frozenset[int]) -> dict[int, set[int]]:
-        return self.take({b for b in bits if self.ready[b] | self.absent == self.needed})
+        return self.pop({b for b in bits if self.ready[b] | self.absent == self.needed})
 
-    def take(self, bits: set[int] | frozenset[int]) -> dict[int, set[int]]:
+    def pop(self, bits: set[int] | frozenset[int]) -> dict[int, set[int]]:
         for bit in bits:
             self.since.pop(bit, None)
         return {bit: self.ready.pop(bit) for bit in bits if bit in self.ready}
@@ -100,14 +100,14 @@ def test_bits_are_counted_as_one_by_one(
             arrivals = ours.add(NumberSet.of(bits), mask_of(ranks), now)
             expected = naive.add(bits, ranks, now)
         elif action == "take":
-            arrivals, expected = ours.take(NumberSet.of(bits)), naive.take(bits)
+            arrivals, expected = ours.pop(NumberSet.of(bits)), naive.pop(bits)
         elif action == "discard":
             ours.discard(min(bits))
-            naive.take({min(bits)})
+            naive.pop({min(bits)})
         elif action == "partial":
             before = now / 2
-            arrivals = ours.take_partial(before)
-            expected = naive.take({b for b, since in naive.since.items() if since < before})
+            arrivals = ours.pop_overdue(before)
+            expected = naive.pop({b for b, since in naive.since.items() if since < before})
         elif action == "excuse":
             arrivals = ours.excuse(mask_of(ranks))
             naive.absent |= ranks
@@ -174,7 +174,7 @@ def reported(ranks: dict[int, Request], splits: list[frozenset[int]]) -> list[Re
 def answer(coordinator: Coordinator, reports: list[Report]) -> Response:
     for report in reports:
         coordinator.receive(report, 0.0)
-    ((item,),) = [o.items for o in coordinator.take_orders() if isinstance(o, Segment)]
+    ((item,),) = [o.items for o in coordinator.pop_orders() if isinstance(o, Segment)]
     assert isinstance(item, Response)
     return item
 
@@ -215,10 +215,10 @@ def test_an_allgather_has_the_rows_of_each_rank(
     first = answer(coordinator, reported(ranks, splits))
     assert first.first_dims == tuple(rows)
     coordinator.receive(Report(0, tuple(joined), (), (JOIN,)), 0.0)
-    assert not coordinator.take_orders()
+    assert not coordinator.pop_orders()
     present = NumberSet.of(set(range(RANKS)) - joined)
     coordinator.receive(Report(0, present, (first.bit,)), 0.0)
-    ((item,),) = [o.items for o in coordinator.take_orders() if isinstance(o, Segment)]
+    ((item,),) = [o.items for o in coordinator.pop_orders() if isinstance(o, Segment)]
     left = tuple(0 if rank in joined else n for rank, n in enumerate(rows))
     assert left == (item.first_dims if isinstance(item, Response) else first.first_dims)
 
@@ -229,7 +229,7 @@ def test_a_rank_that_joins_after_it_has_reported_still_gives_its_rows() -> None:
     answer(coordinator, [Report(0, (0, 1), (), (ask,))])
     coordinator.receive(Report(0, (0,), (0,), (JOIN,)), 0.0)
     coordinator.receive(Report(0, (1,), (), (JOIN,)), 0.0)
-    tensor, join = [o.items[0] for o in coordinator.take_orders() if isinstance(o, Segment)]
+    tensor, join = [o.items[0] for o in coordinator.pop_orders() if isinstance(o, Segment)]
     assert isinstance(tensor, Response) and tensor.first_dims == (3, 0)
     assert isinstance(join, Response) and join.last_joined == 1
 
@@ -293,11 +293,11 @@ def test_a_step_of_many_ranks_costs_as_much_as_one_of_few() -> None:
     step = tuple(request(f"t{i}") for i in range(tensors))
     for quarter in quarters:
         coordinator.receive(Report(0, quarter, (), step), 0.0)
-    coordinator.take_orders()
+    coordinator.pop_orders()
     for _ in range(50):
         for quarter in quarters:
             coordinator.receive(Report(0, quarter, range(tensors)), 0.0)
-        (order,) = coordinator.take_orders()
+        (order,) = coordinator.pop_orders()
         assert isinstance(order, Segment) and order.items == tuple(range(tensors))
 
 
@@ -306,8 +306,8 @@ def test_a_leader_passes_on_what_is_late_and_then_the_rest() -> None:
     leader.note(Segment(0, tuple(Response(request(str(bit)), bit=bit) for bit in range(3))))
     leader.receive(Report(0, (4, 6), (0, 1, 2)), 0.0)
     leader.receive(Report(0, (5, 7), (2,)), 1.0)
-    assert leader.take_reports() == (Report(0, (4, 5, 6, 7), (2,)),)
+    assert leader.pop_reports() == (Report(0, (4, 5, 6, 7), (2,)),)
     leader.flush(0.5)
-    assert leader.take_reports() == (Report(0, (4, 6), (0, 1)),)
+    assert leader.pop_reports() == (Report(0, (4, 6), (0, 1)),)
     leader.receive(Report(0, (5,), (1,)), 2.0)
-    assert leader.take_reports() == (Report(0, (5,), (1,)),)
+    assert leader.pop_reports() == (Report(0, (5,), (1,)),)

@@ -15,7 +15,7 @@ from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
-from hvdlite.common.transport.wakeup import Alarm
+from hvdlite.common.transport.wakeup import WakeUp
 from tests.ranks import run_ranks
 
 SOON = 0.001
@@ -42,7 +42,7 @@ def test_the_first_tensor_sets_an_alarm_for_all() -> None:
     for name in "abc":
         queue.add(name)
     assert queue.woken == [SOON]
-    assert len(queue.queue.take()) == 3
+    assert len(queue.queue.drain()) == 3
     assert queue.queue.may_sleep()
     queue.add("d")
     assert queue.woken == [SOON, SOON]
@@ -50,7 +50,7 @@ def test_the_first_tensor_sets_an_alarm_for_all() -> None:
 
 def test_an_engine_that_is_awake_is_not_woken() -> None:
     queue = Queue()
-    queue.queue.take()
+    queue.queue.drain()
     queue.add("a")
     assert not queue.woken
     assert not queue.queue.may_sleep()
@@ -63,7 +63,7 @@ def test_who_waits_wakes_the_engine_once() -> None:
         threading.Thread(target=entry.handle.wait, daemon=True).start()
         assert not entry.handle.ended_within(0.01)
     assert queue.woken == [SOON, 0.0]
-    for entry in queue.queue.take():
+    for entry in queue.queue.drain():
         entry.complete()
     assert first.handle.wait() is None
     assert queue.woken == [SOON, 0.0]
@@ -107,10 +107,10 @@ def nested(lock: Any) -> None:
 
 
 def test_a_signal_handler_may_enqueue_and_wake_within_a_call_that_does() -> None:
-    inbox, pending, alarm = Inbox(lambda within: None), PendingTable(0), Alarm()
-    for each in (inbox, pending, alarm):
+    inbox, pending, wake_up = Inbox(lambda within: None), PendingTable(0), WakeUp()
+    for each in (inbox, pending, wake_up):
         nested(each._lock)
-    alarm.close()
+    wake_up.close()
 
 
 def test_a_handler_that_enqueues_inside_of_enqueuing_loses_nothing() -> None:
@@ -131,7 +131,7 @@ def test_a_handler_that_enqueues_inside_of_enqueuing_loses_nothing() -> None:
     outer = Interrupting(Request(0, "outer", "allreduce"))
     pending.add([outer])
     inbox.put([outer])
-    assert {entry.request.name for entry in inbox.take()} == {"inner", "outer"}
+    assert {entry.request.name for entry in inbox.drain()} == {"inner", "outer"}
     assert pending.find(0, "inner") is inner and pending.find(0, "outer") is outer
 
 
@@ -141,49 +141,49 @@ def test_a_call_that_is_refused_adds_nothing() -> None:
     with pytest.raises(ValueError, match="'a' on rank 0 has the same name"):
         pending.add(entries)
     pending.add(entries[:3])
-    assert pending.take([each.request for each in entries]) == [*entries[:3], None]
+    assert pending.pop([each.request for each in entries]) == [*entries[:3], None]
 
 
-def readable(alarm: Alarm, milliseconds: int) -> bool:
+def readable(wake_up: WakeUp, milliseconds: int) -> bool:
     poll = select.poll()
-    for descriptor in alarm.descriptors:
+    for descriptor in wake_up.descriptors:
         poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(milliseconds))
 
 
 @pytest.mark.parametrize("within", [0.0, 0.02])
 def test_an_alarm_rings_until_it_is_silenced(within: float) -> None:
-    alarm = Alarm()
-    assert not readable(alarm, 0)
-    alarm.ring(within)
-    assert readable(alarm, 5000)
-    assert readable(alarm, 0)
-    alarm.silence()
-    assert not readable(alarm, 0)
-    alarm.close()
+    wake_up = WakeUp()
+    assert not readable(wake_up, 0)
+    wake_up.trigger(within)
+    assert readable(wake_up, 5000)
+    assert readable(wake_up, 0)
+    wake_up.clear()
+    assert not readable(wake_up, 0)
+    wake_up.close()
 
 
 def test_a_silenced_alarm_forgets_what_is_to_come() -> None:
-    alarm = Alarm()
-    alarm.ring(0.05)
-    alarm.ring()
-    alarm.silence()
-    assert not readable(alarm, 100)
-    alarm.close()
+    wake_up = WakeUp()
+    wake_up.trigger(0.05)
+    wake_up.trigger()
+    wake_up.clear()
+    assert not readable(wake_up, 100)
+    wake_up.close()
 
 
 def test_an_alarm_may_be_set_for_longer_than_a_second() -> None:
-    alarm = Alarm()
-    alarm.ring(1.05)
-    assert not readable(alarm, 100)
-    assert readable(alarm, 5000)
-    alarm.close()
+    wake_up = WakeUp()
+    wake_up.trigger(1.05)
+    assert not readable(wake_up, 100)
+    assert readable(wake_up, 5000)
+    wake_up.close()
 
 
 def test_an_alarm_that_is_closed_is_rung_in_vain() -> None:
-    alarm = Alarm()
-    alarm.close()
-    alarm.close()
+    wake_up = WakeUp()
+    wake_up.close()
+    wake_up.close()
     for within in (0.0, 0.01):
-        alarm.ring(within)
-    alarm.silence()
+        wake_up.trigger(within)
+    wake_up.clear()

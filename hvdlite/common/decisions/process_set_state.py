@@ -1,0 +1,48 @@
+"""The coordinator's state of one process set. This module never sends, sleeps or reads a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdlite.common.base.bitsets import mask_of
+from hvdlite.common.decisions.bit_readiness import BitReadiness
+from hvdlite.common.decisions.grouped import Groups
+from hvdlite.common.decisions.request_readiness import RequestReadiness
+from hvdlite.common.decisions.response_cache import CoordinatorCache
+from hvdlite.common.plain.messages import NO_RANK, Request
+
+
+class ProcessSetState:
+    """What the members of one process set have reported, and what they remember."""
+
+    def __init__(self, process_set_id: int, members: tuple[int, ...], cache_capacity: int) -> None:
+        self.process_set_id = process_set_id
+        self.members = members
+        self.mask = mask_of(members)
+        self.requests = RequestReadiness(self.mask)
+        self.bits = BitReadiness(self.mask)
+        self.cache = CoordinatorCache(cache_capacity)
+        self.groups = Groups(len(members))
+        # The member whose join was counted last: the public join() returns it.
+        self.last_joined = NO_RANK
+        # Set while some members have joined, and not all.
+        self.join: Request | None = None
+        # How many joins are complete, and how many bits were evicted. A join request carries the
+        # same two counts of its rank, so that a join that has crossed an eviction is recognised.
+        self.joins = 0
+        self.evictions = 0
+        # When a tensor was answered or a rank joined last. A join stalls only without progress.
+        self.progress = 0.0
+
+    def expect(self, ranks: int) -> None:
+        """Count these members as joined no longer."""
+        self.bits.expect(ranks)
+        self.requests.expect(ranks)
+        if not self.bits.absent:
+            self.join = None
+
+    def waiting(self) -> Iterator[tuple[Request, int, float]]:
+        """Yield each incomplete tensor: a request, the ranks that miss it, and since when."""
+        for bit, missing, since in self.bits.waiting():
+            yield self.cache.peek(bit)[0].request, missing, since
+        yield from self.requests.waiting()
