@@ -1,7 +1,7 @@
-"""One row per collective: what ranks must agree on, what may be fused, and how it is run.
+"""The table of collectives: what ranks must agree on, what may be fused, and how it is run.
 
-Negotiation, fusion, the cache, the choice of a backend and the tuning read the row; nothing above
-this package compares a collective's name with a string.
+Negotiation, fusion, the cache, the choice of a backend and autotuning read the `CollectiveSpec`;
+nothing above this package compares a collective's name with a string.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class CollectiveSpec:
     carries_gradients: bool = False
 
     def bytes(self, response: Response, itemsize: int) -> int:
-        """Size of the tensor, summed over the members where each gives its own rows."""
+        """Return the size of the tensor, summed over the members if their rows differ."""
         shape = response.request.shape
         if self.varying_rows:
             return sum(response.first_dims) * math.prod(shape[1:]) * itemsize
@@ -177,8 +177,8 @@ _SAME_SEGMENT = ("settings", "group", "group_size", "fusion_bytes")
 _SAME_SCALES = ("prescale_factor", "postscale_factor")
 
 SPECS = {
-    row.name: row
-    for row in (
+    spec.name: spec
+    for spec in (
         CollectiveSpec(
             "allreduce",
             agree=(*_SAME_TENSOR, "reduce_op", *_SAME_SCALES, *_SAME_SEGMENT),
@@ -256,9 +256,9 @@ _LABEL = {
 
 
 def disagreement(first: tuple[int, Request], other: tuple[int, Request]) -> str:
-    """Why the requests of two ranks for one name cannot be answered together; '' if they can.
+    """Return why the requests of two ranks for one name disagree; '' if they agree.
 
-    Names the tensor, both ranks and both values.
+    The text names the tensor, both ranks and both values.
     """
     (rank, request), (other_rank, other_request) = first, other
     if request.collective != other_request.collective:
@@ -266,17 +266,17 @@ def disagreement(first: tuple[int, Request], other: tuple[int, Request]) -> str:
             f"'{request.name}': ranks disagree on the operation: rank {rank} has "
             f"{request.collective}, rank {other_rank} has {other_request.collective}"
         )
-    for what in SPECS[request.collective].agree:
-        value, other_value = _value(request, what), _value(other_request, what)
+    for field in SPECS[request.collective].agree:
+        value, other_value = _value(request, field), _value(other_request, field)
         if value != other_value:
             return (
                 f"{request.collective} '{request.name}': ranks disagree on "
-                f"{_LABEL.get(what, what)}: rank {rank} has {value}, "
+                f"{_LABEL.get(field, field)}: rank {rank} has {value}, "
                 f"rank {other_rank} has {other_value}"
             )
     return ""
 
 
-def _value(request: Request, what: str) -> Any:
-    meaning = _MEANING.get(what)
-    return meaning(request) if meaning else getattr(request, what)
+def _value(request: Request, field: str) -> Any:
+    meaning = _MEANING.get(field)
+    return meaning(request) if meaning else getattr(request, field)

@@ -83,7 +83,7 @@ class _Page:
         return parts
 
     def complete(self, bits: int, target: int) -> int:
-        """Return those of `bits` for which `target` ranks are ready, that is, all that are needed."""
+        """Return those of `bits` for which `target` ranks are ready: all that are needed."""
         return self._tally.which(bits, target)
 
     def ready(self, bits: int) -> dict[int, int]:

@@ -1,6 +1,6 @@
-"""A rank's part in the control tree: reports go up, orders come down, and both are passed on.
+"""The control plane of one rank: reports go up the control tree, orders come down.
 
-What is decided is decided by the coordinator and the aggregators; this room moves their messages.
+The coordinator and the aggregators decide; this module only moves their messages.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from hvdlite.common.transport.base import Transport
 
 log = logging.getLogger("hvdlite")
 
-BLAME_SECONDS = 1.0  # how long a rank that lost a peer waits to hear why
+BLAME_SECONDS = 1.0  # How long a rank that has lost a peer waits for the reason.
 
 
 class ControlPlane:
-    """Belongs to the engine thread, as the transport does."""
+    """One rank's place in the control tree. Owned by the engine thread, as the transport is."""
 
     def __init__(
         self,
@@ -59,8 +59,10 @@ class ControlPlane:
         process_sets: ProcessSetTable,
         clock: Callable[[], float],
     ) -> None:
-        self.orders: deque[Order] = deque()  # to be obeyed by this rank, in this sequence
-        self.clock_offset_seconds = 0.0  # how far rank 0's monotonic clock is ahead, once known
+        # The orders that this rank has yet to execute, in sequence.
+        self.orders: deque[Order] = deque()
+        # How far the monotonic clock of rank 0 is ahead; 0 until `ask_clock` is answered.
+        self.clock_offset_seconds = 0.0
         self._rank = transport.rank
         self._transport = transport
         self._timeline = timeline
@@ -68,12 +70,13 @@ class ControlPlane:
         self._process_sets = process_sets
         self._clock = clock
         self._tree = Tree(transport.topology, transport.rank)
-        # Only from these does the word that a rank shuts down come before its connection ends.
+        # Only connections to these ranks are watched: their Departed comes on the same path, and so
+        # before the connection closes. A connection to another rank may close first.
         self._neighbours = {*self._tree.children}
         if not self._tree.is_root:
             self._neighbours.add(self._tree.parent)
-        self._gone: set[int] = set()  # ranks that have shut down
-        self._lost: set[int] = set()  # ranks whose connection ended before they said why
+        self._departed: set[int] = set()  # Ranks that have shut down.
+        self._lost: set[int] = set()  # Ranks whose connection closed before they departed.
         self._stalls = StallInspector(config.stall_warning_seconds, config.stall_shutdown_seconds)
         self._watches_stalls = not config.stall_check_disable and (
             config.stall_warning_seconds > 0 or config.stall_shutdown_seconds > 0
@@ -96,16 +99,16 @@ class ControlPlane:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do here: this rank and all below it have shut down."""
-        return not self.orders and self._tree.subtree <= self._gone
+        """Whether this rank and all below it have departed, so that nobody needs this engine."""
+        return not self.orders and self._tree.subtree <= self._departed
 
     def receive(self, timeout: float | None) -> None:
-        """Sleep until a message comes, at most `timeout` seconds, and take in what has come."""
+        """Sleep until a message comes, at most `timeout` seconds, and handle all that are there."""
         for rank, body in self._transport.receive(timeout):
             self._handle(rank, body)
 
     def report(self, reports: Sequence[Report]) -> None:
-        """Tell what this rank has ready, or what a rank below has."""
+        """Count what this rank or a rank below has ready, or pass it to the parent."""
         counter = self._coordinator or self._aggregator
         if counter is None:
             self._send_up(Reports(tuple(reports)))
@@ -114,19 +117,19 @@ class ControlPlane:
         for report in reports:
             counter.receive(report, now)
             if self._timeline.enabled:
-                self._tick(report)
+                self._record_readiness(report)
 
     def depart(self, rank: int) -> None:
-        """`rank` wants to shut down."""
-        self.pass_on()  # what it has reported before comes first
-        log.debug("rank %d: rank %d wants to leave", self._rank, rank)
+        """Ask the coordinator to let `rank`, this one or one below, shut down."""
+        self.pass_on()  # The reports of the rank must arrive before its departure.
+        log.debug("rank %d: rank %d wants to shut down", self._rank, rank)
         if self._coordinator is not None:
             self._coordinator.depart(rank)
         else:
             self._send_up(Depart(rank))
 
     def retune(self, retune: Retune) -> None:
-        """All ranks shall go on with these settings. On rank 0 only."""
+        """Order all ranks to use these settings. Rank 0 only."""
         assert self._coordinator is not None
         self._coordinator.retune(retune)
 
@@ -142,17 +145,22 @@ class ControlPlane:
                 self._send_up(Reports(reports))
 
     def ask_clock(self) -> None:
-        """Ask how far the clock of rank 0 is ahead; the timeline is told when the answer comes."""
+        """Ask how far the clock of rank 0 is ahead.
+
+        The answer is the midpoint estimate of Cristian ("Probabilistic clock synchronization",
+        1989): the reply was sent in the middle between question and answer, on average.
+        """
         host_of = self._transport.topology.host_of
         if host_of[self._rank] == host_of[ROOT]:
-            self._set_clock_offset(0.0)  # one host, one monotonic clock
+            self._set_clock_offset(0.0)  # All processes of a host share one monotonic clock.
         else:
             self._send_up(ClockQuery(self._rank, time.monotonic_ns()))
 
-    def _tick(self, report: Report) -> None:
+    def _record_readiness(self, report: Report) -> None:
+        """Show in the timeline which ranks are ready for which tensors."""
         members = self._process_sets.find(report.process_set_id)
         if members is None or self._rank not in members:
-            return  # nothing would end the negotiation in this rank's timeline
+            return  # This rank runs no segment that would end the negotiation in its timeline.
         for request in self._memory.requests_of(report):
             self._timeline.negotiate_start(request.name, request.collective)
             for rank in report.ranks:
@@ -162,10 +170,10 @@ class ControlPlane:
 
     def _handle(self, rank: int, body: bytes | None) -> None:
         if body is None:
-            if rank in self._neighbours and rank not in self._gone:
+            if rank in self._neighbours and rank not in self._departed:
                 self._lost.add(rank)
-                log.debug("rank %d: the connection to rank %d has ended", self._rank, rank)
-                raise PeerLostError(_gone_text(rank), rank=rank)
+                log.debug("rank %d: the connection to rank %d was closed", self._rank, rank)
+                raise PeerLostError(_loss_text(rank), rank=rank)
             return
         message = decode(body, rank)
         self._handlers[type(message)](self, message)
@@ -178,8 +186,8 @@ class ControlPlane:
             if self._aggregator is not None:
                 self._aggregator.note(order)
             if isinstance(order, Departed):
-                log.debug("rank %d: rank %d has left", self._rank, order.rank)
-                self._gone.add(order.rank)
+                log.debug("rank %d: rank %d has shut down", self._rank, order.rank)
+                self._departed.add(order.rank)
         self.orders.extend(message.orders)
         self._send_down(message)
 
@@ -233,8 +241,8 @@ class ControlPlane:
         self._transport.send(self._tree.parent, encode(message))
 
     def _send_down(self, message: Message) -> None:
-        children = [child for child in self._tree.children if child not in self._gone]
-        if isinstance(message, Orders):  # the order that lets a rank go must still reach it
+        children = [child for child in self._tree.children if child not in self._departed]
+        if isinstance(message, Orders):  # A rank must still receive its own Departed.
             children = list(self._tree.children)
         body = encode(message) if children else b""
         for child in children:
@@ -243,7 +251,7 @@ class ControlPlane:
     # -- stalls
 
     def next_inspection(self) -> float | None:
-        """When to call `inspect` next; None while nothing waits."""
+        """Return when to call `inspect` next; None while nothing waits."""
         counter = self._coordinator or self._aggregator
         oldest = None if counter is None else counter.oldest
         if oldest is None or not self._watches_stalls:
@@ -254,19 +262,19 @@ class ControlPlane:
 
     @property
     def _patience(self) -> float:
-        """How long a leader holds what is incomplete: rank 0 must know before it warns."""
+        """The seconds that a leader holds incomplete tensors: rank 0 must hear before it warns."""
         return self._stalls.patience / 2
 
     def inspect(self) -> None:
-        """Look for tensors that some ranks do not submit, if it is time for that.
+        """Warn of tensors that some ranks do not submit, if a check is due.
 
-        Raises `HorovodInternalError` when the job shall end for it.
+        Raises `HorovodInternalError` after the shutdown time, which fails the job.
         """
         due, now = self.next_inspection(), self._clock()
         if due is None or now < due:
             return
         if self._aggregator is not None:
-            log.debug("rank %d: rank 0 is told of what some ranks do not submit", self._rank)
+            log.debug("rank %d: passes on tensors that some ranks do not submit", self._rank)
             self._aggregator.flush(now - self._patience)
             self.pass_on()
         if self._coordinator is None:
@@ -282,7 +290,11 @@ class ControlPlane:
     # -- failures
 
     def blame(self, lost: PeerLostError) -> HorovodInternalError:
-        """Who is at fault when a connection ended: its rank, or the one it fled from."""
+        """Return the error that names the rank at fault after a connection was closed.
+
+        A rank that fails for another reason closes its connections too. So wait a moment for the
+        Abort that tells the reason, until the connection to the lost rank itself is closed.
+        """
         deadline = self._clock() + BLAME_SECONDS
         try:
             while lost.rank not in self._lost and (left := deadline - self._clock()) > 0:
@@ -292,27 +304,27 @@ class ControlPlane:
                         return _reason_of(message)
                     if message is None and rank == lost.rank:
                         self._lost.add(rank)
-        except Exception as second:  # it does not tell more
-            log.debug("rank %d: %s, while it asked why a rank is gone", self._rank, second)
+        except Exception as second:  # A second failure adds nothing to the first.
+            log.debug("rank %d: %s, while waiting for the reason of a loss", self._rank, second)
         return HorovodInternalError(str(lost), rank=lost.rank)
 
     def abort(self, error: HorovodInternalError) -> None:
-        """Tell the ranks above and below that the job cannot go on. Never raises."""
+        """Tell the ranks above and below that the job fails. Never raises."""
         message = Abort(-1 if error.rank is None else error.rank, str(error))
         try:
             self._send_down(message)
             if not self._tree.is_root:
                 self._send_up(message)
             self._transport.receive(0)
-        except Exception as second:  # whoever cannot be told sees this rank's connection end
-            log.debug("rank %d: %s, while it told why the job ends", self._rank, second)
+        except Exception as second:  # Other ranks see that the connections of this rank close.
+            log.debug("rank %d: %s, while telling why the job fails", self._rank, second)
 
 
 def _reason_of(message: Abort) -> HorovodInternalError:
     return HorovodInternalError(message.reason, rank=None if message.rank < 0 else message.rank)
 
 
-def _gone_text(rank: int) -> str:
+def _loss_text(rank: int) -> str:
     return (
         f"rank {rank} is gone: its process died, or left without shutting down. "
         "See the output of that rank for the reason"

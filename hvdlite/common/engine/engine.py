@@ -1,4 +1,4 @@
-"""The background thread of a rank: take what was enqueued, negotiate, run, complete.
+"""The engine thread of a rank: drain the inbox, negotiate, run segments, complete handles.
 
     training thread --enqueue--> Inbox --reports--> parent ... --> Coordinator (rank 0)
     handles <--complete-- Executor <--orders-- parent <-- ... orders, one sequence for all ranks
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hvdlite")
 
-SLOW_SECONDS = 1.0  # a negotiation that takes longer is told at debug level
+SLOW_SECONDS = 1.0  # A negotiation that takes longer is logged at debug level.
 SHUT_DOWN = "hvdlite has been shut down; call init() again"
 
 
 class Engine:
-    """One rank's engine. It can be ended and another one built in the same process."""
+    """One rank's engine. After a shutdown, another one can be built in the same process."""
 
     def __init__(
         self,
@@ -53,8 +53,10 @@ class Engine:
         self.rank = transport.rank
         self.topology = transport.topology
         self.process_sets = ProcessSetTable(self.topology.size)
-        self.departed = threading.Event()  # this rank takes part in nothing any more
-        self.failed = False  # the job ended because something went wrong
+        # Set when this rank takes part in nothing any more: it was shut down, or the job failed.
+        self.departed = threading.Event()
+        # Set before `departed` if the job failed.
+        self.failed = False
         self._transport = transport
         self._config = config
         self._timeline = timeline
@@ -74,19 +76,20 @@ class Engine:
             self._autotuning = Autotuning(config, self.topology, self._control_plane.retune)
             self._autotuning.stop_observing = self.observe(self._autotuning.observe)
         self._debug = log.isEnabledFor(logging.DEBUG)
-        self._leaving = threading.Event()  # this rank wants to shut down
-        self._asked_to_leave = False
+        # Set by `shutdown`. The engine thread then asks the coordinator once for the departure.
+        self._shutdown_requested = threading.Event()
+        self._departure_sent = False
         self._thread = threading.Thread(target=self._run, name="hvdlite-engine", daemon=True)
         transport.call_while_waiting(self._negotiate_meanwhile)
 
-    # -- of any thread
+    # -- called by any thread
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
     def enqueue(self, entries: Sequence[Entry]) -> None:
-        """Hand over entries; never waits. Raises as `PendingTable.add`."""
+        """Hand over entries without waiting. Raises as `PendingTable.add`."""
         if self._timeline.enabled:
             for entry in entries:
                 self._timeline.negotiate_start(entry.request.name, entry.request.collective)
@@ -99,38 +102,38 @@ class Engine:
 
     @property
     def clock_offset_seconds(self) -> float:
-        """How far the monotonic clock of rank 0 is ahead of this one; 0 until it has answered."""
+        """How far the monotonic clock of rank 0 is ahead; 0 until rank 0 has answered."""
         return self._control_plane.clock_offset_seconds
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Call `observer` on the engine's thread with each segment that has run from now on.
+        """Call `observer` on the engine thread with each segment that has run from now on.
 
-        Returns what ends that.
+        Returns a function that removes the observer.
         """
         executor = self._executor
         executor.observers = (*executor.observers, observer)
 
-        def end() -> None:
-            executor.observers = tuple(each for each in executor.observers if each is not observer)
+        def remove() -> None:
+            executor.observers = tuple(o for o in executor.observers if o is not observer)
 
-        return end
+        return remove
 
     def shutdown(self) -> None:
-        """Leave the job. Returns when no other rank waits for this one any more.
+        """Depart from the job. Returns when no other rank waits for this one any more.
 
-        The thread goes on for as long as ranks below this one in the control tree need it.
+        The thread continues for as long as ranks below this one in the control tree need it.
         """
-        self._leaving.set()
+        self._shutdown_requested.set()
         self._transport.wake()
         self.departed.wait()
 
     @property
-    def ended(self) -> bool:
-        """Whether the thread has ended, and no other rank needs this engine any more."""
+    def finished(self) -> bool:
+        """Whether the thread has finished, since no other rank needs this engine any more."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Sleep until the thread has ended."""
+        """Sleep until the thread has finished."""
         self._thread.join()
 
     # -- the thread
@@ -143,11 +146,11 @@ class Engine:
             while not self._control_plane.finished:
                 self._cycle()
             self._close(HorovodInternalError(SHUT_DOWN))
-        except BaseException as error:  # the user must hear of it on every rank
+        except BaseException as error:  # The handles of every rank must fail with the reason.
             self._fail(self._reason(error))
 
     def _reason(self, error: BaseException) -> HorovodInternalError:
-        """Return what the handles of all ranks fail with, which names the rank at fault."""
+        """Return the error for the handles of all ranks, which names the rank at fault."""
         if isinstance(error, PeerLostError):
             return self._control_plane.blame(error)
         if not isinstance(error, HorovodInternalError):
@@ -159,7 +162,7 @@ class Engine:
         return error
 
     def _pin(self) -> None:
-        """Bind this thread to its core, where the user has named one."""
+        """Bind this thread to the core that the user has named for it, if any."""
         cores = self._config.thread_affinity
         if not cores:
             return
@@ -172,36 +175,57 @@ class Engine:
             )  # fmt: skip
 
     def _cycle(self) -> None:
+        """Sleep until something happens, negotiate, and execute at most one order.
+
+        One order at a time lets messages that came meanwhile be answered between two segments.
+        """
         timeout = self._timeout()
         with self._timeline.receiving(sleeps=timeout != 0):
             self._control_plane.receive(timeout)
-        self._take_entries()
+        self._report_entries()
         self._control_plane.pass_on()
         if self._control_plane.orders:
             self._obey(self._control_plane.orders.popleft())
-            self._control_plane.pass_on()  # to obey may be to report, and that may decide something
+            # Executing an order can produce a report, which can complete further tensors.
+            self._control_plane.pass_on()
         else:
             self._control_plane.inspect()
 
     def _negotiate_meanwhile(self) -> None:
-        """Keep negotiation going while a collective waits for its peers."""
+        """Receive, report and pass on, but execute no order, while a collective waits.
+
+        [Note: negotiation while a collective waits]
+        A collective runs on the engine thread, and may wait long for a slow peer. The engine then
+        must still negotiate, for three reasons. A leader or rank 0 that is silent would stop ranks
+        that take no part in this collective. Tensors that become ready meanwhile can be agreed on,
+        so that their segments start when this one is complete. And only the control plane hears
+        that a rank has failed far away (Abort, a lost connection): that error, raised here, ends a
+        wait for data that will never come.
+
+        So every wait of the data plane calls this method now and then, on the engine thread itself:
+        no lock is needed, and the transport stays single-threaded. Orders are queued and not
+        executed, since a segment must not start inside another one: buffers and the order of
+        messages between two ranks are shared. Anything that runs here must therefore be prepared to
+        see a segment half done, and must not wait.
+        """
         self._control_plane.receive(0)
-        self._take_entries()
+        self._report_entries()
         self._control_plane.pass_on()
 
-    def _take_entries(self) -> None:
+    def _report_entries(self) -> None:
+        """Report the entries of the inbox, and after them the departure if one is requested."""
         entries = self._inbox.drain()
         if entries:
             self._control_plane.report(self._memory.reports(entries))
-        if self._leaving.is_set() and not self._asked_to_leave:
-            self._asked_to_leave = True
+        if self._shutdown_requested.is_set() and not self._departure_sent:
+            self._departure_sent = True
             self._control_plane.depart(self.rank)
 
     def _timeout(self) -> float | None:
-        """How long nothing can become due: 0 while there is work, None without an end."""
+        """Return how long to sleep for messages: 0 while there is work, None without a limit."""
         if self._control_plane.orders or not self._inbox.may_sleep():
             return 0
-        if self._leaving.is_set() and not self._asked_to_leave:
+        if self._shutdown_requested.is_set() and not self._departure_sent:
             return 0
         due = self._control_plane.next_inspection()
         return None if due is None else max(due - self._clock(), 0)
@@ -212,10 +236,10 @@ class Engine:
         if isinstance(order, Segment):
             self._run_segment(order)
         elif isinstance(order, Eviction):
-            again = self._memory.evict(order)
-            log.debug("rank %d: %s; reported again: %d", self.rank, order, len(again))
-            if again:
-                self._control_plane.report(self._memory.reports(again))
+            unanswered = self._memory.evict(order)
+            log.debug("rank %d: %s; reported again: %d", self.rank, order, len(unanswered))
+            if unanswered:
+                self._control_plane.report(self._memory.reports(unanswered))
         elif isinstance(order, Retune):
             self._retune(order)
         elif order.rank == self.rank:
@@ -232,7 +256,7 @@ class Engine:
             for response in responses:
                 self._timeline.negotiate_end(response.request.name)
         if self._debug:
-            self._tell_slow(entries)
+            self._log_slow(entries)
         if responses[0].error:
             log.debug("rank %d: %s", self.rank, responses[0].error)
             if entries[0] is not None:
@@ -244,8 +268,8 @@ class Engine:
             self._timeline.engine("EXECUTE")
             self._executor.run(members, responses, entries)
 
-    def _tell_slow(self, entries: Sequence[Entry | None]) -> None:
-        """Log what has waited long for other ranks."""
+    def _log_slow(self, entries: Sequence[Entry | None]) -> None:
+        """Log entries that have waited long for other ranks."""
         now = time.monotonic()
         for entry in entries:
             if entry is not None and entry.enqueued and now - entry.enqueued > SLOW_SECONDS:
@@ -255,7 +279,7 @@ class Engine:
                 )  # fmt: skip
 
     def _answer(self, response: Response, entry: Entry | None) -> None:
-        """The negotiation itself was the collective."""
+        """Complete a collective that moves no data: the negotiation itself was the collective."""
         request = response.request
         effect = SPECS[request.collective].effect
         value: int | None = None
@@ -275,7 +299,7 @@ class Engine:
             entry.complete(value)
 
     def _drop_set(self, process_set_id: int) -> None:
-        """A process set is no more: what is pending in it fails."""
+        """Forget a process set that was removed, and fail the entries that are pending in it."""
         self._memory.forget_set(process_set_id)
         dropped = self._pending.pop_set(process_set_id)
         self._inbox.remove(dropped)
@@ -291,7 +315,7 @@ class Engine:
         if self._autotuning is not None:
             self._autotuning.settings_applied()
 
-    # -- the end
+    # -- closing
 
     def _fail(self, error: HorovodInternalError) -> None:
         self.failed = True

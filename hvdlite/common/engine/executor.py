@@ -1,4 +1,4 @@
-"""Runs one negotiated segment at this rank: entries in, backend, handles completed."""
+"""The executor: runs one negotiated segment on this rank, and completes the handles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("hvdlite")
 
 
 class JoinedOperand:
-    """What a joined rank puts in for a tensor that it does not have: nothing that counts."""
+    """The operand of a joined rank for a tensor that it does not have: neutral data."""
 
     splits: tuple[int, ...] = ()
     received_splits: tuple[int, ...] = ()
@@ -39,7 +39,7 @@ class JoinedOperand:
 
     @property
     def input(self) -> Array:
-        """The neutral element of the reduction, or no rows."""
+        """The neutral element of the reduction in the shape of the tensor, or no rows."""
         request = self.response.request
         shape = request.shape
         if SPECS[request.collective].varying_rows:
@@ -47,14 +47,17 @@ class JoinedOperand:
         return np.full(shape, neutral(request), numpy_dtype(request.dtype)).reshape(-1)
 
     def output(self, shape: tuple[int, ...]) -> Array:
-        """Memory that nobody reads."""
+        """Return memory that nobody reads."""
         return np.empty(shape, numpy_dtype(self.response.request.dtype)).reshape(-1)
 
 
 def neutral(request: Request) -> Any:
-    """What does not change a reduction: 0, or the identity of Min, Max and Product."""
+    """Return the value that does not change a reduction after it was multiplied by the prescale.
+
+    0 for a sum; for Min, Max and Product the identity, divided by the prescale factor.
+    """
     dtype, reduce_op = numpy_dtype(request.dtype), ReduceOp(request.reduce_op)
-    prescale = request.prescale_factor  # it is neutral after it was multiplied with this
+    prescale = request.prescale_factor
     if reduce_op not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT) or prescale == 0:
         return 0
     exact = dtype.kind in "iu"
@@ -65,14 +68,15 @@ def neutral(request: Request) -> Any:
         return highest
     if exact:
         limits = np.iinfo(dtype)
-        lowest = max(limits.min, -limits.max) if prescale < 0 else limits.min  # -min is too much
+        # The negative of the least integer does not exist in two's complement.
+        lowest = max(limits.min, -limits.max) if prescale < 0 else limits.min
         limit = int(limits.max if highest else lowest)
         return limit if abs(prescale) <= 1 else math.trunc(limit / abs(prescale))
     return np.inf if highest else -np.inf
 
 
 class Executor:
-    """The backends of one rank, the timeline that shows what they do, and who else watches."""
+    """Runs segments by the backends of one rank, shown in the timeline and to observers."""
 
     def __init__(
         self, rank: int, topology: Topology, backends: Backends, timeline: Timeline
@@ -82,8 +86,10 @@ class Executor:
         self._backends = backends
         self._timeline = timeline
         self._members: dict[tuple[int, ...], Members] = {}
-        self._told: set[tuple[str, str, str, tuple[int, ...]]] = set()  # in the log, once each
-        # Told of every segment that has run, before its handles end, on the engine's thread.
+        # What the log has named already: (collective, dtype, backend, ranks).
+        self._logged: set[tuple[str, str, str, tuple[int, ...]]] = set()
+        # Called on the engine thread with each segment that has run, before its handles complete.
+        # Replaced as a whole by other threads, so that a loop over it never sees a change.
         self.observers: tuple[Observer, ...] = ()
 
     def _members_of(self, ranks: tuple[int, ...]) -> Members:
@@ -109,18 +115,18 @@ class Executor:
         spec = SPECS[request.collective]
         present = [entry for entry in entries if entry is not None]
         reduce_op = ReduceOp(request.reduce_op)
-        if reduce_op is ReduceOp.AVERAGE:  # to a backend it is a sum; also of what has no op
+        if reduce_op is ReduceOp.AVERAGE:  # Backends see a sum that is scaled afterwards.
             reduce_op = ReduceOp.SUM
         dtype = numpy_dtype(request.dtype)
         try:
             backend = choose(self._backends, request.collective, dtype, reduce_op, members)
-        except (ConfigError, HorovodInternalError) as error:  # the same on every rank
+        except (ConfigError, HorovodInternalError) as error:  # All ranks fail alike: they go on.
             for entry in present:
                 entry.handle.fail(HorovodInternalError(str(error), job_goes_on=True))
             return
         names = [response.request.name for response in responses]
         if log.isEnabledFor(logging.DEBUG):
-            self._tell_backend(spec.name, request.dtype, backend, ranks)
+            self._log_backend(spec.name, request.dtype, backend, ranks)
         start = time.monotonic()
         with _Recorded(self._timeline, names, responses):
             for entry in present:
@@ -129,19 +135,7 @@ class Executor:
                 JoinedOperand(response, members.size) if entry is None else entry
                 for response, entry in zip(responses, entries, strict=True)
             ]
-            assert spec.run is not None  # rows without are answered by the negotiation itself
-            try:
-                spec.run(CollectiveRun(backend, members, operands, self._activity(names)))
-            except Exception as error:
-                # What names the rank at fault is the reason already: a lost peer, or the word of
-                # another rank that came while this one waited.
-                if isinstance(error, HorovodInternalError) and error.rank is not None:
-                    raise
-                raise HorovodInternalError(
-                    f"rank {self._rank} could not run {request.collective} "
-                    f"'{request.name}': {type(error).__name__}: {error}",
-                    rank=self._rank,
-                ) from error
+            self._run(request, CollectiveRun(backend, members, operands, self._activity(names)))
         if self.observers:
             nbytes = sum(entry.size_bytes for entry in present)
             ready = max((entry.enqueued for entry in present), default=0.0)
@@ -149,24 +143,42 @@ class Executor:
             run = SegmentRun(tuple(names), spec.name, nbytes, *times, ranks, ready)
             for observe in self.observers:
                 observe(run)
-        for entry in reversed(present):  # who waits for the first should find all of them ended
+        # A thread that waits for the first handle finds all others complete when it wakes.
+        for entry in reversed(present):
             entry.complete()
 
-    def _tell_backend(
+    def _run(self, request: Request, run: CollectiveRun) -> None:
+        """Run a collective. Raises `HorovodInternalError`, which names the rank at fault."""
+        run_collective = SPECS[request.collective].run
+        assert run_collective is not None  # The engine answers collectives without a `run` itself.
+        try:
+            run_collective(run)
+        except Exception as error:
+            # An error that names a rank has its reason already: a lost peer, or the Abort of
+            # another rank, which came while this one waited.
+            if isinstance(error, HorovodInternalError) and error.rank is not None:
+                raise
+            raise HorovodInternalError(
+                f"rank {self._rank} could not run {request.collective} "
+                f"'{request.name}': {type(error).__name__}: {error}",
+                rank=self._rank,
+            ) from error
+
+    def _log_backend(
         self, collective: str, dtype: str, backend: Backend, ranks: tuple[int, ...]
     ) -> None:
         """Log once which backend runs a collective."""
-        told = (collective, dtype, type(backend).__name__, ranks)
-        if told not in self._told:
-            self._told.add(told)
-            log.debug("rank %d: %s of %s is run by %s among %s", self._rank, *told)
+        fields = (collective, dtype, type(backend).__name__, ranks)
+        if fields not in self._logged:
+            self._logged.add(fields)
+            log.debug("rank %d: %s of %s is run by %s among %s", self._rank, *fields)
 
     def _activity(self, names: list[str]) -> Any:
         return lambda activity: self._timeline.activity(names, activity)
 
 
 class _Recorded:
-    """The segment in the timeline, from its start to its end."""
+    """A context manager that shows a segment in the timeline, from its start to its end."""
 
     def __init__(self, timeline: Timeline, names: list[str], responses: Sequence[Response]) -> None:
         self._timeline = timeline

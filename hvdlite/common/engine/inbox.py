@@ -1,8 +1,7 @@
-"""What a rank has enqueued and its engine has not taken yet, and when the engine is woken for it.
+"""The inbox of an engine: entries that were enqueued, and the decision when to wake the engine.
 
-What is enqueued waits a little for more, since to negotiate ten tensors together costs little more
-than one: until somebody waits for one of them, until they are many bytes, or until the cycle time
-is over.
+Entries gather for a moment, since negotiating ten tensors together costs little more than one:
+until a thread waits for one of them, until they hold many bytes, or until the cycle time is over.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ ENOUGH_BYTES = 1 << 20
 
 
 class _Engine(Enum):
-    """What the engine thread does."""
+    """Whether the engine thread sleeps."""
 
-    AWAKE = auto()  # it will look into the inbox by itself
+    AWAKE = auto()  # The engine will drain the inbox without being woken.
     ASLEEP = auto()
-    WAKES_SOON = auto()  # it sleeps, and an alarm is set
+    WAKES_SOON = auto()  # The engine sleeps, and a wake-up is scheduled.
 
 
 class Inbox:
-    """Any thread puts entries in; the engine thread takes all of them."""
+    """Any thread puts entries in; the engine thread drains them all at once."""
 
     def __init__(self, wake: Callable[[float], None], gather_seconds: float = 0.0) -> None:
+        """Wake the engine by `wake`, which is given the seconds until then."""
         self._wake = wake
         self._gather_seconds = gather_seconds
-        # Guards all below. Reentrant, as a signal handler may enqueue within any of the methods.
+        # Guards all attributes below. Reentrant, as a signal handler may enqueue within any method.
         self._lock = threading.RLock()
         self._entries: list[Entry] = []
         self._bytes = 0
@@ -50,7 +50,7 @@ class Inbox:
             self._wake(within)
 
     def _time_to_wake(self) -> float | None:
-        """In how many seconds the engine must wake for the inbox; None: it does by itself."""
+        """Return in how many seconds to wake the engine; None if it needs no wake-up."""
         if self._engine is _Engine.AWAKE:
             return None
         if self._gather_seconds == 0 or self._bytes >= ENOUGH_BYTES:
@@ -62,7 +62,7 @@ class Inbox:
         return None
 
     def hurry(self) -> None:
-        """Somebody waits: gather no more."""
+        """Wake the engine at once: a thread waits for an entry, so nothing more gathers."""
         with self._lock:
             wake = self._engine is not _Engine.AWAKE and bool(self._entries)
             if wake:
@@ -73,25 +73,25 @@ class Inbox:
     # -- of the engine thread
 
     def gather_for(self, seconds: float) -> None:
-        """From now on, let what is enqueued wait so long for more."""
+        """Set how long entries wait for more from now on."""
         with self._lock:
             self._gather_seconds = seconds
 
     def may_sleep(self) -> bool:
-        """Whether nothing is waiting to be taken; from now on an entry wakes the engine."""
+        """Return whether the inbox is empty; if so, the next entry wakes the engine."""
         with self._lock:
             self._engine = _Engine.AWAKE if self._entries else _Engine.ASLEEP
             return not self._entries
 
     def drain(self) -> list[Entry]:
-        """What was enqueued since the last call."""
+        """Remove and return all entries, in the order in which they were enqueued."""
         with self._lock:
             self._engine = _Engine.AWAKE
-            taken, self._entries = self._entries, []
+            entries, self._entries = self._entries, []
             self._bytes = 0
-            return taken
+            return entries
 
     def remove(self, entries: Container[Entry]) -> None:
-        """Take these back: they have failed."""
+        """Remove entries that have failed."""
         with self._lock:
             self._entries = [entry for entry in self._entries if entry not in entries]

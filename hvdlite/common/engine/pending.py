@@ -10,27 +10,34 @@ from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 
-Key = tuple[int, str]  # process set, name
+Key = tuple[int, str]  # (process set id, name)
 
 
 class PendingTable:
-    """Any thread adds entries; the engine thread takes them out, or fails them."""
+    """Any thread adds entries; the engine thread pops them when they are answered, or fails them.
+
+    The lock makes one order of adding and closing: an entry is either refused or failed, and never
+    left in a table that nobody reads.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        # Guards the next three. Reentrant, as a signal handler may enqueue within any of the
-        # methods.
+        # Guards the next three. Reentrant, as a signal handler may enqueue within any method.
         self._lock = threading.RLock()
         self._entries: dict[Key, Entry] = {}
-        self._joined: set[int] = set()  # process sets in which this rank waits for a join to end
+        # Process set ids in which this rank has called join(), which has not returned.
+        self._joined: set[int] = set()
+        # Set by `close`: why nothing more can be added.
         self._closed: HorovodInternalError | None = None
-        self._running: list[Entry] = []  # taken last: their handles may be open. Engine thread
+        # The entries popped last, of the segment that runs: their handles may be incomplete. Used
+        # by the engine thread alone.
+        self._running: list[Entry] = []
 
     def add(self, entries: Sequence[Entry]) -> None:
-        """Add all or none.
+        """Add all entries or none.
 
         Raises `ValueError` for a name that is pending already, and for anything in a process set
-        in which this rank has joined; `HorovodInternalError` when the engine has ended.
+        in which this rank has joined; `HorovodInternalError` after `close`.
         """
         with self._lock:
             if self._closed is not None:
@@ -47,7 +54,10 @@ class PendingTable:
                 self._joined.add(entries[0].request.process_set_id)
 
     def _refuse_after_join(self, entries: Sequence[Entry]) -> None:
-        """The others count on nothing more from a rank that has joined."""
+        """Raise `ValueError` if an entry belongs to a process set in which this rank has joined.
+
+        The other ranks expect nothing more from a joined rank.
+        """
         for entry in entries:
             if entry.request.process_set_id in self._joined:
                 raise ValueError(
@@ -57,7 +67,7 @@ class PendingTable:
                 )
 
     def pop(self, requests: Iterable[Request]) -> list[Entry | None]:
-        """Remove the entries that are answered now; None for what this rank does not have."""
+        """Remove and return the entries of these requests; None where this rank has none."""
         with self._lock:
             entries = [self._entries.pop(_key(request), None) for request in requests]
             self._running = [entry for entry in entries if entry is not None]
@@ -66,19 +76,19 @@ class PendingTable:
         return entries
 
     def find(self, process_set_id: int, name: str) -> Entry | None:
-        """The entry of this name, which stays."""
+        """Return the entry of this name, which stays in the table, or None."""
         with self._lock:
             return self._entries.get((process_set_id, name))
 
     def pop_set(self, process_set_id: int) -> list[Entry]:
-        """Remove all entries of a process set."""
+        """Remove and return all entries of a process set."""
         with self._lock:
             self._joined.discard(process_set_id)
             keys = [key for key in self._entries if key[0] == process_set_id]
             return [self._entries.pop(key) for key in keys]
 
     def close(self, error: HorovodInternalError) -> None:
-        """Refuse everything from now on, and fail what is pending or was taken last."""
+        """Refuse all entries from now on, and fail those that are pending or running."""
         with self._lock:
             if self._closed is None:
                 self._closed = error

@@ -1,5 +1,6 @@
-"""What one rank remembers of earlier answers: it reports by bit what was answered before, and reads
-orders that name bits. Belongs to the engine thread.
+"""The earlier answers that one rank remembers, by which reports and orders can name bits.
+
+Owned by the engine thread. The theory of operation in coordinator.py explains bits and evictions.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ log = logging.getLogger("hvdlite")
 
 
 class _SetMemory:
-    """One process set, as this rank remembers it."""
+    """The answers that this rank remembers in one process set."""
 
     def __init__(self) -> None:
         self.cache = ResponseCache()
-        self.joins = 0  # how many times all members have joined
-        self.join: Entry | None = None  # of this rank, reported and not answered
+        # How many joins of all members are complete.
+        self.joins = 0
+        # Set from the report of this rank's join to its answer: an eviction repeats the report.
+        self.join: Entry | None = None
 
     def request(self, entry: Entry) -> Request:
-        """What the coordinator is told in full of `entry`: a join says what it knows."""
+        """Return the request that is reported in full for `entry`.
+
+        A join carries how many joins and evictions this rank has executed, so that the coordinator
+        recognises a join that has crossed an eviction.
+        """
         if SPECS[entry.request.collective].effect is not Effect.JOIN:
             return entry.request
         self.join = entry
@@ -47,7 +54,7 @@ class ResponseMemory:
         self._sets: dict[int, _SetMemory] = {}
 
     def reports(self, entries: Iterable[Entry]) -> tuple[Report, ...]:
-        """How the coordinator is told of `entries`: by bit where they were answered before."""
+        """Return the reports of `entries`: by bit where they were answered before."""
         bits: dict[int, list[int]] = {}
         requests: dict[int, list[Request]] = {}
         for entry in entries:
@@ -72,7 +79,12 @@ class ResponseMemory:
         )
 
     def resolve(self, segment: Segment) -> tuple[list[Response], list[Entry | None]]:
-        """The answers of a segment, and this rank's entry for each: None if it has joined."""
+        """Return the answers of a segment and this rank's entries; None if this rank has joined.
+
+        An answer with a bit is remembered together with the request of this rank. That is done even
+        for a known bit if this rank has reported in full: it had joined when the bit was given, so
+        it remembered no request of its own.
+        """
         state = self._set(segment.process_set_id)
         cache = state.cache
         responses = [_recall(cache, i) if isinstance(i, int) else i for i in segment.items]
@@ -91,25 +103,28 @@ class ResponseMemory:
         return responses, entries
 
     def evict(self, eviction: Eviction) -> list[Entry]:
-        """Forget a bit; what must be reported again: the entry that was reported under it, and
-        after it the join of this rank, which may have come too early (see `Coordinator`)."""
+        """Forget a bit; return the entries to report again.
+
+        These are the entry that was reported under the bit, and after it the join of this rank,
+        which the coordinator has ignored if it has crossed the eviction.
+        """
         state = self._set(eviction.process_set_id)
         name = state.cache.forget(eviction.bit)
         entry = self._pending.find(eviction.process_set_id, name)
-        again: list[Entry] = []
+        unanswered: list[Entry] = []
         if entry is not None and entry.sent_bit == eviction.bit:
             entry.sent_bit = NO_BIT
-            again.append(entry)
+            unanswered.append(entry)
         if state.join is not None:
-            again.append(state.join)
-        return again
+            unanswered.append(state.join)
+        return unanswered
 
     def forget_set(self, process_set_id: int) -> None:
-        """A process set is no more."""
+        """Forget a process set that was removed."""
         self._sets.pop(process_set_id, None)
 
     def requests_of(self, report: Report) -> list[Request]:
-        """What a report asks for, without the bits that are unknown here."""
+        """Return the requests that a report stands for, without bits that are unknown here."""
         requests = list(report.requests)
         cache = self._set(report.process_set_id).cache
         for bit in report.bits:

@@ -1,9 +1,9 @@
-"""What ranks say to each other, and its form on the wire: msgpack arrays, checked when they come.
+"""The messages of the control plane and their wire format: msgpack arrays, checked on receipt.
 
-A rank reports what it has (`Report`: requests, and bits of requests that were negotiated before);
-the coordinator answers with orders that every rank follows in the same sequence (`Orders`).
-Nothing here is ever unpickled, and a message that this version cannot have sent raises
-`ProtocolError`.
+A rank reports the tensors that it has ready (`Report`: requests, and bits of cached requests); the
+coordinator answers with orders, which every rank executes in the same sequence (`Orders`). Nothing
+is ever unpickled, and a message that this version cannot have sent raises `ProtocolError`. The
+theory of operation in coordinator.py shows how the messages follow each other.
 """
 
 from __future__ import annotations
@@ -21,110 +21,111 @@ from hvdlite.common.base.errors import ProtocolError
 PROTOCOL_VERSION = 3
 NO_BIT = -1
 NO_RANK = -1
-JOB_THRESHOLD = -1  # `Request.fusion_bytes`: as the job is set
-WHOLE_GROUP = -2  # its group is one segment, whatever the size
-PLANES = ("", "auto", "ring")  # to which allreduce may change while ranks run; "": not at all
-SMALLEST_PIECE, LARGEST_PIECE = 1 << 12, 1 << 24  # bytes
+JOB_THRESHOLD = -1  # As `Request.fusion_bytes`: the fusion threshold of the job.
+WHOLE_GROUP = -2  # As `Request.fusion_bytes`: the group is one segment, whatever its size.
+# The settings to which allreduce may change while ranks run; "" keeps it unchanged.
+PLANES = ("", "auto", "ring")
+SMALLEST_PIECE, LARGEST_PIECE = 1 << 12, 1 << 24  # In bytes.
 
 
 class Request(NamedTuple):
-    """One rank has this tensor ready. All fields but the name are compared between ranks."""
+    """A tensor that one rank has ready. `SPECS` says which fields must be equal on all ranks."""
 
     process_set_id: int
     name: str
     collective: str
     dtype: str = ""
-    shape: tuple[int, ...] = ()  # of a join: how many joins and evictions its rank has obeyed
+    shape: tuple[int, ...] = ()  # Of a join: how many joins and evictions its rank has executed.
     device: str = ""
     reduce_op: int = 0
-    root_rank: int = NO_RANK  # a global rank
+    root_rank: int = NO_RANK  # A global rank.
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
-    group: str = ""  # members of a group have its name, and are answered together
+    group: str = ""  # The name of its grouped call; "" for a tensor of its own.
     group_size: int = 0
-    settings: str = ""  # of `init` and gradients: what all ranks must have set alike
-    fusion_bytes: int = JOB_THRESHOLD  # of the segment that it joins, at most; or WHOLE_GROUP
+    settings: str = ""  # Of `init` and gradients: the settings that must be equal on all ranks.
+    fusion_bytes: int = JOB_THRESHOLD  # The most bytes of its segment, or WHOLE_GROUP.
 
 
 class Response(NamedTuple):
     """The coordinator's answer for one tensor: run it, or fail it with `error`."""
 
-    request: Request  # of the first rank; what ranks may differ in is in first_dims
-    first_dims: tuple[int, ...] = ()  # by member, where the first dimension may differ
-    bit: int = NO_BIT  # where the members shall remember this answer
+    request: Request  # Of the first rank; fields that may differ are in `first_dims`.
+    first_dims: tuple[int, ...] = ()  # By member, if the first dimension may differ.
+    bit: int = NO_BIT  # The bit under which the members remember this answer.
     error: str = ""
-    last_joined: int = NO_RANK
+    last_joined: int = NO_RANK  # Of a join: the rank that joined last.
 
 
 class Segment(NamedTuple):
     """Tensors of one process set that are run together."""
 
     process_set_id: int
-    items: tuple[Response | int, ...]  # an int is the bit of a remembered answer
+    items: tuple[Response | int, ...]  # An int is the bit of a remembered answer.
 
 
 class Eviction(NamedTuple):
-    """Forget a bit; who has sent it and got no answer sends the request again, in full."""
+    """The order to forget a bit, and to repeat unanswered reports of it as requests in full."""
 
     process_set_id: int
     bit: int
 
 
 class Departed(NamedTuple):
-    """`rank` takes part in nothing from here on."""
+    """The order that ends the part of `rank` in the job."""
 
     rank: int
 
 
 class Retune(NamedTuple):
-    """From here on, these are the settings: what comes after is run with them on every rank."""
+    """The order to run all later segments with these settings."""
 
     fusion_threshold_bytes: int
     cycle_time_ms: float
     cache_capacity: int
-    allreduce: str  # one of PLANES
-    piece_bytes: int  # that rings between hosts send at a time
+    allreduce: str  # One of PLANES.
+    piece_bytes: int  # The bytes that rings between hosts send at a time.
 
 
 Order: TypeAlias = Segment | Eviction | Departed | Retune
 
 
 class Report(NamedTuple):
-    """What some ranks have ready, in one process set."""
+    """The tensors of one process set that all of `ranks` have ready."""
 
     process_set_id: int
-    ranks: Collection[int]  # global ranks for which all of this holds
+    ranks: Collection[int]  # Global ranks.
     bits: Collection[int] = ()
     requests: tuple[Request, ...] = ()
 
 
 class Reports(NamedTuple):
-    """From a rank to its parent."""
+    """Reports from a rank to its parent in the control tree."""
 
     reports: tuple[Report, ...]
 
 
 class Orders(NamedTuple):
-    """From the coordinator to all ranks, through the tree."""
+    """Orders from the coordinator to all ranks, passed down the control tree."""
 
     orders: tuple[Order, ...]
 
 
 class Abort(NamedTuple):
-    """The job cannot go on; `rank` is the one at fault, or -1."""
+    """The message that the job fails; `rank` is at fault, or -1 if no rank is known."""
 
     rank: int
     reason: str
 
 
 class Depart(NamedTuple):
-    """`rank` shuts down and asks to be left out from now on."""
+    """The request of `rank` to shut down, answered by `Departed`."""
 
     rank: int
 
 
 class StackQuery(NamedTuple):
-    """These ranks shall say where their main thread stands."""
+    """The request for the Python stacks of the main threads of `ranks`."""
 
     ranks: tuple[int, ...]
 
@@ -137,14 +138,14 @@ class StackReply(NamedTuple):
 
 
 class ClockQuery(NamedTuple):
-    """What time is it there? `rank` asks, at its own `time_ns`."""
+    """The request of `rank` for the clock of rank 0, sent at its own `time_ns`."""
 
     rank: int
     time_ns: int
 
 
 class ClockReply(NamedTuple):
-    """The clock of the coordinator's host when the query came."""
+    """The clock of rank 0 when the query of `rank` arrived."""
 
     rank: int
     asked_ns: int
@@ -179,13 +180,13 @@ def encode(message: Message) -> bytes:
         ]
     elif isinstance(message, Orders):
         body = [(_ORDER_KIND[type(order)], order) for order in message.orders]
-    # Text can hold what is not UTF-8, such as a path in a stack: it is escaped, never an error.
+    # A string may hold bytes that are no UTF-8, such as a path in a stack. They are escaped.
     encoded: bytes = msgpack.packb((_KIND[type(message)], body), unicode_errors="backslashreplace")
     return encoded
 
 
 def decode(data: bytes, sender: int) -> Message:
-    """Decode a message of the rank `sender`. Raises `ProtocolError` if it is none."""
+    """Decode a message of the rank `sender`. Raises `ProtocolError` for anything else."""
     try:
         kind, body = msgpack.unpackb(data, use_list=False)
         cls = _MESSAGES[_natural(kind)]
@@ -203,8 +204,8 @@ def decode(data: bytes, sender: int) -> Message:
         ) from None
 
 
-_MOST_NUMBERS = 1 << 20  # in one set: more is no message of ours
-_SETS_KEPT = 256  # the ranks below a child are the same in every message
+_MOST_NUMBERS = 1 << 20  # In one set; guards against foreign data that would fill the memory.
+_SETS_KEPT = 256  # Decoded sets of ranks are cached: those below a child never change.
 
 
 def _numbers(runs: Any) -> NumberSet:

@@ -142,7 +142,7 @@ def shutdown() -> None:
 
 def _forget_ended() -> None:
     """Let go of the runtimes whose engines no other rank needs any more, with their memory."""
-    for runtime in [each for each in this_process.ending if each.engine.ended]:
+    for runtime in [each for each in this_process.ending if each.engine.finished]:
         this_process.ending.remove(runtime)
         runtime.release()
         if runtime.engine.failed:
