@@ -1,4 +1,4 @@
-"""What the engine and the collectives ask of a transport.
+"""The interface of a transport, for the engine and the collectives.
 
 One `Transport` belongs to one rank of one job and is used by that rank's engine thread alone;
 only `wake` may be called from another thread. Ranks are global ranks of the job.
@@ -16,25 +16,25 @@ from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.topology import Topology
 
 Array = NDArray[Any]
-CHECK_SECONDS = 0.05  # how often a wait that gets nothing calls `while_waiting`
+CHECK_SECONDS = 0.05  # How often a wait without progress calls `while_waiting`.
 
 
 class Incoming(NamedTuple):
-    """One control message; `body` None means that the connection to `rank` has ended."""
+    """One control message; `body` None means that the connection to `rank` was closed."""
 
     rank: int
     body: bytes | None
 
 
 class Pending(Protocol):
-    """A send to `rank`, or a receive from it, under way."""
+    """A send or a receive that was started."""
 
     @property
     def rank(self) -> int:
-        """The other side."""
+        """The rank on the other side."""
 
     def done(self) -> bool:
-        """Whether it has ended; makes progress, never waits."""
+        """Return whether it is complete; makes progress, never waits."""
 
 
 class Transport(Protocol):
@@ -46,12 +46,12 @@ class Transport(Protocol):
     def call_while_waiting(self, negotiate: Callable[[], None]) -> None:
         """Let every wait of the data plane call `negotiate` now and then, from now on.
 
-        Negotiation goes on meanwhile, and a failure that only the control plane can see ends the
-        wait, as `negotiate` raises it. The engine calls this once, before its thread starts.
+        An error that `negotiate` raises ends the wait. The engine calls this once, before its
+        thread starts. See [Note: negotiation while a collective waits] in engine.py.
         """
 
     def while_waiting(self) -> None:
-        """Do what `call_while_waiting` was given: for waits that are not the transport's own."""
+        """Call the function of `call_while_waiting`: for waits outside of the transport."""
 
     # -- control plane: small messages that keep their borders and their order, per pair
     def send(self, rank: int, body: bytes) -> None:
@@ -60,8 +60,8 @@ class Transport(Protocol):
     def receive(self, timeout: float | None) -> list[Incoming]:
         """Sleep until a message comes, `wake` is called or `timeout` seconds have passed.
 
-        Returns every message that is there (maybe none). Timeout 0 only looks, and leaves a
-        `wake` for the next receive that sleeps; None has no end.
+        Returns all messages that are there, or none. Timeout 0 only polls, and leaves a `wake` for
+        the next receive that sleeps; None sleeps without a limit.
         """
 
     def wake(self, within: float = 0.0) -> None:
@@ -75,11 +75,11 @@ class Transport(Protocol):
         """Start to receive into a contiguous array of exactly the size that is sent."""
 
     def wait(self, pendings: Sequence[Pending]) -> None:
-        """Sleep until all are done. Raises `PeerLostError` naming the rank that is gone."""
+        """Sleep until all are done. Raises `PeerLostError` naming the lost rank."""
 
     # -- data plane inside a host: memory that all local ranks see
     def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
-        """The first `nbytes` of the memory that the local rank `rank` owns, as bytes.
+        """Return the first `nbytes` of the memory that the local rank `rank` owns, as bytes.
 
         Every rank of the host may read and write it. It grows on demand, only by its owner, who
         must have called this with at least `nbytes` before a peer does (see `signal`/`await_signal`
@@ -90,16 +90,16 @@ class Transport(Protocol):
         """Send one token to each of these local ranks; never waits."""
 
     def await_signal(self, rank: int) -> None:
-        """Sleep until the next token from the local rank `rank`, and take it.
+        """Sleep until the next token from the local rank `rank`, and remove it.
 
         All memory that `rank` wrote before `signal` is visible after this. Raises `PeerLostError`.
         """
 
     def gone(self, rank: int) -> bool:
-        """Whether the local rank `rank` has closed its connections, and nothing is left to read."""
+        """Return whether the local rank `rank` has closed, and nothing is left to read."""
 
     def close(self) -> None:
-        """End all connections of this rank; peers see that as the end of the connection."""
+        """Close all connections of this rank; peers receive an `Incoming` without body."""
 
     def after_fork_in_child(self) -> None:
         """Close this process's copies of the connections, unseen by the parent and the peers.
@@ -110,9 +110,9 @@ class Transport(Protocol):
 
 
 def do_nothing() -> None:
-    """What a wait calls in a transport that no engine uses."""
+    """Do nothing: the default of `call_while_waiting`, in a transport that no engine uses."""
 
 
 def connection_lost(rank: int) -> PeerLostError:
-    """The error of a wait for `rank` that cannot end."""
+    """Return the error of a wait for `rank` after its connection was closed."""
     return PeerLostError(f"the connection to rank {rank} was lost: the process has ended", rank)

@@ -1,4 +1,4 @@
-"""What the ranks of an MPI communicator agree on before they become a job.
+"""The start of a job over MPI: duplicate the communicator, compare versions, find the hosts.
 
 Blocking MPI calls are made here, and only here: `init` waits for all ranks anyway.
 """
@@ -29,9 +29,9 @@ from hvdlite.common.transport.rendezvous import Meeting, Peer, listen, meet
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-HELLO = struct.Struct("<8sI52s")  # MAGIC, protocol version, version of hvdlite
+HELLO = struct.Struct("<8sI52s")  # MAGIC, protocol version, version of hvdlite.
 MAGIC = b"hvdlite\0"
-INVITATION = struct.Struct("<H16s512s")  # bytes of the path, token, path; no path: no meeting
+INVITATION = struct.Struct("<H16s512s")  # Length of the path (0: no meeting), token, path.
 POLL_SECONDS = 0.001
 
 log = logging.getLogger("hvdlite")
@@ -51,7 +51,7 @@ def duplicate(
     """
     from mpi4py import MPI
 
-    waiting = next((each for each in _unfinished if each[0] == comm), None)
+    waiting = next((duplication for duplication in _unfinished if duplication[0] == comm), None)
     if waiting is None:
         waiting = (comm, *comm.Idup())
         _unfinished.append(waiting)
@@ -68,28 +68,28 @@ def duplicate(
 def exchange_versions(comm: MPI.Intracomm) -> None:
     """Raise `HorovodVersionMismatchError` on all ranks when two protocols take part."""
     try:
-        own = version("hvdlite")
-    except PackageNotFoundError:  # run from a checkout
-        own = "unknown"
-    hello = HELLO.pack(MAGIC, PROTOCOL_VERSION, own.encode()[:52])
+        local_version = version("hvdlite")
+    except PackageNotFoundError:  # Run from a checkout that is not installed.
+        local_version = "unknown"
+    hello = HELLO.pack(MAGIC, PROTOCOL_VERSION, local_version.encode()[:52])
     for rank, other in enumerate(_allgather(comm, hello)):
-        magic, protocol, their = HELLO.unpack(other)
+        magic, protocol, other_version = HELLO.unpack(other)
         if magic != MAGIC:
             raise ProtocolError(f"rank {rank} does not run hvdlite: it says {magic!r}", rank)
         if protocol != PROTOCOL_VERSION:
-            name = their.rstrip(b"\0").decode(errors="replace")
+            name = other_version.rstrip(b"\0").decode(errors="replace")
             raise HorovodVersionMismatchError(
                 "hvdlite",
                 f"{name} (protocol {protocol})",
-                f"{own} (protocol {PROTOCOL_VERSION})",
+                f"{local_version} (protocol {PROTOCOL_VERSION})",
             )
 
 
 def find_hosts(comm: MPI.Intracomm, deadline: float) -> tuple[Topology, LocalMesh]:
-    """Which ranks share a host, and the connections of this rank to those that share its own.
+    """Return which ranks share a host, and the connections of this rank inside its host.
 
-    Ranks that MPI thinks to be on one host, but that do not see each other's files, count as hosts
-    of their own. Raises `HorovodInternalError` when a local rank fails to connect.
+    Ranks that MPI puts on one host, but that do not see each other's files, count as hosts of their
+    own. Raises `HorovodInternalError` when a local rank fails to connect.
     """
     from mpi4py import MPI
 
@@ -115,7 +115,7 @@ def find_hosts(comm: MPI.Intracomm, deadline: float) -> tuple[Topology, LocalMes
 def _meet(
     local: MPI.Intracomm, rank: int, ranks: tuple[int, ...], deadline: float
 ) -> LocalMesh | None:
-    """The mesh of the ranks of one host; None when they cannot meet."""
+    """Return the mesh of the ranks of one host; None when they cannot meet."""
     meeting, leads = None, local.rank == 0
     try:
         if leads:
@@ -154,7 +154,7 @@ def _meet(
         return LocalMesh(rank, links, memory)
     finally:
         if leads and meeting is not None:
-            meeting.end()
+            meeting.close()
 
 
 def _mesh(rank: int, links: dict[int, Peer]) -> LocalMesh:
@@ -169,7 +169,7 @@ def _new_meeting() -> Meeting | None:
 
 
 def _invite(local: MPI.Intracomm, meeting: Meeting | None) -> Meeting | None:
-    """Tell all local ranks what the leader knows."""
+    """Broadcast the leader's meeting to all local ranks; None if it could not make one."""
     path = os.fsencode(meeting.directory) if meeting else b""
     token = meeting.token if meeting else b""
     buffer = np.frombuffer(INVITATION.pack(len(path), token, path), np.uint8).copy()
@@ -179,14 +179,14 @@ def _invite(local: MPI.Intracomm, meeting: Meeting | None) -> Meeting | None:
 
 
 def _all(comm: MPI.Intracomm, mine: bool) -> bool:
-    """Whether `mine` is true on all ranks; a barrier too."""
+    """Return whether `mine` is true on all ranks; also a barrier."""
     result = np.empty(comm.size, np.uint8)
     comm.Allgather(np.array([mine], np.uint8), result)
     return bool(result.all())
 
 
 def _allgather(comm: MPI.Intracomm, body: bytes) -> list[bytes]:
-    """The equally long `body` of every rank."""
+    """Return the `body` of every rank; all have the same length."""
     buffer: Any = np.empty((comm.size, len(body)), np.uint8)
     comm.Allgather(np.frombuffer(body, np.uint8), buffer)
     return [row.tobytes() for row in buffer]

@@ -1,7 +1,7 @@
-"""Control messages cut into frames that a socket takes whole, and put together again.
+"""Control messages as frames that fit into one packet of a socket, and their reassembly.
 
-A frame is a header and a part of one message; the parts of a message follow each other. This module
-never sends.
+A frame is a header and a part of one message; the frames of a message follow each other. This
+module never sends.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from hvdlite.common.base.errors import ProtocolError
 
 MAGIC = 0x68564C31  # "hVL1"
-HEADER = struct.Struct("<IIQ")  # MAGIC, bytes in this frame, bytes of the message that are to come
-FRAME_BYTES = 64 << 10  # a frame with its header; half of what the smallest socket buffer takes
-MESSAGE_BYTES = 1 << 30  # no control message is longer
+HEADER = struct.Struct("<IIQ")  # MAGIC, bytes in this frame, bytes left of the message with it.
+FRAME_BYTES = 64 << 10  # A frame with its header: half of the smallest socket buffer.
+MESSAGE_BYTES = 1 << 30  # The longest control message.
 
 
 def frames(body: bytes) -> Iterator[bytes]:
-    """The frames of one message; an empty message is one frame."""
+    """Yield the frames of one message; an empty message is one frame."""
     if len(body) > MESSAGE_BYTES:
         raise ProtocolError(f"a control message of {len(body)} bytes is too long to send")
     room = FRAME_BYTES - HEADER.size
@@ -28,17 +28,17 @@ def frames(body: bytes) -> Iterator[bytes]:
 
 
 class Assembler:
-    """Puts the frames that come from `rank` together."""
+    """Assembles the messages of `rank` from their frames."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._body = bytearray()
-        self._missing = 0  # bytes of the current message that are to come
+        self._missing = 0  # Bytes of the current message that have not arrived.
 
     def add(self, frame: bytes) -> bytes | None:
-        """The message that `frame` completes, if it does.
+        """Return the message that `frame` completes, or None if more frames must follow.
 
-        Raises `ProtocolError` for what `frames` cannot have made.
+        Raises `ProtocolError` for a frame that `frames` cannot have made.
         """
         if len(frame) < HEADER.size:
             raise self._broken(f"a frame of {len(frame)} bytes")
@@ -60,5 +60,6 @@ class Assembler:
         body, self._body = bytes(self._body), bytearray()
         return body
 
-    def _broken(self, what: str) -> ProtocolError:
-        return ProtocolError(f"rank {self._rank} sent {what}: is that another program?", self._rank)
+    def _broken(self, defect: str) -> ProtocolError:
+        text = f"rank {self._rank} sent {defect}: is that another program?"
+        return ProtocolError(text, self._rank)

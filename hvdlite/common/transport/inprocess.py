@@ -23,7 +23,7 @@ from hvdlite.common.transport.base import (
 
 
 def solo() -> InProcessTransport:
-    """The transport of a job of one rank; needs no MPI."""
+    """Return the transport of a job of one rank; needs no MPI."""
     return InProcessWorld(Topology.single_host(1)).transport(0)
 
 
@@ -36,19 +36,19 @@ class InProcessWorld:
         self._transports = {rank: InProcessTransport(self, rank) for rank in self.mailboxes}
 
     def transport(self, rank: int) -> InProcessTransport:
-        """The transport of `rank`, always the same one."""
+        """Return the transport of `rank`, always the same one."""
         return self._transports[rank]
 
 
 class _Mailbox:
-    """What has come for one rank. `changed` guards all fields."""
+    """Messages, tokens and arrays for one rank. `changed` guards all fields."""
 
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()
-        self.version = 0  # counts changes, so that a sleeper misses none
+        self.version = 0  # Counts changes, so that a sleeper misses none.
         self.woken = False
         self.control: deque[Incoming] = deque()
-        self.tokens = [0] * size  # by sender, as are the offers
+        self.tokens = [0] * size  # By sender, as the offers are.
         self.offers: list[deque[_Send]] = [deque() for _ in range(size)]
         self.lost: set[int] = set()
         self.memory: NDArray[np.uint8] = np.zeros(0, np.uint8)
@@ -221,7 +221,7 @@ class InProcessTransport:
             if not changed or box.control:
                 self._negotiate()
 
-    # -- the end
+    # -- closing
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -230,9 +230,9 @@ class InProcessTransport:
         self._closed = True
         for rank, box in self._boxes.items():
             if rank != self.rank:
-                box.update(partial(self._leave, box))
+                box.update(partial(self._announce_close, box))
 
-    def _leave(self, box: _Mailbox) -> None:
+    def _announce_close(self, box: _Mailbox) -> None:
         box.lost.add(self.rank)
         box.control.append(Incoming(self.rank, None))
 

@@ -36,7 +36,7 @@ class LocalMesh:
         self._rank = rank
         self._links = {peer: _Link(peer, connections) for peer, connections in peers.items()}
         self._memory = {rank: _Memory(rank, memory)}
-        self._memory |= {peer: _Memory(peer, each.memory) for peer, each in peers.items()}
+        self._memory |= {peer: _Memory(peer, links.memory) for peer, links in peers.items()}
         self._by_descriptor = {link.control.fileno(): link for link in self._links.values()}
         self._wake_up = WakeUp()
         self._poll = select.poll()
@@ -47,18 +47,18 @@ class LocalMesh:
     # -- control messages
 
     def send(self, rank: int, body: bytes) -> None:
-        """Queue `body` for `rank`; what the socket does not take now goes out in later waits."""
+        """Queue `body` for `rank`; frames that the socket does not accept are sent while waiting."""
         link = self._links[rank]
         if not link.control_lost:
             link.outbox.extend(frames(body))
             self._flush(link)
 
     def wake(self, within: float = 0.0) -> None:
-        """See `Transport.wake`; too late is no error."""
+        """See `Transport.wake`. After `close` it has no effect."""
         self._wake_up.trigger(within)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
-        """Sleep in poll() at most once, `timeout` seconds or (None) without end; read all."""
+        """Sleep in one poll() for at most `timeout` seconds (None: no limit), then read all."""
         milliseconds = None if timeout is None else timeout * 1000
         messages: list[Incoming] = []
         for descriptor, events in self._poll.poll(milliseconds):
@@ -80,11 +80,13 @@ class LocalMesh:
                 frame = link.control.recv(FRAME_BYTES + 1)
             except BlockingIOError:
                 return messages
-            except ConnectionResetError:  # it closed with messages of ours unread: once, before
-                continue  # what it has sent itself
+            except ConnectionResetError:
+                # The peer closed with messages of ours unread. The kernel reports that once, before
+                # the messages that the peer has sent itself.
+                continue
             except OSError:
                 frame = b""
-            if not frame:  # the peer has closed its end, or its process has ended
+            if not frame:  # The peer has closed its end, or its process is gone.
                 link.control_lost = True
                 link.outbox.clear()
                 self._poll.unregister(link.control)
@@ -111,7 +113,7 @@ class LocalMesh:
         for rank in ranks:
             link = self._links[rank]
             link.owed_tokens += 1
-            link.pay_tokens()
+            link.send_owed_tokens()
 
     def await_signal(
         self, rank: int, while_waiting: Callable[[], None], interval: float = CHECK_SECONDS
@@ -119,18 +121,18 @@ class LocalMesh:
         """See `Transport.await_signal`. Without a signal, calls `while_waiting` every `interval`
         seconds."""
         link = self._links[rank]
-        while not link.take_token():
+        while not link.pop_token():
             owes = any(other.outbox or other.owed_tokens for other in self._links.values())
             poll = self._poll_for_room(link) if owes else link.signal_poll
             if not poll.poll(interval * 1000):
                 while_waiting()
             if owes:
                 for other in self._links.values():
-                    other.pay_tokens()
+                    other.send_owed_tokens()
                     self._flush(other)
 
     def _poll_for_room(self, link: _Link) -> select.poll:
-        """Waits for a token of `link`, and for room for what other sockets have not taken yet."""
+        """Return a poll for a token of `link`, and for room in sockets with queued data."""
         poll = select.poll()
         poll.register(link.signal, select.POLLIN)
         for other in self._links.values():
@@ -142,13 +144,13 @@ class LocalMesh:
         return poll
 
     def gone(self, rank: int) -> bool:
-        """See `Transport.gone`. False for what is no local rank."""
-        return rank in self._links and self._links[rank].ended()
+        """See `Transport.gone`. False for ranks of other hosts."""
+        return rank in self._links and self._links[rank].closed_by_peer()
 
-    # -- the end
+    # -- closing
 
     def drain(self, timeout: float) -> None:
-        """Send what is still queued, for at most `timeout` seconds per sleep without progress."""
+        """Send all queued messages; give up after `timeout` seconds without progress."""
         while any(link.outbox for link in self._links.values()):
             poll = select.poll()
             for link in self._links.values():
@@ -160,7 +162,7 @@ class LocalMesh:
                 self._flush(link)
 
     def close(self) -> None:
-        """Close this process's ends; peers see the end of the connection."""
+        """Close this process's ends of the connections; peers see that they are closed."""
         self._close_connections()
         self._wake_up.close()
 
@@ -186,13 +188,13 @@ class _Link:
         self.signal_poll = select.poll()
         self.signal_poll.register(self.signal, select.POLLIN)
         self.assembler = Assembler(rank)
-        self.outbox: deque[bytes] = deque()  # frames that the socket has not taken yet
-        self.owed_tokens = 0  # tokens that the socket has not taken yet
-        self.control_lost = False
-        self.waits_for_room = False
+        self.outbox: deque[bytes] = deque()  # Frames that the socket has not accepted yet.
+        self.owed_tokens = 0  # Tokens that the socket has not accepted yet.
+        self.control_lost = False  # Set when the peer has closed its end of `control`.
+        self.waits_for_room = False  # Whether the poll of the mesh waits for room in `control`.
 
     def flush(self) -> None:
-        """Send frames until the socket takes no more. That the peer is gone shows in reading."""
+        """Send frames until the socket accepts no more. A lost peer is noticed when reading."""
         try:
             while self.outbox:
                 self.control.send(self.outbox[0], socket.MSG_NOSIGNAL)
@@ -202,8 +204,8 @@ class _Link:
         except OSError:
             self.outbox.clear()
 
-    def pay_tokens(self) -> None:
-        """Send tokens until the socket takes no more."""
+    def send_owed_tokens(self) -> None:
+        """Send tokens until the socket accepts no more."""
         try:
             while self.owed_tokens:
                 self.signal.send(TOKEN, socket.MSG_NOSIGNAL)
@@ -213,14 +215,17 @@ class _Link:
         except OSError:
             self.owed_tokens = 0
 
-    def take_token(self) -> bool:
-        """Take one token if there is one. Raises `PeerLostError`, `ProtocolError`."""
+    def pop_token(self) -> bool:
+        """Remove one token; return whether there was one.
+
+        Raises `PeerLostError` and `ProtocolError`.
+        """
         try:
             data = self.signal.recv(len(TOKEN) + 1)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # as in `LocalMesh._read`
-            return self.take_token()
+        except ConnectionResetError:  # Reported once, as in `LocalMesh._read`.
+            return self.pop_token()
         except OSError as error:
             raise connection_lost(self.rank) from error
         if not data:
@@ -229,29 +234,29 @@ class _Link:
             raise ProtocolError(f"rank {self.rank} sent a foreign signal: {data!r}", self.rank)
         return True
 
-    def ended(self) -> bool:
-        """Whether the peer has closed its end and nothing is left to read."""
+    def closed_by_peer(self) -> bool:
+        """Return whether the peer has closed its end and nothing is left to read."""
         try:
             return not self.signal.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            return self.ended()
+            return self.closed_by_peer()
         except OSError:
             return True
 
 
 class _Memory:
-    """A memfd and how this process sees it. Views keep the mapping alive that they are made of."""
+    """The memfd of one rank and its mapping in this process. Views keep their mapping alive."""
 
     def __init__(self, rank: int, descriptor: int) -> None:
         self._rank = rank
         self._descriptor = descriptor
-        self._mapping: mmap.mmap | None = None  # None until the memory is looked at
+        self._mapping: mmap.mmap | None = None  # None until the first view.
         self._mapped: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def view(self, nbytes: int, *, grow: bool) -> NDArray[np.uint8]:
-        """The first `nbytes` bytes; only the owner may `grow` it."""
+        """Return the first `nbytes` bytes; only the owner may `grow` the memory."""
         if self._mapped.size < nbytes:
             size = os.fstat(self._descriptor).st_size
             if size < nbytes:
@@ -267,7 +272,8 @@ class _Memory:
     def _grow(self, nbytes: int) -> int:
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            os.posix_fallocate(self._descriptor, 0, size)  # fails here instead of by a SIGBUS later
+            # Without allocation, a full memory would raise SIGBUS at the first access.
+            os.posix_fallocate(self._descriptor, 0, size)
         except OSError as error:
             raise HorovodInternalError(
                 f"rank {self._rank} cannot have {size} bytes of shared memory: {error}"
@@ -276,17 +282,17 @@ class _Memory:
 
     def close(self) -> None:
         """Close the descriptor, and unmap the memory, now or with the last view of it."""
-        if self._descriptor < 0:  # a second time: in a forked child, after the parent's own
+        if self._descriptor < 0:  # Closed before: a forked child closes what its parent has closed.
             return
         os.close(self._descriptor)
         self._descriptor = -1
         self._mapped = np.zeros(0, np.uint8)
         if self._mapping is not None:
-            with contextlib.suppress(BufferError):  # a view is in use, and keeps the mapping
+            with contextlib.suppress(BufferError):  # A view is in use, and keeps the mapping.
                 self._mapping.close()
             self._mapping = None
 
 
 def create_memory() -> int:
-    """An empty memfd. Raises `OSError`."""
+    """Create an empty memfd. Raises `OSError`."""
     return os.memfd_create("hvdlite", os.MFD_CLOEXEC)

@@ -1,4 +1,4 @@
-"""How the ranks of one host find each other: Unix sockets in a directory that is soon gone.
+"""The rendezvous of the ranks of one host: Unix sockets in a temporary directory.
 
 Every rank listens in a private directory; each pair opens two connections (control messages, and
 signals of the data plane), and each rank hands a memfd of its own to every peer. Afterwards the
@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 
-HELLO = struct.Struct("<8s16sIIB")  # magic, token of the job, from rank, to rank, channel
+HELLO = struct.Struct("<8s16sIIB")  # MAGIC, token of the job, from rank, to rank, channel.
 MAGIC = b"hvdlite1"
-CONTROL, SIGNAL = 0, 1
-CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+CONTROL, SIGNAL = 0, 1  # The channels: one connection for each between two ranks.
+CREDENTIALS = struct.Struct("3i")  # The pid, uid and gid of SO_PEERCRED.
 TOKEN_BYTES = 16
 
 
@@ -31,7 +31,7 @@ class Peer(NamedTuple):
 
     control: socket.socket
     signal: socket.socket
-    memory: int  # file descriptor of the memfd that the peer owns
+    memory: int  # The file descriptor of the memfd that the peer owns.
 
     def close(self) -> None:
         """Close the connections, and this process's descriptor of the memory."""
@@ -41,32 +41,32 @@ class Peer(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Where the ranks of one host meet; the leader makes it and tells the others."""
+    """The directory in which the ranks of one host meet; the leader makes it for all."""
 
     directory: str
     token: bytes
 
     @classmethod
     def new(cls) -> Meeting:
-        """A new directory that only this user may enter. Raises `OSError`."""
+        """Make a new directory that only this user may enter. Raises `OSError`."""
         return cls(tempfile.mkdtemp(prefix="hvdlite-"), os.urandom(TOKEN_BYTES))
 
     @contextmanager
     def path(self, rank: int) -> Iterator[str]:
-        """Where `rank` listens, by a path that a socket can have (of at most 107 bytes)."""
+        """Yield the path where `rank` listens, short enough for a socket (107 bytes at most)."""
         descriptor = os.open(self.directory, os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             yield f"/proc/self/fd/{descriptor}/{rank}"
         finally:
             os.close(descriptor)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Remove the directory."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def listen(meeting: Meeting, rank: int) -> socket.socket:
-    """Listen at the meeting. Raises `OSError` where the directory is not to be seen."""
+    """Listen at the meeting. Raises `OSError` where the directory is not visible."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with meeting.path(rank) as path:
@@ -94,7 +94,7 @@ def meet(
     sockets: dict[tuple[int, int], socket.socket] = {}
     try:
         with listener:
-            for peer in (each for each in peers if each < rank):
+            for peer in (lower for lower in peers if lower < rank):
                 for channel in (CONTROL, SIGNAL):
                     sockets[peer, channel] = _connect(meeting, rank, peer, channel, deadline)
             expected = {(p, channel) for p in peers if p > rank for channel in (CONTROL, SIGNAL)}

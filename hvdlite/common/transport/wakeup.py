@@ -1,7 +1,7 @@
-"""What ends a sleep in poll() from another thread: at once, or after a time.
+"""Wake a thread that sleeps in poll() from another thread: at once, or after a time.
 
-Both system calls are made without letting the GIL go: whoever rings is about to go on, and the
-thread that is woken would take the GIL from it.
+Both system calls keep the GIL (`ctypes.PyDLL`): the calling thread is about to continue, and the
+woken thread would take the GIL from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _libc.eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 
 class _Time(ctypes.Structure):
-    """``struct itimerspec`` of the C library: an interval, and the time to the first end."""
+    """``struct itimerspec`` of the C library: an interval, and the time to the first expiry."""
 
     _fields_ = (
         ("interval_seconds", ctypes.c_long),
@@ -28,46 +28,46 @@ class _Time(ctypes.Structure):
 
 
 class WakeUp:
-    """Two descriptors for poll(), readable when the alarm has rung."""
+    """Two descriptors for poll(): an eventfd for now, and a timerfd for later."""
 
     def __init__(self) -> None:
-        # Guards the descriptors, as their numbers may be others' soon. Reentrant: a signal handler
-        # may ring while its thread rings.
+        # Guards the descriptors: after `close`, their numbers may belong to other files. Reentrant,
+        # as a signal handler may trigger while its thread triggers.
         self._lock = threading.RLock()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Its flags have the same values as those of files.
+        # The flags of timerfd_create have the same values as those of open().
         self._timer = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK)
         if self._timer < 0:
-            number = ctypes.get_errno()
+            code = ctypes.get_errno()
             os.close(self._event)
-            raise OSError(number, os.strerror(number))
-        self._set = False  # the timer
+            raise OSError(code, os.strerror(code))
+        self._timer_set = False
         self.descriptors = frozenset((self._event, self._timer))
 
     def trigger(self, within: float = 0.0) -> None:
-        """Ring now, or in `within` seconds. After `close` it is no error."""
+        """Wake now, or in `within` seconds. After `close` this has no effect."""
         with self._lock:
             if self._event < 0:
                 return
             if within > 0:
-                self._set = True
+                self._timer_set = True
                 _libc.timerfd_settime(self._timer, 0, ctypes.byref(_after(within)), None)
             else:
                 _libc.eventfd_write(self._event, 1)
 
     def clear(self) -> None:
-        """It has been heard: forget all rings, also those to come."""
+        """Cancel all wake-ups, also those that are scheduled."""
         with self._lock:
             if self._event < 0:
                 return
-            if self._set:
-                self._set = False
+            if self._timer_set:
+                self._timer_set = False
                 _libc.timerfd_settime(self._timer, 0, ctypes.byref(_NEVER), None)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event)
 
     def close(self) -> None:
-        """Close both, once."""
+        """Close both descriptors; idempotent."""
         with self._lock:
             if self._event >= 0:
                 os.close(self._event)
@@ -75,8 +75,9 @@ class WakeUp:
                 self._event = self._timer = -1
 
     def after_fork_in_child(self) -> None:
-        """Close this process's copies."""
-        self._lock = threading.RLock()  # a thread that is not in the child may hold the old one
+        """Close this process's copies of the descriptors."""
+        # A thread that does not exist in the child may hold the lock.
+        self._lock = threading.RLock()
         self.close()
 
 

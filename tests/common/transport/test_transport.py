@@ -17,11 +17,11 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, ProtocolError
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.transport.backoff import Backoff
 from hvdlite.common.transport.base import Incoming, do_nothing
 from hvdlite.common.transport.framing import HEADER, MAGIC, Assembler, frames
 from hvdlite.common.transport.inprocess import InProcessTransport, InProcessWorld
 from hvdlite.common.transport.local import LocalMesh, create_memory
-from hvdlite.common.transport.mpi import Nap
 from hvdlite.common.transport.rendezvous import Meeting, listen, meet
 
 pytestmark = pytest.mark.timeout(20)
@@ -71,7 +71,7 @@ def make_meshes(size: int) -> list[LocalMesh]:
 
     with ThreadPoolExecutor(size) as pool:
         meshes = list(pool.map(join, range(size)))
-    meeting.end()
+    meeting.close()
     return meshes
 
 
@@ -311,7 +311,7 @@ def test_a_stranger_at_the_meeting_is_refused() -> None:
             with pytest.raises(ProtocolError, match="stranger"):
                 meet(meeting, listener, 0, (1,), 0, time.monotonic() + 10)
     finally:
-        meeting.end()
+        meeting.close()
 
 
 def test_a_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_a_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -
             with pytest.raises(ProtocolError, match=f"user {real} tried to join"):
                 meet(meeting, listener, 0, (1,), 0, time.monotonic() + 10)
     finally:
-        meeting.end()
+        meeting.close()
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
@@ -335,7 +335,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         with pytest.raises(HorovodInternalError, match="did not connect: 1, 2"):
             meet(meeting, listener, 0, (1, 2), 0, time.monotonic() + 0.01)
     finally:
-        meeting.end()
+        meeting.close()
 
 
 def test_the_meeting_is_private_and_leaves_nothing() -> None:
@@ -343,7 +343,7 @@ def test_the_meeting_is_private_and_leaves_nothing() -> None:
     directory = Path(meeting.directory)
     assert directory.stat().st_mode & 0o777 == 0o700
     listen(meeting, 0).close()
-    meeting.end()
+    meeting.close()
     assert not directory.exists()
 
 
@@ -376,9 +376,9 @@ def test_naps_are_short_in_a_busy_job_and_few_in_an_idle_one(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    nap, looks = Nap(), []
+    backoff, looks = Backoff(), []
     while now < 1010.0:
-        waited, seconds = now - 1000.0, nap.seconds()
+        waited, seconds = now - 1000.0, backoff.seconds()
         assert seconds <= max(waited / 8, 20e-6), f"after {waited} s"
         looks.append((waited, seconds))
         now += seconds
