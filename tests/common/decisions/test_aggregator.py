@@ -1,0 +1,19 @@
+"""A leader passes on what all ranks below it have, and what is late."""
+
+from __future__ import annotations
+
+from hvdlite.common.decisions.aggregator import Aggregator
+from hvdlite.common.plain.messages import Report, Response, Segment
+from tests.common.decisions.requests import request
+
+
+def test_a_leader_passes_on_what_is_late_and_then_the_rest() -> None:
+    leader = Aggregator(8, range(4, 8))
+    leader.note(Segment(0, tuple(Response(request(str(bit)), bit=bit) for bit in range(3))))
+    leader.receive(Report(0, (4, 6), (0, 1, 2)), 0.0)
+    leader.receive(Report(0, (5, 7), (2,)), 1.0)
+    assert leader.pop_reports() == (Report(0, (4, 5, 6, 7), (2,)),)
+    leader.flush(0.5)
+    assert leader.pop_reports() == (Report(0, (4, 6), (0, 1)),)
+    leader.receive(Report(0, (5,), (1,)), 2.0)
+    assert leader.pop_reports() == (Report(0, (5,), (1,)),)
