@@ -48,8 +48,8 @@ def nothing_ends() -> bool:
     from hvdlite.common.runtime import lifecycle
     from hvdlite.common.runtime.state import this_process
 
-    lifecycle._forget_ended()
-    return not this_process.ending
+    lifecycle._forget_finished()
+    return not this_process.shut_down
 
 
 def done() -> None:

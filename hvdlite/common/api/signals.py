@@ -48,7 +48,7 @@ class Signal:
     def wait(self) -> int:
         """Sleep until all ranks have come; return the rank that joined last, where it is a join."""
         last = int(self.handle.wait() or 0)
-        if self._joins:  # ranks have made different numbers of calls
+        if self._joins:  # Ranks have made different calls: see [Note: eras and join] in runtime.py.
             _numbers.get(self._runtime, {}).pop(self._runtime.era(self._process_set), None)
             self._runtime.restart(self._process_set)
         return last

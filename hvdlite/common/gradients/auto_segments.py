@@ -2,8 +2,17 @@
 
 A gradient is ready when the last rank has it, so ranks exchange their times, on the clock of rank
 0. The first rank of the process set runs the tuner and broadcasts its decision after a step, so
-that the next step is the same on every rank. While a rank has joined nothing is decided, since a
-joined rank takes part in no such broadcast.
+that the next step is the same on every rank.
+
+[Note: who decides while a rank has joined]
+Nobody. A joined rank makes no calls: its engine contributes neutral data to the collectives of the
+others, and its training loop receives no broadcast. So a decision that all ranks must follow, such
+as other segments, would be missed by it, and it would submit other tensors than the rest when its
+join is complete. If the joined rank is the one that decides, the others would even receive zeros as
+its decision, or the error that the root has joined. Therefore ranks first count themselves with an
+allreduce of ones (`no_rank_has_joined`). A joined rank adds 0, all others see the same sum, and all
+of them skip the decision. After the join the ranks agree again by [Note: eras and join] in
+runtime.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who am I, how many are we, and what is this built on: the small questions of the public API."""
+"""The small queries of the public API: rank, size, the timeline, and which libraries are in use."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ log = logging.getLogger("hvdlite")
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` was not."""
+    """Return whether `init` was called, and `shutdown` was not."""
     return find() is not None
 
 
 def rank() -> int:
-    """Number of this rank, from 0. Raises `ValueError` before `init`, as all of these do."""
+    """Return this rank, from 0. Raises `ValueError` before `init`, as all of these do."""
     return current().rank
 
 
 def size() -> int:
-    """Number of ranks of the job."""
+    """Return the number of ranks of the job."""
     return current().topology.size
 
 
 def local_rank() -> int:
-    """Number of this rank on its host, from 0."""
+    """Return the number of this rank on its host, from 0."""
     runtime = current()
     return runtime.topology.local_rank(runtime.rank)
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Return the number of ranks on this host."""
     runtime = current()
     return len(runtime.topology.peers(runtime.rank))
 
 
 def cross_rank() -> int:
-    """Number of this host among those that have this local rank, from 0."""
+    """Return the number of this host among those that have this local rank, from 0."""
     runtime = current()
     return runtime.topology.cross_peers(runtime.rank).index(runtime.rank)
 
 
 def cross_size() -> int:
-    """Number of hosts that have this local rank."""
+    """Return the number of hosts that have this local rank."""
     runtime = current()
     return len(runtime.topology.cross_peers(runtime.rank))
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks."""
+    """Return whether every host has the same number of ranks."""
     return current().topology.homogeneous
 
 
@@ -64,7 +64,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the recording and close the file. Raises `ValueError` before `init`."""
+    """Stop the recording and close the file. Raises `ValueError` before `init`."""
     runtime = current()
     if not runtime.timeline.enabled:
         log.debug("the timeline was stopped already")
@@ -72,7 +72,7 @@ def stop_timeline() -> None:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI runs with THREAD_MULTIPLE. Raises `ValueError` when MPI is not in use."""
+    """Return whether MPI runs with THREAD_MULTIPLE. Raises `ValueError` when MPI is not in use."""
     if not mpi_enabled():
         raise ValueError("MPI is not enabled: this job was not started by an MPI launcher")
     from mpi4py import MPI
@@ -81,20 +81,20 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether this job runs over MPI. Raises `ValueError` before `init`."""
+    """Return whether this job runs over MPI. Raises `ValueError` before `init`."""
     return current().mpi_group is not None
 
 
 def mpi_built() -> bool:
-    """Whether mpi4py is installed."""
+    """Return whether mpi4py is installed."""
     return find_spec("mpi4py") is not None
 
 
-def _absent(what: str) -> Callable[[], bool]:
+def _absent(library: str) -> Callable[[], bool]:
     def answer() -> bool:
         return False
 
-    answer.__doc__ = f"False: hvdlite does not use {what}."
+    answer.__doc__ = f"Return False: hvdlite does not use {library}."
     return answer
 
 
@@ -107,5 +107,5 @@ rocm_built = _absent("compiled ROCm code")
 
 
 def nccl_built() -> int:
-    """0: hvdlite does not use NCCL."""
+    """Return 0: hvdlite does not use NCCL."""
     return 0

@@ -9,10 +9,10 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.launched_rank import SIZES, launched_rank, was_launched
 from hvdlite.common.runtime.mpi_process import (
-    all_ranks_are_here,
-    leave_mpi_alone,
+    allow_mpi_finalize,
     members_of_communicator,
     mpi_runs,
+    skip_mpi_finalize,
     start_mpi,
 )
 from hvdlite.common.runtime.process_sets import is_communicator
@@ -29,9 +29,10 @@ class Membership(NamedTuple):
 
 
 def connect(comm: Any, config: Config) -> Membership:
-    """Connect this rank with the others; blocks until they have come.
+    """Connect this rank with the others; blocks until all have connected.
 
-    Raises `ValueError` for a `comm` that is none, and as `transport.mpi.connect` does.
+    `comm` is None for all ranks of the job, a list of world ranks, or an mpi4py communicator.
+    Raises `ValueError` for anything else, and as `transport.mpi.connect` does.
     """
     communicator = is_communicator(comm)
     if not communicator and comm is not None and not isinstance(comm, (list, tuple, range)):
@@ -86,10 +87,10 @@ def _connect_mpi(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> Memb
         transport = connect_over_mpi(comm, config, watch.give_up)
     except BaseException:
         group.Free()
-        leave_mpi_alone()
+        skip_mpi_finalize()
         raise
     if comm.size == mpi.COMM_WORLD.size:
-        all_ranks_are_here()
+        allow_mpi_finalize()
     return Membership(transport, group)
 
 
@@ -105,10 +106,10 @@ def _world_ranks(mpi: Any, comm: Any) -> list[int]:
 def _check_launcher(size: int, library: str) -> None:
     """Raise `HorovodInternalError` when another MPI has started this process than it has loaded."""
     for name in SIZES:
-        told = os.environ.get(name, "")
-        if told.isdigit() and int(told) > 1 and size == 1:
+        ranks = os.environ.get(name, "")
+        if ranks.isdigit() and int(ranks) > 1 and size == 1:
             raise HorovodInternalError(
-                f"the launcher has started {told} ranks ({name}), but the MPI library that mpi4py "
+                f"the launcher has started {ranks} ranks ({name}), but the MPI library that mpi4py "
                 f"has loaded knows of this one only: it is {library.split(',', maxsplit=1)[0]!r}. "
                 "Start the job with the mpirun of that library, or with hvdlite-run"
             )

@@ -1,4 +1,4 @@
-"""What the launcher's environment says: which rank of which job this process is, without MPI."""
+"""Which rank of which job this process is, by the environment of its launcher, without MPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANK_PROCESS = "HVDLITE_RANK_PROCESS"  # "<process id> <rank> <job>" of the proc
 class LaunchedRank(NamedTuple):
     """A rank as its launcher describes it; -1 and "" stand for what the launcher leaves out."""
 
-    job: str  # tells jobs apart that run at the same time; alike on all ranks of a job
+    job: str  # Tells jobs apart that run at the same time; equal on all ranks of a job.
     rank: int
     size: int
     local_rank: int

@@ -1,4 +1,4 @@
-"""Start and end this rank's membership in a job: init, shutdown, and the end of the process."""
+"""The membership of this rank in a job: init, shutdown, exit and fork of the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdlite.common.plain.logs import set_up_log
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.connect import connect
 from hvdlite.common.runtime.launched_rank import claim_rank
-from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, leave_mpi_alone
+from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, skip_mpi_finalize
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set, is_communicator
 from hvdlite.common.runtime.runtime import DYNAMIC, Runtime
 from hvdlite.common.runtime.state import current, not_initialized, this_process
@@ -54,12 +54,12 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
     config = Config.from_environ()
     set_up_log(config)
     report_uncaught()
-    _forget_ended()
-    job = connect(comm, config)
-    this_process.runtime = runtime = Runtime(job.transport, config, job.mpi_group)
+    _forget_finished()
+    membership = connect(comm, config)
+    this_process.runtime = runtime = Runtime(membership.transport, config, membership.mpi_group)
     try:
         this_process.comm = comm
-        if job.mpi_group is not None:
+        if membership.mpi_group is not None:
             call_before_mpi_ends(_at_exit)
         atexit.unregister(_at_exit)  # it must be called before what MPI has registered since
         atexit.register(_at_exit)
@@ -86,9 +86,9 @@ def _checked_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[Proce
         if process_sets.lower() != DYNAMIC:
             raise ValueError(f"process_sets={process_sets!r}: a list of ProcessSet, or 'dynamic'")
         return []
-    for each in process_sets:
-        if not isinstance(each, ProcessSet):
-            raise ValueError(f"process_sets: {each!r} is not a ProcessSet")
+    for process_set in process_sets:
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(f"process_sets: {process_set!r} is not a ProcessSet")
     return list(process_sets)
 
 
@@ -111,7 +111,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Unregister a process set; every rank of the job must call it alike.
 
-    False for the global set, and for one that is not registered. What is pending in the set fails.
+    Returns False for the global set and for a set that is not registered. Collectives that are
+    pending in the set fail.
     """
     runtime = current()
     process_set_id = process_set.process_set_id
@@ -125,9 +126,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def shutdown() -> None:
-    """Leave the job. Pending collectives fail; `init` may be called again afterwards.
+    """Depart from the job. Pending collectives fail; `init` may be called again afterwards.
 
-    Other ranks may go on among themselves: what needs this rank fails there, with its number.
+    Other ranks may go on among themselves: collectives that need this rank fail and name it.
     """
     runtime, this_process.runtime = this_process.runtime, None
     if runtime is None:
@@ -136,37 +137,38 @@ def shutdown() -> None:
         runtime.shutdown()
     finally:
         global_process_set.ranks = global_process_set.mpi_comm = this_process.comm = None
-        this_process.ending.append(runtime)
-        _forget_ended()
+        this_process.shut_down.append(runtime)
+        _forget_finished()
 
 
-def _forget_ended() -> None:
-    """Let go of the runtimes whose engines no other rank needs any more, with their memory."""
-    for runtime in [each for each in this_process.ending if each.engine.finished]:
-        this_process.ending.remove(runtime)
+def _forget_finished() -> None:
+    """Release the runtimes whose engines no other rank needs any more, with their memory."""
+    for runtime in [r for r in this_process.shut_down if r.engine.finished]:
+        this_process.shut_down.remove(runtime)
         runtime.release()
         if runtime.engine.failed:
-            leave_mpi_alone()
+            skip_mpi_finalize()
 
 
 def _at_exit() -> None:
-    """Leave the job, and wait for the ranks that still need this one."""
+    """Depart from the job, and wait for the ranks that still need this one."""
     shutdown()
-    for runtime in this_process.ending:
+    for runtime in this_process.shut_down:
         runtime.engine.join()
-    _forget_ended()
+    _forget_finished()
 
 
 def _after_fork_in_child() -> None:
     """Close the connections of the parent: the child is no rank, and must not hide its death."""
-    this_process.initializing = threading.RLock()  # another thread of the parent may hold the old
+    # A thread that does not exist in the child may hold the lock.
+    this_process.initializing = threading.RLock()
     runtime, this_process.runtime = this_process.runtime, None
     if runtime is not None:
         this_process.forked_from = runtime.rank
-        this_process.ending.append(runtime)
-    for each in this_process.ending:
-        each.transport.after_fork_in_child()
-    this_process.ending.clear()
+        this_process.shut_down.append(runtime)
+    for inherited in this_process.shut_down:
+        inherited.transport.after_fork_in_child()
+    this_process.shut_down.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

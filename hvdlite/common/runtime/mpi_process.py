@@ -1,4 +1,7 @@
-"""Start and end MPI in this process, whoever imports mpi4py, and whenever."""
+"""The initialization and finalization of MPI in this process.
+
+The user may import mpi4py and start MPI before `init`, or never.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from hvdlite.common.runtime.start_watch import StartWatch
 log = logging.getLogger("hvdlite")
 
 _attributes: list[int] = []  # the key of the attribute of COMM_SELF, once it is set
-_failed = False  # a job of this process has failed: see `leave_mpi_alone`
+_failed = False  # a job of this process has failed: see `skip_mpi_finalize`
 
 
 def mpi_runs() -> bool:
@@ -120,13 +123,13 @@ def call_before_mpi_ends(function: Callable[[], None]) -> None:
         MPI.COMM_SELF.Set_attr(_attributes[0], True)
 
 
-def leave_mpi_alone() -> None:
+def skip_mpi_finalize() -> None:
     """Note that a job has failed: this process must not wait for ranks that are dead."""
     global _failed  # noqa: PLW0603
     _failed = True
 
 
-def all_ranks_are_here() -> None:
+def allow_mpi_finalize() -> None:
     """Note that all ranks of MPI have met again, after whatever had failed."""
     global _failed  # noqa: PLW0603
     _failed = False

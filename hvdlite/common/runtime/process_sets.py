@@ -1,4 +1,4 @@
-"""Process sets as users hold them: some of the ranks, that communicate among themselves."""
+"""Process sets as users hold them: subsets of the ranks that communicate among themselves."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class ProcessSet:
         self.ranks = sorted(ranks)
 
     def size(self) -> int:
-        """Number of members. Raises `ValueError` while the set is not registered."""
+        """Return the number of members. Raises `ValueError` while the set is not registered."""
         return len(self._registered())
 
     def rank(self) -> int | None:
-        """Position of this rank in the set; None while it is not registered.
+        """Return the position of this rank in the set; None while the set is not registered.
 
         Raises `ValueError` when this rank is not a member.
         """
@@ -56,7 +56,7 @@ class ProcessSet:
         return members.index(rank)
 
     def included(self) -> bool | None:
-        """Whether this rank is a member; None while the ranks are not known."""
+        """Return whether this rank is a member; None while the ranks are not known."""
         return None if self.ranks is None else current().rank in self.ranks
 
     def _registered(self) -> list[int]:
@@ -87,7 +87,7 @@ class ProcessSet:
 
 
 def is_communicator(value: object) -> bool:
-    """Whether `value` is an mpi4py communicator; does not import mpi4py."""
+    """Return whether `value` is an mpi4py communicator, without importing mpi4py."""
     return any(
         cls.__module__.startswith("mpi4py") and cls.__name__ == "Comm"
         for cls in type(value).__mro__

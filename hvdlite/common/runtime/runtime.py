@@ -42,18 +42,18 @@ class Runtime:
         self.topology: Topology = transport.topology
         # The operations that users hold handles of; they stay until synchronize() asks for them.
         self.handles = HandleTable()
-        # The optimizers and the like of this rank, announced when they are made.
+        # The optimizers and other trainers of this rank, announced when they are made.
         self.trainers = Trainers()
-        # What was checked, by the name of a tensor or group: specs, options, and the request or
-        # requests that they make. Steps after the first find theirs here.
+        # Checked calls by the name of a tensor or group: specs, options, and the resulting request
+        # or requests. Steps after the first find theirs here.
         self.requests: dict[str, tuple[Any, Any, Request | tuple[Request, ...]]] = {}
-        # By process set: how the user has asked for gradients to be split.
+        # By process set id: how the user has asked for gradients to be split.
         self.choices: dict[int, UserChoice] = {}
-        # By process set: how many calls had no name. The ranks count alike, as they call alike.
+        # By process set id: how many calls without a name this era has seen, and the token of the
+        # era. See [Note: eras and join] at `restart`.
         self._unnamed: dict[int | None, int] = {}
-        # By process set: a token that is replaced when the ranks may have made different calls.
         self._eras: dict[int | None, object] = {}
-        self._unnamed_lock = threading.Lock()  # guards _unnamed
+        self._unnamed_lock = threading.Lock()  # Guards _unnamed.
         # Records nothing until a file is named, by the settings or by start_timeline().
         self.timeline = Timeline(self.rank)
         # By id: the sets that users hold, so that a set that is removed can be told so.
@@ -88,7 +88,11 @@ class Runtime:
         self.timeline.record_to(path, mark_cycles)
 
     def named(self, name: str | None, process_set: ProcessSet) -> AbstractContextManager[str]:
-        """`name`, or the next number of this set, which is used up unless the call is refused."""
+        """Return a context with `name`, or with the next generated name of this process set.
+
+        The generated name is used up when the context is left without an error: a refused call
+        must not change the count, as other ranks may have made no such call.
+        """
         return self._numbered(process_set) if name is None else nullcontext(name)
 
     @contextmanager
@@ -100,15 +104,28 @@ class Runtime:
             self._unnamed[key] = number + 1
 
     def restart(self, process_set: ProcessSet) -> None:
-        """All ranks of the set are at the same point, after different numbers of calls.
+        """Begin a new era of a process set: its unnamed calls are numbered from 0 again.
 
-        Its unnamed calls are numbered from 0 again, and a new era begins.
+        [Note: eras and join]
+        Ranks match tensors by name. A call without a name gets the next number of its process set,
+        which is the same on all ranks because they make the same calls in the same order. A join
+        breaks that rule: a joined rank makes no calls while the others go on, so afterwards the
+        counts differ, and a call would wait forever for a rank that uses another number.
+
+        An era is the time in which all members make the same calls. The end of a join is a point
+        that all members pass together, so there every rank counts from 0 again. A new process set
+        begins an era too, since its id may have been another set's. Everything else that is agreed
+        by counting calls stores the token of `era` with its count, and starts anew when the token
+        changes: the numbers of barriers, and the steps between two checks of a frozen segmentation.
+
+        Within a join the coordinator solves the matching problem of its own: see section 5 of the
+        theory of operation in coordinator.py.
         """
         self._unnamed.pop(process_set.process_set_id, None)
         self._eras.pop(process_set.process_set_id, None)
 
     def era(self, process_set: ProcessSet) -> object:
-        """Stands for the time in which all ranks of the set make the same calls."""
+        """Return the token of the current era of a set. See [Note: eras and join] at `restart`."""
         return self._eras.setdefault(process_set.process_set_id, object())
 
     def call(self, request: Request) -> Any:
@@ -118,11 +135,11 @@ class Runtime:
         return entry.handle.wait()
 
     def begin(self, sets: Sequence[ProcessSet], *, first: bool) -> None:
-        """Do what a call of `init` asks for: with the `first`, also the timeline of the settings.
+        """Do the work of one call of `init`: register new process sets, agree on the settings.
 
-        Process sets that are new are registered. Where one rank cannot go on, no rank does, and no
-        set is registered: that rank raises its own error, and the others `HorovodInternalError`
-        with the text of it. Returns when all ranks are here, unless there is nothing to agree on.
+        The `first` call also starts the timeline of the settings. If one rank fails, no set is
+        registered: that rank raises its own error, and the others `HorovodInternalError` with its
+        text. Returns when all ranks have called, unless there is nothing to agree on.
         """
         new: list[ProcessSet] = []
         failure: Exception | None = None
@@ -139,8 +156,8 @@ class Runtime:
             raise failure or error from None
         if failure is not None:
             raise failure
-        for each in new:
-            self.add_process_set(each)
+        for process_set in new:
+            self.add_process_set(process_set)
 
     def _new_sets(self, sets: Sequence[ProcessSet]) -> list[ProcessSet]:
         """Return those of `sets` that are to be registered; all of them can be.
@@ -148,18 +165,20 @@ class Runtime:
         Raises `ValueError` for a duplicate, and for ranks that do not exist.
         """
         table = self.engine.process_sets
-        known = table.all()
-        taken = list(known.values())
+        registered = table.all()
+        used = list(registered.values())
         new = []
-        for position, each in enumerate(sets):
-            ranks = self.ranks_of(each)
-            if each.process_set_id is not None and known.get(each.process_set_id) == ranks:
-                continue  # by an earlier call
-            if ranks in taken:
-                raise ValueError(f"process_sets entry number {position} is a duplicate: {each}")
+        for position, process_set in enumerate(sets):
+            ranks, process_set_id = self.ranks_of(process_set), process_set.process_set_id
+            if process_set_id is not None and registered.get(process_set_id) == ranks:
+                continue  # An earlier call has registered it.
+            if ranks in used:
+                raise ValueError(
+                    f"process_sets entry number {position} is a duplicate: {process_set}"
+                )
             table.check(ranks)
-            taken.append(ranks)
-            new.append(each)
+            used.append(ranks)
+            new.append(process_set)
         return new
 
     def _agree(self, sets: Sequence[ProcessSet], failure: Exception | None) -> None:
@@ -170,7 +189,7 @@ class Runtime:
         settings: dict[str, object] = {
             "HVDLITE_ALLREDUCE": self.config.allreduce,
             "HVDLITE_DATA_PLANE": self.config.data_plane,
-            "process_sets": [each.ranks if each.mpi_comm is None else "comm" for each in sets],
+            "process_sets": [s.ranks if s.mpi_comm is None else "comm" for s in sets],
         }
         if failure is not None:
             settings["error"] = f"{type(failure).__name__}: {failure}"
@@ -194,13 +213,13 @@ class Runtime:
         collective = "add_process_set" if process_set.mpi_comm is None else "split_process_set"
         process_set_id = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
         process_set._bind(process_set_id, members)
-        self.restart(process_set)  # the id may have been another set's
+        self.restart(process_set)  # The id may have been another set's.
         self.known_sets[process_set_id] = process_set
 
     def remove_process_set(self, process_set: ProcessSet) -> None:
         """Unregister a set on all ranks; blocks until every rank has called it."""
         process_set_id = process_set.process_set_id
-        assert process_set_id is not None  # the caller has looked
+        assert process_set_id is not None  # The caller has checked that.
         split = process_set.mpi_comm is not None
         collective = "unsplit_process_set" if split else "remove_process_set"
         self.call(Request(GLOBAL_ID, collective, collective, root_rank=process_set_id))
@@ -214,11 +233,11 @@ class Runtime:
             process_set._invalidate()
 
     def shutdown(self) -> None:
-        """Leave the job; the engine thread may go on for ranks that need it.
+        """Depart from the job; the engine thread may go on for ranks that need it.
 
-        All of it is done even where a part raises, such as `KeyboardInterrupt` while it waits.
+        All steps are done even if one raises, such as `KeyboardInterrupt` during a wait.
         """
-        with ExitStack() as steps:  # the last is done first
+        with ExitStack() as steps:  # The last callback is called first.
             steps.callback(self._free_mpi_group)
             for process_set_id in list(self.known_sets):
                 steps.callback(self._forget_set, process_set_id)
@@ -227,9 +246,10 @@ class Runtime:
             steps.callback(self.trainers.close)
 
     def release(self) -> None:
-        """Let go of the engine, which has ended: its memory is unmapped with its last view.
+        """Release the engine, which has finished: its memory is unmapped with the last view.
 
-        Transport and engine refer to each other, and would stay until the next garbage collection.
+        Transport and engine refer to each other, so without this both would stay until the next
+        garbage collection.
         """
         self.transport.call_while_waiting(do_nothing)
 

@@ -24,34 +24,35 @@ from hvdlite.common.runtime.launched_rank import LaunchedRank
 
 log = logging.getLogger("hvdlite")
 
-LINE_SECONDS = 30.0  # how often a rank that waits says so
-LINES = 4  # and at least so many times before it gives up
+LINE_SECONDS = 30.0  # The time between two log lines of a rank that waits.
+LINES = 4  # The least number of log lines before a rank gives up.
 REMEDY = "HVDLITE_START_TIMEOUT (seconds) and hvdlite-run --start-timeout"
-GAVE_UP = 1  # the exit code of a process that waits inside MPI, where it cannot raise
-GRACE_SECONDS = 3.0  # a rank that has not raised so long after the limit waits inside MPI
+GAVE_UP = 1  # The exit code of a process that waits inside MPI, where it cannot raise.
+GRACE_SECONDS = 3.0  # A rank that has not raised so long after the limit waits inside MPI.
 
 
 class Announcement:
-    """The word of this rank that it has called `init`, for the ranks of its host."""
+    """The announcement to the ranks of this host that this rank has called `init`."""
 
     def __init__(self, me: LaunchedRank) -> None:
         self._me = me
         self._job = hashlib.sha256(f"{os.getuid()} {me.job}".encode()).hexdigest()[:32]
         self._sockets: list[socket.socket] = []
-        # What has been seen, ("rank" or "local", number): one that gives up has come nevertheless.
+        # Announcements that were found, as ("rank" or "local", rank). They are kept, since a rank
+        # that gives up withdraws its own.
         self._seen: set[tuple[str, int]] = set()
         if me.job:
             for kind, number in (("rank", me.rank), ("local", me.local_rank)):
                 self._announce(kind, number)
 
     def _announce(self, kind: str, number: int) -> None:
-        own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        announcement = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            own.bind(self._name(kind, number))
-        except OSError:  # the name is taken: then a rank is there
-            own.close()
+            announcement.bind(self._name(kind, number))
+        except OSError:  # The name is in use, so it answers already.
+            announcement.close()
         else:
-            self._sockets.append(own)
+            self._sockets.append(announcement)
 
     def _name(self, kind: str, number: int) -> str:
         return f"\0hvdlite/{self._job}/{kind}/{number}"
@@ -73,14 +74,14 @@ class Announcement:
             return True
 
     def close(self) -> None:
-        """Take the word back, when `init` is over."""
-        for own in self._sockets:
-            own.close()
+        """Withdraw the announcement, when `init` is complete."""
+        for announcement in self._sockets:
+            announcement.close()
         self._sockets.clear()
 
 
 class StartWatch:
-    """Within it, `init` waits for other ranks; who is missing is logged every LINE_SECONDS."""
+    """A context manager for the waits of `init`: logs the missing ranks every LINE_SECONDS."""
 
     def __init__(self, me: LaunchedRank | None, limit_seconds: float) -> None:
         self.limit_seconds = limit_seconds
@@ -89,7 +90,8 @@ class StartWatch:
         self._me = me
         self._announcement = Announcement(me) if me and me.rank >= 0 and me.size > 1 else None
         self._began, self._began_at = time.monotonic(), time.strftime("%H:%M:%S")
-        self._mpi_blocks = False  # the main thread is in a call of MPI that ends only with success
+        # Set while the main thread is in a call of MPI that returns only with success.
+        self._mpi_blocks = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdlite-start-watch", daemon=True)
 
@@ -111,7 +113,7 @@ class StartWatch:
 
     @contextmanager
     def mpi_blocks(self) -> Iterator[None]:
-        """Within this, the process is ended when the time is over: MPI itself waits for ever."""
+        """Return a context in which a timeout exits the process: MPI itself waits forever."""
         self._mpi_blocks = True
         try:
             yield
@@ -132,7 +134,7 @@ class StartWatch:
         return f"{rank} has waited {seconds:.0f} s in init(), since {self._began_at}: {self._who()}"
 
     def _who(self) -> str:
-        """Say which ranks have not come, as far as they can be known on this host."""
+        """Return which ranks have not called `init`, as far as this host can know."""
         if self._announcement is None or self._me is None or not self._me.job:
             return "some ranks have not called init()"
         me, host = self._me, f"this host ({socket.gethostname()})"
@@ -152,7 +154,7 @@ class StartWatch:
         )
 
     def _speaks(self) -> bool:
-        """Whether this rank is the one of its host that says what all of them see."""
+        """Return whether this rank logs for its host: it is the lowest one present."""
         if self._announcement is None or self._me is None:
             return False
         return self._me.rank == min(self._announcement.present("rank", self.expected), default=-1)
@@ -174,7 +176,7 @@ class StartWatch:
                                 self.limit_seconds, REMEDY)  # fmt: skip
 
     def _end_process(self) -> None:
-        """End the process with a sentence: no exception can reach a thread that waits in MPI."""
+        """Exit with an error message: no exception can reach a thread that waits in MPI."""
         error = self.give_up()
         report(error)
         log.critical("%s", error)

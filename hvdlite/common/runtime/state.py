@@ -25,8 +25,8 @@ class ProcessState:
         self.comm: Any = None
         # Its attribute `runtime` is set within `use`, where ranks are threads of one process.
         self.thread = threading.local()
-        # Shut down, and perhaps still needed by other ranks: see `forget_ended`.
-        self.ending: list[Runtime] = []
+        # Runtimes that were shut down, whose engines other ranks may still need.
+        self.shut_down: list[Runtime] = []
         # In a forked child of a rank: the number of that rank.
         self.forked_from: int | None = None
         # Held by the thread that is in init. Reentrant, because a signal handler may call init.
@@ -37,18 +37,18 @@ this_process = ProcessState()
 
 
 def find() -> Runtime | None:
-    """The runtime of the caller, or None before `init`."""
+    """Return the runtime of the caller, or None before `init`."""
     return getattr(this_process.thread, "runtime", None) or this_process.runtime
 
 
 def finder() -> Callable[[], Runtime]:
-    """What finds the caller's runtime later, in whatever thread it is asked."""
+    """Return a function that finds the caller's runtime later, called in any thread."""
     bound: Runtime | None = getattr(this_process.thread, "runtime", None)
     return for_collective if bound is None else lambda: bound
 
 
 def current() -> Runtime:
-    """The runtime of the caller. Raises `ValueError` before `init`."""
+    """Return the runtime of the caller. Raises `ValueError` before `init`."""
     runtime = find()
     if runtime is None:
         raise ValueError(not_initialized())
@@ -56,7 +56,7 @@ def current() -> Runtime:
 
 
 def for_collective() -> Runtime:
-    """The runtime of the caller. Raises `HorovodInternalError` before `init`."""
+    """Return the runtime of the caller. Raises `HorovodInternalError` before `init`."""
     try:
         return current()
     except ValueError as error:
@@ -75,7 +75,7 @@ def not_initialized() -> str:
 
 @contextmanager
 def use(runtime: Runtime) -> Iterator[Runtime]:
-    """Within this, `runtime` is the calling thread's: ranks can be threads of one process."""
+    """Make `runtime` the calling thread's within this context: ranks can be threads."""
     before: Runtime | None = getattr(this_process.thread, "runtime", None)
     this_process.thread.runtime = runtime
     try:

@@ -1,4 +1,4 @@
-"""Who has iterations on this rank, and who watches them; they may come in any order."""
+"""Register trainers and traces, and connect them in whichever order they appear."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ log = logging.getLogger("hvdlite")
 
 
 class TraceLike(Protocol):
-    """What is told of iterations, until it is stopped."""
+    """The interface of an iteration trace."""
 
     def follow(self, trainer: Any) -> None:
-        """Watch the iterations of a trainer from now on."""
+        """Record the iterations of a trainer from now on."""
 
     def stop(self) -> None:
-        """Watch nothing any more; nothing happens the second time."""
+        """Record nothing any more; idempotent."""
 
 
 class Trainers:
     """The trainers of one rank, such as optimizers, and the traces that follow each of them."""
 
     def __init__(self) -> None:
-        self.by_setting: TraceLike | None = None  # the one that the settings ask for, once it is on
-        self._lock = threading.RLock()  # guards the two
+        # The trace that the settings ask for; None until it is switched on.
+        self.by_setting: TraceLike | None = None
+        # Guards the next two, so that no pair of trainer and trace is missed.
+        self._lock = threading.RLock()
         self._trainers: WeakSet[Any] = WeakSet()
         self._traces: list[TraceLike] = []
 
     def announce(self, trainer: Any) -> None:
-        """A trainer has come."""
+        """Register a trainer, and let all traces follow it."""
         with self._lock:
             self._trainers.add(trainer)
             traces = list(self._traces)
@@ -38,7 +40,7 @@ class Trainers:
             trace.follow(trainer)
 
     def add(self, trace: TraceLike) -> None:
-        """A trace has been switched on."""
+        """Register a trace, and let it follow all trainers."""
         with self._lock:
             self._traces.append(trace)
             trainers = list(self._trainers)
@@ -46,13 +48,13 @@ class Trainers:
             trace.follow(trainer)
 
     def remove(self, trace: TraceLike) -> None:
-        """A trace has been stopped; nothing happens the second time."""
+        """Forget a trace that was stopped; idempotent."""
         with self._lock:
             if trace in self._traces:
                 self._traces.remove(trace)
 
     def close(self) -> None:
-        """Stop all traces, when the rank leaves the job; that goes on where a file cannot."""
+        """Stop all traces at shutdown; a file that cannot be written does not stop the shutdown."""
         for trace in list(self._traces):
             try:
                 trace.stop()

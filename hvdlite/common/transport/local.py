@@ -47,7 +47,7 @@ class LocalMesh:
     # -- control messages
 
     def send(self, rank: int, body: bytes) -> None:
-        """Queue `body` for `rank`; frames that the socket does not accept are sent while waiting."""
+        """Queue `body` for `rank`; frames that the socket does not accept are sent later."""
         link = self._links[rank]
         if not link.control_lost:
             link.outbox.extend(frames(body))
@@ -118,8 +118,7 @@ class LocalMesh:
     def await_signal(
         self, rank: int, while_waiting: Callable[[], None], interval: float = CHECK_SECONDS
     ) -> None:
-        """See `Transport.await_signal`. Without a signal, calls `while_waiting` every `interval`
-        seconds."""
+        """See `Transport.await_signal`. Call `while_waiting` every `interval` seconds meanwhile."""
         link = self._links[rank]
         while not link.pop_token():
             owes = any(other.outbox or other.owed_tokens for other in self._links.values())
