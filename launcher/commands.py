@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi
 from hvdlite.launcher.mpi_arguments import BINDING_FLAGS, MAPPING_FLAGS, flags_in
-from hvdlite.launcher.options import Options
+from hvdlite.launcher.options import LaunchOptions
 
 MANY_HOSTS = 64  # from here on Open MPI's daemons are all started from the first host
 
@@ -22,13 +22,13 @@ class Place:
     names: tuple[str, ...]  # environment variables to pass to other hosts
 
 
-def build_command(mpi: Mpi, options: Options, place: Place, rank_command: Sequence[str]
+def build_command(mpi: Mpi, options: LaunchOptions, place: Place, rank_command: Sequence[str]
                   ) -> list[str]:  # fmt: skip
     """Return the command that starts `rank_command` once for each rank."""
     return [mpi.program, *BUILDERS[mpi.kind](mpi, options, place), *rank_command]
 
 
-def build_environment(mpi: Mpi, options: Options) -> dict[str, str]:
+def build_environment(mpi: Mpi, options: LaunchOptions) -> dict[str, str]:
     """Variables that the MPI itself reads; one that the user has set wins."""
     variables: dict[str, str] = {}
     if options.tcp:
@@ -45,7 +45,7 @@ def build_environment(mpi: Mpi, options: Options) -> dict[str, str]:
     return variables
 
 
-def openmpi_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
+def openmpi_arguments(mpi: Mpi, options: LaunchOptions, place: Place) -> list[str]:
     """Open MPI 4 and 5."""
     new = mpi.major >= 5
     arguments = ["-np", str(options.num_proc), "--oversubscribe"]
@@ -70,7 +70,7 @@ def openmpi_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
     return arguments + list(options.mpi_args)
 
 
-def _openmpi_network(options: Options, daemon: str, new: bool) -> list[str]:
+def _openmpi_network(options: LaunchOptions, daemon: str, new: bool) -> list[str]:
     arguments = []
     if options.network_interfaces:
         names = ",".join(options.network_interfaces)
@@ -85,7 +85,7 @@ def _openmpi_network(options: Options, daemon: str, new: bool) -> list[str]:
     return arguments
 
 
-def hydra_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
+def hydra_arguments(mpi: Mpi, options: LaunchOptions, place: Place) -> list[str]:
     """MPICH and Intel MPI; every variable of the environment is passed on."""
     # Without automatic clean-up the ranks that are left may say what happened.
     arguments = ["-np", str(options.num_proc), "-prepend-rank", "-disable-auto-cleanup"]
@@ -99,7 +99,7 @@ def hydra_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
     return arguments + list(options.mpi_args)
 
 
-def srun_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
+def srun_arguments(mpi: Mpi, options: LaunchOptions, place: Place) -> list[str]:
     """Slurm's srun, inside an allocation."""
     if _ssh_args(options):
         raise ConfigError("--ssh-port and --ssh-identity-file: srun does not use ssh")
@@ -113,7 +113,7 @@ def srun_arguments(mpi: Mpi, options: Options, place: Place) -> list[str]:
     return arguments + list(options.mpi_args)
 
 
-def _ssh_args(options: Options) -> list[str]:
+def _ssh_args(options: LaunchOptions) -> list[str]:
     arguments = []
     if options.ssh_port is not None:
         arguments += ["-p", str(options.ssh_port)]
@@ -122,7 +122,7 @@ def _ssh_args(options: Options) -> list[str]:
     return arguments
 
 
-BUILDERS: dict[str, Callable[[Mpi, Options, Place], list[str]]] = {
+BUILDERS: dict[str, Callable[[Mpi, LaunchOptions, Place], list[str]]] = {
     OPENMPI: openmpi_arguments,
     HYDRA: hydra_arguments,
     SLURM: srun_arguments,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from hvdlite.launcher.commands import build_environment
 from hvdlite.launcher.mpi import HYDRA, SLURM, Mpi, library_of
 from hvdlite.launcher.openmpi import has_fabric, parameter_given
-from hvdlite.launcher.options import Options
+from hvdlite.launcher.options import LaunchOptions
 
 # Shell functions, secrets of a launcher, and what an outer MPI job told this process about itself.
 NOT_PASSED = re.compile(
@@ -26,7 +26,9 @@ NOT_TO_OTHER_HOSTS = re.compile(
 )
 
 
-def rank_environment(environ: Mapping[str, str], mpi: Mpi, options: Options) -> dict[str, str]:
+def rank_environment(
+    environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions
+) -> dict[str, str]:
     """Return the ranks' environment: `environ`, flags and config file, and defaults."""
     passed = {name: value for name, value in environ.items() if not NOT_PASSED.fullmatch(name)}
     passed |= options.variables
@@ -56,7 +58,9 @@ def _with_library(passed: Mapping[str, str], mpi: Mpi) -> dict[str, str]:
     return others | {"MPI4PY_LIBMPI": library}
 
 
-def _openmpi_defaults(environ: Mapping[str, str], mpi: Mpi, options: Options) -> dict[str, str]:
+def _openmpi_defaults(
+    environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions
+) -> dict[str, str]:
     """Return the parameters of Open MPI that are set where the user has not set them.
 
     btl/ofi carries only one-sided operations over a fabric, and opening libfabric for it costs a
@@ -80,7 +84,7 @@ def names_for_other_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in environ if not NOT_TO_OTHER_HOSTS.fullmatch(name)))
 
 
-def most_local_ranks(environ: Mapping[str, str], mpi: Mpi, options: Options) -> int:
+def most_local_ranks(environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions) -> int:
     """Return the number of ranks of the fullest host."""
     nodes = environ.get("SLURM_NNODES", "")
     if mpi.kind == SLURM and nodes.isdecimal() and int(nodes):

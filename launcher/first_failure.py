@@ -35,7 +35,7 @@ class Failure:
 
 
 @dataclass
-class Verdict:
+class FirstFailure:
     """What has been heard of the ranks, in the order of arrival."""
 
     shells: dict[int, int] = field(default_factory=dict)  # rank -> process id of its shell

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.warn import warn_user
 from hvdlite.launcher.flags import parse_args
-from hvdlite.launcher.options import Options, resolve
+from hvdlite.launcher.options import LaunchOptions, resolve
 from hvdlite.launcher.start import run_job
 from hvdlite.launcher.worker import Raised, read_answers, write_call
 
@@ -113,7 +113,7 @@ def run(
     return _run(options, environ, (func, tuple(args), kwargs or {}))
 
 
-def _run(options: Options, environ: Mapping[str, str], call: tuple[Any, ...]) -> list[Any]:
+def _run(options: LaunchOptions, environ: Mapping[str, str], call: tuple[Any, ...]) -> list[Any]:
     # Other hosts cannot see our /tmp; the working directory they often can.
     base = os.getcwd() if options.remote else None
     directory = tempfile.mkdtemp(prefix="hvdlite-call-", dir=base)  # only the user may enter it

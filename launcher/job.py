@@ -21,12 +21,12 @@ from hvdlite.launcher.environment import (
     most_local_ranks,
     names_for_other_hosts,
 )
-from hvdlite.launcher.first_failure import Verdict
+from hvdlite.launcher.first_failure import FirstFailure
 from hvdlite.launcher.folders import Folders
 from hvdlite.launcher.mpi import OPENMPI, SLURM, Mpi
 from hvdlite.launcher.mpi_arguments import binds_ranks, places_ranks
-from hvdlite.launcher.options import Options
-from hvdlite.launcher.outcome import End, Outcome, conclude
+from hvdlite.launcher.options import LaunchOptions
+from hvdlite.launcher.outcome import End, JobOutcome, conclude
 from hvdlite.launcher.output import STREAMS, Output
 from hvdlite.launcher.pipes import Channels
 from hvdlite.launcher.rank_shell import RankShell
@@ -42,7 +42,7 @@ LOOK_SECONDS = 1.0  # how often we look whether a shell has gone without a word
 class Job:
     """One run of one command on all ranks."""
 
-    def __init__(self, mpi: Mpi, options: Options, environ: Mapping[str, str]) -> None:
+    def __init__(self, mpi: Mpi, options: LaunchOptions, environ: Mapping[str, str]) -> None:
         self.mpi = mpi
         self.options = options
         self.signals = SignalInbox()
@@ -58,16 +58,16 @@ class Job:
         # Open MPI does not start without a home.
         self.environ["HOME"] = home_directory(environ) or self.folders.temporary
         self.token = f"hvdlite-rank-{secrets.token_hex(8)}"
-        self.verdict = Verdict()
+        self.first_failure = FirstFailure()
         self.channels = Channels(
-            self.folders.temporary, self.token, mpi.kind, self.verdict, self.output
+            self.folders.temporary, self.token, mpi.kind, self.first_failure, self.output
         )
         self.ending: Ending | None = None
         self.timed_out = False
         self.process: subprocess.Popen[bytes] | None = None
         self._segments: set[bytes] = set()  # shared memory that our ranks were seen to map
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Run to the end. When this returns, no process and no file of the job is left."""
         try:
             with self.signals:
@@ -148,12 +148,12 @@ class Job:
             return True
 
     def _look_for_lost(self) -> None:
-        here = [rank for rank in self.verdict.running if rank in self.verdict.here]
-        gone = [rank for rank in here if not _exists(self.verdict.shells[rank])]
+        here = [rank for rank in self.first_failure.running if rank in self.first_failure.here]
+        gone = [rank for rank in here if not _exists(self.first_failure.shells[rank])]
         self._read(0.0)  # a shell's last word comes before its end
         for rank in gone:
-            if rank in self.verdict.running:
-                self.verdict.lose(rank)
+            if rank in self.first_failure.running:
+                self.first_failure.lose(rank)
 
     def _decide(self, now: float, too_late: bool) -> None:
         plan = self._plan(too_late)
@@ -171,11 +171,11 @@ class Job:
             return ending.AFTER_SIGNAL.get(number, ending.AFTER_SIGTERM)
         if self.ending is not None:
             return None
-        if self.verdict.trouble:
+        if self.first_failure.trouble:
             return ending.AFTER_FAILURE
-        if len(self.verdict.codes) == self.options.num_proc:
+        if len(self.first_failure.codes) == self.options.num_proc:
             return ending.AFTER_ALL_RANKS
-        if too_late and len(self.verdict.shells) < self.options.num_proc:
+        if too_late and len(self.first_failure.shells) < self.options.num_proc:
             self.timed_out = True
             return ending.AFTER_SIGTERM
         return None
@@ -186,22 +186,24 @@ class Job:
         if step == ending.ABANDON:
             self._signal_mpirun(signal.SIGKILL)
             return
-        self.verdict.closed = True
+        self.first_failure.closed = True
         self._note_segments()
         number = ending.SIGNALS[step]
         self._signal_ranks(number)
-        if self.options.remote or len(self.verdict.shells) < self.options.num_proc:
+        if self.options.remote or len(self.first_failure.shells) < self.options.num_proc:
             self._signal_mpirun(signal.SIGTERM)
 
     def _note_segments(self) -> None:
         """Note the shared memory of the ranks that are left, before we end them."""
-        self._segments |= segments_of({self.verdict.shells[rank] for rank in self.verdict.here})
+        self._segments |= segments_of(
+            {self.first_failure.shells[rank] for rank in self.first_failure.here}
+        )
 
     def _signal_ranks(self, number: int) -> None:
         """Signal the ranks of this host and their child processes; mpirun reaches the others."""
-        for rank in self.verdict.here:
-            if self.verdict.codes.get(rank) != 0:
-                _signal_group(self.verdict.shells[rank], number)
+        for rank in self.first_failure.here:
+            if self.first_failure.codes.get(rank) != 0:
+                _signal_group(self.first_failure.shells[rank], number)
 
     def _signal_mpirun(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -219,9 +221,11 @@ class Job:
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             pipe.close()
-        self.verdict.closed |= self.verdict.trouble  # who is missing now was ended by mpirun
-        for rank in self.verdict.running:
-            self.verdict.lose(rank)
+        self.first_failure.closed |= (
+            self.first_failure.trouble
+        )  # who is missing now was ended by mpirun
+        for rank in self.first_failure.running:
+            self.first_failure.lose(rank)
         with contextlib.suppress(BrokenPipeError):
             self.output.finish()
             if self.options.verbose or diagnose(self._said_early()) is None:
@@ -231,9 +235,9 @@ class Job:
     def _said_early(self) -> list[str]:
         return [line.decode(errors="replace") for line in self.channels.said_early or ()]
 
-    def _outcome(self, mpirun_code: int) -> Outcome:
+    def _outcome(self, mpirun_code: int) -> JobOutcome:
         for rank, cause in self.output.causes().items():
-            self.verdict.causes.setdefault(rank, cause)
+            self.first_failure.causes.setdefault(rank, cause)
         end = End(
             mpi=self.mpi.name,
             mpi_code=mpirun_code,
@@ -241,10 +245,10 @@ class Job:
             signal=self.signals.received,
             timed_out=self.timed_out,
         )
-        return conclude(end, self.verdict, self.options)
+        return conclude(end, self.first_failure, self.options)
 
     def _clean_up(self) -> None:
-        if self.verdict.closed or self.verdict.trouble:
+        if self.first_failure.closed or self.first_failure.trouble:
             self._signal_ranks(signal.SIGKILL)  # child processes that outlived their rank
         if self.process is not None and self.process.poll() is None:
             self.process.kill()

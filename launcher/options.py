@@ -28,7 +28,7 @@ CONTRADICTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LaunchOptions:
     """One job. `variables` are the environment variables that flags and the config file set."""
 
     command: tuple[str, ...]
@@ -61,7 +61,7 @@ class Options:
         return any(host.remote for host in self.hosts)
 
 
-def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> Options:
+def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptions:
     """Check the flags against each other, the config file and the environment.
 
     Raises `ConfigError` with one sentence that names the flag, key or variable at fault.
@@ -76,7 +76,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         raise ConfigError("--timeline-mark-cycles needs --timeline-filename")
     if args.debug_rank is not None:
         variables |= _patience(config)
-    options = Options(
+    options = LaunchOptions(
         command=tuple(args.command),
         num_proc=args.num_proc or _default_num_proc(hosts, environ),
         hosts=hosts,
@@ -149,7 +149,7 @@ def _words(text: str | None, flag: str) -> tuple[str, ...]:
         raise ConfigError(f"{flag}={text!r}: {error}") from None
 
 
-def _check(options: Options, config: Config) -> None:
+def _check(options: LaunchOptions, config: Config) -> None:
     local_ranks = max(options.counts)  # raises when there are too few slots
     affinity = config.thread_affinity
     if affinity and len(affinity) < local_ranks:

@@ -6,9 +6,9 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from hvdlite.launcher.first_failure import Failure, Verdict
+from hvdlite.launcher.first_failure import Failure, FirstFailure
 from hvdlite.launcher.hosts import host_of_rank
-from hvdlite.launcher.options import Options
+from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.unreachable import diagnose
 
 NOT_STARTED_CODE = 1
@@ -21,7 +21,7 @@ MISSING_MODULE = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """How a job ended. `sentence` is for people, and empty when all went well."""
 
     code: int = 0
@@ -41,28 +41,28 @@ class End:
     timed_out: bool
 
 
-def conclude(end: End, verdict: Verdict, options: Options) -> Outcome:
+def conclude(end: End, first_failure: FirstFailure, options: LaunchOptions) -> JobOutcome:
     """Return the outcome: a signal comes before a rank's failure, and that before mpirun's."""
     if end.signal is not None:
         name = signal.Signals(end.signal).name
-        return Outcome(128 + end.signal, f"ended by {name}", signal=end.signal)
-    missing = [rank for rank in range(options.num_proc) if rank not in verdict.shells]
+        return JobOutcome(128 + end.signal, f"ended by {name}", signal=end.signal)
+    missing = [rank for rank in range(options.num_proc) if rank not in first_failure.shells]
     if end.timed_out:
-        return Outcome(NOT_STARTED_CODE, _timeout_sentence(missing, options))
-    failure = verdict.failure()
+        return JobOutcome(NOT_STARTED_CODE, _timeout_sentence(missing, options))
+    failure = first_failure.failure()
     if failure is not None:
-        return Outcome(failure.code, failure_sentence(failure), failure)
+        return JobOutcome(failure.code, failure_sentence(failure), failure)
     if end.mpi_code:
         code = end.mpi_code if end.mpi_code > 0 else 128 - end.mpi_code
         why = diagnose(end.mpi_said) or (
             f"{end.mpi} ended with exit code {code}: see what it says above "
             "(--verbose prints its command line)"
         )
-        return Outcome(code, why)
+        return JobOutcome(code, why)
     if missing:
         text = f"{end.mpi} ended before {_name(missing, options)} had started"
-        return Outcome(NOT_STARTED_CODE, text)
-    return Outcome()
+        return JobOutcome(NOT_STARTED_CODE, text)
+    return JobOutcome()
 
 
 def failure_sentence(failure: Failure) -> str:
@@ -74,7 +74,7 @@ def failure_sentence(failure: Failure) -> str:
     return text
 
 
-def _timeout_sentence(missing: list[int], options: Options) -> str:
+def _timeout_sentence(missing: list[int], options: LaunchOptions) -> str:
     text = (
         f"{_name(missing, options)} had not started after {options.start_timeout_seconds:g} "
         "seconds (--start-timeout): check that the hosts can be reached by ssh and have free slots"
@@ -83,7 +83,7 @@ def _timeout_sentence(missing: list[int], options: Options) -> str:
     return f"{text}, such as by: ssh {hosts[0]} true" if hosts else text
 
 
-def _name(ranks: list[int], options: Options) -> str:
+def _name(ranks: list[int], options: LaunchOptions) -> str:
     named = ", ".join(map(str, ranks[:MOST_RANKS_NAMED]))
     if len(ranks) > MOST_RANKS_NAMED:
         named += f" and {len(ranks) - MOST_RANKS_NAMED} more"
@@ -92,7 +92,7 @@ def _name(ranks: list[int], options: Options) -> str:
     return f"{len(ranks)} of {options.num_proc} ranks ({named}){where}"
 
 
-def _remote_hosts(ranks: list[int], options: Options) -> list[str]:
+def _remote_hosts(ranks: list[int], options: LaunchOptions) -> list[str]:
     """Return the names of the other hosts on which `ranks` were to run."""
     hosts = (host_of_rank(options.hosts, options.num_proc, rank) for rank in ranks)
     return list(dict.fromkeys(host.name for host in hosts if host is not None and host.remote))

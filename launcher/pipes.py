@@ -12,7 +12,7 @@ import selectors
 from collections.abc import Callable
 from typing import IO
 
-from hvdlite.launcher.first_failure import Verdict
+from hvdlite.launcher.first_failure import FirstFailure
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM
 from hvdlite.launcher.output import STREAMS, Output
 
@@ -27,15 +27,15 @@ Reader = Callable[[int], None]  # called with the file descriptor that can be re
 
 
 class Channels:
-    """All pipes of one job. Events go to `verdict`, output to `output`."""
+    """All pipes of one job. Events go to `first_failure`, output to `output`."""
 
     def __init__(
-        self, directory: str, token: str, mpi_kind: str, verdict: Verdict, output: Output
+        self, directory: str, token: str, mpi_kind: str, first_failure: FirstFailure, output: Output
     ) -> None:
         self.directory = directory
         self.token = token
         self.mark = MARK[mpi_kind]
-        self.verdict = verdict
+        self.first_failure = first_failure
         self.output = output
         self.hush = False  # mpirun's own complaints are not worth reading while we end the job
         self.mpirun_streams = 0  # that are still open
@@ -128,13 +128,13 @@ class Channels:
         if token != self.token or len(words) < 3 or not words[1].isdecimal():
             return
         rank = int(words[1])
-        self.verdict.receive(words[0], rank, words[2:])
+        self.first_failure.receive(words[0], rank, words[2:])
         if words[0] != "start":
             return
-        if rank in self.verdict.here:
+        if rank in self.first_failure.here:
             for stream in STREAMS:
                 self._open(f"{rank}.{stream}", os.O_RDONLY, self._reader_of(rank, stream))
-        if len(self.verdict.shells) == self._ranks:
+        if len(self.first_failure.shells) == self._ranks:
             self.print_early()
 
     def _reader_of(self, rank: int, stream: str) -> Reader:

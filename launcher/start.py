@@ -14,12 +14,12 @@ from hvdlite.launcher.console import say
 from hvdlite.launcher.environment import rank_environment
 from hvdlite.launcher.job import Job
 from hvdlite.launcher.mpi import find_mpi
-from hvdlite.launcher.options import Options
-from hvdlite.launcher.outcome import Outcome
+from hvdlite.launcher.options import LaunchOptions
+from hvdlite.launcher.outcome import JobOutcome
 from hvdlite.launcher.torchrun import torchrun_variables
 
 
-def run_job(options: Options, environ: Mapping[str, str]) -> Outcome:
+def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
     """Run the job; raises `ConfigError` before anything is started."""
     mpi = find_mpi(environ, bool(options.hosts))
     passed = rank_environment(environ, mpi, options)
@@ -39,7 +39,7 @@ def _explain(job: Job, environ: Mapping[str, str]) -> None:
     say(f"runs {shlex.join(command)}")
 
 
-def _command(options: Options, environ: Mapping[str, str]) -> tuple[str, ...]:
+def _command(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the command that can be run: a script is run by the Python that runs this."""
     command = options.command[0]
     if shutil.which(command, path=environ.get("PATH")):

@@ -7,13 +7,15 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from hvdlite.launcher.options import Options
+from hvdlite.launcher.options import LaunchOptions
 
 LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
-def torchrun_variables(options: Options, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+def torchrun_variables(
+    options: LaunchOptions, environ: Mapping[str, str]
+) -> Iterator[dict[str, str]]:
     """Yield ``MASTER_ADDR`` and ``MASTER_PORT``; nobody else is given the port meanwhile.
 
     What the user has set stays. The shell around each rank sets ``RANK`` and its kin.
@@ -33,7 +35,7 @@ def torchrun_variables(options: Options, environ: Mapping[str, str]) -> Iterator
         yield {name: environ.get(name) or value for name, value in variables.items()}
 
 
-def first_host(options: Options, environ: Mapping[str, str]) -> str:
+def first_host(options: LaunchOptions, environ: Mapping[str, str]) -> str:
     """Return the address of the host of rank 0, as the other ranks can reach it."""
     if options.hosts:
         first = options.hosts[0]

@@ -12,7 +12,7 @@ from hvdlite.launcher.commands import Place, build_command, build_environment
 from hvdlite.launcher.environment import names_for_other_hosts, rank_environment
 from hvdlite.launcher.hosts import parse_hosts
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_mpi, identify
-from hvdlite.launcher.options import Options
+from hvdlite.launcher.options import LaunchOptions
 
 OMPI5 = Mpi(OPENMPI, "/opt/mpirun", "Open MPI 5.0.8", 5)
 OMPI4 = Mpi(OPENMPI, "/usr/bin/mpirun", "Open MPI 4.1.6", 4)
@@ -21,8 +21,8 @@ SRUN = Mpi(SLURM, "/usr/bin/srun", "Slurm's srun", 0)
 USER = Place(root=False, names=("PATH", "LANG"))
 
 
-def options(**given: Any) -> Options:
-    return Options(**{"command": ("true",), "num_proc": 4, "variables": {},
+def options(**given: Any) -> LaunchOptions:
+    return LaunchOptions(**{"command": ("true",), "num_proc": 4, "variables": {},
                       "start_timeout_seconds": 30.0, **given})  # fmt: skip
 
 

@@ -11,10 +11,10 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import settings
 from hvdlite.launcher.cores import cores
 from hvdlite.launcher.flags import IGNORED, REFUSED, RENAMED, make_parser, parse_args
-from hvdlite.launcher.options import Options, resolve
+from hvdlite.launcher.options import LaunchOptions, resolve
 
 
-def options(*words: str, environ: Mapping[str, str] | None = None) -> Options:
+def options(*words: str, environ: Mapping[str, str] | None = None) -> LaunchOptions:
     return resolve(parse_args([*words, "--", "python", "train.py", "--lr", "1"]), environ or {})
 
 

@@ -146,7 +146,7 @@ def _alltoall(run: CollectiveRun) -> None:
         operand.received_splits = tuple(counts)
         return operand.output((sum(counts), *rest))
 
-    if row == 0:  # rows without elements: only their number travels
+    if row == 0:  # Rows without elements: only their number is sent.
         _alltoall_of_counts(run, operand, allocate)
         return
     run.backend.alltoall(

@@ -7,12 +7,12 @@ import signal
 import pytest
 
 from hvdlite.launcher import termination_plan as ending
-from hvdlite.launcher.first_failure import Failure, Verdict
+from hvdlite.launcher.first_failure import Failure, FirstFailure
 from hvdlite.launcher.termination_plan import Ending
 
 
-def verdict(*events: str) -> Verdict:
-    heard = Verdict()
+def first_failure(*events: str) -> FirstFailure:
+    heard = FirstFailure()
     for event in events:
         name, rank, *words = event.split()
         if name == "close":
@@ -48,19 +48,23 @@ def verdict(*events: str) -> Verdict:
     ],
 )
 def test_the_first_cause_is_found(events: list[str], failure: Failure | None) -> None:
-    assert verdict(*events).failure() == failure
+    assert first_failure(*events).failure() == failure
 
 
 def test_the_cause_is_what_the_rank_raised() -> None:
     raised = ["raised 1 own ValueError: bad  data", "exit 1 1"]
-    assert verdict(*raised).failure() == Failure(1, 1, cause="ValueError: bad data")
+    assert first_failure(*raised).failure() == Failure(1, 1, cause="ValueError: bad data")
     # What was raised and caught before a signal, or another exit code, is no cause.
     for code in (137, 3):
-        assert verdict("raised 1 own ValueError", f"exit 1 {code}").failure() == Failure(1, code)
+        assert first_failure("raised 1 own ValueError", f"exit 1 {code}").failure() == Failure(
+            1, code
+        )
 
 
 def test_what_is_running() -> None:
-    heard = verdict("start 0 11 here", "start 1 12 there", "start 2 13 here", "exit 2 0", "lose 0")
+    heard = first_failure(
+        "start 0 11 here", "start 1 12 there", "start 2 13 here", "exit 2 0", "lose 0"
+    )
     assert heard.running == [1]
     assert heard.here == {0, 2}
 
