@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from hvdlite.missing_names import HOROVOD_VERSION, refuse_import
+from hvdlite.missing_names import HOROVOD_VERSION, attribute_error, refuse_import
 from hvdlite.module_aliases import SameModule, exists, own_name
 
 TYPE_CHECKING = False  # that of typing, which is slow to import
@@ -111,10 +111,20 @@ class Package(Loader):
         vars(module).update(
             __all__=["run"],
             __file__=hvdlite.__file__,
-            __getattr__=lambda name: getattr(hvdlite, name),
+            __getattr__=_attribute,
             __path__=hvdlite.__path__,
             __version__=HOROVOD_VERSION,
         )
+
+
+def _attribute(name: str) -> object:
+    """Return what hvdlite has under this name. Raises `AttributeError` in horovod's name."""
+    import hvdlite
+
+    try:
+        return getattr(hvdlite, name)
+    except AttributeError:
+        raise attribute_error(HOROVOD, name) from None
 
 
 def _own_name(fullname: str) -> str | None:

@@ -43,6 +43,8 @@ def _main(argv: Sequence[str]) -> int:
     options = resolve(args, os.environ)
     for note in options.notes:
         say(f"warning: {note}")
+    if not args.num_proc and not options.hosts and options.num_proc > 1:
+        say(f"{options.num_proc} ranks, as many as there are cores or tasks: -np sets the number")
     outcome = run_job(options, os.environ)
     if outcome.sentence:
         say(outcome.sentence)

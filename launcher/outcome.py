@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hvdlite.common.base.report_failure import DEPARTED
 from hvdlite.launcher.first_failure import Failure, FirstFailure
 from hvdlite.launcher.hosts import host_of_rank
 from hvdlite.launcher.options import LaunchOptions
@@ -13,11 +16,16 @@ from hvdlite.launcher.unreachable import diagnose
 
 NOT_STARTED_CODE = 1
 MOST_RANKS_NAMED = 6
-MISSING_MODULE = {
-    "horovod": "hvdlite-run --as-horovod lets the script find hvdlite under that name",
-    "hvdlite": f"the ranks run another Python than hvdlite-run, which runs {sys.executable}: "
-               "start the script with that one",
+# Patterns of a cause that is well known, each with the remedy.
+HINTS = {
+    r"ModuleNotFoundError: No module named 'horovod(\.\w+)*'$":
+        "hvdlite-run --as-horovod lets the script find hvdlite under that name",
+    r"ModuleNotFoundError: No module named 'hvdlite'$":
+        f"the ranks run another Python than hvdlite-run, which runs {sys.executable}: "
+        "start the script with that one",
+    r"BdbQuit": "a debugger needs a terminal: hvdlite-run --debug-rank N gives it to rank N",
 }  # fmt: skip
+DEPARTURE = re.compile(rf"rank (\d+) {DEPARTED}")
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ def conclude(end: End, first_failure: FirstFailure, options: LaunchOptions) -> J
         return JobOutcome(NOT_STARTED_CODE, _timeout_sentence(missing, options))
     failure = first_failure.failure()
     if failure is not None:
-        return JobOutcome(failure.code, failure_sentence(failure), failure)
+        return JobOutcome(failure.code, failure_sentence(failure, first_failure.codes), failure)
     if end.mpi_code:
         code = end.mpi_code if end.mpi_code > 0 else 128 - end.mpi_code
         why = diagnose(end.mpi_said) or (
@@ -65,13 +73,23 @@ def conclude(end: End, first_failure: FirstFailure, options: LaunchOptions) -> J
     return JobOutcome()
 
 
-def failure_sentence(failure: Failure) -> str:
-    """Return what failed first and, where the cause is a well-known one, the remedy."""
-    text = f"{failure}; the job has been ended"
-    for module, hint in MISSING_MODULE.items():
-        if failure.cause.startswith(f"ModuleNotFoundError: No module named '{module}"):
-            text += f"\nhvdlite-run: hint: {hint}"
-    return text
+def failure_sentence(failure: Failure, codes: Mapping[int, int]) -> str:
+    """Return what failed first and, where the cause is a well-known one, the remedy.
+
+    `codes` are the exit codes of the ranks that have ended.
+    """
+    hints = [hint for pattern, hint in HINTS.items() if re.match(pattern, failure.cause)]
+    departure = DEPARTURE.search(failure.cause)
+    if departure and codes.get(int(departure[1])) == 0:
+        hints.append(
+            f"rank {departure[1]} has ended normally while rank {failure.rank} still called "
+            "collectives: where ranks have different numbers of batches, join() at the end of each"
+        )
+    lines = [
+        f"{failure}; the job has been ended",
+        *(f"hvdlite-run: hint: {hint}" for hint in hints),
+    ]
+    return "\n".join(lines)
 
 
 def _timeout_sentence(missing: list[int], options: LaunchOptions) -> str:

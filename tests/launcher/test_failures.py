@@ -111,9 +111,18 @@ def test_a_module_that_is_missing_gets_a_hint(module: str, hint: str) -> None:
     assert hint in lines[-1]
 
 
-def test_other_modules_get_no_hint() -> None:
-    failure = Failure(0, 1, cause="ModuleNotFoundError: No module named 'pandas'")
-    assert "hint" not in failure_sentence(failure)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'pandas'",
+        "'hvdlite_plugins'",
+        "'hvdlite.torhc'",
+        "'horovod.ray': hvdlite, which answers to the name horovod here, has nothing like it",
+    ],
+)
+def test_other_modules_get_no_hint(text: str) -> None:
+    failure = Failure(0, 1, cause=f"ModuleNotFoundError: No module named {text}")
+    assert "hint" not in failure_sentence(failure, {})
 
 
 @with_mpirun
@@ -189,3 +198,20 @@ def test_a_job_on_a_host_that_is_not_there_ends_with_one_sentence() -> None:
 def test_hosts_and_a_placement_of_the_user_go_together(words: str) -> None:
     done = launch("-np", "2", "-H", "localhost:2", f"--mpi-args={words}", "echo", "up")
     assert (done.returncode, done.stdout.count("up")) == (0, 2), done.stderr
+
+
+@with_mpirun
+def test_a_rank_that_has_fewer_batches_is_told_of_join() -> None:
+    script = TRAIN.replace("        raise RuntimeError('no more data')", "        break").replace(
+        'raise RuntimeError("no more data")', "break"
+    )
+    *_, cause, hint = run(script, ranks=2)
+    assert "rank 0 failed: HorovodInternalError" in cause
+    assert hint.startswith("hvdlite-run: hint: rank 1 has ended normally while rank 0 still")
+    assert "join()" in hint
+
+
+@with_mpirun
+def test_a_debugger_without_a_terminal_is_told_of_debug_rank() -> None:
+    *_, cause, hint = run("import bdb; raise bdb.BdbQuit", ranks=1)
+    assert "BdbQuit" in cause and "--debug-rank" in hint

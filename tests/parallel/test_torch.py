@@ -8,6 +8,8 @@ import pytest
 
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, mpirun, run_command
 
+pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+
 pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 
 

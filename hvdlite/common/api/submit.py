@@ -219,7 +219,7 @@ def _prepared_group(
     options: CallOptions,
     members: tuple[int, ...],
 ) -> tuple[Request, ...]:
-    """The requests for the tensors of a group; checked once, as `_prepared`."""
+    """Return the requests for the tensors of a group, which are checked once, as `_prepared`."""
     known = runtime.requests.get(name)
     if known is not None and known[0] == specs and known[1] == options:
         return cast("tuple[Request, ...]", known[2])
@@ -247,7 +247,7 @@ def _prepared(
     options: CallOptions,
     members: tuple[int, ...],
 ) -> Request:
-    """The request for one tensor; checked once for a name, as most come again in each step."""
+    """Return the request for one tensor. It is checked once, as most names come again each step."""
     known = runtime.requests.get(name)
     if known is not None and known[0] == spec and known[1] == options:
         return cast("Request", known[2])
@@ -329,7 +329,7 @@ def _check_text(collective: str, name: str) -> None:
 
 
 def _fusion_bytes(runtime: Runtime, collective: str, options: CallOptions) -> int:
-    """The option, or what was chosen for this collective and process set."""
+    """Return the option, or the choice for this collective and process set."""
     choice = runtime.choices.get(options.process_set.process_set_id or 0)
     limit = None if choice is None else choice.limit_bytes(collective)
     return options.fusion_bytes if limit is None else limit

@@ -21,7 +21,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"
 STANDARD_ERROR = "-"
 LOG_LEVELS = ("HVDLITE_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
-LONGEST_TEXT = 300
+LONGEST_TEXT = 600  # A line of so many characters is written to a pipe as a whole, or not at all.
 DEPARTED = "has been shut down and cannot take part any more"  # the coordinator's words
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -56,7 +56,9 @@ def report(error: BaseException) -> None:
     token, rank, path = events.split(" ", 2)
     # An exception that was raised while a victim's was handled is the victim's, too.
     internal = any(isinstance(each, HorovodInternalError) for each in _chain(error))
-    text = " ".join(_describe(error)[:LONGEST_TEXT].split())
+    text = " ".join(_describe(error).split())
+    if len(text) > LONGEST_TEXT:
+        text = f"{text[:LONGEST_TEXT]} ..."
     line = f"{token} raised {rank} {'internal' if internal else 'own'} {text}\n"
     data = line.encode(errors="backslashreplace")
     with contextlib.suppress(OSError, ValueError):  # the launcher is gone

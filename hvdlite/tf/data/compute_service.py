@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
@@ -36,7 +36,6 @@ from hvdlite.tf.data.meeting import ComputeClient, ComputeService
 
 log = logging.getLogger("hvdlite")
 
-Side = Literal["compute", "training"]
 SIDES = ("compute", "training")
 _LOOK_SECONDS = 0.2  # between two looks for a file
 _REMIND_SECONDS = 30.0
@@ -49,8 +48,10 @@ class TfDataServiceConfig:
     """How a data service is laid out, and how its `ComputeService` is reached.
 
     `dispatcher_side` says which job runs the dispatchers, "compute" or "training"; `addresses` has
-    host and port by interface; whoever knows `key` can use the service; `timeout` in seconds is how
-    long anybody waits for the others to come. Raises `ValueError` for another side.
+    host and port by interface; `key` admits to the meeting point alone: TensorFlow's own servers
+    take requests from everybody who reaches their ports, so keep these inside the cluster;
+    `timeout` in seconds is how long anybody waits for the others to come. Raises `ValueError` for
+    another side.
     """
 
     dispatchers: int
