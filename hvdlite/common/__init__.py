@@ -15,20 +15,21 @@ A package imports from itself and from packages below it, never upwards:
     timeline        what the engine did when, as a file in the Chrome trace format
     base            errors, warnings, reduce ops, bit masks, the topology
 
-The way of one gradient from a hook to `p.grad`, with N ranks:
+The way of one gradient from a hook to `p.grad`:
 
-    training thread     a hook of the optimizer finds layer3.weight.grad complete
-                          -> api.submit            checks the call, makes a Request and an Entry
-                          -> engine.pending, inbox hold the Entry; wake the engine thread
-    engine thread         -> engine.control_plane  reports the Request (or its cache bit) upwards
-    engine thread of      -> decisions.aggregator  (leader of a host) waits for the ranks below it
-    other ranks           -> decisions.coordinator (rank 0) all ranks have it: a Response
-                          -> decisions.fusion      Responses of one kind become a Segment
-    engine thread         <- engine.engine         obeys the Segment, in the one total order
-                          -> engine.executor       chooses a backend by collectives.backend_choice
-                          -> collectives.shm, ring, hierarchical   pack, reduce, unpack
-                          -> plain.handles         completes the Handle of the Entry
-    training thread     optimizer.step() waits only for Handles that are not complete yet
+    training thread   api.submit              makes a Request and an Entry
+                      engine.inbox            holds the Entry, wakes the engine thread
+    engine thread     engine.response_memory  replaces a Request that was answered before by its bit
+                      engine.control_plane    reports it upwards; receives orders
+    of a leader       decisions.aggregator    waits until all ranks of its host have it
+    of rank 0         decisions.coordinator   all ranks have it: a Response
+                      decisions.fusion        Responses of one kind: a Segment
+    of every rank     engine.engine           finds the Entries of the Segment
+                      engine.executor         runs it on the backend of collectives.backend_choice
+                      plain.handles           completes their Handles
+    training thread   optimizer.step() waits for Handles that are not complete yet
+
+docs/architecture.md shows the same with the adapter's part and the questions that readers had.
 
 The names that users of Horovod import from `horovod.common` (basics, exceptions, process_sets,
 util) are aliases, which `hvdlite.module_aliases` lists.
