@@ -71,7 +71,7 @@ STUBS = [
 ]
 
 
-class Finder:
+class HorovodFinder:
     """Finds ``horovod`` and everything below it, and nothing else."""
 
     def find_spec(
@@ -135,12 +135,12 @@ def _own_name(fullname: str) -> str | None:
     return None
 
 
-def install() -> Finder:
+def install() -> HorovodFinder:
     """Answer to the name horovod in this process, also where Horovod itself is installed."""
     for finder in sys.meta_path:
-        if isinstance(finder, Finder):
+        if isinstance(finder, HorovodFinder):
             return finder
-    finder = Finder()
+    finder = HorovodFinder()
     sys.meta_path.insert(0, finder)
     return finder
 

@@ -54,7 +54,7 @@ def exists(name: str) -> bool:
         raise  # the package needs something that is not there
 
 
-class Finder:
+class AliasFinder:
     """Finds the modules of hvdlite under their second names, and nothing else."""
 
     def find_spec(
@@ -97,5 +97,7 @@ class SameModule(Loader):
 
 def install() -> None:
     """Answer to the second names in this process."""
-    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder())  # others would find a second copy in the package's folder
+    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(
+            0, AliasFinder()
+        )  # others would find a second copy in the package's folder

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hvdlite.common.segmentation.rules import (
-    Reduction,
+    TimedReduction,
     byte_shares,
     idle_seconds,
     proposed_changes,
@@ -36,7 +36,7 @@ def advise(
     fp_end: float | None,
     bp_end: float | None,
     iteration_end: float,
-    reductions: Sequence[Reduction],
+    reductions: Sequence[TimedReduction],
 ) -> Advice:
     """Return the advice that would shorten the tail most.
 
@@ -64,7 +64,7 @@ def advise(
     return Advice(best.rule, _WHY[best.rule](fp_end, bp_end, reductions), best.percentages)
 
 
-def _why_last_cut_later(fp_end: float, bp_end: float, reductions: Sequence[Reduction]) -> str:
+def _why_last_cut_later(fp_end: float, bp_end: float, reductions: Sequence[TimedReduction]) -> str:
     first, last = reductions[0], reductions[-1]
     return (
         f"The first reduction ends {_ms(bp_end - first.end)} before backward does, and the "
@@ -74,7 +74,7 @@ def _why_last_cut_later(fp_end: float, bp_end: float, reductions: Sequence[Reduc
     )
 
 
-def _why_cuts_earlier(fp_end: float, bp_end: float, reductions: Sequence[Reduction]) -> str:
+def _why_cuts_earlier(fp_end: float, bp_end: float, reductions: Sequence[TimedReduction]) -> str:
     return (
         f"The first reduction starts late, {_ms(reductions[0].start - fp_end)} into a backward of "
         f"{_ms(bp_end - fp_end)}, and ends after it: move the cut earlier, so that the first "
@@ -82,7 +82,7 @@ def _why_cuts_earlier(fp_end: float, bp_end: float, reductions: Sequence[Reducti
     )
 
 
-def _why_one_more(fp_end: float, bp_end: float, reductions: Sequence[Reduction]) -> str:
+def _why_one_more(fp_end: float, bp_end: float, reductions: Sequence[TimedReduction]) -> str:
     last = reductions[-1]
     if len(reductions) == 1:
         return (
@@ -96,7 +96,7 @@ def _why_one_more(fp_end: float, bp_end: float, reductions: Sequence[Reduction])
     )
 
 
-def _why_no_change_helps(fp_end: float, bp_end: float, reductions: Sequence[Reduction]) -> str:
+def _why_no_change_helps(fp_end: float, bp_end: float, reductions: Sequence[TimedReduction]) -> str:
     return (
         "Communication takes longer than there is to hide it behind: "
         f"{_ms(reductions[-1].end - bp_end)} are left after backward, in which no reduction runs "
@@ -105,7 +105,7 @@ def _why_no_change_helps(fp_end: float, bp_end: float, reductions: Sequence[Redu
     )
 
 
-_WHY: dict[int, Callable[[float, float, Sequence[Reduction]], str]] = {
+_WHY: dict[int, Callable[[float, float, Sequence[TimedReduction]], str]] = {
     1: _why_last_cut_later,
     2: _why_cuts_earlier,
     3: _why_one_more,

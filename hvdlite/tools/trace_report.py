@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hvdlite.common.iterations.rows import IterationRow
-from hvdlite.common.segmentation.rules import Reduction
+from hvdlite.common.segmentation.rules import TimedReduction
 from hvdlite.tools.trace_advice import NEGLIGIBLE_TAIL, Advice, advise
 from hvdlite.tools.trace_summary import Figure, Summary, summarize
 from hvdlite.tools.typical_iteration import TypicalIteration, typical_iteration
@@ -70,7 +70,7 @@ def advise_on(summary: Summary, typical: TypicalIteration | None) -> Advice:
     if typical is not None:
         return advise(*typical[:4])
     reductions = [
-        Reduction(segment.start, segment.start, segment.bytes) for segment in summary.segments
+        TimedReduction(segment.start, segment.start, segment.bytes) for segment in summary.segments
     ]
     return advise(None, None, 0.0, reductions)
 

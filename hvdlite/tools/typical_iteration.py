@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from hvdlite.common.iterations.rows import IterationRow
-from hvdlite.common.segmentation.rules import Reduction
+from hvdlite.common.segmentation.rules import TimedReduction
 from hvdlite.tools.trace_summary import iterations_of
 
 
@@ -17,7 +17,7 @@ class TypicalIteration(NamedTuple):
     fp_end: float | None  # None: not seen
     bp_end: float
     iteration_end: float
-    reductions: tuple[Reduction, ...]
+    reductions: tuple[TimedReduction, ...]
     wait: float  # from the first rank's end of backward to the last rank's
 
 
@@ -52,7 +52,9 @@ def typical_iteration(rows: Sequence[IterationRow]) -> TypicalIteration | None:
     reductions = []
     for segments in zip(*(row.segments for row in last), strict=True):
         starts, ends, sizes = zip(*segments, strict=True)
-        reductions.append(Reduction(known_median(starts), known_median(ends), int(median(sizes))))
+        reductions.append(
+            TimedReduction(known_median(starts), known_median(ends), int(median(sizes)))
+        )
     iteration_end = known_median(row.iteration_end for row in last)
     fp_end = median_time(row.fp_end for row in last)
     return TypicalIteration(fp_end, bp_end, iteration_end, tuple(reductions), median(waits))

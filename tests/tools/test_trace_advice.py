@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.common.segmentation.parsing import by_size
-from hvdlite.common.segmentation.rules import Reduction
+from hvdlite.common.segmentation.rules import TimedReduction
 from hvdlite.tools.trace_advice import Advice, advise
 
 MIB = 1 << 20
@@ -16,7 +16,9 @@ FP_END, BP_END, END = 10.0, 30.0, 45.0
 
 def advice(*reductions: tuple[float, float, float], end: float = END) -> Advice:
     """Forward takes 10 s, backward 20 s; `reductions` are start, end and MiB."""
-    return advise(FP_END, BP_END, end, [Reduction(a, b, int(n * MIB)) for a, b, n in reductions])
+    return advise(
+        FP_END, BP_END, end, [TimedReduction(a, b, int(n * MIB)) for a, b, n in reductions]
+    )
 
 
 def test_rule_1_the_first_starts_early_and_the_last_is_long() -> None:
@@ -63,13 +65,13 @@ def test_where_no_cut_helps(reductions: list[tuple[float, float, float]], why: s
 
 
 def test_without_the_end_of_backward_nothing_can_be_said() -> None:
-    assert "backward_done()" in advise(None, None, 45, [Reduction(1, 2, 3)]).why
+    assert "backward_done()" in advise(None, None, 45, [TimedReduction(1, 2, 3)]).why
 
 
 def test_without_the_end_of_forward_backward_is_two_thirds_of_both() -> None:
-    late = [Reduction(25.0, 40.0, 90 * MIB), Reduction(40.0, 42.0, 10 * MIB)]
+    late = [TimedReduction(25.0, 40.0, 90 * MIB), TimedReduction(40.0, 42.0, 10 * MIB)]
     assert advise(None, 30.0, 45.0, late).rule == 2
-    early = [Reduction(12.0, 22.0, 50 * MIB), Reduction(30.0, 42.0, 50 * MIB)]
+    early = [TimedReduction(12.0, 22.0, 50 * MIB), TimedReduction(30.0, 42.0, 50 * MIB)]
     assert advise(None, 30.0, 45.0, early).rule == 1
 
 
@@ -78,7 +80,9 @@ spans = st.tuples(st.floats(0, 100), st.floats(0, 30), st.integers(1, 10**9))
 
 @given(st.lists(spans, min_size=1, max_size=20))
 def test_what_is_proposed_can_be_used(drawn: list[tuple[float, float, int]]) -> None:
-    reductions = sorted(Reduction(start, start + length, size) for start, length, size in drawn)
+    reductions = sorted(
+        TimedReduction(start, start + length, size) for start, length, size in drawn
+    )
     given = advise(FP_END, BP_END, 200.0, reductions)
     assert bool(given.percentages) == (given.rule > 0)
     if given.percentages:

@@ -25,7 +25,7 @@ LATER_PART = 0.25  # rule 3 makes this share of the largest segment a segment of
 FIRST_CUT = (80.0, 20.0)  # rule 3, where all gradients are reduced together
 
 
-class Reduction(NamedTuple):
+class TimedReduction(NamedTuple):
     """One reduction of a segment; `start` and `end` are seconds of the iteration's clock."""
 
     start: float
@@ -41,7 +41,7 @@ class Change(NamedTuple):
 
 
 def proposed_changes(
-    reductions: Sequence[Reduction], backward_start: float, backward_end: float
+    reductions: Sequence[TimedReduction], backward_start: float, backward_end: float
 ) -> list[Change]:
     """Return the changes that the rules propose, the most promising first.
 
@@ -64,7 +64,7 @@ def proposed_changes(
     return changes
 
 
-def idle_seconds(reductions: Sequence[Reduction], begin: float, end: float) -> float:
+def idle_seconds(reductions: Sequence[TimedReduction], begin: float, end: float) -> float:
     """Return the seconds between `begin` and `end` in which no reduction runs."""
     busy = sum(
         max(min(reduction.end, end) - max(reduction.start, begin), 0.0) for reduction in reductions
@@ -72,7 +72,7 @@ def idle_seconds(reductions: Sequence[Reduction], begin: float, end: float) -> f
     return max(end - begin - busy, 0.0)
 
 
-def byte_shares(reductions: Sequence[Reduction]) -> list[float]:
+def byte_shares(reductions: Sequence[TimedReduction]) -> list[float]:
     """Return each segment's percentage of the bytes, for at most 8 segments.
 
     Of more segments, neighbours with the fewest bytes count as one. The last one stays apart, since

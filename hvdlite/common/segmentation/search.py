@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.segmentation.cost import CostModel, Forecast
-from hvdlite.common.segmentation.rules import Reduction, proposed_changes
+from hvdlite.common.segmentation.rules import TimedReduction, proposed_changes
 from hvdlite.common.segmentation.strategies import nearest_indices
 
 MOST_CUT_POINTS = 2000  # candidates for the end of a segment, evenly spread among the gradients
@@ -92,7 +92,7 @@ def neighbours(model: CostModel, last_indices: Sequence[int]) -> list[tuple[int,
     The list is empty where no rule applies. Time 0 of the model is the beginning of backward.
     """
     reductions = [
-        Reduction(start, end, int(nbytes))
+        TimedReduction(start, end, int(nbytes))
         for (start, end), nbytes in zip(
             model.reductions(last_indices), model.segment_bytes(last_indices), strict=True
         )
