@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Setting, settings
+from hvdlite.missing_names import NO_ELASTIC
 
-NO_ELASTIC = "elastic training is not part of this version; give -np and the hosts"
 # Flags of horovodrun that would change what the job does: they are refused.
 REFUSED = dict.fromkeys(
     [

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdlite.common.base.report_failure import DEPARTED
+from hvdlite.common.base.errors import DEPARTED
 from hvdlite.launcher.first_failure import Failure, FirstFailure
 from hvdlite.launcher.hosts import host_of_rank
 from hvdlite.launcher.options import LaunchOptions

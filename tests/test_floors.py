@@ -55,6 +55,7 @@ LAUNCHER_IMPORTS = {
     "hvdlite.common.plain",
     "hvdlite.common.segmentation",
     "hvdlite.as_horovod",
+    "hvdlite.missing_names",
 }
 
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}

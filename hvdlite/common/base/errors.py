@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# How the text of an error ends that only tells of another rank's departure: the launcher reads it,
+# as such a rank is a victim.
+DEPARTED = "has been shut down and cannot take part any more"
+
 
 class HorovodInternalError(RuntimeError):
     """A collective failed after it was accepted: a mismatch between ranks, a dead rank, a shutdown.

@@ -15,14 +15,13 @@ import traceback
 from collections.abc import Iterator
 from types import TracebackType
 
-from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.errors import DEPARTED, HorovodInternalError
 
 # "<token> <rank> <path>": the launcher's named pipe, or "-" for standard error (on other hosts).
 EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"
 STANDARD_ERROR = "-"
 LOG_LEVELS = ("HVDLITE_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
 LONGEST_TEXT = 600  # A line of so many characters is written to a pipe as a whole, or not at all.
-DEPARTED = "has been shut down and cannot take part any more"  # the coordinator's words
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 

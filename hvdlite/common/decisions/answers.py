@@ -6,6 +6,7 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 from hvdlite.common.base.bitsets import lowest, numbers_of
+from hvdlite.common.base.errors import DEPARTED
 from hvdlite.common.collectives.table import SPECS, CollectiveSpec, disagreement
 from hvdlite.common.decisions.request_readiness import RanksByRequest, all_ranks
 from hvdlite.common.plain.messages import Request, Response
@@ -48,10 +49,7 @@ def _refusal(spec: CollectiveSpec, request: Request, ranks: int) -> str:
 
 def departure_error(rank: int, request: Request) -> str:
     """Return the error of a tensor that `rank`, which has shut down, will never submit."""
-    return (
-        f"{request.collective} '{request.name}': rank {rank} has been shut down "
-        "and cannot take part any more"
-    )
+    return f"{request.collective} '{request.name}': rank {rank} {DEPARTED}"
 
 
 def by_rank(requests: RanksByRequest) -> list[tuple[Request, int]]:
