@@ -31,6 +31,7 @@ FLOORS = [
     ["hvdlite.common.decisions"],
     ["hvdlite.common.collectives"],
     ["hvdlite.common.transport"],
+    ["hvdlite.common.meeting"],
     ["hvdlite.common.plain"],
     ["hvdlite.common.segmentation"],
     ["hvdlite.common.timeline"],
@@ -52,6 +53,7 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
 LAUNCHER_IMPORTS = {
     "hvdlite.launcher",
     "hvdlite.common.base",
+    "hvdlite.common.meeting",
     "hvdlite.common.plain",
     "hvdlite.common.segmentation",
     "hvdlite.as_horovod",

@@ -1,0 +1,71 @@
+"""The exchange: the one operation by which ranks that know nothing of each other meet.
+
+Everything that a job agrees on before its ranks are connected (versions, hosts, addresses) is an
+allgather of bytes. Each way to start a job brings an exchange of its own; the transport is built
+upon whichever there is.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from hvdlite.common.base.errors import HorovodInternalError
+
+
+class Exchange(Protocol):
+    """The meeting of the ranks of one job, as one rank sees it."""
+
+    rank: int
+    size: int
+
+    def allgather(self, body: bytes) -> list[bytes]:
+        """Return the `body` of every rank in rank order; blocks until all ranks have called it.
+
+        The bodies may differ in length. Raises `HorovodInternalError` naming the ranks that did
+        not come within the limit that the exchange was made with.
+        """
+
+    def close(self) -> None:
+        """Leave the meeting. All ranks have received what they waited for."""
+
+
+class InProcessMeeting:
+    """The meeting of `size` ranks that are threads of one process."""
+
+    def __init__(self, size: int, limit_seconds: float = 60.0) -> None:
+        self.size = size
+        self.limit_seconds = limit_seconds
+        # Guards the rounds, and tells of a new body.
+        self.changed = threading.Condition()
+        self.rounds: list[dict[int, bytes]] = []
+
+    def exchange(self, rank: int) -> Exchange:
+        """Return the exchange of `rank`."""
+        return _InProcessExchange(self, rank)
+
+
+class _InProcessExchange:
+    def __init__(self, meeting: InProcessMeeting, rank: int) -> None:
+        self.rank, self.size = rank, meeting.size
+        self._meeting = meeting
+        self._round = 0
+
+    def allgather(self, body: bytes) -> list[bytes]:
+        """See `Exchange.allgather`."""
+        meeting, number = self._meeting, self._round
+        self._round += 1
+        with meeting.changed:
+            if len(meeting.rounds) == number:
+                meeting.rounds.append({})
+            bodies = meeting.rounds[number]
+            bodies[self.rank] = bytes(body)
+            meeting.changed.notify_all()
+            if not meeting.changed.wait_for(lambda: len(bodies) == self.size,
+                                            meeting.limit_seconds):  # fmt: skip
+                missing = ", ".join(str(r) for r in range(self.size) if r not in bodies)
+                raise HorovodInternalError(f"these ranks did not come: {missing}")
+            return [bodies[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
