@@ -43,6 +43,9 @@ def _main(argv: Sequence[str]) -> int:
     options = resolve(args, os.environ)
     for note in options.notes:
         say(f"warning: {note}")
+    pod = options.launcher_pod
+    if pod is not None:
+        say(f"{options.num_proc} ranks on the hosts of {pod.hostfile}, which {pod.source} tells of")
     if not args.num_proc and not options.hosts and options.num_proc > 1:
         say(f"{options.num_proc} ranks, as many as there are cores or tasks: -np sets the number")
     outcome = run_job(options, os.environ)

@@ -119,7 +119,7 @@ def _ssh_args(options: LaunchOptions) -> list[str]:
         arguments += ["-p", str(options.ssh_port)]
     if options.ssh_identity_file is not None:
         arguments += ["-i", options.ssh_identity_file]
-    return arguments
+    return [*arguments, *options.ssh_args]  # of two values, ssh takes the first
 
 
 BUILDERS: dict[str, Callable[[Mpi, LaunchOptions, Place], list[str]]] = {

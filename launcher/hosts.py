@@ -1,4 +1,4 @@
-"""Hosts and their slots: what -H and --hostfile say."""
+"""Hosts and their slots: what -H and a hostfile say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from hvdlite.common.base.errors import ConfigError
 
 HOST = re.compile(r"([\w.-]+)(?::(\d+))?")
-HOSTFILE_LINE = re.compile(r"([\w.-]+)(?:\s+slots\s*=\s*(\d+))?")
+HOSTFILE_LINE = re.compile(r"([\w.-]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?")
+HOSTFILE_FORM = "name slots=number, name:number or name"
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 
 
@@ -42,30 +43,34 @@ def parse_hosts(text: str, source: str = "--hosts") -> tuple[Host, ...]:
     )
 
 
-def read_hostfile(path: str) -> tuple[Host, ...]:
-    """Read lines of ``name slots=number``; ``#`` starts a comment."""
+def read_hostfile(path: str, source: str = "--hostfile") -> tuple[Host, ...]:
+    """Read lines of ``name slots=number`` or ``name:number``; ``#`` starts a comment.
+
+    A host without a number has one slot. `source` is the flag or variable that names the file.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile: cannot read {path}: {error}") from None
+        raise ConfigError(f"{source}: cannot read {path}: {error}") from None
     hosts = []
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if text:
             where = f"{path}, line {number}: {text!r}"
-            hosts.append(_host(HOSTFILE_LINE.fullmatch(text), where, "name slots=number"))
+            hosts.append(_host(HOSTFILE_LINE.fullmatch(text), where, HOSTFILE_FORM))
     if not hosts:
-        raise ConfigError(f"--hostfile: {path} names no host")
+        raise ConfigError(f"{source}: {path} names no host")
     return _without_duplicates(hosts, path)
 
 
 def _host(match: re.Match[str] | None, where: str, form: str) -> Host:
     if match is None:
         raise ConfigError(f"{where}: a host must be given as {form}")
-    slots = int(match[2] or 1)
+    name, *numbers = match.groups()  # a hostfile has two ways to write the number
+    slots = int(next(filter(None, numbers), 1))
     if slots < 1:
         raise ConfigError(f"{where}: a host must have at least one slot")
-    return Host(match[1], slots)
+    return Host(name, slots)
 
 
 def _without_duplicates(hosts: list[Host], source: str) -> tuple[Host, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from hvdlite.launcher.config_file import read_config_file
 from hvdlite.launcher.cores import cores
 from hvdlite.launcher.debug import PATIENCE, check_debug_rank
 from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
+from hvdlite.launcher.kubernetes import LauncherPod, find_launcher_pod, with_own_pod_local
 from hvdlite.launcher.mpi_arguments import BINDING_FLAGS, flags_in
 
 # Flags that become fields of `Options` as they are.
@@ -38,6 +40,8 @@ class LaunchOptions:
     start_timeout_seconds: float
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
+    ssh_args: tuple[str, ...] = ()  # further arguments of ssh; those above win
+    launcher_pod: LauncherPod | None = None  # the hosts are those of its hostfile
     network_interfaces: tuple[str, ...] = ()
     mpi_args: tuple[str, ...] = ()
     binding_args: tuple[str, ...] = ()
@@ -68,7 +72,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     """
     if not args.command:
         raise ConfigError("no command given, such as: hvdlite-run -np 4 python train.py")
-    hosts = _hosts(args)
+    pod = None if _gives_hosts(args) else find_launcher_pod(environ)
+    hosts = _hosts(args, pod)
     notes = list(args.notes)
     variables = _variables(args, notes)
     config = Config.from_environ({**environ, **variables})
@@ -82,6 +87,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         hosts=hosts,
         variables=variables,
         start_timeout_seconds=config.start_timeout_seconds,
+        ssh_args=pod.ssh_args if pod else (),
+        launcher_pod=pod,
         network_interfaces=_interfaces(args),
         mpi_args=_words(args.mpi_args, "--mpi-args"),
         binding_args=_words(args.binding_args, "--binding-args"),
@@ -98,10 +105,18 @@ def _patience(config: Config) -> dict[str, str]:
     return {variables[name]: text for name, text in PATIENCE.items() if name not in config.given}
 
 
-def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+def _gives_hosts(args: argparse.Namespace) -> bool:
+    return args.hosts is not None or args.hostfile is not None
+
+
+def _hosts(args: argparse.Namespace, pod: LauncherPod | None) -> tuple[Host, ...]:
     if args.hosts is not None:
         return parse_hosts(args.hosts)
-    return read_hostfile(args.hostfile) if args.hostfile is not None else ()
+    if args.hostfile is not None:
+        return read_hostfile(args.hostfile)
+    if pod is not None:
+        return with_own_pod_local(read_hostfile(pod.hostfile, pod.source), socket.gethostname())
+    return ()
 
 
 def _default_num_proc(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> int:

@@ -52,8 +52,7 @@ class End:
 def conclude(end: End, first_failure: FirstFailure, options: LaunchOptions) -> JobOutcome:
     """Return the outcome: a signal comes before a rank's failure, and that before mpirun's."""
     if end.signal is not None:
-        name = signal.Signals(end.signal).name
-        return JobOutcome(128 + end.signal, f"ended by {name}", signal=end.signal)
+        return signal_outcome(end.signal)
     missing = [rank for rank in range(options.num_proc) if rank not in first_failure.shells]
     if end.timed_out:
         return JobOutcome(NOT_STARTED_CODE, _timeout_sentence(missing, options))
@@ -71,6 +70,11 @@ def conclude(end: End, first_failure: FirstFailure, options: LaunchOptions) -> J
         text = f"{end.mpi} ended before {_name(missing, options)} had started"
         return JobOutcome(NOT_STARTED_CODE, text)
     return JobOutcome()
+
+
+def signal_outcome(number: int) -> JobOutcome:
+    """Return the outcome of a job whose launcher got this signal."""
+    return JobOutcome(128 + number, f"ended by {signal.Signals(number).name}", signal=number)
 
 
 def failure_sentence(failure: Failure, codes: Mapping[int, int]) -> str:

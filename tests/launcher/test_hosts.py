@@ -36,15 +36,25 @@ def test_a_host_is_given_once() -> None:
 
 def test_a_hostfile_may_have_comments_and_empty_lines(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# two machines\na slots=2\n\nb   slots = 4 # the big one\nc\n")
-    assert read_hostfile(str(path)) == (Host("a", 2), Host("b", 4), Host("c", 1))
+    path.write_text("# two machines\na slots=2\n\nb   slots = 4 # the big one\nc\n"
+                    "d.job.ns.svc:3  # as Intel MPI and MPICH write it\n")  # fmt: skip
+    assert read_hostfile(str(path)) == (
+        Host("a", 2),
+        Host("b", 4),
+        Host("c", 1),
+        Host("d.job.ns.svc", 3),
+    )
 
 
-@pytest.mark.parametrize("line", ["a slots=x", "a 2", "a slots", "a:2", "slots=2 a", "a slots=-1"])
+@pytest.mark.parametrize(
+    "line", ["a slots=x", "a 2", "a slots", "a:", "a:2 slots=2", "a:x", "slots=2 a", "a slots=-1"]
+)
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "hosts"
     path.write_text(f"# comment\nok slots=1\n{line}\n")
-    with pytest.raises(ConfigError, match=r"hosts, line 3: .* must be given as name slots=number"):
+    with pytest.raises(
+        ConfigError, match=r"hosts, line 3: .* must be given as name slots=number, "
+    ):
         read_hostfile(str(path))
 
 
