@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from hvdlite.common.plain.nodelist import expand_nodelist
 from hvdlite.launcher.options import LaunchOptions
 
 LOOPBACK = "127.0.0.1"
@@ -42,11 +42,6 @@ def first_host(options: LaunchOptions, environ: Mapping[str, str]) -> str:
         if first.remote:
             return first.name
         return socket.gethostname() if options.remote else LOOPBACK
-    nodes = environ.get("SLURM_JOB_NODELIST", "")
-    return first_of_nodelist(nodes) if environ.get("SLURM_JOB_NUM_NODES", "1") != "1" else LOOPBACK
-
-
-def first_of_nodelist(nodes: str) -> str:
-    """Return the first name of a list of Slurm, such as ``node[03-05,7],login``."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    return "".join(part or "" for part in match.groups()) if match else LOOPBACK
+    if environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
+        return LOOPBACK
+    return next(iter(expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))), LOOPBACK)

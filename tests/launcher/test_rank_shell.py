@@ -14,8 +14,9 @@ from hvdlite.launcher import rank_shell
 from hvdlite.launcher.cores import cores, count_cores_script
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM
 from hvdlite.launcher.rank_shell import RankShell
-from hvdlite.launcher.torchrun import first_of_nodelist
+from hvdlite.launcher.torchrun import LOOPBACK, first_host
 from tests.launcher.jobs import launch
+from tests.launcher.test_commands import options
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN
 
 with_mpirun = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
@@ -94,8 +95,10 @@ def test_torchruns_variables_are_there_when_they_are_wanted() -> None:
 
 
 def test_the_first_host_of_a_slurm_job() -> None:
-    names = ["a", "a,b", "node[03-05,7],login", "n[1]-ib,b", "x-[001-100]"]
-    assert [first_of_nodelist(name) for name in names] == ["a", "a", "node03", "n1-ib", "x-001"]
+    alone = options(num_proc=3)
+    nodes = {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node[03-05]-ib"}
+    assert first_host(alone, nodes) == "node03-ib"
+    assert first_host(alone, {**nodes, "SLURM_JOB_NUM_NODES": "1"}) == LOOPBACK
 
 
 # -- threads
