@@ -22,6 +22,7 @@ from tests.parallel.jobs import ROOT, clean_environment
 
 LOGIN, NODES = "login", ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "salloc", "sbatch", "scancel", "unshare", "nsenter")
+UNSHARE = ("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork")
 START_SECONDS = 20.0
 CONFIGURATION = """\
 ClusterName=hvdlite
@@ -80,9 +81,7 @@ def missing() -> str:
     absent = [name for name in PROGRAMS if not shutil.which(name)]
     if absent:
         return f"Slurm is not installed: {', '.join(absent)}"
-    made = subprocess.run(
-        ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "true"], capture_output=True
-    )
+    made = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False)
     return "" if made.returncode == 0 else "namespaces may not be made here"
 
 
@@ -178,8 +177,7 @@ class Cluster:
         kept = (str(self.folder), str(ROOT), sys.prefix, sys.base_prefix)
         log = (self.folder / f"{name}.out").open("wb")
         self.hosts[name] = subprocess.Popen(
-            ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child",
-             "--mount-proc", "sh", "-c", HOST, "sh", str(here), name, *daemon],
+            [*UNSHARE, "--kill-child", "--mount-proc", "sh", "-c", HOST, "sh", str(here), name, *daemon],
             env=self.environment(KEPT=" ".join(kept), HERE=str(here)),
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip

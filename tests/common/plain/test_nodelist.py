@@ -35,7 +35,7 @@ def test_a_list_of_hosts(text: str, names: list[str]) -> None:
 @pytest.mark.skipif(not shutil.which("scontrol"), reason="Slurm is not installed")
 @pytest.mark.parametrize("text", [text for text in LISTS if text and "]-" not in text])
 def test_slurm_reads_it_alike(text: str, tmp_path: Path) -> None:
-    """scontrol needs no cluster, only a file that describes one; it knows no text after brackets."""
+    """scontrol needs no cluster, but a file that describes one; it knows no text after brackets."""
     (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\n")
     done = subprocess.run(
         ["scontrol", "show", "hostnames", text],

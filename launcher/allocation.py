@@ -1,0 +1,106 @@
+"""The hosts that a batch system has given to this job: Slurm, LSF, PBS or Grid Engine.
+
+The functions read variables of the environment, and the files that those name; they start nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.plain.nodelist import expand_counts, expand_nodelist
+from hvdlite.launcher.hosts import Host
+
+SLURM, LSF, PBS, GRID_ENGINE = "Slurm", "LSF", "PBS", "Grid Engine"
+# By its name, the variable that a batch system sets in its jobs, and those that name the hosts. The
+# first of these that is set counts.
+MARKS = {SLURM: "SLURM_JOB_ID", LSF: "LSB_JOBID", PBS: "PBS_NODEFILE", GRID_ENGINE: "PE_HOSTFILE"}
+SOURCES = {
+    SLURM: ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    LSF: ("LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS", "LSB_HOSTS"),
+    PBS: ("PBS_NODEFILE",),
+    GRID_ENGINE: ("PE_HOSTFILE",),
+}
+REMEDY = "name the hosts with -H or --hostfile"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a batch system has given to this job. `source` is the variable that says so."""
+
+    system: str
+    source: str
+    hosts: tuple[Host, ...]
+
+    @property
+    def slots(self) -> int:
+        """The number of ranks that fit in."""
+        return sum(host.slots for host in self.hosts)
+
+
+def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation that this process is in; None where there is none.
+
+    Raises `ConfigError` that names the variable where its text or its file is not understood: a job
+    that was given several hosts must never run on the first of them alone without a word.
+    """
+    for system, mark in MARKS.items():
+        source = next((name for name in SOURCES[system] if environ.get(name)), None)
+        if environ.get(mark) and source is not None:
+            hosts = _without_duplicates(_read(source, environ), f"{source}={environ[source]}")
+            return Allocation(system, source, hosts)
+    return None
+
+
+def _read(source: str, environ: Mapping[str, str]) -> Iterable[tuple[str, int]]:
+    """Yield names and slots as `source` lists them; a name may come several times."""
+    text = environ[source]
+    if source in SOURCES[SLURM]:
+        return _slurm_slots(text, environ.get("SLURM_TASKS_PER_NODE", ""))
+    if source == "LSB_MCPU_HOSTS":
+        return _pairs(text, source)
+    if source == "LSB_HOSTS":
+        return ((name, 1) for name in text.split())
+    lines = _lines(text, source)
+    if source == "PE_HOSTFILE":  # name, slots, queue and processors
+        return (slot for line in lines for slot in _pairs(" ".join(line.split()[:2]), source))
+    return ((line.split()[0], 1) for line in lines)  # one line for each slot
+
+
+def _slurm_slots(nodes: str, tasks: str) -> Iterator[tuple[str, int]]:
+    names, counts = expand_nodelist(nodes), expand_counts(tasks)
+    counts = counts or (1,) * len(names)
+    if len(names) != len(counts):
+        raise ConfigError(
+            f"Slurm names {len(names)} nodes ({nodes}), but SLURM_TASKS_PER_NODE={tasks} speaks of "
+            f"{len(counts)}: {REMEDY}, or unset SLURM_TASKS_PER_NODE"
+        )
+    return zip(names, counts, strict=True)
+
+
+def _pairs(text: str, source: str) -> Iterator[tuple[str, int]]:
+    words = text.split()
+    if len(words) % 2 or not all(slots.isdecimal() and int(slots) for slots in words[1::2]):
+        raise ConfigError(f"{source}: {text!r} is no list of names and slots: {REMEDY}")
+    return ((name, int(slots)) for name, slots in zip(words[::2], words[1::2], strict=True))
+
+
+def _lines(path: str, source: str) -> list[str]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: cannot read {path}: {error}: {REMEDY}") from None
+    return [line for line in lines if line.strip()]
+
+
+def _without_duplicates(slots: Iterable[tuple[str, int]], said: str) -> tuple[Host, ...]:
+    """Return each host once, in the order of the first mention, with the sum of its slots."""
+    sums: Counter[str] = Counter()
+    for name, number in slots:
+        sums[name] += number
+    if not sums:
+        raise ConfigError(f"{said} names no host: {REMEDY}")
+    return tuple(Host(name, number) for name, number in sums.items())
