@@ -177,7 +177,8 @@ class Cluster:
         kept = (str(self.folder), str(ROOT), sys.prefix, sys.base_prefix)
         log = (self.folder / f"{name}.out").open("wb")
         self.hosts[name] = subprocess.Popen(
-            [*UNSHARE, "--kill-child", "--mount-proc", "sh", "-c", HOST, "sh", str(here), name, *daemon],
+            [*UNSHARE, "--kill-child", "--mount-proc",
+             "sh", "-c", HOST, "sh", str(here), name, *daemon],
             env=self.environment(KEPT=" ".join(kept), HERE=str(here)),
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
