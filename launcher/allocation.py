@@ -24,6 +24,7 @@ SOURCES = {
     PBS: ("PBS_NODEFILE",),
     GRID_ENGINE: ("PE_HOSTFILE",),
 }
+MOST_NAMED = 6
 REMEDY = "name the hosts with -H or --hostfile"
 
 
@@ -34,6 +35,11 @@ class Allocation:
     system: str
     source: str
     hosts: tuple[Host, ...]
+
+    def __str__(self) -> str:
+        hosts = ",".join(map(str, self.hosts[:MOST_NAMED]))
+        more = len(self.hosts) - MOST_NAMED
+        return f"{self.system}'s {hosts}{f' and {more} more hosts' if more > 0 else ''}"
 
     @property
     def slots(self) -> int:
@@ -48,11 +54,22 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     that was given several hosts must never run on the first of them alone without a word.
     """
     for system, mark in MARKS.items():
+        if system == SLURM and is_task(environ):
+            continue  # of several that a step started: the others have the other nodes
         source = next((name for name in SOURCES[system] if environ.get(name)), None)
         if environ.get(mark) and source is not None:
             hosts = _without_duplicates(_read(source, environ), f"{source}={environ[source]}")
             return Allocation(system, source, hosts)
     return None
+
+
+def is_task(environ: Mapping[str, str]) -> bool:
+    """Return whether srun has started this process together with others.
+
+    A batch script, a command of salloc and a shell that srun alone has started may use all nodes.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "")
+    return bool(environ.get("SLURM_STEP_ID")) and tasks.isdecimal() and int(tasks) > 1
 
 
 def _read(source: str, environ: Mapping[str, str]) -> Iterable[tuple[str, int]]:

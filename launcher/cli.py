@@ -46,8 +46,10 @@ def _main(argv: Sequence[str]) -> int:
     pod = options.launcher_pod
     if pod is not None:
         say(f"{options.num_proc} ranks on the hosts of {pod.hostfile}, which {pod.source} tells of")
-    if not args.num_proc and not options.hosts and options.num_proc > 1:
-        say(f"{options.num_proc} ranks, as many as there are cores or tasks: -np sets the number")
+    elif options.allocation is not None:
+        say(f"{options.num_proc} ranks on {options.allocation}")
+    elif not args.num_proc and not options.hosts and options.num_proc > 1:
+        say(f"{options.num_proc} ranks, as many as there are cores: -np sets the number")
     outcome = run_job(options, os.environ)
     if outcome.sentence:
         say(outcome.sentence)

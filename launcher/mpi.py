@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.allocation import is_task
 
 OPENMPI, HYDRA, SLURM = "openmpi", "hydra", "slurm"
 ASK_SECONDS = 20
@@ -42,7 +43,7 @@ def find_mpi(environ: Mapping[str, str], hosts_given: bool) -> Mpi:
     """
     found = next(find_all(environ), None)
     srun = shutil.which("srun", path=environ.get("PATH"))
-    if environ.get("SLURM_JOB_ID") and srun and not hosts_given:
+    if environ.get("SLURM_JOB_ID") and srun and not hosts_given and not is_task(environ):
         library = found.kind if found else ""
         return Mpi(SLURM, srun, "Slurm's srun", 0, library)
     if found is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config, settings
+from hvdlite.launcher.allocation import SLURM, Allocation, find_allocation
 from hvdlite.launcher.config_file import read_config_file
 from hvdlite.launcher.cores import cores
 from hvdlite.launcher.debug import PATIENCE, check_debug_rank
@@ -36,6 +37,7 @@ class LaunchOptions:
     command: tuple[str, ...]
     num_proc: int
     hosts: tuple[Host, ...] = ()  # empty: this host, or the Slurm allocation
+    allocation: Allocation | None = None  # where a batch system names the hosts, and no flag does
     variables: Mapping[str, str]
     start_timeout_seconds: float
     ssh_port: int | None = None
@@ -73,7 +75,9 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     if not args.command:
         raise ConfigError("no command given, such as: hvdlite-run -np 4 python train.py")
     pod = None if _gives_hosts(args) else find_launcher_pod(environ)
-    hosts = _hosts(args, pod)
+    given = _hosts(args, pod)
+    allocation = None if given else find_allocation(environ)
+    hosts = given or _hosts_of(allocation, args.num_proc)
     notes = list(args.notes)
     variables = _variables(args, notes)
     config = Config.from_environ({**environ, **variables})
@@ -83,8 +87,9 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         variables |= _patience(config)
     options = LaunchOptions(
         command=tuple(args.command),
-        num_proc=args.num_proc or _default_num_proc(hosts, environ),
+        num_proc=args.num_proc or _default_num_proc(hosts, allocation),
         hosts=hosts,
+        allocation=allocation,
         variables=variables,
         start_timeout_seconds=config.start_timeout_seconds,
         ssh_args=pod.ssh_args if pod else (),
@@ -119,11 +124,18 @@ def _hosts(args: argparse.Namespace, pod: LauncherPod | None) -> tuple[Host, ...
     return ()
 
 
-def _default_num_proc(hosts: tuple[Host, ...], environ: Mapping[str, str]) -> int:
+def _hosts_of(allocation: Allocation | None, num_proc: int | None) -> tuple[Host, ...]:
+    """Return the hosts of an allocation that get ranks; none under Slurm: srun knows them."""
+    if allocation is None or allocation.system == SLURM:
+        return ()
+    counts = ranks_per_host(allocation.hosts, num_proc or allocation.slots)
+    return tuple(host for host, count in zip(allocation.hosts, counts, strict=True) if count)
+
+
+def _default_num_proc(hosts: tuple[Host, ...], allocation: Allocation | None) -> int:
     if hosts:
         return sum(host.slots for host in hosts)
-    tasks = environ.get("SLURM_NTASKS", "")
-    return int(tasks) if tasks.isdecimal() and int(tasks) else cores()
+    return allocation.slots if allocation else cores()
 
 
 def _variables(args: argparse.Namespace, notes: list[str]) -> dict[str, str]:

@@ -26,6 +26,8 @@ def hosts(environ: dict[str, str]) -> str:
         ({**SLURM, "SLURM_TASKS_PER_NODE": "4(x2)"}, "n1:4,n2:4"),
         (SLURM, "n1:1,n2:1"),
         ({"SLURM_JOB_ID": "7", "SLURM_NODELIST": "a"}, "a:1"),
+        ({**SLURM, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}, "none"),
+        ({**SLURM, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}, "n1:1,n2:1"),
         ({"SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_NODELIST": "a"}, "none"),
         ({**LSF, "LSB_MCPU_HOSTS": "b1.example.org 2 b2 3 "}, "b1.example.org:2,b2:3"),
         ({**LSF, "LSB_HOSTS": "b1 b1 b2"}, "b1:2,b2:1"),

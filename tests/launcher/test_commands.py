@@ -147,6 +147,8 @@ def test_srun_is_used_in_an_allocation_unless_hosts_are_given(tmp_path: Any) -> 
     environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7"}
     assert find_mpi(environ, hosts_given=False).kind == SLURM
     assert find_mpi(environ, hosts_given=True).kind != SLURM
+    task = {**environ, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    assert find_mpi(task, hosts_given=False).kind != SLURM
     assert find_mpi({"PATH": str(tmp_path)}, hosts_given=False).kind != SLURM
 
 

@@ -36,7 +36,20 @@ def test_the_command_keeps_its_own_flags() -> None:
 def test_without_a_number_there_is_one_rank_per_core_or_slot() -> None:
     assert options().num_proc == cores()
     assert options("-H", "localhost:3,other:4").num_proc == 7
-    assert options(environ={"SLURM_NTASKS": "5"}).num_proc == 5
+
+
+def test_a_batch_system_gives_the_hosts_unless_flags_do() -> None:
+    lsf = {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a 2 b 2 c 1"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "3,2"}
+    assert (options(environ=lsf).num_proc, options(environ=lsf).counts) == (5, (2, 2, 1))
+    assert str(options("-np", "3", environ=lsf).hosts[-1]) == "b:2"
+    assert options("-np", "3", environ=lsf).counts == (2, 1)
+    assert [str(host) for host in options("-H", "x:2", environ=lsf).hosts] == ["x:2"]
+    assert options("-H", "x:2", environ=lsf).allocation is None
+    assert "5 slots" in error("-np", "6", environ=lsf)
+    assert options(environ=slurm).num_proc == 5
+    assert str(options(environ=slurm).allocation) == "Slurm's n1:3,n2:2"
+    assert options("-H", "x:2", environ={"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "?"}).num_proc == 2
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "two", "1.5", ""])
