@@ -1,0 +1,131 @@
+"""Addresses of meetings, such as ``unix:/path``, ``node1:2222`` and ``[fe80::1]:2222``."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from hvdlite.common.base.errors import ConfigError
+
+UNIX = "unix:"
+BACKLOG = 4096  # All ranks of a job may connect at once. The kernel limits it further.
+LARGEST_PORT = 65535
+
+
+class Address(NamedTuple):
+    """A Unix socket (`path`), or a host name or IP address and a port."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return UNIX + self.path
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str, source: str) -> Address:
+    """Return the address that `text` says. Raises `ConfigError` that names its `source`."""
+    if text.startswith(UNIX):
+        return Address(path=text.removeprefix(UNIX))
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    bracketed = host == f"[{bare}]"
+    if not (colon and bare and port.isdecimal() and 0 < int(port) <= LARGEST_PORT):
+        raise ConfigError(f"{source}={text!r}: must be host:port, [IPv6]:port or unix:/path")
+    if ":" in bare and not bracketed:
+        raise ConfigError(f"{source}={text!r}: an IPv6 address needs brackets, as in [::1]:2222")
+    return Address(bare, int(port))
+
+
+def connect(address: Address, seconds: float) -> socket.socket:
+    """Return a connection to `address`, tried for `seconds`. Raises `OSError`."""
+    if not address.path:
+        connection = socket.create_connection((address.host, address.port), timeout=seconds)
+        if connection.getsockname() == connection.getpeername():
+            # TCP may connect a port of the system's choice with itself while nobody listens there.
+            connection.close()
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(seconds)
+        with _short(address.path) as path:
+            connection.connect(path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def listen(address: Address) -> socket.socket:
+    """Return a socket that listens at `address`. Raises `OSError`.
+
+    It is bound to the one address that the host's name stands for, so that other networks do not
+    reach it. It is bound to all of them where the name is not an address of this host (behind a
+    translated address), or stands for loopback here only (as a hostname in many /etc/hosts).
+    """
+    if address.path:
+        return _listen_at_path(address.path)
+    refused: OSError | None = None
+    for family, host in _bindable(address):
+        try:
+            return socket.create_server((host, address.port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            refused = error
+    if refused is not None and refused.errno == errno.EACCES:  # a port below 1024
+        raise refused
+    return listen_everywhere(address.port)
+
+
+def listen_everywhere(port: int) -> socket.socket:
+    """Return a socket that listens at `port` of all addresses of this host. Raises `OSError`."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return socket.create_server(("", port), backlog=BACKLOG)
+
+
+def _bindable(address: Address) -> Iterator[tuple[socket.AddressFamily, str]]:
+    """Yield the IP addresses of `address` that only this job's network reaches."""
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    for family, _, _, _, (host, *_) in found:
+        loopback = ipaddress.ip_address(str(host).partition("%")[0]).is_loopback
+        if not loopback or address.host in ("localhost", host):
+            yield family, str(host)
+
+
+def _listen_at_path(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _short(path) as short:
+            listener.bind(short)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+@contextmanager
+def _short(path: str) -> Iterator[str]:
+    """Yield a name of the file `path` that is short enough for a socket (107 bytes at most)."""
+    folder = os.open(os.path.dirname(path) or ".", os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)

@@ -1,0 +1,235 @@
+"""A rank's side of a meeting that a server runs.
+
+Until the first answer, everything may be late: the host's name, the server, the other ranks, and
+the end of an earlier meeting at the same address. So the rank tries again until its deadline, and
+says what it waits for. What can never come right ends the wait at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import Any
+
+from hvdlite.common.base.errors import (
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+    ProtocolError,
+)
+from hvdlite.common.meeting import wire
+from hvdlite.common.meeting.address import Address, connect, parse_address
+from hvdlite.common.meeting.handshake import CONNECTS, LISTENS, new_nonce, proof, proves
+from hvdlite.common.meeting.patience import Patience, Presence
+
+ATTEMPT_SECONDS = 5.0  # The longest time for one connection and its handshake.
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.5  # Between two attempts.
+DUPLICATE_SECONDS = 3.0  # How long the end of an earlier process of this rank may take.
+ANSWER_SECONDS = 2.0  # How long the server may take to say who is missing.
+
+
+class Refused(Exception):  # noqa: N818 - a verdict
+    """The server does not let this rank take part."""
+
+    def __init__(self, verdict: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.verdict = verdict
+
+
+class ServerExchange:
+    """The exchange of world rank `rank` at a server; see `Exchange`.
+
+    `address` is an address or its text, or several of them, at one of which the server listens.
+    `members` are the world ranks that meet, in the order of their new numbers; None is all of
+    `size`. `deadline` is in monotonic seconds. `job` is that of the server.
+
+    Raises `HorovodInternalError` when the server cannot be reached or refuses this rank, and
+    `HorovodVersionMismatchError`.
+    """
+
+    def __init__(
+        self,
+        address: str | Address | Sequence[Address],
+        rank: int,
+        size: int,
+        secret: bytes,
+        deadline: float,
+        members: Sequence[int] | None = None,
+        *,
+        job: bytes = bytes(wire.JOB_BYTES),
+    ) -> None:
+        self.rank = rank if members is None else members.index(rank)
+        self.size = size if members is None else len(members)
+        self._addresses = _addresses(address)
+        self._members = list(members or ())
+        self._world_rank, self._world_size = rank, size
+        self._secret, self._job = secret, job
+        self._patience = Patience(rank, size, deadline)
+        self._frames = wire.Frames(size * (wire.BODY_BYTES + 64) + wire.FRAME_BYTES)
+        self._round = 0
+        self._connection: socket.socket | None = None
+        self._connect()
+
+    # -- rounds
+
+    def allgather(self, body: bytes) -> list[bytes]:
+        """See `Exchange.allgather`."""
+        if len(body) > wire.BODY_BYTES:
+            raise ValueError(f"{len(body)} bytes are too many for a meeting")
+        while True:
+            try:
+                return self._allgather(body)
+            except ConnectionError as error:
+                if self._round:
+                    raise HorovodInternalError(
+                        f"the server of the meeting at {self._where()} ended while the ranks of "
+                        f"this job connected ({error})"
+                    ) from error
+                # Nobody has answered yet: the server was that of an earlier meeting.
+                self._connect()
+
+    def _allgather(self, body: bytes) -> list[bytes]:
+        self._send(wire.GATHER, self._round, bytes(body))
+        for message in self._messages():
+            match message:
+                case [wire.BODIES, int(number), [*bodies]] if number == self._round:
+                    self._round += 1
+                    return bodies
+                case [wire.PRESENCE, [*missing], [*waiting], [*left], [*notes]]:
+                    presence = Presence(missing, waiting, left, notes)
+                    if self._patience.over:
+                        raise self._patience.error(presence.spell())
+                    if self._world_rank == presence.speaker:
+                        self._patience.log(presence.spell())
+                case [wire.FAIL, str(text), rank]:
+                    raise HorovodInternalError(text, rank)
+                case _:
+                    raise ProtocolError(f"the server of the meeting sent {str(message)[:80]}")
+        raise AssertionError("the messages of a server do not end")
+
+    def _messages(self) -> Iterator[list[Any]]:
+        """Yield the server's messages; ask who is missing now and then, and at the deadline."""
+        assert self._connection is not None
+        patience, asked_at = self._patience, None
+        while True:
+            seconds = ANSWER_SECONDS if patience.over else patience.seconds()
+            if select.select([self._connection], [], [], seconds)[0]:
+                data = self._connection.recv(1 << 16)
+                if not data:
+                    raise ConnectionError("end of file")
+                yield from self._frames.add(data)
+            elif asked_at is not None and time.monotonic() >= asked_at + ANSWER_SECONDS:
+                raise patience.error(f"the server at {self._where()} does not answer any more")
+            if asked_at is None and patience.over:
+                asked_at = time.monotonic()
+                self._send(wire.WHO)
+            elif patience.line_is_due():
+                self._send(wire.WHO)
+
+    def _send(self, *message: Any) -> None:
+        assert self._connection is not None
+        self._connection.settimeout(max(ANSWER_SECONDS, self._patience.seconds()))
+        try:
+            self._connection.sendall(wire.pack_frame(*message))
+        except TimeoutError:
+            raise ConnectionError("the server does not read") from None
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._send(wire.LEAVE)
+            self._connection.close()
+            self._connection = None
+
+    # -- the connection
+
+    def _where(self) -> str:
+        return " or ".join(map(str, self._addresses))
+
+    def _connect(self) -> None:
+        """Connect to the server, and prove who we are; retry what may come right."""
+        self._hang_up()
+        patience, began, pause = self._patience, time.monotonic(), FIRST_PAUSE_SECONDS
+        for address in cycle(self._addresses):
+            try:
+                self._connection = self._attempt(address)
+            except (OSError, ProtocolError, Refused) as error:
+                if isinstance(error, Refused):
+                    self._check(error, time.monotonic() - began)
+                who = f"the server of the meeting at {address} cannot be reached ({error})"
+            else:
+                self._frames = wire.Frames(self._frames.limit)
+                self._send(wire.JOIN, self._members)
+                return
+            if patience.over:
+                raise patience.error(who)
+            if patience.line_is_due():
+                patience.log(who)
+            if address == self._addresses[-1]:
+                time.sleep(min(pause, patience.seconds()))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _check(self, refused: Refused, seconds: float) -> None:
+        """Raise the error that ends the wait; return where another attempt may go well."""
+        if refused.verdict == wire.OTHER_JOB:
+            return
+        if refused.verdict == wire.OTHER_SECRET and len(self._addresses) > 1:
+            return
+        if refused.verdict == wire.DUPLICATE and seconds < DUPLICATE_SECONDS:
+            return
+        raise HorovodInternalError(
+            f"the server of the meeting at {self._where()} refuses this rank: {refused}",
+            self._world_rank,
+        )
+
+    def _attempt(self, address: Address) -> socket.socket:
+        """Return a connection over which both ends have proven that they know the secret."""
+        end = time.monotonic() + max(0.1, min(ATTEMPT_SECONDS, self._patience.deadline_seconds()))
+        connection = connect(address, end - time.monotonic())
+        try:
+            greeting = wire.unpack_greeting(_read(connection, wire.GREETING.size, end))
+            nonce = new_nonce()
+            nonces = greeting.nonce + nonce
+            claim = wire.pack_claim(self._job, self._world_rank, self._world_size, nonce)
+            connection.sendall(claim + proof(self._secret, CONNECTS, nonces, claim))
+            verdict, length = wire.VERDICT.unpack(_read(connection, wire.VERDICT.size, end))
+            rest = _read(connection, min(length, wire.SENTENCE_BYTES), end)
+            if verdict == wire.OTHER_VERSION:
+                raise HorovodVersionMismatchError(
+                    "hvdlite", greeting.spell(), wire.unpack_claim(claim).spell()
+                )
+            if verdict != wire.ACCEPTED:
+                raise Refused(verdict, rest.decode(errors="replace"))
+            if not proves(rest, self._secret, LISTENS, nonces, claim):
+                raise Refused(wire.OTHER_SECRET, "the server does not know the secret of this job")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _addresses(given: str | Address | Sequence[Address]) -> list[Address]:
+    if isinstance(given, str):
+        return [parse_address(given, "HVDLITE_RENDEZVOUS")]
+    return [given] if isinstance(given, Address) else list(given)
+
+
+def _read(connection: socket.socket, length: int, end: float) -> bytes:
+    """Return exactly `length` bytes, read before `end`. Raises `OSError`."""
+    data = bytearray()
+    while len(data) < length:
+        connection.settimeout(max(0.001, end - time.monotonic()))
+        part = connection.recv(length - len(data))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        data += part
+    return bytes(data)

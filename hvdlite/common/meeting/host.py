@@ -1,0 +1,88 @@
+"""The meeting that a rank serves itself, while it waits for the others: no thread is needed."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.meeting import wire
+from hvdlite.common.meeting.patience import Patience
+from hvdlite.common.meeting.server import MeetingServer
+
+GOODBYE_SECONDS = 2.0  # The longest wait of `close` for ranks that read the last answer.
+
+
+class _Own:
+    """The rank that serves, as a guest of its own server."""
+
+    def __init__(self, rank: int, members: Sequence[int]) -> None:
+        self.rank, self.members = rank, tuple(members)
+        self.given = 0
+        self.inbox: deque[bytes] = deque()
+
+    def send(self, frame: bytes) -> None:
+        """See `Guest.send`."""
+        self.inbox.append(frame)
+
+
+class HostedExchange:
+    """The exchange of world rank `rank`, which serves the meeting at `listener`.
+
+    All ranks of the job may meet there, also those of another meeting. The port is closed by
+    `close`, when the others have left, so that another program can have it. See `ServerExchange`
+    for the arguments.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        rank: int,
+        size: int,
+        secret: bytes,
+        deadline: float,
+        members: Sequence[int] | None = None,
+        *,
+        job: bytes = bytes(wire.JOB_BYTES),
+    ) -> None:
+        self.rank = rank if members is None else members.index(rank)
+        self.size = size if members is None else len(members)
+        self._own = _Own(rank, members or ())
+        self._patience = Patience(rank, size, deadline)
+        self._server = MeetingServer(listener, range(size), size, secret, job=job)
+        self._server.join(self._own)
+        self._frames = wire.Frames(size * (wire.BODY_BYTES + 64) + wire.FRAME_BYTES)
+
+    def allgather(self, body: bytes) -> list[bytes]:
+        """See `Exchange.allgather`."""
+        if len(body) > wire.BODY_BYTES:
+            raise ValueError(f"{len(body)} bytes are too many for a meeting")
+        self._server.give(self._own, bytes(body))
+        while not self._own.inbox:
+            self._server.wait(self._patience.seconds())
+            if not self._own.inbox and (self._patience.over or self._patience.line_is_due()):
+                self._say_who_is_missing()
+        (message,) = self._frames.add(self._own.inbox.popleft())
+        match message:
+            case [wire.BODIES, _, [*bodies]]:
+                return bodies
+            case [wire.FAIL, str(text), rank]:
+                raise HorovodInternalError(text, rank)
+        raise AssertionError(f"the server of this process sent {message[0]}")
+
+    def _say_who_is_missing(self) -> None:
+        """Log the missing ranks; at the deadline, end the wait of all ranks."""
+        server, patience = self._server, self._patience
+        who = server.presence(self._own).spell()
+        if not patience.over:
+            patience.log(who)
+            return
+        server.fail(f"rank {self._own.rank} has given up to wait in init(): {who}")
+        self._own.inbox.clear()
+        raise patience.error(who)
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        self._server.leave(self._own)
+        self._server.close(GOODBYE_SECONDS)

@@ -1,0 +1,145 @@
+"""The rounds of the meetings of one server: who has given what, who is missing, who has left.
+
+A meeting is that of some ranks, its members, and has rounds that are numbered from 0. A rank takes
+part in one meeting at a time. In round 0, the members gather, and a rank that leaves may come
+again. Every later round needs those who were in round 0: when one of them leaves, the others are
+told at once. This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.meeting.wire import BODIES, FAIL, pack_frame
+
+
+class Key(NamedTuple):
+    """One round: the members of its meeting in rank order (none: all ranks), and its number."""
+
+    members: tuple[int, ...]
+    number: int
+
+
+class Guest(Protocol):
+    """A rank that takes part in a meeting."""
+
+    rank: int
+    members: tuple[int, ...]
+    given: int  # The number of rounds to which it has given its body.
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame to the rank; never blocks."""
+
+
+Gathered = Callable[[Key, dict[int, bytes]], None]
+Withdrawn = Callable[[Key], None]
+
+
+class Rounds:
+    """The meetings of those of `ranks` who are here, `size` being the number of all ranks."""
+
+    def __init__(
+        self, ranks: Collection[int], size: int, gathered: Gathered, withdrawn: Withdrawn
+    ) -> None:
+        self.ranks = sorted(ranks)
+        self.size = size
+        self.guests: dict[int, Guest] = {}
+        # Ranks that were here at any time.
+        self.seen: set[int] = set()
+        # Missing ranks elsewhere, by members, as whoever merges the rounds of several hosts says.
+        self.missing_elsewhere: dict[tuple[int, ...], list[int]] = {}
+        self._gathered, self._withdrawn = gathered, withdrawn
+        self._bodies: dict[Key, dict[int, bytes]] = {}
+        # Ranks that gave to a round and left before its answer.
+        self._left: dict[Key, set[int]] = {}
+
+    def present(self, guest: Guest) -> None:
+        """Note that a rank is here."""
+        self.guests[guest.rank] = guest
+        self.seen.add(guest.rank)
+
+    def give(self, guest: Guest, body: bytes) -> None:
+        """Take the body of `guest` for its next round.
+
+        Raises `ProtocolError` while an earlier round of the guest has no answer.
+        """
+        if guest.rank in self._bodies.get(Key(guest.members, guest.given - 1), ()):
+            raise ProtocolError(f"rank {guest.rank} gives to a round before the last one is over")
+        key = Key(guest.members, guest.given)
+        guest.given += 1
+        bodies = self._bodies.setdefault(key, {})
+        bodies[guest.rank] = body
+        self._left.get(key, set()).discard(guest.rank)
+        local = self._local(key.members)
+        for rank in local:
+            if not self._takes_part(rank, key):
+                self._fail_round(key, rank)
+                return
+        if len(bodies) == len(local):
+            self._gathered(key, dict(bodies))
+
+    def deliver(self, key: Key, bodies: Sequence[bytes]) -> None:
+        """Answer a round with the bodies of all its ranks, in rank order."""
+        frame = pack_frame(BODIES, key.number, list(bodies))
+        for rank in self._bodies.pop(key, ()):
+            self.guests[rank].send(frame)
+        self.missing_elsewhere.pop(key.members, None)
+        self._left.pop(key, None)
+
+    def leave(self, guest: Guest) -> None:
+        """Withdraw what `guest` has given to rounds without an answer, and end what needs it."""
+        if self.guests.get(guest.rank) is not guest:
+            return
+        del self.guests[guest.rank]
+        for key in [key for key in self._bodies if key.members == guest.members]:
+            bodies = self._bodies[key]
+            if bodies.pop(guest.rank, None) is not None:
+                self._left.setdefault(key, set()).add(guest.rank)
+                if len(bodies) + 1 == len(self._local(key.members)):
+                    self._withdrawn(key)
+                if not bodies:
+                    del self._bodies[key], self._left[key]
+            if bodies and key.number:
+                self._fail_round(key, guest.rank)
+
+    def fail(self, text: str, rank: int | None = None, keys: Collection[Key] | None = None) -> None:
+        """Raise an error in all ranks that wait (in `keys`, if given); `rank` is at fault."""
+        frame = pack_frame(FAIL, text, rank)
+        for key in list(self._bodies) if keys is None else keys:
+            self._left.pop(key, None)
+            for waiting in self._bodies.pop(key, ()):
+                self.guests[waiting].send(frame)
+
+    def missing(self, key: Key | None = None) -> list[int]:
+        """Return the ranks that never came to `key`; without a key, those that were never here."""
+        if key is None:
+            return [rank for rank in self.ranks if rank not in self.seen]
+        came = {*self.waiting(key), *self.left(key)}
+        absent = [rank for rank in self._local(key.members) if rank not in came]
+        return sorted({*absent, *self.missing_elsewhere.get(key.members, ())})
+
+    def waiting(self, key: Key) -> list[int]:
+        """Return the ranks that have given their body to the round `key` and wait."""
+        return sorted(self._bodies.get(key, ()))
+
+    def left(self, key: Key) -> list[int]:
+        """Return the ranks that came to the round `key` and did not wait for its end."""
+        return sorted(self._left.get(key, ()))
+
+    def _local(self, members: tuple[int, ...]) -> list[int]:
+        return [rank for rank in self.ranks if not members or rank in members]
+
+    def _takes_part(self, rank: int, key: Key) -> bool:
+        """Return whether `rank` may still come to the round `key`."""
+        guest = self.guests.get(rank)
+        if guest is None or guest.members != key.members:
+            return key.number == 0
+        last = Key(key.members, guest.given - 1)
+        answered = guest.given - (rank in self._bodies.get(last, ()))
+        return answered >= key.number
+
+    def _fail_round(self, key: Key, rank: int) -> None:
+        text = f"rank {rank} has left while the ranks of this job connected"
+        self.fail(text, rank, [key])
