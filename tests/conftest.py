@@ -10,11 +10,12 @@ import pytest
 
 TESTS = Path(__file__).parent
 MPI_FOLDERS = {"parallel", "launcher", "hosts"}
+HOSTS_FOLDERS = {"hosts", "slurm"}
 FRAMEWORKS = {"torch": "torch", "tf": "tf", "keras": os.environ.get("KERAS_BACKEND", "tf")}
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Add the markers `mpi`, `hosts`, `torch` and `tf`."""
+    """Add the markers `mpi`, `hosts`, `slurm`, `torch` and `tf`."""
     for item in items:
         for marker in markers(item.path.relative_to(TESTS)):
             item.add_marker(marker)
@@ -25,8 +26,7 @@ def markers(path: Path) -> Iterator[str]:
     folders = set(path.parts[:-1])
     if folders & MPI_FOLDERS:
         yield "mpi"
-    if "hosts" in folders:
-        yield "hosts"
+    yield from sorted(folders & HOSTS_FOLDERS)
     words = folders | set(path.stem.split("_"))
     for framework in sorted({marker for word, marker in FRAMEWORKS.items() if word in words}):
         yield {"tensorflow": "tf"}.get(framework, framework)

@@ -1,0 +1,1 @@
+"""Jobs under real Slurm, on a cluster of simulated hosts."""

@@ -1,1 +1,0 @@
-"""Tests with real Slurm: a small cluster on this machine."""
