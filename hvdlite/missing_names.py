@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 HOROVOD_VERSION = "0.28.1"  # libraries ask for it, and switch features off below it
 ELASTIC = "elastic"
+NO_ELASTIC_HERE = "elastic training is not part of this version"
 # The launcher refuses the flags of elastic training with the same words.
-NO_ELASTIC = "elastic training is not part of this version; give -np and the hosts"
+NO_ELASTIC = f"{NO_ELASTIC_HERE}; give -np and the hosts"
 
 
 def attribute_error(module: str, name: str) -> AttributeError:
