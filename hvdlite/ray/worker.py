@@ -1,0 +1,107 @@
+"""The actor that is one rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.meeting.host_identity import host_identity
+from hvdlite.common.meeting.serving import ServedMeeting
+from hvdlite.launcher.passed_variables import of_another_job
+from hvdlite.ray import ray_logger
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Where an actor runs."""
+
+    host: str  # the identity of the host
+    node: str  # the address of the Ray node
+    gpus: tuple[str, ...]  # those that Ray has given to this actor
+
+
+class BaseHorovodWorker:
+    """A process of the cluster that becomes a rank; `RayExecutor` makes one for each."""
+
+    executable: Any = None
+    _meeting: ServedMeeting | None = None
+
+    def place(self) -> Place:
+        """Return the place of this actor."""
+        import ray
+
+        gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
+        return Place(host_identity(), ray.util.get_node_ip_address(), gpus)
+
+    def hostname(self) -> str:
+        """Return the name of the host."""
+        return socket.gethostname()
+
+    def get_gpu_ids(self) -> list[str]:
+        """Return the GPUs that Ray has given to this actor."""
+        return list(self.place().gpus)
+
+    def serve(self, size: int, secret: str) -> str:
+        """Serve the meeting of `size` ranks as long as this actor lives; return its address."""
+        node = self.place().node
+        listener = listen(Address(node, 0))
+        self._meeting = ServedMeeting(listener, size, secret)
+        return str(Address(node, listener.getsockname()[1]))
+
+    def leave(self) -> None:
+        """Leave the job, and serve its meeting no longer."""
+        leave_job()
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.close()
+
+    def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
+        """Set environment variables, and drop those by which another launcher names its ranks."""
+        for name in [name for name in os.environ if of_another_job(name)]:
+            del os.environ[name]
+        os.environ.update({name: str(value) for name, value in env_vars.items()})
+
+    def env_vars(self) -> dict[str, str]:
+        """Return the environment of this actor."""
+        return dict(os.environ)
+
+    def start_executable(
+        self, executable_cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Make the object that `execute` hands to functions."""
+        self.executable = leave_job_on_error(executable_cls, *args, **kwargs)
+
+    def execute(self, fn: Callable[[Any], T]) -> T:
+        """Return ``fn(executable)``; the executable is None without an executable class."""
+        return leave_job_on_error(fn, self.executable)
+
+    def run(
+        self, fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], queue: Any
+    ) -> T:
+        """Return ``fn(*args, **kwargs)``; what `ray_logger` gets meanwhile goes to `queue`."""
+        ray_logger.configure(queue)
+        try:
+            return leave_job_on_error(fn, *args, **kwargs)
+        finally:
+            ray_logger.configure(None)
+
+
+def leave_job_on_error(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return ``fn(*args, **kwargs)``; on an exception, let no other rank wait for this one."""
+    try:
+        return fn(*args, **kwargs)
+    except BaseException:
+        leave_job()
+        raise
+
+
+def leave_job() -> None:
+    """Shut hvdlite down, where this process has imported it."""
+    lifecycle = sys.modules.get("hvdlite.common.runtime.lifecycle")
+    if lifecycle is not None:
+        lifecycle.shutdown()
