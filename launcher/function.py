@@ -125,7 +125,7 @@ def _run(options: LaunchOptions, environ: Mapping[str, str], call: tuple[Any, ..
         shutil.rmtree(directory, ignore_errors=True)
     if outcome.signal is not None:
         _act_on(outcome.signal)
-    _raise_first(answers)
+    raise_first(answers)
     if outcome.code or len(answers) < options.num_proc:
         silent = [rank for rank in range(options.num_proc) if rank not in answers]
         rank = outcome.failure.rank if outcome.failure else silent[0] if silent else None
@@ -140,7 +140,7 @@ def _act_on(number: int) -> None:
     signal.raise_signal(number)
 
 
-def _raise_first(answers: Mapping[int, Any]) -> None:
+def raise_first(answers: Mapping[int, Any]) -> None:
     """Raise the exception of the rank that failed first; victims come after their cause."""
     raised = [(a.victim, a.when, rank) for rank, a in answers.items() if isinstance(a, Raised)]
     if not raised:

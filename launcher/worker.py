@@ -58,7 +58,7 @@ def main(directory: str) -> int:
         answer, code = cloudpickle.dumps(_call(directory)), 0
     except Exception as error:
         report(error)  # now: the other ranks notice only when this process ends
-        answer, code = _dump_error(error), 1
+        answer, code = dump_error(error), 1
     path = _answer_path(directory, rank)
     unfinished = path.with_suffix(".part")
     unfinished.write_bytes(answer)
@@ -78,7 +78,7 @@ def _call(directory: str) -> Any:
     return function(*args, **kwargs)
 
 
-def _dump_error(error: Exception) -> bytes:
+def dump_error(error: Exception) -> bytes:
     text = "".join(traceback.format_exception(error))
     victim = isinstance(error, HorovodInternalError)
     when = time.time()

@@ -1,0 +1,123 @@
+"""What the ranks print, shown where `hvdlite.spark.run` was called.
+
+Each rank's standard output and error is a connection to the driver. Its first line proves that it
+belongs to this job, its second is the rank, and all that follows is what the rank prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import socket
+import threading
+from typing import Any, TextIO
+
+from hvdlite.common.meeting.address import Address, listen
+from hvdlite.launcher.console import Console
+from hvdlite.launcher.output import STREAMS, Output
+
+log = logging.getLogger("hvdlite")
+LONGEST_HEADER = 256
+CHUNK_BYTES = 1 << 16
+CONNECT_SECONDS = 10.0
+
+
+class RankOutput:
+    """The connections to the driver of one rank; none where the driver cannot be reached.
+
+    The output stays in the executor's log then, as that of any task.
+    """
+
+    def __init__(self, driver: tuple[str, int], secret: str) -> None:
+        self._connections: dict[str, socket.socket] = {}
+        try:
+            for stream in STREAMS:
+                connection = socket.create_connection(driver, CONNECT_SECONDS)
+                self._connections[stream] = connection
+                connection.settimeout(None)
+                connection.sendall(f"{secret} {stream}\n".encode())
+        except OSError as error:
+            log.warning("the ranks print to the executor's log: driver %s: %s", driver, error)
+            self.close()
+
+    def streams(self, rank: int) -> dict[str, Any]:
+        """Return what a process that is `rank` gets as its standard output and error."""
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):  # the driver has gone: Spark ends this task
+                connection.sendall(f"{rank}\n".encode())
+        return self._connections
+
+    def close(self) -> None:
+        """Close this process's ends: the rank alone holds them."""
+        while self._connections:
+            self._connections.popitem()[1].close()
+
+
+class _GivenStreams(Console):
+    """Writes to the streams that the caller has given, in the place of this process's own."""
+
+    def __init__(self, streams: dict[str, TextIO | None]) -> None:
+        super().__init__()
+        self._given = {name: stream for name, stream in streams.items() if stream is not None}
+
+    def is_terminal(self, stream: str) -> bool:
+        """See `Console.is_terminal`."""
+        return stream not in self._given and super().is_terminal(stream)
+
+    def write(self, stream: str, text: bytes) -> None:
+        """See `Console.write`."""
+        if stream not in self._given:
+            super().write(stream, text)
+            return
+        self._given[stream].write(text.decode(errors="replace"))
+        self._given[stream].flush()
+
+
+class DriverOutput:
+    """Listens for what `size` ranks print, from start to `close`."""
+
+    def __init__(
+        self, size: int, secret: str, host: str, stdout: Any, stderr: Any, timestamps: bool
+    ) -> None:
+        console = _GivenStreams({"stdout": stdout, "stderr": stderr})
+        self._output = Output(size, None, timestamps, console)
+        self._feeding = threading.Lock()  # guards _output
+        self._secret = secret.encode()
+        self._listener = listen(Address(host, 0))
+        self.address = (host, self._listener.getsockname()[1])
+        self._readers: list[threading.Thread] = []
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # close()
+                return
+            reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
+            self._readers.append(reader)
+            reader.start()
+
+    def _read(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection, connection.makefile("rb") as file:
+            connection.settimeout(CONNECT_SECONDS)
+            secret, _, stream = file.readline(LONGEST_HEADER).strip().partition(b" ")
+            if not hmac.compare_digest(secret, self._secret) or stream.decode() not in STREAMS:
+                return
+            connection.settimeout(None)
+            rank = file.readline(LONGEST_HEADER)  # when all tasks have met
+            while rank and (data := file.read1(CHUNK_BYTES)):
+                with self._feeding:
+                    self._output.feed(int(rank), stream.decode(), data)
+
+    def close(self) -> None:
+        """Print what has come, and close; all ranks have ended."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._accepting.join()
+        for reader in self._readers:
+            reader.join(CONNECT_SECONDS)
+        with self._feeding:
+            self._output.finish()

@@ -1,0 +1,218 @@
+"""hvdlite.spark.run: a Python function on ranks that are the tasks of a barrier stage."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO, TypeVar
+
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.common.meeting.placement import new_secret
+from hvdlite.launcher.function import raise_first
+from hvdlite.launcher.worker import Raised
+from hvdlite.spark.output import DriverOutput
+from hvdlite.spark.task import Answer, Call, dump_call, read_answer, run_task
+
+T = TypeVar("T")
+START_TIMEOUT, START_SECONDS = "HOROVOD_SPARK_START_TIMEOUT", 600.0
+LOOK_SECONDS = 0.1
+# Ranks that only tell of another one's failure wait so long for that one to tell its own.
+CAUSE_SECONDS = 1.0
+
+
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Sequence[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+) -> list[T]:
+    """Run ``fn(*args, **kwargs)`` on `num_proc` ranks in Spark; returns the results in rank order.
+
+    Each rank is a process that a task of Spark starts, all at once; the default of `num_proc` is
+    ``spark.default.parallelism``. `start_timeout` is how long, in seconds, Spark may take to find
+    room for all tasks (default: the variable HOROVOD_SPARK_START_TIMEOUT, or 600), and then the
+    ranks to meet in ``init()``. `env` is added to the environment of the executors; `executable`
+    is the Python of the ranks. What ranks print is printed here with the rank before it (and the
+    time, with `prefix_output_with_timestamp`), or goes to `stdout` and `stderr`. With `verbose` of
+    2 or more the ranks log what they do. `nics` are the network interfaces that they use.
+    `use_gloo` has no effect; `use_mpi` and `extra_mpi_args` raise, since no mpirun is involved.
+
+    An exception on a rank is raised here as itself, as `hvdlite.run` does; all ranks are ended.
+    Raises `HorovodInternalError` when a rank ends without a result or an executor is lost,
+    `TimeoutError` where Spark finds no room in time, `ConfigError` (a `ValueError`) for wrong
+    arguments, and `RuntimeError` without an active SparkContext.
+    """
+    if use_mpi or extra_mpi_args:
+        raise ConfigError(
+            "use_mpi, extra_mpi_args: ranks in Spark meet without MPI; leave them out"
+        )
+    from pyspark import SparkContext
+
+    context = SparkContext._active_spark_context
+    if context is None:
+        raise RuntimeError(
+            "Could not find an active SparkContext: make a SparkSession before hvdlite.spark.run"
+        )
+    size = context.defaultParallelism if num_proc is None else num_proc
+    _check_size(context, size)
+    limit = float(start_timeout or os.environ.get(START_TIMEOUT) or START_SECONDS)
+    settings = {"HVDLITE_START_TIMEOUT": f"{limit:g}"}
+    if nics:
+        settings["HVDLITE_NETWORK_INTERFACES"] = ",".join(nics)
+    if verbose > 1:
+        settings["HVDLITE_LOG_LEVEL"] = "debug"
+    secret = new_secret()
+    host = context.getConf().get("spark.driver.host") or "localhost"
+    output = DriverOutput(size, secret, host, stdout, stderr, prefix_output_with_timestamp)
+    try:
+        pickled = dump_call(fn, args, kwargs or {})
+        call = Call(pickled, settings | dict(env or {}), executable, secret, output.address)
+        answers = _Job(context, size, call).run(limit)
+    finally:
+        output.close()
+    return [read_answer(answer) for answer in sorted(answers, key=lambda answer: answer.rank)]
+
+
+def _check_size(context: Any, size: int) -> None:
+    """Raise `ConfigError` for a number of ranks that can never run."""
+    if size < 1:
+        raise ConfigError(f"num_proc={size}: there must be at least one rank")
+    slots = _slots(context)
+    fixed = context.master.startswith("local") and not context.master.startswith("local-cluster")
+    if fixed and slots is not None and size > slots:
+        raise ConfigError(
+            f"num_proc={size}: the master {context.master} has {slots} slots, and all ranks run at "
+            "the same time; give it more, or start fewer ranks"
+        )
+
+
+def _slots(context: Any) -> int | None:
+    """Return how many tasks Spark can run at once now; None where it does not tell."""
+    try:
+        scala = context._jsc.sc()
+        profile = scala.resourceProfileManager().defaultResourceProfile()
+        return int(scala.maxNumConcurrentTasks(profile))
+    except Exception:  # not a part of Spark's public API
+        return None
+
+
+class _Job:
+    """The barrier stage of one call."""
+
+    def __init__(self, context: Any, size: int, call: Call) -> None:
+        self._context, self._size, self._call = context, size, call
+        self._group = f"hvdlite-{uuid.uuid4()}"
+        self._failures = context.accumulator([], _list_parameter())
+        self._answers: list[Answer] = []
+        self._error: Exception | None = None  # what Spark has raised
+
+    def run(self, limit_seconds: float) -> list[Answer]:
+        """Return the answers of all ranks; raises as `hvdlite.spark.run`."""
+        from pyspark import InheritableThread
+
+        thread = InheritableThread(target=self._collect)
+        thread.start()
+        try:
+            self._watch(thread, time.monotonic() + limit_seconds, limit_seconds)
+        finally:
+            if thread.is_alive():
+                self._context.cancelJobGroup(self._group)
+                thread.join()
+        return self._answers
+
+    def _collect(self) -> None:
+        call, failures = self._call, self._failures
+        try:
+            self._context.setJobGroup(self._group, "hvdlite.spark.run", interruptOnCancel=True)
+            tasks = self._context.parallelize(range(self._size), self._size).barrier()
+            self._answers = tasks.mapPartitions(lambda _: run_task(call, failures)).collect()
+        except Exception as error:
+            self._error = error
+
+    def _watch(self, thread: Any, start_by: float, limit_seconds: float) -> None:
+        """Return when all ranks have a result; raises what has gone wrong."""
+        started = False
+        while thread.is_alive() and not self._failures.value:
+            thread.join(LOOK_SECONDS)
+            started = started or self._all_started()
+            if not started and time.monotonic() > start_by:
+                raise TimeoutError(self._no_room(f"in {limit_seconds:g} s (start_timeout)"))
+            if self._attempt() > 0:
+                raise HorovodInternalError(
+                    "Spark has lost a task of hvdlite.spark.run, with its executor, and started "
+                    "all ranks again: the job has been ended; Spark's log names the executor"
+                )
+        if self._failures.value:
+            self._raise_failure(thread)
+        if self._error is not None:
+            if "BarrierJobSlotsNumberCheckFailed" in str(self._error):
+                raise TimeoutError(self._no_room("so far")) from self._error
+            raise self._error
+
+
+    def _raise_failure(self, thread: Any) -> None:
+        """Raise the failure that caused the others; give victims time to be told apart."""
+        give_up = time.monotonic() + CAUSE_SECONDS
+        while all(_is_victim(answer) for answer in self._failures.value):
+            if not thread.is_alive() or time.monotonic() > give_up:
+                break
+            thread.join(LOOK_SECONDS)
+        first = min(self._failures.value, key=lambda answer: (_is_victim(answer), answer.when))
+        if first.pickled is None:
+            raise HorovodInternalError(str(first), first.rank)
+        raise_first({first.rank: read_answer(first)})
+
+    def _no_room(self, when: str) -> str:
+        slots = _slots(self._context)
+        return (
+            f"Spark has found no room for {self._size} ranks at the same time {when}: it has "
+            f"{'an unknown number of' if slots is None else slots} slots; start fewer ranks "
+            "(num_proc), or give Spark more executors or cores"
+        )
+
+    def _stages(self) -> list[Any]:
+        tracker = self._context.statusTracker()
+        jobs = (tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._group))
+        stages = (tracker.getStageInfo(stage) for job in jobs if job for stage in job.stageIds)
+        return [stage for stage in stages if stage]
+
+    def _all_started(self) -> bool:
+        return any(
+            stage.numActiveTasks + stage.numCompletedTasks >= self._size
+            for stage in self._stages()
+        )
+
+    def _attempt(self) -> int:
+        return max((stage.currentAttemptId for stage in self._stages()), default=0)
+
+
+def _list_parameter() -> Any:
+    from pyspark.accumulators import AccumulatorParam
+
+    class Appended(AccumulatorParam[list[Answer]]):
+        def zero(self, value: list[Answer]) -> list[Answer]:
+            return []
+
+        def addInPlace(self, value1: list[Answer], value2: list[Answer]) -> list[Answer]:  # noqa: N802
+            return value1 + value2
+
+    return Appended()
+
+
+def _is_victim(answer: Answer) -> bool:
+    """Return whether the rank only tells of another one's failure."""
+    raised = read_answer(answer)
+    return isinstance(raised, Raised) and raised.victim

@@ -1,0 +1,143 @@
+"""A task of the barrier stage: it starts one rank, a process of its own, and waits for it.
+
+A task runs in a Python process that Spark uses again for other tasks. The rank is a child of it: a
+new one for each call, whose end by any signal the task can tell, and which ends with the task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.meeting.host_identity import host_identity
+from hvdlite.common.meeting.placement import order_by_host, rank_variables
+from hvdlite.common.meeting.serving import ServedMeeting
+from hvdlite.launcher.first_failure import Failure
+from hvdlite.launcher.passed_variables import of_another_job
+from hvdlite.spark.output import RankOutput
+
+ANSWER = "answer.pickle"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the driver wants of each task."""
+
+    pickled: bytes  # what `rank.py` reads
+    environ: Mapping[str, str]
+    executable: str | None
+    secret: str
+    driver: tuple[str, int]  # where the output goes
+
+
+class Place(NamedTuple):
+    """Where a task runs, and listens."""
+
+    identity: str  # of the host
+    address: str  # the name by which Spark reaches the host
+    port: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a rank has ended."""
+
+    rank: int
+    when: float  # epoch seconds
+    code: int  # as a shell has it: 128 + the number of a signal
+    pickled: bytes | None  # the result, or `Raised`; None: it has left none
+
+    @property
+    def failed(self) -> bool:
+        """The rank has no result."""
+        return bool(self.code) or self.pickled is None
+
+    def __str__(self) -> str:
+        if self.code:
+            return str(Failure(self.rank, self.code))
+        return f"rank {self.rank} has ended without a result (exit code 0)"
+
+
+def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Return what a rank reads: the version of Python, where modules are, and the call."""
+    call: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+    return pickle.dumps(tuple(sys.version_info[:2])) + pickle.dumps(sys.path) + call
+
+
+def run_task(call: Call, failures: Any) -> Iterator[Answer]:
+    """Run one rank; yields its answer.
+
+    A failure goes into the accumulator `failures`, which the driver sees while other ranks run.
+    """
+    from pyspark import BarrierTaskContext
+
+    context = BarrierTaskContext.get()
+    me = context.partitionId()
+    here = context.getTaskInfos()[me].address.rpartition(":")[0].strip("[]")
+    with ExitStack() as stack:
+        output = stack.enter_context(contextlib.closing(RankOutput(call.driver, call.secret)))
+        listener = stack.enter_context(listen(Address(here, 0)))
+        # Each of Spark's barriers takes a second: one tells all that every task has to know.
+        told = context.allGather(json.dumps([host_identity(), here, listener.getsockname()[1]]))
+        tasks = [Place(*json.loads(text)) for text in told]
+        order = order_by_host([task.identity for task in tasks])
+        rank, first = order.index(me), tasks[order[0]]
+        if rank == 0:
+            meeting = ServedMeeting(listener, len(tasks), call.secret)
+            stack.callback(meeting.close)
+        identities = [tasks[index].identity for index in order]
+        address = str(Address(first.address, first.port))
+        variables = rank_variables(identities, address, call.secret)[rank]
+        answer = _run_rank(call, rank, variables, output)
+    if answer.failed:
+        failures.add([answer])
+    yield answer
+
+
+def _run_rank(
+    call: Call, rank: int, variables: Mapping[str, str], output: RankOutput
+) -> Answer:
+    environ = {name: text for name, text in os.environ.items() if not of_another_job(name)}
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environ["PYTHONUNBUFFERED"] = "1"  # output before a crash must not be lost in a buffer
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlite-spark-"))
+        path = Path(folder, ANSWER)
+        process = subprocess.Popen(
+            [call.executable or sys.executable, "-m", "hvdlite.spark.rank", str(path)],
+            env={**environ, **call.environ, **variables},
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            **output.streams(rank),
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        output.close()
+        assert process.stdin is not None
+        # The pipe stays open: its end tells the rank that this task is no more.
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(call.pickled)
+            process.stdin.flush()
+            process.wait()
+        code = process.wait()
+        answer = path.read_bytes() if path.exists() else None
+    return Answer(rank, time.time(), code if code >= 0 else 128 - code, answer)
+
+
+def read_answer(answer: Answer) -> Any:
+    """Return the result of a rank, or `Raised`."""
+    return None if answer.pickled is None else pickle.loads(answer.pickled)
