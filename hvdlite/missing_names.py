@@ -18,12 +18,18 @@ ELASTIC = "elastic"
 NO_ELASTIC_HERE = "elastic training is not part of this version"
 # The launcher refuses the flags of elastic training with the same words.
 NO_ELASTIC = f"{NO_ELASTIC_HERE}; give -np and the hosts"
+# Horovod's packages that train models of Keras and PyTorch on Spark's data frames.
+ESTIMATORS = {"common", "keras", "lightning", "tensorflow", "torch"}
+NO_ESTIMATORS = (
+    "estimators for Spark are not part of this version; train in a function with hvdlite.spark.run"
+)
 
 
 def attribute_error(module: str, name: str) -> AttributeError:
     """Return the error for an attribute that `module` lacks."""
-    reason = f": {NO_ELASTIC}" if name == ELASTIC else ""
-    return AttributeError(f"module {module!r} has no attribute {name!r}{reason}")
+    reason = reason_for(f"{module}.{name}")
+    text = f"module {module!r} has no attribute {name!r}"
+    return AttributeError(f"{text}: {reason}" if reason else text)
 
 
 def module_getattr(module: str) -> Callable[[str], NoReturn]:
@@ -35,9 +41,12 @@ def module_getattr(module: str) -> Callable[[str], NoReturn]:
     return refuse
 
 
-def is_elastic(module: str) -> bool:
-    """Tell whether a module, by its full name, belongs to elastic training."""
-    return ELASTIC in module.split(".")[1:]
+def reason_for(name: str) -> str:
+    """Return why hvdlite lacks what has this full name in Horovod; empty where it has no reason."""
+    _, *parts = name.split(".")
+    if ELASTIC in parts or parts in (["spark", "run_elastic"], ["ray", "ElasticRayExecutor"]):
+        return NO_ELASTIC
+    return NO_ESTIMATORS if parts[:1] == ["spark"] and ESTIMATORS & {*parts[1:2]} else ""
 
 
 def refuse_import(module: str, reason: str = "") -> None:
@@ -48,8 +57,8 @@ def refuse_import(module: str, reason: str = "") -> None:
     """
     if not _is_import(sys._getframe(1)):
         return
-    if is_elastic(module):  # with ModuleNotFoundError, `from ... import` would lose the sentence
-        raise ImportError(f"No module named {module!r}: {NO_ELASTIC}", name=module)
+    if why := reason_for(module):  # with ModuleNotFoundError, `from ... import` would lose it
+        raise ImportError(f"No module named {module!r}: {why}", name=module)
     if reason:
         raise ModuleNotFoundError(f"No module named {module!r}: {reason}", name=module)
 

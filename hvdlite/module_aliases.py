@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.missing_names import is_elastic, refuse_import
+from hvdlite.missing_names import reason_for, refuse_import
 
 if TYPE_CHECKING:
     from importlib.abc import Loader
@@ -61,7 +61,7 @@ class AliasFinder:
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec that loads the module under its own name."""
-        if fullname.startswith("hvdlite.") and is_elastic(fullname):
+        if fullname.startswith("hvdlite.") and reason_for(fullname):
             refuse_import(fullname)
             return None
         own = own_name(fullname)

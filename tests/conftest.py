@@ -11,11 +11,17 @@ import pytest
 TESTS = Path(__file__).parent
 MPI_FOLDERS = {"parallel", "launcher", "hosts"}
 HOSTS_FOLDERS = {"hosts", "slurm"}
-FRAMEWORKS = {"torch": "torch", "tf": "tf", "keras": os.environ.get("KERAS_BACKEND", "tf")}
+FRAMEWORKS = {
+    "keras": os.environ.get("KERAS_BACKEND", "tf"),
+    "ray": "ray",
+    "spark": "spark",
+    "tf": "tf",
+    "torch": "torch",
+}
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Add the markers `mpi`, `hosts`, `slurm`, `torch` and `tf`."""
+    """Add the markers `mpi`, `hosts`, `slurm`, `ray`, `spark`, `tf` and `torch`."""
     for item in items:
         for marker in markers(item.path.relative_to(TESTS)):
             item.add_marker(marker)

@@ -19,6 +19,7 @@ ROOT = PACKAGE.parent
 # From top to bottom; packages of one floor do not know each other. A module that lies directly in
 # `hvdlite` or `hvdlite.common` is a package of its own.
 FLOORS = [
+    ["hvdlite.ray", "hvdlite.spark"],
     ["hvdlite.launcher"],
     ["hvdlite.tools", "hvdlite.bench"],
     ["hvdlite.keras"],
@@ -48,7 +49,7 @@ UPWARDS = {("hvdlite.tf.optimizer", "hvdlite.keras.optimizer.DistributedOptimize
 PURE = ["hvdlite.common.decisions", "hvdlite.common.segmentation"]
 NOT_PURE = {"hvdlite.common.segmentation.saved_results"}
 IMPURE = {"os", "time", "socket", "threading", "select", "asyncio", "subprocess", "logging"}
-FRAMEWORKS = {"torch", "tensorflow", "keras", "jax"}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "ray", "pyspark"}
 # The launcher starts ranks and is none: it must work where the engine could not even be imported.
 LAUNCHER_IMPORTS = {
     "hvdlite.launcher",

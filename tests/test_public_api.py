@@ -20,6 +20,8 @@ NUMPY_FILE = HERE / "public_api_numpy.txt"
 TORCH_FILE = HERE / "torch" / "public_api.txt"
 TF_FILE = HERE / "tf" / "public_api.txt"
 KERAS_FILE = HERE / "keras" / "public_api.txt"
+RAY_FILE = HERE / "ray" / "public_api.txt"
+SPARK_FILE = HERE / "spark" / "public_api.txt"
 
 
 def signatures(module: ModuleType) -> list[str]:
@@ -89,6 +91,8 @@ if __name__ == "__main__":
         "hvdlite.torch": TORCH_FILE,
         "hvdlite.tf": TF_FILE,
         "hvdlite.keras": KERAS_FILE,
+        "hvdlite.ray": RAY_FILE,
+        "hvdlite.spark": SPARK_FILE,
     }
     for name, path in files.items():
         path.write_text("\n".join(signatures(importlib.import_module(name))) + "\n")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+__all__ = ["log"]
+
 _queue: Any = None  # the ray.util.queue.Queue of the call that runs; None where nobody listens
 
 

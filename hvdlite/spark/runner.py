@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, TextIO, TypeVar
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.meeting.placement import new_secret
+from hvdlite.launcher.error_text import last_exception
 from hvdlite.launcher.function import raise_first
 from hvdlite.launcher.worker import Raised
 from hvdlite.spark.output import DriverOutput
@@ -18,6 +20,7 @@ from hvdlite.spark.task import Answer, Call, dump_call, read_answer, run_task
 T = TypeVar("T")
 START_TIMEOUT, START_SECONDS = "HOROVOD_SPARK_START_TIMEOUT", 600.0
 LOOK_SECONDS = 0.1
+LOST_TASK = re.compile("ExecutorLostFailure|Python worker exited|Python worker failed")
 # Ranks that only tell of another one's failure wait so long for that one to tell its own.
 CAUSE_SECONDS = 1.0
 
@@ -150,17 +153,25 @@ class _Job:
             started = started or self._all_started()
             if not started and time.monotonic() > start_by:
                 raise TimeoutError(self._no_room(f"in {limit_seconds:g} s (start_timeout)"))
-            if self._attempt() > 0:
-                raise HorovodInternalError(
-                    "Spark has lost a task of hvdlite.spark.run, with its executor, and started "
-                    "all ranks again: the job has been ended; Spark's log names the executor"
-                )
         if self._failures.value:
             self._raise_failure(thread)
         if self._error is not None:
-            if "BarrierJobSlotsNumberCheckFailed" in str(self._error):
-                raise TimeoutError(self._no_room("so far")) from self._error
-            raise self._error
+            self._raise_error(self._error)
+
+    def _raise_error(self, error: Exception) -> None:
+        """Raise what Spark has raised, in words where it is well known."""
+        text = str(error)
+        if "BarrierJobSlotsNumberCheckFailed" in text:
+            raise TimeoutError(self._no_room("so far")) from error
+        if "PYTHON_EXCEPTION" in text and (reason := last_exception(text.encode())):
+            raise HorovodInternalError(
+                f"a task could not start its rank: {reason} (the executors' Python, which "
+                "PYSPARK_PYTHON names, needs hvdlite and what the function imports)"
+            ) from error
+        lost = [line for line in text.splitlines() if LOST_TASK.search(line)]
+        if lost:
+            raise HorovodInternalError(f"Spark has lost a task with its rank: {lost[0]}") from error
+        raise error
 
 
     def _raise_failure(self, thread: Any) -> None:
@@ -194,9 +205,6 @@ class _Job:
             stage.numActiveTasks + stage.numCompletedTasks >= self._size
             for stage in self._stages()
         )
-
-    def _attempt(self) -> int:
-        return max((stage.currentAttemptId for stage in self._stages()), default=0)
 
 
 def _list_parameter() -> Any:

@@ -28,6 +28,7 @@ from hvdlite.common.meeting.placement import order_by_host, rank_variables
 from hvdlite.common.meeting.serving import ServedMeeting
 from hvdlite.launcher.first_failure import Failure
 from hvdlite.launcher.passed_variables import of_another_job
+from hvdlite.launcher.worker import dump_error
 from hvdlite.spark.output import RankOutput
 
 ANSWER = "answer.pickle"
@@ -102,7 +103,10 @@ def run_task(call: Call, failures: Any) -> Iterator[Answer]:
         identities = [tasks[index].identity for index in order]
         address = str(Address(first.address, first.port))
         variables = rank_variables(identities, address, call.secret)[rank]
-        answer = _run_rank(call, rank, variables, output)
+        try:
+            answer = _run_rank(call, rank, variables, output)
+        except Exception as error:  # Spark would try again, and tell it in a hundred lines
+            answer = Answer(rank, time.time(), 1, dump_error(error))
     if answer.failed:
         failures.add([answer])
     yield answer

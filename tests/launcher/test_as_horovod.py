@@ -149,12 +149,12 @@ def test_modules_without_a_framework() -> None:
 def test_what_hvdlite_lacks_is_an_import_error() -> None:
     code = (
         "import horovod\n"
-        "for name in ('horovod.spark', 'horovod.common.nonsense', 'horovod.nonsense.deep'):\n"
+        "for name in ('horovod.mxnet', 'horovod.common.nonsense', 'horovod.nonsense.deep'):\n"
         "    try: __import__(name)\n"
         "    except ModuleNotFoundError as error: print(error.name)\n"
     )
     assert run("-c", code).split() == [
-        "horovod.spark",
+        "horovod.mxnet",
         "horovod.common.nonsense",
         "horovod.nonsense",
     ]
@@ -163,14 +163,14 @@ def test_what_hvdlite_lacks_is_an_import_error() -> None:
 def test_find_spec_finds_nothing_where_there_is_nothing() -> None:
     code = (
         "import importlib.util, horovod\n"
-        "for name in ('horovod.spark', 'horovod.ray', 'horovod.runner.x', 'horovod.common.x'):\n"
+        "for name in ('horovod.mxnet', 'horovod.oneccl', 'horovod.runner.x', 'horovod.common.x'):\n"
         "    print(importlib.util.find_spec(name))\n"
         "print(importlib.util.find_spec('horovod.numpy').name)\n"
-        "import horovod.spark\n"
+        "import horovod.mxnet\n"
     )
     done = start("-c", code)
     assert done.stdout.split() == ["None"] * 4 + ["horovod.numpy"]
-    assert "ModuleNotFoundError: No module named 'horovod.spark': hvdlite, which" in done.stderr
+    assert "ModuleNotFoundError: No module named 'horovod.mxnet': hvdlite, which" in done.stderr
 
 
 def test_the_version_is_that_of_horovod() -> None:

@@ -117,7 +117,7 @@ def test_a_module_that_is_missing_gets_a_hint(module: str, hint: str) -> None:
         "'pandas'",
         "'hvdlite_plugins'",
         "'hvdlite.torhc'",
-        "'horovod.ray': hvdlite, which answers to the name horovod here, has nothing like it",
+        "'horovod.mxnet': hvdlite, which answers to the name horovod here, has nothing like it",
     ],
 )
 def test_other_modules_get_no_hint(text: str) -> None:
