@@ -10,6 +10,7 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi
 from hvdlite.launcher.mpi_arguments import BINDING_FLAGS, MAPPING_FLAGS, flags_in
 from hvdlite.launcher.options import LaunchOptions
+from hvdlite.launcher.ssh import ssh_arguments
 
 MANY_HOSTS = 64  # from here on Open MPI's daemons are all started from the first host
 
@@ -38,8 +39,8 @@ def build_environment(mpi: Mpi, options: LaunchOptions) -> dict[str, str]:
             "UCX_TLS": "self,sm,tcp",
             "FI_PROVIDER": "tcp",
         }
-    if mpi.kind == HYDRA and _ssh_args(options):
-        variables["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(_ssh_args(options))
+    if mpi.kind == HYDRA and ssh_arguments(options):
+        variables["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(ssh_arguments(options))
     if mpi.kind == SLURM and options.network_interfaces:
         variables["OMPI_MCA_btl_tcp_if_include"] = ",".join(options.network_interfaces)
     return variables
@@ -76,7 +77,7 @@ def _openmpi_network(options: LaunchOptions, daemon: str, new: bool) -> list[str
         names = ",".join(options.network_interfaces)
         own = "prte_if_include" if new else "oob_tcp_if_include"
         arguments += ["--mca", "btl_tcp_if_include", names, daemon, own, names]
-    if ssh := _ssh_args(options):
+    if ssh := ssh_arguments(options):
         arguments += [daemon, "plm_ssh_args" if new else "plm_rsh_args", shlex.join(ssh)]
     if len(options.hosts) >= MANY_HOSTS:
         prefix = "plm_ssh" if new else "plm_rsh"
@@ -101,7 +102,7 @@ def hydra_arguments(mpi: Mpi, options: LaunchOptions, place: Place) -> list[str]
 
 def srun_arguments(mpi: Mpi, options: LaunchOptions, place: Place) -> list[str]:
     """Slurm's srun, inside an allocation."""
-    if _ssh_args(options):
+    if ssh_arguments(options):
         raise ConfigError("--ssh-port and --ssh-identity-file: srun does not use ssh")
     arguments = ["--ntasks", str(options.num_proc), "--label", "--unbuffered", "--export=ALL"]
     # The ranks that are left may say what happened; the launcher ends the job.
@@ -111,15 +112,6 @@ def srun_arguments(mpi: Mpi, options: LaunchOptions, place: Place) -> list[str]:
     if not flags_in(options.mpi_args) & BINDING_FLAGS:
         arguments += options.binding_args or ("--cpu-bind=none",)
     return arguments + list(options.mpi_args)
-
-
-def _ssh_args(options: LaunchOptions) -> list[str]:
-    arguments = []
-    if options.ssh_port is not None:
-        arguments += ["-p", str(options.ssh_port)]
-    if options.ssh_identity_file is not None:
-        arguments += ["-i", options.ssh_identity_file]
-    return [*arguments, *options.ssh_args]  # of two values, ssh takes the first
 
 
 BUILDERS: dict[str, Callable[[Mpi, LaunchOptions, Place], list[str]]] = {

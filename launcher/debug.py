@@ -24,19 +24,25 @@ def check_debug_rank(rank: int, num_proc: int, hosts: tuple[Host, ...]) -> None:
         )
 
 
-def redirections() -> str:
-    """Return the shell's redirections that connect a rank with our standard streams.
+def terminals() -> dict[int, str]:
+    """Return the paths that connect a rank with our standard streams, by file descriptor.
 
     Standard output and error are left out where they are no terminal: they come through the
     launcher then.
     """
-    words = []
-    for fd, sign in ((0, "<"), (1, ">"), (2, ">")):
+    paths = {}
+    for fd in (0, 1, 2):
         if _is_terminal(fd):
-            words.append(f"{fd}{sign}{shlex.quote(os.ttyname(fd))}")
+            paths[fd] = os.ttyname(fd)
         elif fd == 0:
-            words.append(f"0</proc/{os.getpid()}/fd/0")
-    return " ".join(words)
+            paths[fd] = f"/proc/{os.getpid()}/fd/0"
+    return paths
+
+
+def redirections() -> str:
+    """Return `terminals` as redirections of a shell."""
+    signs = {0: "<", 1: ">", 2: ">"}
+    return " ".join(f"{fd}{signs[fd]}{shlex.quote(path)}" for fd, path in terminals().items())
 
 
 def _is_terminal(fd: int) -> bool:

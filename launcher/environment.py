@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 
 from hvdlite.launcher.commands import build_environment
 from hvdlite.launcher.mpi import HYDRA, SLURM, Mpi, library_of
 from hvdlite.launcher.openmpi import has_fabric, parameter_given
 from hvdlite.launcher.options import LaunchOptions
-
-# Shell functions, secrets of a launcher, and what an outer MPI job told this process about itself.
-NOT_PASSED = re.compile(
-    r"BASH_FUNC_.*|OLDPWD|_HOROVOD_SECRET_KEY|HVDLITE_LAUNCHER_.*"
-    r"|(HVDLITE|HOROVOD)_((LOCAL|CROSS)_)?(RANK|SIZE)"
-    r"|PMIX_(?!MCA_).*|PMI_.*|PMIX?[RUI]?_FD|HYDI_CONTROL_FD|MPI_LOCAL.*"
-    r"|OMPI_COMM_WORLD_.*|OMPI_(WORLD|UNIVERSE|FILE|APP_CTX|FIRST)_.*|PRTE_LAUNCHED"
-    r"|OMPI_MCA_(num_procs|initial_wdir|cpu_type|orte_.*|ess_.*)"
-)
-# What describes this host, session or terminal is not for other hosts.
-NOT_TO_OTHER_HOSTS = re.compile(
-    r"HOSTNAME|HOST|PWD|SHLVL|_|TERM.*|DISPLAY|WAYLAND_.*|XDG_.*|SSH_.*|DBUS_.*|TMPDIR|TEMP|TMP"
-    r"|LS_COLORS|WINDOWID|.*CUDA_VISIBLE_DEVICES|SLURM_.*|PRTE_MCA_.*"
-    r"|K_MPI_JOB_ROLE|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES)"
-)
+from hvdlite.launcher.passed_variables import of_another_job
 
 
 def rank_environment(
-    environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions
+    environ: Mapping[str, str], mpi: Mpi | None, options: LaunchOptions
 ) -> dict[str, str]:
-    """Return the ranks' environment: `environ`, flags and config file, and defaults."""
-    passed = {name: value for name, value in environ.items() if not NOT_PASSED.fullmatch(name)}
+    """Return the ranks' environment: `environ`, flags and config file, and defaults.
+
+    `mpi` is None where agents start the ranks.
+    """
+    passed = {name: value for name, value in environ.items() if not of_another_job(name)}
     passed |= options.variables
-    passed = _with_library(passed, mpi)
+    if mpi is not None:
+        passed = _with_library(passed, mpi)
     if options.as_horovod:
         from hvdlite.as_horovod import environment
 
         passed |= environment(passed)
-    defaults = {
-        "PYTHONUNBUFFERED": "1",  # output before a crash must not be lost in a pipe's buffer
-        **_openmpi_defaults(environ, mpi, options),
-        **build_environment(mpi, options),
-    }
+    # Output before a crash must not be lost in a pipe's buffer.
+    defaults = {"PYTHONUNBUFFERED": "1"}
+    if mpi is not None:
+        defaults |= _openmpi_defaults(environ, mpi, options) | build_environment(mpi, options)
+    elif options.network_interfaces:
+        defaults["HVDLITE_NETWORK_INTERFACES"] = ",".join(options.network_interfaces)
     return passed | {name: value for name, value in defaults.items() if not passed.get(name)}
 
 
@@ -80,23 +70,12 @@ def _openmpi_defaults(
     }
 
 
-def names_for_other_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the variables that ranks on other hosts get."""
-    return tuple(sorted(name for name in environ if not NOT_TO_OTHER_HOSTS.fullmatch(name)))
-
-
 def most_local_ranks(environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions) -> int:
     """Return the number of ranks of the fullest host."""
     nodes = environ.get("SLURM_NNODES", "")
     if mpi.kind == SLURM and nodes.isdecimal() and int(nodes):
         return -(-options.num_proc // int(nodes))
     return max(options.counts)
-
-
-def home_directory(environ: Mapping[str, str]) -> str | None:
-    """Return the user's home; None where there is none: no variable, and no entry in passwd."""
-    home = environ.get("HOME") or os.path.expanduser("~")
-    return None if home == "~" else home
 
 
 def is_root() -> bool:

@@ -1,4 +1,4 @@
-"""Which rank failed first, and how: pure bookkeeping of what the ranks' shells report."""
+"""Which rank failed first, and how: pure bookkeeping of what is reported about the ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, field
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
+KILLED_WITH_SHELL = "was killed together with its shell"
 UNCAUGHT = 1  # what Python exits with after an exception
 
 
@@ -15,12 +16,13 @@ class Failure:
 
     rank: int
     code: int
-    lost: bool = False  # it was killed together with its shell, so nobody knows the code
+    lost: str = ""  # how it was lost, where nobody knows its code
+    by_choice: bool = False  # the process chose its code: it is no signal's
     cause: str = ""  # the exception that ended it, as "Type: text"
 
     def __str__(self) -> str:
         if self.lost:
-            return f"rank {self.rank} was killed together with its shell"
+            return f"rank {self.rank} {self.lost}"
         if self.code == NOT_FOUND:
             return f"rank {self.rank} failed: its command was not found (exit code 127)"
         if self.code == NOT_EXECUTABLE:
@@ -28,7 +30,7 @@ class Failure:
         if self.cause:
             return f"rank {self.rank} failed: {self.cause} (exit code {self.code})"
         try:
-            name = signal.Signals(self.code - 128).name
+            name = signal.Signals(0 if self.by_choice else self.code - 128).name
         except ValueError:
             return f"rank {self.rank} failed with exit code {self.code}"
         return f"rank {self.rank} was killed by {name} (exit code {self.code})"
@@ -38,19 +40,20 @@ class Failure:
 class FirstFailure:
     """What has been heard of the ranks, in the order of arrival."""
 
-    shells: dict[int, int] = field(default_factory=dict)  # rank -> process id of its shell
+    started: dict[int, int] = field(default_factory=dict)  # rank -> process id, of it or its shell
     here: set[int] = field(default_factory=set)  # ranks on the launcher's host
     codes: dict[int, int] = field(default_factory=dict)  # rank -> exit code
     raised: dict[int, bool] = field(default_factory=dict)  # rank -> it is another rank's victim
     causes: dict[int, str] = field(default_factory=dict)  # rank -> the exception that ended it
-    lost: list[int] = field(default_factory=list)
+    by_choice: set[int] = field(default_factory=set)  # ranks that are known to have chosen theirs
+    lost: dict[int, str] = field(default_factory=dict)  # rank -> how
     closed: bool = False  # we are ending the ranks: who ends from now on is no suspect
     _suspects: list[int] = field(default_factory=list)
 
     def receive(self, event: str, rank: int, words: list[str]) -> None:
         """Take in one event: `start PID here|there`, `raised own|internal TEXT`, `exit CODE`."""
         if event == "start":
-            self.shells[rank] = int(words[0])
+            self.started[rank] = int(words[0])
             if words[1] == "here":
                 self.here.add(rank)
         elif event == "raised":
@@ -63,9 +66,15 @@ class FirstFailure:
             if self.codes[rank] and rank not in self.raised:
                 self._suspect(rank)
 
-    def lose(self, rank: int) -> None:
-        """Note that the shell of a rank has ended without a word."""
-        self.lost.append(rank)
+    def end(self, rank: int, code: int) -> None:
+        """Note the end of a rank by an exit code, or by a signal as its negative number."""
+        if code > 0:
+            self.by_choice.add(rank)
+        self.receive("exit", rank, [str(code if code >= 0 else 128 - code)])
+
+    def lose(self, rank: int, how: str = KILLED_WITH_SHELL) -> None:
+        """Note that nobody will tell the exit code of a rank, such as when its shell is gone."""
+        self.lost[rank] = how
         self._suspect(rank)
 
     def _suspect(self, rank: int) -> None:
@@ -75,7 +84,7 @@ class FirstFailure:
     @property
     def running(self) -> list[int]:
         """Ranks that have started and not ended."""
-        return [rank for rank in self.shells if rank not in self.codes and rank not in self.lost]
+        return [rank for rank in self.started if rank not in self.codes and rank not in self.lost]
 
     @property
     def trouble(self) -> bool:
@@ -91,12 +100,13 @@ class FirstFailure:
         failed.sort(key=lambda rank: rank not in self.raised)  # we may have ended the others
         for rank in [*self._suspects, *failed]:
             if rank in self.lost and rank not in self.raised:
-                return Failure(rank, 128 + signal.SIGKILL, lost=True)
+                return Failure(rank, 128 + signal.SIGKILL, lost=self.lost[rank])
             code = self.codes.get(rank)
             if rank in self.raised and (code is None or (self.closed and code > 128)):
                 code = 1
             if code:
                 # After a signal or an exit of its own choice, what it printed before is no cause.
                 cause = self.causes.get(rank, "") if code == UNCAUGHT else ""
-                return Failure(rank, code, cause=cause)
+                by_choice = code > 128 and rank in self.by_choice
+                return Failure(rank, code, cause=cause, by_choice=by_choice)
         return None

@@ -17,6 +17,7 @@ from hvdlite.launcher.cores import cores
 from hvdlite.launcher.debug import PATIENCE, check_debug_rank
 from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
 from hvdlite.launcher.kubernetes import LauncherPod, find_launcher_pod, with_own_pod_local
+from hvdlite.launcher.launcher_choice import MPIRUN, choose_launcher
 from hvdlite.launcher.mpi_arguments import BINDING_FLAGS, flags_in
 
 # Flags that become fields of `Options` as they are.
@@ -55,6 +56,8 @@ class LaunchOptions:
     prefix_timestamp: bool = False
     verbose: bool = False
     notes: tuple[str, ...] = ()  # warnings for the user
+    launcher: str = MPIRUN  # SSH (agents, here and on other hosts), SRUN or MPIRUN
+    call: str | None = None  # of hvdlite.run: the folder with the call, and for the answers
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -85,7 +88,18 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         raise ConfigError("--timeline-mark-cycles needs --timeline-filename")
     if args.debug_rank is not None:
         variables |= _patience(config)
+    launcher = choose_launcher(
+        config,
+        {
+            "--mpi": args.mpi,
+            "--mpi-args": args.mpi_args is not None,
+            "--binding-args": args.binding_args is not None,
+        },
+        bool(hosts),
+        environ,
+    )
     options = LaunchOptions(
+        launcher=launcher,
         command=tuple(args.command),
         num_proc=args.num_proc or _default_num_proc(hosts, allocation),
         hosts=hosts,

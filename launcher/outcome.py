@@ -12,7 +12,7 @@ from hvdlite.common.base.errors import DEPARTED
 from hvdlite.launcher.first_failure import Failure, FirstFailure
 from hvdlite.launcher.hosts import host_of_rank
 from hvdlite.launcher.options import LaunchOptions
-from hvdlite.launcher.unreachable import diagnose
+from hvdlite.launcher.runner import StartFailure
 
 NOT_STARTED_CODE = 1
 MOST_RANKS_NAMED = 6
@@ -42,32 +42,26 @@ class JobOutcome:
 class End:
     """What is known when a job is over."""
 
-    mpi: str  # its name, for people
-    mpi_code: int
-    mpi_said: list[str]  # what it said before all ranks had started
+    runner: str  # what ran the ranks, for people
+    failure: StartFailure | None  # why it failed before any rank did
     signal: int | None  # that this process got
     timed_out: bool
 
 
 def conclude(end: End, first_failure: FirstFailure, options: LaunchOptions) -> JobOutcome:
-    """Return the outcome: a signal comes before a rank's failure, and that before mpirun's."""
+    """Return the outcome: a signal comes before a rank's failure, and that before the runner's."""
     if end.signal is not None:
         return signal_outcome(end.signal)
-    missing = [rank for rank in range(options.num_proc) if rank not in first_failure.shells]
+    missing = [rank for rank in range(options.num_proc) if rank not in first_failure.started]
     if end.timed_out:
         return JobOutcome(NOT_STARTED_CODE, _timeout_sentence(missing, options))
     failure = first_failure.failure()
     if failure is not None:
         return JobOutcome(failure.code, failure_sentence(failure, first_failure.codes), failure)
-    if end.mpi_code:
-        code = end.mpi_code if end.mpi_code > 0 else 128 - end.mpi_code
-        why = diagnose(end.mpi_said) or (
-            f"{end.mpi} ended with exit code {code}: see what it says above "
-            "(--verbose prints its command line)"
-        )
-        return JobOutcome(code, why)
+    if end.failure is not None:
+        return JobOutcome(end.failure.code, end.failure.sentence)
     if missing:
-        text = f"{end.mpi} ended before {_name(missing, options)} had started"
+        text = f"{end.runner} ended before {_name(missing, options)} had started"
         return JobOutcome(NOT_STARTED_CODE, text)
     return JobOutcome()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,10 +31,13 @@ class Output:
     def __init__(
         self, num_proc: int, directory: str | None, timestamps: bool,
         console: Console | None = None, raw_rank: int | None = None,
+        note_broken_pipe: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.timestamps = timestamps
         self.raw_rank = raw_rank  # what it prints is passed on as it is
         self.console = console or Console()
+        # Is called when nobody reads our output any more; else BrokenPipeError is raised.
+        self._note_broken_pipe = note_broken_pipe
         self._rest: dict[Key, bytes] = {}  # the start of a line that has not ended
         self._progress_at: dict[Key, float] = {}  # when a state of the line was printed last
         self._tails: dict[int, bytes] = {}
@@ -61,7 +65,7 @@ class Output:
         if stream == "stderr":
             self._tails[rank] = (self._tails.get(rank, b"") + data)[-TAIL_BYTES:]
         if rank == self.raw_rank:
-            self.console.write(stream, data)
+            self.write(stream, data)
             return
         *lines, rest = (self._rest.pop(key, b"") + data).split(b"\n")
         if len(rest) > LONGEST_LINE_BYTES:
@@ -134,7 +138,12 @@ class Output:
 
     def write(self, stream: str, text: bytes) -> None:
         """Write to this process's own stream, as it is; raises BrokenPipeError."""
-        self.console.write(stream, text)
+        try:
+            self.console.write(stream, text)
+        except BrokenPipeError:
+            if self._note_broken_pipe is None:
+                raise
+            self._note_broken_pipe()
 
 
 def _last_state(line: bytes) -> bytes:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import selectors
-from collections.abc import Callable
 from typing import IO
 
-from hvdlite.launcher.first_failure import FirstFailure
+from hvdlite.launcher.event_loop import Handler
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM
-from hvdlite.launcher.output import STREAMS, Output
+from hvdlite.launcher.output import STREAMS
+from hvdlite.launcher.runner import JobContext
 
 READ_BYTES = 1 << 16
 MARK = {
@@ -23,33 +22,27 @@ MARK = {
     SLURM: re.compile(rb" *(\d+): "),
 }
 
-Reader = Callable[[int], None]  # called with the file descriptor that can be read
 
+class Pipes:
+    """All pipes of one job. Events go to its `first_failure`, output to its `output`."""
 
-class Channels:
-    """All pipes of one job. Events go to `first_failure`, output to `output`."""
-
-    def __init__(
-        self, directory: str, token: str, mpi_kind: str, first_failure: FirstFailure, output: Output
-    ) -> None:
+    def __init__(self, directory: str, token: str, mpi_kind: str, job: JobContext) -> None:
         self.directory = directory
         self.token = token
         self.mark = MARK[mpi_kind]
-        self.first_failure = first_failure
-        self.output = output
+        self.job = job
+        self.first_failure = job.first_failure
+        self.output = job.output
         self.hush = False  # mpirun's own complaints are not worth reading while we end the job
         self.mpirun_streams = 0  # that are still open
         # What mpirun says before all ranks have started is kept, for where they never do: whoever
         # reads it there finds the cause.
         self.said_early: list[bytes] | None = []
-        self._ranks = 0
-        self._selector = selectors.DefaultSelector()
         self._unended: dict[int, bytes] = {}  # file descriptor -> the start of a line
         self._own: list[int] = []  # file descriptors to close
 
-    def make_pipes(self, ranks: int) -> None:
+    def make(self, ranks: int) -> None:
         """Make the named pipes of `ranks` ranks, and listen to their events."""
-        self._ranks = ranks
         for rank in range(ranks):
             for stream in STREAMS:
                 os.mkfifo(self._path(f"{rank}.{stream}"), 0o600)
@@ -61,21 +54,7 @@ class Channels:
         """Read what mpirun writes to `stream`."""
         os.set_blocking(pipe.fileno(), False)
         self.mpirun_streams += 1
-        self.listen(pipe.fileno(), lambda fd: self._read_mpirun(fd, stream))
-
-    def listen(self, fd: int, reader: Reader) -> None:
-        """Call `reader` whenever `fd` can be read."""
-        self._selector.register(fd, selectors.EVENT_READ, reader)
-
-    def read(self, timeout_seconds: float) -> bool:
-        """Read what there is, after waiting for it; False when nothing came.
-
-        Raises BrokenPipeError when nobody reads our own output any more.
-        """
-        ready = self._selector.select(timeout_seconds)
-        for key, _ in ready:
-            key.data(key.fd)
-        return bool(ready)
+        self.job.loop.listen(pipe.fileno(), lambda fd: self._read_mpirun(fd, stream))
 
     def print_early(self) -> None:
         """Print what mpirun has said so far, and from now on whatever it says at once."""
@@ -85,18 +64,18 @@ class Channels:
 
     def close(self) -> None:
         """Close all."""
-        self._selector.close()
         for fd in self._own:
+            self.job.loop.forget(fd)
             os.close(fd)
         self._own.clear()
 
     def _path(self, name: str) -> str:
         return f"{self.directory}/{name}"
 
-    def _open(self, name: str, mode: int, reader: Reader) -> None:
+    def _open(self, name: str, mode: int, reader: Handler) -> None:
         fd = os.open(self._path(name), mode | os.O_NONBLOCK | os.O_CLOEXEC)
         self._own.append(fd)
-        self.listen(fd, reader)
+        self.job.loop.listen(fd, reader)
 
     def _take(self, fd: int) -> bytes | None:
         """Read; return b"" at the end, after which `fd` is ignored, None if nothing is there."""
@@ -105,7 +84,7 @@ class Channels:
         except BlockingIOError:
             return None
         if not data:
-            self._selector.unregister(fd)
+            self.job.loop.forget(fd)
         return data
 
     def _lines(self, fd: int, data: bytes) -> list[bytes]:
@@ -134,10 +113,10 @@ class Channels:
         if rank in self.first_failure.here:
             for stream in STREAMS:
                 self._open(f"{rank}.{stream}", os.O_RDONLY, self._reader_of(rank, stream))
-        if len(self.first_failure.shells) == self._ranks:
+        if self.job.all_started:
             self.print_early()
 
-    def _reader_of(self, rank: int, stream: str) -> Reader:
+    def _reader_of(self, rank: int, stream: str) -> Handler:
         def reader(fd: int) -> None:
             if data := self._take(fd):
                 self.output.feed(rank, stream, data)

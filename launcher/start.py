@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.agent_connection import AgentHost
+from hvdlite.launcher.agents import Agents
 from hvdlite.launcher.console import say
 from hvdlite.launcher.environment import rank_environment
 from hvdlite.launcher.job import Job
+from hvdlite.launcher.launcher_choice import MPIRUN
 from hvdlite.launcher.mpi import find_mpi
+from hvdlite.launcher.mpirun import Mpirun
 from hvdlite.launcher.names import listed, names_without_address
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.outcome import NOT_STARTED_CODE, JobOutcome, signal_outcome
+from hvdlite.launcher.runner import JobContext, Runner
 from hvdlite.launcher.signals import SignalInbox
 from hvdlite.launcher.torchrun import torchrun_variables
 
@@ -27,13 +33,18 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
         failure = _wait_for_names(options)
         if failure is not None:
             return failure
-    mpi = find_mpi(environ, bool(options.hosts))
+    mpi = find_mpi(environ, bool(options.hosts)) if options.launcher == MPIRUN else None
     passed = rank_environment(environ, mpi, options)
     options = replace(options, command=_command(options, passed))
+
+    def make_runner(job: JobContext) -> Runner:
+        return Mpirun(mpi, job) if mpi is not None else Agents(agent_hosts(options), job, environ)
+
     with torchrun_variables(options, environ) as variables:
-        job = Job(mpi, options, passed | variables)
+        passed |= variables
+        job = Job(options, passed, make_runner)
         if options.verbose:
-            _explain(job, environ)
+            _explain(job.runner, passed, environ, options.num_proc)
         return job.run()
 
 
@@ -56,12 +67,26 @@ def _wait_for_names(options: LaunchOptions) -> JobOutcome | None:
     )
 
 
-def _explain(job: Job, environ: Mapping[str, str]) -> None:
-    changed = {k: v for k, v in sorted(job.environ.items()) if v != environ.get(k)}
-    command = ["<rank shell>" if "\n" in word else word for word in job.command_line()]
-    say(f"{job.mpi.name}, {job.options.num_proc} ranks")
+def agent_hosts(options: LaunchOptions) -> tuple[AgentHost, ...]:
+    """Return the hosts that get ranks, filled in their order."""
+    if not options.hosts:
+        return (AgentHost(socket.gethostname(), False, tuple(range(options.num_proc))),)
+    hosts, first = [], 0
+    for host, count in zip(options.hosts, options.counts, strict=True):
+        if count:
+            hosts.append(AgentHost(host.name, host.remote, tuple(range(first, first + count))))
+        first += count
+    return tuple(hosts)
+
+
+def _explain(
+    runner: Runner, passed: Mapping[str, str], environ: Mapping[str, str], ranks: int
+) -> None:
+    changed = {k: v for k, v in sorted(passed.items()) if v != environ.get(k)}
+    say(f"{runner.name}, {ranks} ranks")
     say(f"sets {shlex.join(f'{name}={value}' for name, value in changed.items())}")
-    say(f"runs {shlex.join(command)}")
+    for line in runner.describe():
+        say(f"runs {line}")
 
 
 def _command(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[str, ...]:

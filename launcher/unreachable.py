@@ -6,6 +6,7 @@ This module never reads or writes anything.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 
 # What ssh or the shell there says, the cause, and the remedy.
@@ -24,6 +25,11 @@ CAUSES = (
         r"Could not resolve hostname|Name or service not known",
         "its name has no address",
         "check the spelling, or give the address",
+    ),
+    (
+        r"timed out during banner exchange|Connection to \S+ timed out",
+        "its ssh server accepts connections and does not answer",
+        "look into its log and its load, and try: ssh {host} true",
     ),
     (
         r"timed out|No route to host|Network is unreachable",
@@ -46,6 +52,16 @@ CAUSES = (
         "make the same Python environment at the same path on all hosts",
     ),
     (
+        r"No module named '?hvdlite|No module named '?msgpack",
+        "hvdlite is not installed in the Python there",
+        "make the same Python environment at the same path on all hosts",
+    ),
+    (
+        r"(python|pypy)[\w.]*['\u2019]?: (No such file|not found|command not found|Permission)",
+        "there is no Python at the path of this one",
+        "make the same Python environment at the same path on all hosts",
+    ),
+    (
         r"ssh: (not found|command not found)|ssh.*(No such file|not found)|find.*agent.*ssh",
         "there is no ssh here",
         "install an ssh client",
@@ -61,6 +77,34 @@ HOSTS = (
 START_FAILED = "daemon failed to report back"
 
 
+def explain(host: str, said: str) -> str | None:
+    """Return host, cause and remedy, from what ssh or the shell there has said; None if unknown."""
+    for pattern, cause, remedy in CAUSES:
+        if re.search(pattern, said):
+            return _sentence(host, cause, remedy)
+    return None
+
+
+def explain_agent(host: str, said: str, code: int | None) -> str:
+    """Return why the agent of `host` did not start; its process ended with `code`."""
+    known = explain(host, said)
+    if known is not None:
+        return known
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    last = f" and said: {lines[-1]}" if lines else ""
+    return _sentence(host, f"the agent there {spell_end(code)}{last}",
+                     "--verbose prints its command line, to try it by hand")  # fmt: skip
+
+
+def spell_end(code: int | None) -> str:
+    """Return how a process ended, by what `subprocess` tells of it."""
+    if code is None:
+        return "closed its connection"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
 def diagnose(lines: Sequence[str]) -> str | None:
     """Return host, cause and remedy; None where `lines` do not tell of an unreachable host."""
     text = "\n".join(lines)
@@ -68,9 +112,8 @@ def diagnose(lines: Sequence[str]) -> str | None:
         return None
     found = (re.search(pattern, text) for pattern in HOSTS)
     host = next((match[1] for match in found if match), "")
-    for pattern, cause, remedy in CAUSES:
-        if re.search(pattern, text):
-            return _sentence(host, cause, remedy)
+    if known := explain(host, text):
+        return known
     if START_FAILED in text and host:
         cause = "ssh works, but Open MPI cannot start there or connect back"
         return _sentence(host, cause, "open all ports between the hosts, or name the network with "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.meeting.placement import new_secret, order_by_host, rank_variables
 from hvdlite.missing_names import NO_ELASTIC_HERE
 from hvdlite.ray.answers import collect

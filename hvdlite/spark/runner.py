@@ -173,7 +173,6 @@ class _Job:
             raise HorovodInternalError(f"Spark has lost a task with its rank: {lost[0]}") from error
         raise error
 
-
     def _raise_failure(self, thread: Any) -> None:
         """Raise the failure that caused the others; give victims time to be told apart."""
         give_up = time.monotonic() + CAUSE_SECONDS
@@ -202,8 +201,7 @@ class _Job:
 
     def _all_started(self) -> bool:
         return any(
-            stage.numActiveTasks + stage.numCompletedTasks >= self._size
-            for stage in self._stages()
+            stage.numActiveTasks + stage.numCompletedTasks >= self._size for stage in self._stages()
         )
 
 

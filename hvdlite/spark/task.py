@@ -112,9 +112,7 @@ def run_task(call: Call, failures: Any) -> Iterator[Answer]:
     yield answer
 
 
-def _run_rank(
-    call: Call, rank: int, variables: Mapping[str, str], output: RankOutput
-) -> Answer:
+def _run_rank(call: Call, rank: int, variables: Mapping[str, str], output: RankOutput) -> Answer:
     environ = {name: text for name, text in os.environ.items() if not of_another_job(name)}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environ["PYTHONUNBUFFERED"] = "1"  # output before a crash must not be lost in a buffer

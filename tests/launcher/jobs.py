@@ -17,7 +17,7 @@ LAUNCHER = [sys.executable, "-m", "hvdlite.launcher"]
 # What the scripts of the tests start with.
 RANK = """
 import os, sys, time
-rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+rank = int(os.environ["HVDLITE_RANK"])
 """
 SHARED_MEMORY = Path("/dev/shm")
 MARK = "HVDLITE_TEST_JOB"  # a variable that every process of a job inherits

@@ -9,10 +9,11 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.commands import Place, build_command, build_environment
-from hvdlite.launcher.environment import names_for_other_hosts, rank_environment
+from hvdlite.launcher.environment import rank_environment
 from hvdlite.launcher.hosts import parse_hosts
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_mpi, identify
 from hvdlite.launcher.options import LaunchOptions
+from hvdlite.launcher.passed_variables import names_for_other_hosts
 
 OMPI5 = Mpi(OPENMPI, "/opt/mpirun", "Open MPI 5.0.8", 5)
 OMPI4 = Mpi(OPENMPI, "/usr/bin/mpirun", "Open MPI 4.1.6", 4)

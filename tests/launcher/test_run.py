@@ -13,10 +13,9 @@ import pytest
 
 from hvdlite.launcher.mpi import OPENMPI, find_all
 from tests.launcher.jobs import MARK, RANK, SHARED_MEMORY, launch, processes, start
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN
 
 pytestmark = [
-    pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN),
+    pytest.mark.usefixtures("launcher"),
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
 ]
 
@@ -24,6 +23,8 @@ USED = next(find_all(os.environ), None)
 with_openmpi = pytest.mark.skipif(
     USED is None or USED.kind != OPENMPI, reason="asks what Open MPI alone does"
 )
+over_mpirun = pytest.mark.parametrize("launcher", ["mpirun"], indirect=True)
+over_agents = pytest.mark.parametrize("launcher", ["ssh"], indirect=True)
 SLEEP = "time.sleep(600)\n"
 END_SECONDS = 5.0  # from a signal to the end of the last process; promised to users
 
@@ -80,6 +81,7 @@ def test_much_output_comes_whole() -> None:
 
 
 @with_openmpi
+@over_mpirun
 def test_verbose_says_what_is_run() -> None:
     done = launch("-np", "1", "--verbose", "true")
     assert "mpirun -np 1" in done.stderr
@@ -145,6 +147,7 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
 
 
 @with_openmpi
+@over_mpirun
 def test_a_rank_that_is_killed_with_its_shell_is_named() -> None:
     done = launch("-np", "2", *python("if rank == 1: os.killpg(0, 9)\n" + SLEEP))
     assert done.returncode == 128 + signal.SIGKILL
@@ -252,6 +255,7 @@ def test_a_rank_may_end_long_before_the_others() -> None:
     assert done.stdout == "[0]<stdout>:end 0\n[1]<stdout>:end 1\n"
 
 
+@over_mpirun
 def test_a_wrong_argument_for_mpirun_is_its_own_error() -> None:
     done = launch("-np", "2", "--mpi-args=--no-such-thing", "true")
     assert done.returncode not in (0, None)
@@ -260,6 +264,7 @@ def test_a_wrong_argument_for_mpirun_is_its_own_error() -> None:
 
 
 @with_openmpi
+@over_mpirun
 def test_ranks_that_do_not_start_in_time_end_the_job(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -291,6 +296,7 @@ def test_a_command_that_is_not_there_is_an_error() -> None:
 
 
 @with_openmpi
+@over_mpirun
 def test_version_and_build() -> None:
     import hvdlite
 

@@ -28,11 +28,15 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment of a job where nothing is configured, and no checkout is named."""
+    """Return the environment of a job where nothing is configured, and no checkout is named.
+
+    What starts the ranks is the test's choice: HVDLITE_LAUNCHER stays.
+    """
     others = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("HVDLITE_", "HOROVOD_")) and name != "PYTHONPATH"
+        if name == "HVDLITE_LAUNCHER"
+        or (not name.startswith(("HVDLITE_", "HOROVOD_")) and name != "PYTHONPATH")
     }
     return {**others, "OMP_NUM_THREADS": "1"}
 

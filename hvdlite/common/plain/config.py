@@ -149,6 +149,7 @@ def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **wh
 
 DATA_PLANES = ("auto", "shm", "ring", "mpi")
 ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "mpi")
+LAUNCHERS = ("auto", "ssh", "srun", "mpirun")
 NATIVE = ("auto", "on", "off")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
@@ -272,6 +273,12 @@ class Config:
         120.0, "START_TIMEOUT", number(float, 1, "seconds"),
         "How long all ranks may take until every one has started.",
         flag="--start-timeout",
+    )  # fmt: skip
+    launcher: str = setting(
+        "auto", "LAUNCHER", choice(*LAUNCHERS),
+        "What starts the ranks: ssh (agents, on this host without ssh), srun (agents by Slurm), "
+        "mpirun, or auto.",
+        flag="--launcher", alias=False,
     )  # fmt: skip
     mpi_threads_disable: bool = setting(
         False, "MPI_THREADS_DISABLE", boolean,

@@ -1,0 +1,104 @@
+"""What the launcher tells agents about a job, about its ranks, and of files that they need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
+from hvdlite.launcher.channel import PART_BYTES
+from hvdlite.launcher.debug import terminals
+from hvdlite.launcher.mpi_arguments import binds_ranks
+from hvdlite.launcher.passed_variables import names_for_other_hosts
+from hvdlite.launcher.runner import JobContext
+
+SILENCE_SECONDS = 10.0
+
+
+class AgentJob:
+    """A job in the words of the channel."""
+
+    def __init__(
+        self, job: JobContext, hosts: tuple[AgentHost, ...], launcher_environ: Mapping[str, str]
+    ) -> None:
+        self.silence_seconds = SILENCE_SECONDS
+        self._options = job.options
+        self._environ = job.environ
+        self._hosts = hosts
+        self._secret = os.urandom(16).hex()
+        self._token = f"hvdlite-rank-{os.urandom(8).hex()}"
+        self._directory = os.getcwd()
+
+    def for_host(self, host: AgentHost) -> dict[str, Any]:
+        """Return what the agent of `host` must know before it starts ranks."""
+        environ = self._environ
+        names = names_for_other_hosts(environ) if host.remote else environ
+        return {
+            "directory": self._directory,
+            "variables": {name: environ[name] for name in names},
+            "inherit": host.remote,  # Its own environment is the base of that of the ranks.
+            "host": host.name,
+            "ranks": list(host.ranks),
+            "size": self._options.num_proc,
+            "secret": self._secret,
+            "token": self._token,
+            "bind": binds_ranks(self._options.binding_args),
+            "silence_seconds": self.silence_seconds if host.remote else 0.0,
+        }
+
+    def for_rank(self, host: AgentHost, rank: int) -> dict[str, Any]:
+        """Return what the agent must know to start `rank`."""
+        options = self._options
+        debugged = options.debug_rank == rank
+        variables = self._place(host, rank)
+        if options.debug_rank is not None and not debugged:
+            # A debugger in this rank would find the end of its input, and end it.
+            variables["PYTHONBREAKPOINT"] = "0"
+        return {
+            "rank": rank,
+            "local_rank": host.ranks.index(rank),
+            "command": list(options.command),
+            "variables": variables,
+            "terminals": terminals() if debugged else {},
+        }
+
+    def _place(self, host: AgentHost, rank: int) -> dict[str, str]:
+        """Return the variables that tell a rank its place in the job."""
+        local_rank = host.ranks.index(rank)
+        peers = [each for each in self._hosts if len(each.ranks) > local_rank]
+        place = {
+            "RANK": rank,
+            "SIZE": self._options.num_proc,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_SIZE": len(host.ranks),
+            "CROSS_RANK": peers.index(host),
+            "CROSS_SIZE": len(peers),
+        }
+        prefixes = ("HVDLITE", "HOROVOD") if self._options.as_horovod else ("HVDLITE",)
+        variables = {f"{prefix}_{name}": str(n) for prefix in prefixes for name, n in place.items()}
+        if self._options.torchrun_env:
+            variables |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self._options.num_proc),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(len(host.ranks)),
+            }
+        return variables
+
+    # -- hvdlite.run: the call goes there, and the answers come back
+
+    def send_files(self, agent: AgentConnection) -> None:
+        """Send the files of a call of `hvdlite.run`."""
+        if self._options.call is None:
+            return
+        for entry in os.scandir(self._options.call):
+            with open(entry.path, "rb") as file:
+                while part := file.read(PART_BYTES):
+                    agent.send("part", entry.name, part)
+
+    def keep_answer(self, rank: int, data: bytes) -> None:
+        """Append a part of the answer of `rank` to the file that `hvdlite.run` reads."""
+        if self._options.call is not None:
+            with open(os.path.join(self._options.call, f"answer.{rank}.pickle"), "ab") as file:
+                file.write(data)

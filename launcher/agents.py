@@ -1,0 +1,275 @@
+"""Runs ranks by agents: one on each host, which starts the ranks of that host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
+from hvdlite.launcher.agent_job import AgentJob
+from hvdlite.launcher.channel import VERSION
+from hvdlite.launcher.merged_meeting import MergedMeeting
+from hvdlite.launcher.outcome import NOT_STARTED_CODE
+from hvdlite.launcher.runner import JobContext, StartFailure
+from hvdlite.launcher.ssh import agent_command, agent_path, remote_agent_command, ssh_command
+from hvdlite.launcher.unreachable import explain_agent, spell_end
+
+MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
+
+
+class Agents:
+    """See `Runner`."""
+
+    name = "the agents"
+
+    def __init__(
+        self, hosts: tuple[AgentHost, ...], job: JobContext, launcher_environ: Mapping[str, str]
+    ) -> None:
+        self.job = job
+        self.agents = [
+            AgentConnection(host, job.loop, self._received, self._lost) for host in hosts
+        ]
+        self._environ = launcher_environ
+        self._description = AgentJob(job, hosts, launcher_environ)
+        self._meeting = MergedMeeting(job.options.num_proc)
+        self._waiting = deque(self.agents)  # Those that are not yet connected to.
+        self._started = False
+        self._ending = False
+        self._failure: StartFailure | None = None
+        self._handlers: dict[str, Callable[..., None]] = {
+            "hello": self._hello, "ready": self._ready, "refused": self._refused,
+            "started": self._rank_started, "output": self._output, "raised": self._raised,
+            "part": self._part, "exit": self._exit, "gathered": self._gathered,
+            "withdrawn": self._withdrawn,
+        }  # fmt: skip
+
+    def describe(self) -> list[str]:
+        """See `Runner`."""
+        lines = [shlex.join(self._command(agent)[0]) for agent in self.agents]
+        return [*lines, shlex.join(self.job.options.command)]
+
+    def _command(self, agent: AgentConnection) -> tuple[list[str], dict[str, str]]:
+        """Return the command line that starts an agent, and its environment."""
+        environ = dict(self._environ)
+        if not agent.host.remote:
+            return agent_command(), environ | {"PYTHONPATH": agent_path(environ)}
+        there = remote_agent_command(environ)
+        options = self.job.options
+        return ssh_command(agent.host.name, there, options, environ.get("PATH")), environ
+
+    # -- the start
+
+    def start(self) -> None:
+        """See `Runner`."""
+        for agent in self.agents:
+            if not agent.host.remote:  # These cost nothing to wait for.
+                self._waiting.remove(agent)
+                agent.spawn(*self._command(agent))
+        for _ in range(MOST_AT_ONCE):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        if self._waiting and not self._ending:
+            agent = self._waiting.popleft()
+            agent.spawn(*self._command(agent))
+
+    def _hello(self, agent: AgentConnection, hello: dict[str, Any]) -> None:
+        self._start_next()
+        agent.folder = hello["folder"]
+        name = agent.host.name
+        if hello["channel"] != VERSION:
+            self._fail(f"host {name} has another version of hvdlite: install the same on all hosts")
+            return
+        theirs, ours = hello["python"][:2], list(sys.version_info[:2])
+        if theirs != ours and self.job.options.call is not None:
+            self._fail(
+                f"host {name} has Python {_dotted(theirs)}, and the function comes from Python "
+                f"{_dotted(ours)}: their bytecode differs, so install the same minor version"
+            )
+            return
+        agent.send("job", self._description.for_host(agent.host))
+        self._description.send_files(agent)
+
+    def _ready(self, agent: AgentConnection) -> None:
+        agent.ready = True
+        if all(each.ready for each in self.agents) and not self._ending:
+            self._started = True
+            for each in self.agents:
+                for rank in each.host.ranks:
+                    each.send("start", rank, self._description.for_rank(each.host, rank))
+
+    def _refused(self, agent: AgentConnection, text: str) -> None:
+        remedy = "make the same folder there, or share it between the hosts"
+        self._fail(f"host {agent.host.name} {text}. Remedy: {remedy}")
+
+    def _fail(self, sentence: str) -> None:
+        """End the start of the job: no rank runs yet."""
+        if self._failure is None:
+            self._failure = StartFailure(NOT_STARTED_CODE, sentence)
+        self._stop_start()
+
+    def _stop_start(self) -> None:
+        self._ending = True
+        self._waiting.clear()
+        for agent in self.agents:
+            if agent.ready:
+                agent.let_end()
+            else:
+                agent.kill()
+
+    # -- while ranks run
+
+    def running(self) -> bool:
+        """See `Runner`."""
+        return bool(self._waiting) or any(agent.alive for agent in self.agents)
+
+    def look(self) -> None:
+        """See `Runner`."""
+        silence = self._description.silence_seconds
+        now = time.monotonic()
+        for agent in self.agents:
+            channel = agent.channel
+            if not (agent.host.remote and agent.ready and channel is not None and channel.open):
+                continue
+            if not channel.beat(now, silence):
+                agent.kill()
+                self._lose(agent, f"has not answered for {silence:g} seconds: the network between "
+                                  "is cut, or the host is down")  # fmt: skip
+
+    def keep_alive(self) -> None:
+        """See `Runner`."""
+        now = time.monotonic()
+        for agent in self.agents:
+            if agent.ready and agent.channel is not None:
+                agent.channel.beat(now, self._description.silence_seconds)
+
+    def _received(self, agent: AgentConnection, kind: str, fields: list[Any]) -> None:
+        handler = self._handlers.get(kind)
+        if handler is not None:
+            handler(agent, *fields)
+
+    def _rank_started(self, _agent: AgentConnection, rank: int, pid: int) -> None:
+        self.job.first_failure.started[rank] = pid
+
+    def _output(self, _agent: AgentConnection, rank: int, stream: str, data: bytes) -> None:
+        self.job.output.feed(rank, stream, data)
+
+    def _raised(self, _agent: AgentConnection, rank: int, words: str) -> None:
+        self.job.first_failure.receive("raised", rank, words.split())
+
+    def _part(self, _agent: AgentConnection, rank: int, data: bytes) -> None:
+        self._description.keep_answer(rank, data)
+
+    def _exit(self, _agent: AgentConnection, rank: int, code: int) -> None:
+        self.job.first_failure.end(rank, code)
+        self._look_for_end()
+
+    def _gathered(
+        self, _agent: AgentConnection, members: list[int], number: int, bodies: dict[int, bytes]
+    ) -> None:
+        merged = self._meeting.add(members, number, bodies)
+        wanted = set(members or range(self.job.options.num_proc))
+        for each in self.agents:
+            if not wanted.intersection(each.host.ranks):
+                continue
+            if merged is not None:
+                each.send("deliver", members, number, merged)
+            else:
+                each.send("missing", members, self._meeting.missing(members, number))
+
+    def _withdrawn(self, agent: AgentConnection, members: list[int], number: int) -> None:
+        self._meeting.withdraw(members, number, agent.host.ranks)
+
+    def _lost(self, agent: AgentConnection) -> None:
+        """Look whether the channel of an agent has ended as it should, or too early."""
+        if self._ending and not self._left(agent):
+            return
+        said = agent.said()
+        code = agent.process.returncode if agent.process is not None else None
+        if not self._started:
+            self._fail(explain_agent(agent.host.name, said, code))
+        elif agent.host.remote:
+            self._lose(agent, f"closed its connection: {said.strip() or 'its agent has ended'}")
+        else:
+            self._lose(agent, f"lost its agent: it {spell_end(code)}")
+
+    def _lose(self, agent: AgentConnection, why: str) -> None:
+        left = self._left(agent)
+        for rank in left:
+            self.job.first_failure.lose(rank, f"is lost with host {agent.host.name}, which {why}")
+        if not agent.host.remote:
+            self._kill_groups(left)
+        self._look_for_end()
+
+    def _left(self, agent: AgentConnection) -> list[int]:
+        heard = self.job.first_failure
+        return [rank for rank in agent.host.ranks if rank not in heard.codes]
+
+    # -- the end
+
+    def _look_for_end(self) -> None:
+        """Let the agents end when no rank runs any more."""
+        heard = self.job.first_failure
+        if not self._started or len(heard.codes.keys() | heard.lost) < self.job.options.num_proc:
+            return
+        self._ending = True
+        for agent in self.agents:
+            if heard.trouble:  # Child processes may have outlived their rank.
+                agent.send("signal", int(signal.SIGKILL), [])
+            agent.let_end()
+
+    def begin_end(self) -> None:
+        """See `Runner`."""
+        failure = self.job.first_failure.failure()
+        if failure is not None:
+            for agent in self.agents:
+                agent.send("fail", str(failure), failure.rank)
+
+    def signal(self, number: int) -> None:
+        """See `Runner`."""
+        if not self._started:
+            self._stop_start()
+        for agent in self.agents:
+            agent.send("signal", int(number), [])
+
+    def abandon(self) -> None:
+        """See `Runner`."""
+        self._ending = True
+        for agent in self.agents:
+            agent.kill()
+
+    def finish(self) -> None:
+        """See `Runner`."""
+
+    def failure(self) -> StartFailure | None:
+        """See `Runner`."""
+        return self._failure
+
+    def close(self, kill: bool) -> None:
+        """See `Runner`."""
+        heard = self.job.first_failure
+        for agent in self.agents:
+            abandoned = agent.process is not None and agent.process.poll() != 0
+            agent.close()
+            if abandoned and not agent.host.remote:
+                self._kill_groups([r for r in agent.host.ranks if heard.codes.get(r) != 0])
+                shutil.rmtree(agent.folder or os.devnull, ignore_errors=True)
+
+    def _kill_groups(self, ranks: list[int]) -> None:
+        """Kill ranks of this host whose agent cannot do so any more."""
+        for rank in ranks:
+            if pid := self.job.first_failure.started.get(rank):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+
+
+def _dotted(version: list[int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,49 @@
+"""The meeting of the ranks of one host, as its agent serves it.
+
+A round that ranks of other hosts take part in goes through the launcher, which merges what the
+agents have gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.meeting.rounds import Key
+from hvdlite.common.meeting.server import MeetingServer
+from hvdlite.launcher.agent_folder import AgentFolder
+from hvdlite.launcher.channel import Channel
+from hvdlite.launcher.event_loop import EventLoop
+
+
+class HostMeeting:
+    """A meeting server on a Unix socket in the agent's folder."""
+
+    def __init__(
+        self, job: dict[str, Any], folder: AgentFolder, loop: EventLoop, channel: Channel
+    ) -> None:
+        def gathered(key: Key, bodies: dict[int, bytes]) -> None:
+            channel.send("gathered", list(key.members), key.number, bodies)
+
+        def withdrawn(key: Key) -> None:
+            channel.send("withdrawn", list(key.members), key.number)
+
+        alone = len(job["ranks"]) == job["size"]
+        self._server = MeetingServer(
+            listen(Address(path=folder.socket)), job["ranks"], job["size"],
+            job["secret"].encode(), None if alone else gathered, withdrawn=withdrawn,
+        )  # fmt: skip
+        loop.listen(self._server.fileno(), lambda _fd: self._server.handle())
+
+    def deliver(self, members: Sequence[int], number: int, bodies: list[bytes]) -> None:
+        """Give the ranks here the bodies of all."""
+        self._server.deliver(Key(tuple(members), number), bodies)
+
+    def note_missing(self, members: Sequence[int], ranks: list[int]) -> None:
+        """Let the ranks that wait here know who has not come on other hosts."""
+        self._server.note_missing(tuple(members), ranks)
+
+    def fail(self, text: str, rank: int) -> None:
+        """Let every rank that waits raise `text`, which blames `rank`."""
+        self._server.fail(text, rank)

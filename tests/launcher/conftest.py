@@ -1,0 +1,27 @@
+"""What starts the ranks of a test: each launcher in turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN
+
+over_mpirun = pytest.param(
+    "mpirun", marks=pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN), id="mpirun"
+)
+
+
+@pytest.fixture(params=[pytest.param("ssh", id="agents"), over_mpirun])
+def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return what starts the ranks: "ssh", which is agents, or "mpirun"."""
+    name: str = request.param
+    monkeypatch.setenv("HVDLITE_LAUNCHER", name)
+    return name
+
+
+@pytest.fixture
+def with_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let mpirun start the ranks."""
+    if MPIRUN is None:
+        pytest.skip(NO_MPIRUN)
+    monkeypatch.setenv("HVDLITE_LAUNCHER", "mpirun")
