@@ -15,8 +15,8 @@ from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
-from hvdlite.common.transport.inprocess import InProcessWorld
 from tests.ranks import run_threads
+from tests.worlds import IN_PROCESS, make_world
 
 DTYPES = (
     "uint8", "int8", "int16", "uint16", "int32", "int64", "float16", "bfloat16", "float32",
@@ -34,9 +34,11 @@ def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
-def run_on_transports(topology: Topology, program: Callable[[Transport], Any]) -> list[Any]:
-    """Run `program` on every rank of an in-process world; results in rank order."""
-    world = InProcessWorld(topology)
+def run_on_transports(
+    topology: Topology, program: Callable[[Transport], Any], kind: str = IN_PROCESS
+) -> list[Any]:
+    """Run `program` on every rank of a world; results in rank order."""
+    world = make_world(kind, topology)
 
     def body(rank: int) -> Any:
         transport = world.transport(rank)

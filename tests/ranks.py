@@ -11,7 +11,7 @@ from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import use
-from hvdlite.common.transport.inprocess import InProcessWorld
+from tests.worlds import IN_PROCESS, make_world
 
 TIME_LIMIT_SECONDS = 60
 
@@ -52,10 +52,11 @@ def run_ranks(
     *,
     hosts: Sequence[Sequence[int]] | None = None,
     config: Config | None = None,
+    transport: str = IN_PROCESS,
 ) -> list[Any]:
     """Run ``main(rank)`` on every rank; the results in rank order, or the first error raised."""
     topology = Topology(tuple(map(tuple, hosts))) if hosts else Topology.single_host(size)
-    world = InProcessWorld(topology)
+    world = make_world(transport, topology, config)
     global_process_set._bind(0, range(size))
 
     def body(rank: int) -> Any:

@@ -61,3 +61,9 @@ class Tree:
         first = self._topology.host_of[rank] * self._fan_out + 1
         hosts = self._topology.hosts[first : first + self._fan_out]
         return tuple(sorted((*local[1:], *(host[0] for host in hosts))))
+
+
+def neighbours(topology: Topology, rank: int) -> frozenset[int]:
+    """Return the ranks with which `rank` exchanges control messages."""
+    tree = Tree(topology, rank)
+    return frozenset(tree.children if tree.is_root else (*tree.children, tree.parent))

@@ -129,6 +129,26 @@ def core_list(text: str) -> tuple[int, ...]:
     return cores
 
 
+def name_list(text: str) -> tuple[str, ...]:
+    """Comma-separated names."""
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise ValueError("names no interface; must be a comma-separated list")
+    return names
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """The first and the last port, or one port."""
+    first, _, last = text.partition("-")
+    try:
+        ports = int(first), int(last or first)
+    except ValueError:
+        ports = (0, 0)
+    if not 0 < ports[0] <= ports[1] < 1 << 16:
+        raise ValueError("must be a range of ports from 1 to 65535, such as 12000-12100")
+    return ports
+
+
 def segmentation(text: str) -> str:
     """Check the spelling of a segmentation strategy."""
     read_strategy(text)
@@ -279,6 +299,28 @@ class Config:
         "What starts the ranks: ssh (agents, on this host without ssh), srun (agents by Slurm), "
         "mpirun, or auto.",
         flag="--launcher", alias=False,
+    )  # fmt: skip
+    network_interfaces: tuple[str, ...] = setting(
+        (), "NETWORK_INTERFACES", name_list,
+        "Where ranks listen for other hosts: interfaces, addresses or subnets, such as "
+        "eth0,10.1.0.0/16; by default all interfaces but the loopback and bridges inside a host.",
+        flag="--network-interfaces", alias=False,
+    )  # fmt: skip
+    tcp_ports: tuple[int, int] | None = setting(
+        None, "TCP_PORTS", port_range,
+        "First and last port on which ranks listen for other hosts, such as 12000-12100; "
+        "by default any port.",
+        flag="--tcp-ports", alias=False,
+    )  # fmt: skip
+    tcp_streams: int = setting(
+        1, "TCP_STREAMS", number(int, 1, "connections", 16),
+        "Connections for large tensors between two ranks of different hosts; that of rank 0 holds.",
+        flag="--tcp-streams", alias=False,
+    )  # fmt: skip
+    peer_timeout_seconds: float = setting(
+        10.0, "PEER_TIMEOUT", number(float, 1, "seconds"),
+        "How long another host may be silent before its ranks count as lost.",
+        flag="--peer-timeout", alias=False,
     )  # fmt: skip
     mpi_threads_disable: bool = setting(
         False, "MPI_THREADS_DISABLE", boolean,

@@ -13,6 +13,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.transport.base import CHECK_SECONDS, Incoming, connection_lost
 from hvdlite.common.transport.framing import FRAME_BYTES, Assembler, frames
+from hvdlite.common.transport.poller import READ, WRITE, Poller
 from hvdlite.common.transport.rendezvous import Peer
 from hvdlite.common.transport.wakeup import WakeUp
 
@@ -29,20 +31,26 @@ TOKEN = b"t"
 class LocalMesh:
     """The connections of `rank` to the other ranks of its host.
 
-    `woken` stays true from `wake` until its owner resets it.
+    All that it waits for is in `poller`, beside what others watch there: messages go to `incoming`
+    until `receive` takes them. `woken` stays true from `wake` until its owner resets it, and `news`
+    does, too: it tells waits of the data plane of a wake once.
     """
 
-    def __init__(self, rank: int, peers: dict[int, Peer], memory: int) -> None:
+    def __init__(
+        self, rank: int, peers: dict[int, Peer], memory: int, poller: Poller | None = None
+    ) -> None:
+        self.poller = poller or Poller()
+        self.incoming: list[Incoming] = []
+        self.woken = self.news = False
         self._rank = rank
         self._links = {peer: _Link(peer, connections) for peer, connections in peers.items()}
         self._memory = {rank: _Memory(rank, memory)}
         self._memory |= {peer: _Memory(peer, links.memory) for peer, links in peers.items()}
-        self._by_descriptor = {link.control.fileno(): link for link in self._links.values()}
         self._wake_up = WakeUp()
-        self._poll = select.poll()
-        for descriptor in (*self._wake_up.descriptors, *self._by_descriptor):
-            self._poll.register(descriptor, select.POLLIN)
-        self.woken = False
+        for descriptor in self._wake_up.descriptors:
+            self.poller.watch(descriptor, READ, self._on_wake)
+        for link in self._links.values():
+            self.poller.watch(link.control.fileno(), READ, partial(self._on_control, link))
 
     # -- control messages
 
@@ -58,28 +66,27 @@ class LocalMesh:
         self._wake_up.trigger(within)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
-        """Sleep in one poll() for at most `timeout` seconds (None: no limit), then read all."""
-        milliseconds = None if timeout is None else timeout * 1000
-        messages: list[Incoming] = []
-        for descriptor, events in self._poll.poll(milliseconds):
-            if descriptor in self._wake_up.descriptors:
-                self.woken = True
-                self._wake_up.clear()
-                continue
-            link = self._by_descriptor[descriptor]
-            if events & select.POLLOUT:
-                self._flush(link)
-            if events & ~select.POLLOUT:
-                messages += self._read(link)
+        """Sleep once for at most `timeout` seconds (None: no limit), and return all messages."""
+        self.poller.poll(timeout)
+        messages, self.incoming = self.incoming, []
         return messages
 
-    def _read(self, link: _Link) -> list[Incoming]:
-        messages: list[Incoming] = []
+    def _on_wake(self, events: int) -> None:
+        self.woken = self.news = True
+        self._wake_up.clear()
+
+    def _on_control(self, link: _Link, events: int) -> None:
+        if events & WRITE:
+            self._flush(link)
+        if events & ~WRITE:
+            self._read(link)
+
+    def _read(self, link: _Link) -> None:
         while True:
             try:
                 frame = link.control.recv(FRAME_BYTES + 1)
             except BlockingIOError:
-                return messages
+                return
             except ConnectionResetError:
                 # The peer closed with messages of ours unread. The kernel reports that once, before
                 # the messages that the peer has sent itself.
@@ -89,18 +96,19 @@ class LocalMesh:
             if not frame:  # The peer has closed its end, or its process is gone.
                 link.control_lost = True
                 link.outbox.clear()
-                self._poll.unregister(link.control)
-                return [*messages, Incoming(link.rank, None)]
+                self.poller.forget(link.control.fileno())
+                self.incoming.append(Incoming(link.rank, None))
+                return
             body = link.assembler.add(frame)
             if body is not None:
-                messages.append(Incoming(link.rank, body))
+                self.incoming.append(Incoming(link.rank, body))
 
     def _flush(self, link: _Link) -> None:
         link.flush()
         if not link.control_lost and link.waits_for_room != bool(link.outbox):
             link.waits_for_room = bool(link.outbox)
-            room = select.POLLOUT if link.waits_for_room else 0
-            self._poll.modify(link.control, select.POLLIN | room)
+            room = WRITE if link.waits_for_room else 0
+            self.poller.watch(link.control.fileno(), READ | room, partial(self._on_control, link))
 
     # -- data plane
 
@@ -116,15 +124,27 @@ class LocalMesh:
             link.send_owed_tokens()
 
     def await_signal(
-        self, rank: int, while_waiting: Callable[[], None], interval: float = CHECK_SECONDS
+        self,
+        rank: int,
+        while_waiting: Callable[[], None],
+        interval: float = CHECK_SECONDS,
+        attend: Callable[[], None] | None = None,
     ) -> None:
-        """See `Transport.await_signal`. Call `while_waiting` every `interval` seconds meanwhile."""
+        """See `Transport.await_signal`. Call `while_waiting` every `interval` seconds meanwhile.
+
+        `attend` is called whenever something occurs in `poller`; None leaves that for later.
+        """
         link = self._links[rank]
         while not link.pop_token():
             owes = any(other.outbox or other.owed_tokens for other in self._links.values())
             poll = self._poll_for_room(link) if owes else link.signal_poll
-            if not poll.poll(interval * 1000):
+            if attend is not None:
+                poll.register(self.poller, select.POLLIN)
+            ready = poll.poll(interval * 1000)
+            if not ready:
                 while_waiting()
+            elif attend is not None and any(fd == self.poller.fileno() for fd, _ in ready):
+                attend()
             if owes:
                 for other in self._links.values():
                     other.send_owed_tokens()
@@ -166,6 +186,7 @@ class LocalMesh:
         self._wake_up.close()
 
     def _close_connections(self) -> None:
+        self.poller.close()
         for link in self._links.values():
             link.control.close()
             link.signal.close()
@@ -190,7 +211,7 @@ class _Link:
         self.outbox: deque[bytes] = deque()  # Frames that the socket has not accepted yet.
         self.owed_tokens = 0  # Tokens that the socket has not accepted yet.
         self.control_lost = False  # Set when the peer has closed its end of `control`.
-        self.waits_for_room = False  # Whether the poll of the mesh waits for room in `control`.
+        self.waits_for_room = False  # Whether the poller waits for room in `control`.
 
     def flush(self) -> None:
         """Send frames until the socket accepts no more. A lost peer is noticed when reading."""

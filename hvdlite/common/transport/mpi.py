@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.meeting.host_identity import host_identity
+from hvdlite.common.meeting.mpi import MpiExchange
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.backoff import Backoff
 from hvdlite.common.transport.base import Array, Incoming, Pending, connection_lost, do_nothing
-from hvdlite.common.transport.bootstrap import duplicate, exchange_versions, find_hosts
+from hvdlite.common.transport.bootstrap import exchange_versions, find_hosts
 from hvdlite.common.transport.local import LocalMesh
 from hvdlite.common.transport.mpi_failures import RemoteFailures
 from hvdlite.common.transport.mpi_messages import RemoteMessages
@@ -38,6 +40,11 @@ PROMPT_BYTES = 256 << 10
 PROMPT_PART_BYTES = 63 << 10  # Open MPI asks from 64 KiB on with its own header, others later.
 GOODBYE_SECONDS = 2.0  # The longest wait of `close` for remote ranks.
 POLL_RESOLUTION = 1e-3  # In seconds: poll() counts milliseconds.
+POLL_SECONDS = 0.001  # Between two looks whether all ranks have come.
+
+# Duplications that some ranks did not join in time: (communicator, its copy, the request). Such a
+# rank may still come, and joins the oldest of them, so the next `init` goes on with that one.
+_unfinished: list[tuple[MPI.Intracomm, MPI.Intracomm, MPI.Request]] = []
 
 
 def connect(
@@ -50,10 +57,34 @@ def connect(
     """
     deadline = time.monotonic() + config.start_timeout_seconds
     control = duplicate(comm, deadline, give_up)
-    exchange_versions(control)
+    exchange = MpiExchange(control)
+    exchange_versions(exchange)
     data = duplicate(control, deadline, give_up)
-    topology, mesh = find_hosts(control, deadline)
+    topology, mesh = find_hosts(exchange, host_identity(), deadline)
     return MpiTransport(control, data, topology, mesh)
+
+
+def duplicate(
+    comm: MPI.Intracomm, deadline: float, give_up: Callable[[], HorovodInternalError]
+) -> MPI.Intracomm:
+    """Return a communicator of our own, whose errors are exceptions.
+
+    Raises what `give_up` returns when some ranks have not come by `deadline` (monotonic seconds).
+    """
+    from mpi4py import MPI
+
+    waiting = next((duplication for duplication in _unfinished if duplication[0] == comm), None)
+    if waiting is None:
+        waiting = (comm, *comm.Idup())
+        _unfinished.append(waiting)
+    _, copy, request = waiting
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise give_up()
+        time.sleep(POLL_SECONDS)
+    _unfinished.remove(waiting)
+    copy.Set_errhandler(MPI.ERRORS_RETURN)
+    return copy
 
 
 class _ArrayInFlight:

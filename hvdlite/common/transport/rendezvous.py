@@ -117,7 +117,7 @@ def _connect(
         with _until(connection, deadline, f"rank {peer} does not answer on its socket"):
             with meeting.path(peer) as path:
                 connection.connect(path)
-            _check_credentials(connection)
+            check_credentials(connection)
             connection.send(HELLO.pack(MAGIC, meeting.token, rank, peer, channel))
     except BaseException:
         connection.close()
@@ -136,7 +136,7 @@ def _accept(
     with _until(listener, deadline, f"these ranks of this host did not connect: {missing}"):
         connection, _ = listener.accept()
     try:
-        _check_credentials(connection)
+        check_credentials(connection)
         with _until(connection, deadline, "a local rank connected and said nothing"):
             hello = connection.recv(HELLO.size + 1)
         if len(hello) != HELLO.size:
@@ -180,7 +180,8 @@ def _exchange_memory(
     }
 
 
-def _check_credentials(connection: socket.socket) -> None:
+def check_credentials(connection: socket.socket) -> None:
+    """Raise `ProtocolError` if the other end of a Unix socket belongs to another user."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     pid, uid, _ = CREDENTIALS.unpack(raw)
     if uid != os.geteuid():

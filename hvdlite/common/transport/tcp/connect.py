@@ -1,0 +1,123 @@
+"""Connect the ranks of a job over TCP."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.topology import Topology
+from hvdlite.common.meeting.exchange import Exchange
+from hvdlite.common.plain.config import Config
+from hvdlite.common.transport.bootstrap import exchange_versions, find_hosts, raise_first
+from hvdlite.common.transport.tcp.addresses import Endpoint, choose
+from hvdlite.common.transport.tcp.cards import AddressBook, Card, exchange_cards
+from hvdlite.common.transport.tcp.connections import Connections
+from hvdlite.common.transport.tcp.dials import Limits
+from hvdlite.common.transport.tcp.interfaces import Interface, list_interfaces
+from hvdlite.common.transport.tcp.listeners import listen_local, listen_remote
+from hvdlite.common.transport.tcp.liveness import Liveness
+from hvdlite.common.transport.tcp.strangers import Identity
+from hvdlite.common.transport.tcp.transport import Job, TcpTransport
+
+Neighbours = Callable[[Topology, int], Iterable[int]]
+MACHINE_BYTES = 16
+
+
+def connect(
+    exchange: Exchange,
+    config: Config,
+    deadline: float,
+    neighbours: Neighbours,
+    *,
+    host: str,
+    secret: bytes = b"",
+    epoch: int = 0,
+) -> TcpTransport:
+    """Return the transport of this rank; collective over the ranks of `exchange`.
+
+    `neighbours(topology, rank)` are the ranks with which a rank exchanges control messages: these
+    are connected at once, others at first use. Ranks with the same `host` share memory. `secret` is
+    what the ranks of the job know and others do not; `epoch` tells a job that has started again
+    from the one before. Raises `HorovodInternalError` when ranks are not connected by `deadline`
+    (monotonic seconds), and `HorovodVersionMismatchError`.
+    """
+    exchange_versions(exchange)
+    topology, mesh = find_hosts(exchange, host, deadline)
+    with ExitStack() as stack:
+        stack.callback(mesh.close)
+        card, listeners = _listen(exchange, topology, config, stack)
+        cards = exchange_cards(exchange, card)
+        key = hmac.new(secret, cards[0].nonce, hashlib.sha256).digest()
+        connections = Connections(
+            mesh.poller,
+            Identity(exchange.rank, exchange.size, epoch, key),
+            listeners,
+            AddressBook(topology.peers(exchange.rank), cards).targets,
+            Limits(config.peer_timeout_seconds, config.start_timeout_seconds),
+        )
+        job = Job(exchange.rank, topology, [each.host for each in cards], cards[0].streams)
+        liveness = Liveness(mesh.poller, config.peer_timeout_seconds)
+        transport = TcpTransport(job, mesh, connections, liveness)
+        stack.pop_all()
+        stack.callback(transport.close)
+        if len(topology.hosts) > 1:
+            needed = set(neighbours(topology, exchange.rank)) - {*topology.peers(exchange.rank)}
+            raise_first(exchange, _connect_neighbours(transport, needed, deadline))
+        stack.pop_all()
+    return transport
+
+
+def _listen(
+    exchange: Exchange, topology: Topology, config: Config, stack: ExitStack
+) -> tuple[Card, list[socket.socket]]:
+    """Listen for the ranks of this host, and for those of others, where there are any."""
+    listeners: list[socket.socket] = []
+    endpoints: list[Endpoint] = []
+    local, failure = b"", ""
+    if len(topology.peers(exchange.rank)) > 1:
+        listeners.append(stack.enter_context(listen_local()))
+        local = listeners[0].getsockname()
+    if len(topology.hosts) > 1:
+        interfaces = list_interfaces()
+        machines = set(exchange.allgather(_machine(interfaces)))
+        first = topology.local_rank(exchange.rank)
+        try:
+            chosen = choose(interfaces, config.network_interfaces, one_machine=len(machines) == 1)
+            for endpoint, listener in listen_remote(chosen, config.tcp_ports, first):
+                endpoints.append(endpoint)
+                listeners.append(stack.enter_context(listener))
+        except (HorovodInternalError, OSError) as error:
+            failure = str(error)
+    return Card.new(local, endpoints, config.tcp_streams, failure), listeners
+
+
+def _machine(interfaces: Sequence[Interface]) -> bytes:
+    """Return what is equal on all ranks if they share one network stack: simulated hosts do."""
+    boot = "/proc/sys/kernel/random/boot_id"
+    known = [Path(boot).read_text(), os.readlink("/proc/self/ns/net"), *map(str, interfaces)]
+    return hashlib.sha256("\n".join(known).encode()).digest()[:MACHINE_BYTES]
+
+
+def _connect_neighbours(
+    transport: TcpTransport, ranks: set[int], deadline: float
+) -> HorovodInternalError | None:
+    """Connect to `ranks`; return why that has failed, if it has."""
+    links = [transport.expect(rank) for rank in sorted(ranks)]
+    while missing := [link.rank for link in links if not link.connected]:
+        for rank in missing:
+            if rank in transport.unreachable:
+                return transport.unreachable[rank]
+        left = deadline - time.monotonic()
+        if left <= 0:
+            names = ", ".join(map(str, missing))
+            return HorovodInternalError(
+                f"rank {transport.rank} waited in vain for a connection from these ranks: {names}"
+            )
+        transport.poll(left)
+    return None

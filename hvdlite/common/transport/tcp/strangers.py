@@ -1,0 +1,127 @@
+"""Connections whose other end has not proved yet who it is, and what both ends have to prove.
+
+    listening end                     connecting end
+                  <-  TCP or Unix  --
+    nonce         ---------------->
+                  <----------------  nonce, claim, proof       (meeting/handshake.py)
+    proof         ---------------->
+                  <----------------  GO                        on the one attempt that is used
+
+Every step has a fixed length, and nothing is parsed before the proof holds.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hvdlite.common.plain.messages import PROTOCOL_VERSION
+from hvdlite.common.transport.poller import READ, Poller
+
+CLAIM = struct.Struct("<8sIQIIBB")  # MAGIC, protocol, epoch, from rank, to rank, channel, stream.
+MAGIC = b"hvdlite\n"
+GO = b"g"
+# The channels. Off the control tree, the sender of a message dials a connection for itself.
+CONTROL, CONTROL_ONE_WAY, DATA = 0, 1, 2
+MOST_STREAMS = 16  # Of data between two ranks.
+REFUSES = "it closed the connection, so another program or another job answers there"
+
+
+class Slot(NamedTuple):
+    """Which connection between two ranks is meant, as one of them sees it."""
+
+    rank: int  # The other one.
+    channel: int
+    stream: int = 0
+
+
+class Identity(NamedTuple):
+    """What this rank proves, and demands of the others."""
+
+    rank: int
+    size: int
+    epoch: int
+    key: bytes
+
+    def claim(self, slot: Slot) -> bytes:
+        """Return what this rank says when it dials."""
+        names = (self.rank, slot.rank, slot.channel, slot.stream)
+        return CLAIM.pack(MAGIC, PROTOCOL_VERSION, self.epoch, *names)
+
+    def read(self, claim: bytes) -> Slot | None:
+        """Return what a peer dials for; None unless it means this rank, in this epoch."""
+        magic, protocol, epoch, sender, receiver, channel, stream = CLAIM.unpack(claim)
+        expected = (MAGIC, PROTOCOL_VERSION, self.epoch, self.rank)
+        known = (magic, protocol, epoch, receiver) == expected and sender != self.rank
+        if not known or sender >= self.size or channel > DATA or stream >= MOST_STREAMS:
+            return None
+        return Slot(sender, channel, stream)
+
+
+class Stranger:
+    """One such connection. Reads exactly the bytes that are due; closes when they do not come."""
+
+    def __init__(self, poller: Poller, connection: socket.socket) -> None:
+        self.connection = connection
+        self._poller = poller
+        self._body = b""
+        self._due = 0
+        self._step: Callable[[bytes], None]
+        self.pending = True  # Until it is closed, or released to be used.
+
+    def ended(self, reason: str) -> None:
+        """Close the connection, because of `reason`. Called at most once."""
+        self.close()
+
+    def expect(self, nbytes: int, step: Callable[[bytes], None]) -> None:
+        """Call `step` with the next `nbytes`."""
+        self._body, self._due, self._step = b"", nbytes, step
+        self._poller.watch(self.connection.fileno(), READ, self._read)
+
+    def _read(self, events: int) -> None:
+        try:
+            part = self.connection.recv(self._due - len(self._body))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.ended(why(error))
+            return
+        if not part:
+            self.ended(REFUSES)
+            return
+        self._body += part
+        if len(self._body) == self._due:
+            self._step(self._body)
+
+    def say(self, body: bytes) -> bool:
+        """Send the few bytes of a step; return whether they were accepted."""
+        try:
+            if self.connection.send(body, socket.MSG_NOSIGNAL) == len(body):
+                return True
+            reason = "it accepts no data"  # The buffer of a new connection holds all steps.
+        except OSError as error:
+            reason = why(error)
+        self.ended(reason)
+        return False
+
+    def release(self) -> socket.socket:
+        """Return the connection, which is not watched any more."""
+        self.pending = False
+        self._poller.forget(self.connection.fileno())
+        return self.connection
+
+    def close(self) -> None:
+        """Close the connection, unless it was released; idempotent."""
+        if self.pending:
+            self.release().close()
+
+
+def why(error: OSError) -> str:
+    """Return what `error` says of a connection."""
+    if error.errno in (errno.ECONNRESET, errno.EPIPE):
+        return REFUSES
+    return os.strerror(error.errno).lower() if error.errno else str(error)
