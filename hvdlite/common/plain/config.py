@@ -138,7 +138,7 @@ def name_list(text: str) -> tuple[str, ...]:
 
 
 def port_range(text: str) -> tuple[int, int]:
-    """The first and the last port, or one port."""
+    """Port range, such as 12000-12100, or one port."""
     first, _, last = text.partition("-")
     try:
         ports = int(first), int(last or first)

@@ -40,7 +40,7 @@ class Card(NamedTuple):
             (ipaddress.ip_address(each.address).packed, each.prefix, each.port)
             for each in self.endpoints
         ]
-        packed: bytes = msgpack.packb(self._replace(endpoints=endpoints))
+        packed: bytes = msgpack.packb([*({**self._asdict(), "endpoints": endpoints}.values())])
         return packed
 
     @classmethod

@@ -234,6 +234,11 @@ class Stream:
             self._connection.close()
 
 
+def _bytes_of(array: Array) -> memoryview:
+    raw: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(raw)
+
+
 class DataLink:
     """The arrays to and from one rank."""
 
@@ -259,7 +264,7 @@ class DataLink:
 
     def send(self, array: Array) -> Transfer:
         """Start to send a contiguous array."""
-        body = memoryview(array.reshape(-1).view(np.uint8))
+        body = _bytes_of(array)
         cut = self._cut(body, self._sent)
         self._sent += self._takes_turn(len(body))
         transfer = Transfer(self.rank, len(cut), self._move_out)
@@ -269,7 +274,7 @@ class DataLink:
 
     def receive(self, array: Array) -> Transfer:
         """Start to receive into a contiguous array."""
-        body = memoryview(array.reshape(-1).view(np.uint8))
+        body = _bytes_of(array)
         cut = self._cut(body, self._received)
         self._received += self._takes_turn(len(body))
         transfer = Transfer(self.rank, len(cut), self._move_in)

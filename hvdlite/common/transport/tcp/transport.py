@@ -31,8 +31,8 @@ from hvdlite.common.transport.local import LocalMesh
 from hvdlite.common.transport.tcp.connections import Connections
 from hvdlite.common.transport.tcp.control import ControlLink
 from hvdlite.common.transport.tcp.liveness import Liveness
-from hvdlite.common.transport.tcp.streams import DataLink, Transfer
 from hvdlite.common.transport.tcp.strangers import CONTROL, CONTROL_ONE_WAY, DATA, Slot
+from hvdlite.common.transport.tcp.streams import DataLink, Transfer
 
 GOODBYE_SECONDS = 2.0  # The longest wait of `close` for remote ranks.
 GOODBYE_STEP_SECONDS = 1e-3  # Nothing tells when a peer has confirmed what it was sent.
@@ -337,8 +337,10 @@ class TcpTransport:
 
     def _close_sockets(self) -> None:
         self._connections.close()
-        for link in (*self._control.values(), *self._one_way, *self._data.values()):
-            link.close()
+        for control in (*self._control.values(), *self._one_way):
+            control.close()
+        for data in self._data.values():
+            data.close()
 
     def after_fork_in_child(self) -> None:
         """See `Transport.after_fork_in_child`."""
