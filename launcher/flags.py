@@ -172,11 +172,9 @@ def _add_host_flags(parser: Parser) -> None:
     group.add_argument("-p", "--ssh-port", type=positive, metavar="PORT")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE")
     group.add_argument(
-        "--network-interfaces", metavar="a,b", help="network interfaces that MPI may use"
-    )
-    group.add_argument(
-        "--network-interface", action="append", metavar="a", help="one of them; may be repeated"
-    )
+        "--network-interface", action="append", metavar="a",
+        help="one of --network-interfaces; may be repeated",
+    )  # fmt: skip
 
 
 def _add_mpi_flags(parser: Parser) -> None:

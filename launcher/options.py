@@ -82,6 +82,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     allocation = None if given else find_allocation(environ)
     hosts = given or _hosts_of(allocation, args.num_proc)
     notes = list(args.notes)
+    _join_interfaces(args)
     variables = _variables(args, notes)
     config = Config.from_environ({**environ, **variables})
     if args.timeline_mark_cycles == "1" and not config.timeline:
@@ -108,7 +109,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         start_timeout_seconds=config.start_timeout_seconds,
         ssh_args=pod.ssh_args if pod else (),
         launcher_pod=pod,
-        network_interfaces=_interfaces(args),
+        network_interfaces=config.network_interfaces,
         mpi_args=_words(args.mpi_args, "--mpi-args"),
         binding_args=_words(args.binding_args, "--binding-args"),
         notes=tuple(notes),
@@ -173,14 +174,13 @@ def _refuse_contradictions(given: Mapping[str, str]) -> None:
             raise ConfigError(f"{flags[first]} contradicts {flags[second]}: give one of them")
 
 
-def _interfaces(args: argparse.Namespace) -> tuple[str, ...]:
-    if args.network_interface and args.network_interfaces:
+def _join_interfaces(args: argparse.Namespace) -> None:
+    """Write what --network-interface names as --network-interfaces."""
+    if not args.network_interface:
+        return
+    if args.network_interfaces is not None:
         raise ConfigError("--network-interface contradicts --network-interfaces: give one of them")
-    given = args.network_interface or [args.network_interfaces or ""]
-    names = tuple(name.strip() for text in given for name in text.split(",") if name.strip())
-    if not names and (args.network_interface or args.network_interfaces is not None):
-        raise ConfigError("--network-interfaces: names no interface")
-    return names
+    args.network_interfaces = ",".join(args.network_interface)
 
 
 def _words(text: str | None, flag: str) -> tuple[str, ...]:

@@ -133,15 +133,15 @@ def name_list(text: str) -> tuple[str, ...]:
     """Comma-separated names."""
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not names:
-        raise ValueError("names no interface; must be a comma-separated list")
+        raise ValueError("must be a comma-separated list, and names nothing")
     return names
 
 
 def port_range(text: str) -> tuple[int, int]:
     """Port range, such as 12000-12100, or one port."""
-    first, _, last = text.partition("-")
+    first, dash, last = text.partition("-")
     try:
-        ports = int(first), int(last or first)
+        ports = int(first), int(last if dash else first)
     except ValueError:
         ports = (0, 0)
     if not 0 < ports[0] <= ports[1] < 1 << 16:
@@ -306,8 +306,8 @@ class Config:
         "eth0,10.1.0.0/16; by default all interfaces but the loopback and bridges inside a host.",
         flag="--network-interfaces", alias=False,
     )  # fmt: skip
-    tcp_ports: tuple[int, int] | None = setting(
-        None, "TCP_PORTS", port_range,
+    tcp_ports: tuple[int, ...] = setting(
+        (), "TCP_PORTS", port_range,
         "First and last port on which ranks listen for other hosts, such as 12000-12100; "
         "by default any port.",
         flag="--tcp-ports", alias=False,

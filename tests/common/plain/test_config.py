@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import MIB, Config, Setting, settings
+from hvdlite.common.plain.config import MIB, Config, Setting, name_list, settings
 
 ALL = list(settings())
 # A text setting takes any text; everything else refuses these.
 GARBAGE = ["garbage", "1x", "--", "nan", "1e999x", "0x10", "²", "1;2"]
-STRICT = [entry for entry in ALL if entry.parse is not str]
+STRICT = [entry for entry in ALL if entry.parse not in (str, name_list)]
 # One accepted text for each setting, and what it means.
 ACCEPTED = {
     "fusion_threshold_bytes": ("1024", 1024),
@@ -34,6 +34,10 @@ ACCEPTED = {
     "stall_warning_seconds": ("0.5", 0.5),
     "stall_shutdown_seconds": ("90", 90.0),
     "start_timeout_seconds": ("45", 45.0),
+    "network_interfaces": ("eth0, 10.1.0.0/16", ("eth0", "10.1.0.0/16")),
+    "tcp_ports": ("12000-12100", (12000, 12100)),
+    "tcp_streams": ("4", 4),
+    "peer_timeout_seconds": ("2.5", 2.5),
     "mpi_threads_disable": ("1", True),
     "native": ("off", "off"),
     "segmentation": ("size:80,20", "size:80,20"),
@@ -82,6 +86,20 @@ def test_a_negative_or_infinite_number_is_refused(variable: str) -> None:
 def test_a_list_of_cores_has_at_least_one_and_only_numbers(text: str) -> None:
     with pytest.raises(ConfigError, match="HVDLITE_THREAD_AFFINITY"):
         Config.from_environ({"HVDLITE_THREAD_AFFINITY": text})
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [("TCP_PORTS", t) for t in ("0", "70000", "12100-12000", "-5", "1-", "a-b")]
+    + [("NETWORK_INTERFACES", ","), ("TCP_STREAMS", "0"), ("TCP_STREAMS", "17")],
+)
+def test_what_the_network_cannot_be(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"HVDLITE_{variable}='{text}'"):
+        Config.from_environ({f"HVDLITE_{variable}": text})
+
+
+def test_one_port_is_a_range() -> None:
+    assert Config.from_environ({"HVDLITE_TCP_PORTS": "5000"}).tcp_ports == (5000, 5000)
 
 
 def test_our_own_name_wins_over_the_alias() -> None:

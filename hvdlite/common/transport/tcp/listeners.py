@@ -28,11 +28,11 @@ def listen_local() -> socket.socket:
 
 
 def listen_remote(
-    interfaces: Sequence[Interface], ports: tuple[int, int] | None, first: int
+    interfaces: Sequence[Interface], ports: tuple[int, ...], first: int
 ) -> list[tuple[Endpoint, socket.socket]]:
     """Listen on the address of every interface.
 
-    `ports` are the first and the last port that may be used (None: any); the ranks of a host begin
+    `ports` are the first and the last port that may be used (empty: any); the ranks of a host begin
     with different ones, the `first` from the start of the range. Raises `HorovodInternalError`.
     """
     listeners: list[tuple[Endpoint, socket.socket]] = []
@@ -59,9 +59,9 @@ def listen_remote(
     return listeners
 
 
-def _listen(interface: Interface, ports: tuple[int, int] | None, first: int) -> socket.socket:
+def _listen(interface: Interface, ports: tuple[int, ...], first: int) -> socket.socket:
     """Listen on a port of the range that nobody uses."""
-    if ports is None:
+    if not ports:
         return _try(interface, 0)
     low, high = ports
     count = high - low + 1
