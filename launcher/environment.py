@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from hvdlite.common.base.fabric import has_fabric
 from hvdlite.launcher.commands import build_environment
 from hvdlite.launcher.mpi import HYDRA, SLURM, Mpi, library_of
-from hvdlite.launcher.openmpi import has_fabric, parameter_given
+from hvdlite.launcher.openmpi import parameter_given
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.passed_variables import of_another_job
 

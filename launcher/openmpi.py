@@ -1,4 +1,4 @@
-"""What a user has told Open MPI already, and what this host has for it."""
+"""What a user has told Open MPI already."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from pathlib import Path
 
 PARAMETER_FLAGS = ("mca", "omca", "gmca")  # of mpirun: --mca NAME VALUE
 FILE_FLAGS = ("tune", "am")  # of mpirun: files that may set any parameter
-# Devices that only libfabric drives appear here: InfiniBand, Omni-Path, EFA and usNIC register as
-# the first, Slingshot as the others.
-FABRIC_CLASSES = ("infiniband", "cxi", "cxi_user")
 
 
 def parameter_given(
@@ -46,14 +43,3 @@ def _parameter_files(environ: Mapping[str, str], program: str) -> Iterator[str]:
             yield Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
-
-
-def has_fabric(classes: Path = Path("/sys/class")) -> bool:
-    """Return whether this host has a network that Open MPI drives through libfabric."""
-    for name in FABRIC_CLASSES:
-        try:
-            if any((classes / name).iterdir()):
-                return True
-        except OSError:
-            continue
-    return False

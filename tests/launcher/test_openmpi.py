@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.common.base.fabric import has_fabric
 from hvdlite.launcher import environment
 from hvdlite.launcher.environment import rank_environment
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_all
-from hvdlite.launcher.openmpi import has_fabric, parameter_given
+from hvdlite.launcher.openmpi import parameter_given
 from tests.launcher.jobs import launch
 from tests.launcher.test_commands import MPICH, OMPI4, OMPI5, SRUN, options
 

@@ -1,0 +1,299 @@
+"""Who has started this process, as which rank of which job: a pure function of its environment.
+
+| source | rank and size from | the ranks meet |
+|---|---|---|
+| MPI | ``OMPI_COMM_WORLD_*``, ``PMIX_RANK``, ``PMI_*``, or MPI that runs | over MPI |
+| OWN | ``HVDLITE_RANK``, ``HVDLITE_SIZE`` | at ``HVDLITE_RENDEZVOUS`` |
+| TORCH_GROUP | the default process group of torch.distributed | in its store |
+| TORCH_AGENT | ``RANK``, ``WORLD_SIZE`` | in the store of torchrun's agent |
+| MASTER | ``RANK``, ``WORLD_SIZE`` | at ``MASTER_ADDR:MASTER_PORT`` |
+| SLURM | ``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` | at a port of the step's first node |
+| SINGLE | | one rank, which meets nobody |
+
+The first of the table that is there counts. One that comes after it must say the same rank and
+size, since a rank that believes the wrong one waits for others that do not exist. Slurm is the
+exception: a launcher may well run inside a Slurm task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.meeting.address import Address, parse_address
+from hvdlite.common.plain.nodelist import expand_nodelist
+
+MPI, OWN, TORCH_GROUP, TORCH_AGENT = "MPI", "hvdlite", "torch.distributed", "torchrun"
+MASTER, SLURM, SINGLE = "MASTER_ADDR", "Slurm", "nobody"
+
+LAUNCHED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+MPI_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+MPI_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+LAUNCHER_EVENTS = "HVDLITE_LAUNCHER_EVENTS"  # It begins with a token of the job.
+RENDEZVOUS, SERVER = "HVDLITE_RENDEZVOUS", "HVDLITE_RENDEZVOUS_SERVER"
+INCARNATION = "HVDLITE_INCARNATION"
+# Above the ports that Linux gives to programs that ask for any. A job takes the first free one of
+# SLURM_PORTS, and each rank finds it by trying them all.
+FIRST_SLURM_PORT, LAST_SLURM_PORT, SLURM_PORTS = 61440, 65535, 16
+# Slurm numbers a batch script and the shell of salloc from here on as steps.
+NO_STEP = 0xFFFFFFF0
+
+
+class WorldRank(NamedTuple):
+    """A rank and the number of ranks, as a library in this process says them."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A rank as its launcher describes it; -1 and "" stand for what the launcher leaves out."""
+
+    source: str
+    rank: int = 0
+    size: int = 1
+    local_rank: int = -1
+    local_size: int = -1
+    # Tells jobs apart that run at the same time; equal on all ranks of a job.
+    job: str = ""
+    # Where the ranks meet: one of these.
+    addresses: tuple[Address, ...] = ()
+    # Whether rank 0 serves there. Somebody else does otherwise.
+    rank_0_serves: bool = False
+    # Tells a restart of the same job at the same address apart.
+    incarnation: str = ""
+    # Where the ranks meet when MPI, contrary to its variables, knows of one rank only.
+    instead: Launch | None = None
+    # The variables that this is from, with their values, for messages.
+    evidence: tuple[str, ...] = ()
+
+
+def detect(
+    environ: Mapping[str, str], mpi: WorldRank | None = None, torch: WorldRank | None = None
+) -> Launch:
+    """Return the launch that `environ` describes.
+
+    `mpi` is this process's place in MPI's world where MPI runs in it already, and `torch` that in
+    the default group of torch.distributed, where there is one. Raises `ConfigError` for variables
+    with impossible values, and for two sources that disagree, naming both.
+    """
+    candidates = list(_candidates(environ, mpi, torch))
+    if not candidates:
+        return Launch(SINGLE)
+    chosen = candidates[0]
+    for other in candidates[1:]:
+        if other.source != SLURM:
+            _check_that_they_agree(chosen, other)
+    if chosen.size == 1 and chosen.source != MPI:
+        return Launch(SINGLE, evidence=chosen.evidence)
+    if chosen.source == MPI:
+        slurm = next((other for other in candidates if other.source == SLURM), None)
+        chosen = replace(chosen, instead=slurm)
+    return chosen
+
+
+def _candidates(
+    environ: Mapping[str, str], mpi: WorldRank | None, torch: WorldRank | None
+) -> Iterator[Launch]:
+    """Yield what each source says, the first one being the strongest."""
+    slurm = _slurm(environ)
+    others = [_own(environ, slurm), _torch_group(torch), _ranks(environ, slurm), slurm]
+    by_mpi = _mpi(environ)
+    if by_mpi is None and mpi is not None and (mpi.size > 1 or not any(others)):
+        # A single rank of MPI beside another source is a script that imports mpi4py.
+        by_mpi = Launch(MPI, *mpi, evidence=(f"MPI.COMM_WORLD: rank {mpi.rank} of {mpi.size}",))
+    for launch in (by_mpi, *others):
+        if launch is not None:
+            yield launch
+
+
+def _check_that_they_agree(chosen: Launch, other: Launch) -> None:
+    for mine, theirs in ((chosen.rank, other.rank), (chosen.size, other.size)):
+        if mine != theirs and mine >= 0 and theirs >= 0:
+            raise ConfigError(
+                f"two launchers disagree about this process: {_spell(chosen)}, but "
+                f"{_spell(other)}. Start the ranks with one of them only, or unset the variables "
+                "of the other in the script that starts this process"
+            )
+
+
+def _spell(launch: Launch) -> str:
+    return f"{' and '.join(launch.evidence)} (from {launch.source})"
+
+
+# -- the sources
+
+
+def _mpi(environ: Mapping[str, str]) -> Launch | None:
+    if not any(name in environ for name in LAUNCHED_BY_MPI):
+        return None
+    kinds = (MPI_RANKS, MPI_SIZES, MPI_LOCAL_RANKS, MPI_LOCAL_SIZES)
+    names = [_first_number(environ, each) for each in kinds]
+    numbers = [int(environ[name]) if name else -1 for name in names]
+    evidence = _evidence(environ, *filter(None, names[:2]))
+    return Launch(MPI, *numbers, job=_mpi_job(environ), evidence=evidence)
+
+
+def _mpi_job(environ: Mapping[str, str]) -> str:
+    if "PMIX_NAMESPACE" in environ:
+        return environ["PMIX_NAMESPACE"]
+    if "PMI_RANK" in environ and "SLURM_STEP_ID" in environ:
+        return f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+    return environ.get(LAUNCHER_EVENTS, "").partition(" ")[0]
+
+
+def _own(environ: Mapping[str, str], slurm: Launch | None) -> Launch | None:
+    """Return what hvdlite's own variables say; the address may come with others' numbers."""
+    numbers = [_first(environ, ("HVDLITE_RANK",)), _first(environ, ("HVDLITE_SIZE",))]
+    if not environ.get(RENDEZVOUS):
+        if not all(numbers):
+            return None
+        launch = _numbered(environ, OWN, *numbers)
+        return launch if launch.size == 1 else _without_address(environ, launch)
+    rank = _first(environ, ("HVDLITE_RANK", "RANK", "JOB_COMPLETION_INDEX"))
+    size = _first(environ, ("HVDLITE_SIZE", "WORLD_SIZE"))
+    if not (rank and size) and slurm is not None:
+        launch = replace(slurm, source=OWN)
+    elif not (rank and size):
+        missing = "this rank (HVDLITE_RANK)" if size else "the number of ranks (HVDLITE_SIZE)"
+        raise ConfigError(f"{RENDEZVOUS}={environ[RENDEZVOUS]} is set, but nothing says {missing}")
+    else:
+        launch = _numbered(environ, OWN, rank, size)
+    address = parse_address(environ[RENDEZVOUS], RENDEZVOUS)
+    external = bool(address.path) or environ.get(SERVER, "").lower() == "external"
+    return replace(
+        launch, job=environ[RENDEZVOUS], addresses=(address,), rank_0_serves=not external,
+        incarnation=environ.get(INCARNATION, ""),
+    )  # fmt: skip
+
+
+def _without_address(environ: Mapping[str, str], launch: Launch) -> Launch:
+    """Return the launch of a rank with numbers, and with the address of torch's variables or none.
+
+    Ranks under MPI have hvdlite's numbers as well, and meet over MPI.
+    """
+    if _mpi(environ) is not None:
+        return launch
+    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
+        return _at_master(environ, launch)
+    raise ConfigError(
+        f"{' and '.join(launch.evidence)} say that this is a rank of a job, but not where the "
+        f"ranks meet: set {RENDEZVOUS}=host:port to a free port on the host of rank 0"
+    )
+
+
+def _torch_group(torch: WorldRank | None) -> Launch | None:
+    if torch is None:
+        return None
+    evidence = (f"torch.distributed: rank {torch.rank} of {torch.size}",)
+    return Launch(TORCH_GROUP, *torch, evidence=evidence)
+
+
+def _ranks(environ: Mapping[str, str], slurm: Launch | None) -> Launch | None:
+    """Return what torchrun's variables say, which many launchers set."""
+    if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
+        return None
+    launch = _numbered(environ, MASTER, "RANK", "WORLD_SIZE")
+    if launch.size == 1:
+        return launch
+    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
+        return _at_master(environ, launch)
+    if environ.get(RENDEZVOUS) or _mpi(environ) is not None or environ.get("HVDLITE_RANK"):
+        return launch
+    if slurm is not None and (slurm.rank, slurm.size) == (launch.rank, launch.size):
+        return slurm
+    raise ConfigError(
+        f"{' and '.join(launch.evidence)} say that this is a rank of a job, but not where the "
+        f"ranks meet: set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS}=host:port"
+    )
+
+
+def _at_master(environ: Mapping[str, str], launch: Launch) -> Launch:
+    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    text = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1")
+    run = [environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
+    local = [environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    local_rank, local_size = (int(each) if each.isdecimal() else -1 for each in local)
+    return replace(
+        launch,
+        source=TORCH_AGENT if agent else launch.source,
+        local_rank=local_rank,
+        local_size=local_size,
+        job=" ".join([text, *run]).strip(),
+        addresses=(parse_address(text, "MASTER_ADDR:MASTER_PORT"),),
+        rank_0_serves=not agent,
+        incarnation=environ.get(INCARNATION) or " ".join(run).strip(),
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Launch | None:
+    """Return the rank of a process that is a task of a step of several: `srun` has started it."""
+    step = environ.get("SLURM_STEP_ID", "")
+    size = _first(environ, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
+    if not step.isdecimal() or int(step) >= NO_STEP or not (environ.get("SLURM_PROCID") and size):
+        return None
+    launch = _numbered(environ, SLURM, "SLURM_PROCID", size)
+    if launch.size == 1:
+        return None
+    job = environ.get("SLURM_JOB_ID", "0")
+    nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES", "")
+    first = next(iter(expand_nodelist(environ.get("SLURM_STEP_NODELIST", ""))), "")
+    host = "localhost" if nodes == "1" else first
+    if not host:
+        raise ConfigError(
+            f"{' and '.join(launch.evidence)} say that this is a task of Slurm, but "
+            f"SLURM_STEP_NODELIST does not say on which nodes: set {RENDEZVOUS}=host:port"
+        )
+    local = environ.get("SLURM_LOCALID", "")
+    return replace(
+        launch,
+        local_rank=int(local) if local.isdecimal() else -1,
+        job=f"{environ.get('SLURM_CLUSTER_NAME', '')}:{job}.{step}",
+        addresses=tuple(Address(host, port) for port in _slurm_ports(job, int(step))),
+        rank_0_serves=True,
+        incarnation=environ.get("SLURM_RESTART_COUNT", ""),
+    )
+
+
+def _slurm_ports(job: str, step: int) -> range:
+    """Return the ports of a step; neighbours in time have others."""
+    number = (int(job) if job.isdecimal() else 0) * SLURM_PORTS + step * 7
+    first = FIRST_SLURM_PORT + number % (LAST_SLURM_PORT - FIRST_SLURM_PORT - SLURM_PORTS + 1)
+    return range(first, first + SLURM_PORTS)
+
+
+# -- variables
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """Return the first of `names` that is set, or an empty name."""
+    return next((name for name in names if environ.get(name, "").strip()), "")
+
+
+def _first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """Return the first of `names` that holds a number, or an empty name."""
+    return next((name for name in names if environ.get(name, "").isdecimal()), "")
+
+
+def _numbered(environ: Mapping[str, str], source: str, rank: str, size: str) -> Launch:
+    """Return a launch with the rank and size of these variables. Raises `ConfigError`."""
+    numbers = []
+    for name in (rank, size):
+        text = environ[name].strip()
+        if not text.isdecimal():
+            raise ConfigError(f"{name}={text!r}: must be a whole number")
+        numbers.append(int(text))
+    evidence = _evidence(environ, rank, size)
+    if not 0 <= numbers[0] < numbers[1]:
+        raise ConfigError(f"{' and '.join(evidence)}: there is no such rank")
+    return Launch(source, *numbers, evidence=evidence)
+
+
+def _evidence(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:
+    return tuple(f"{name}={environ[name]}" for name in names)

@@ -1,0 +1,217 @@
+"""Meetings in a key-value store of torch.distributed: of torchrun's agent, or of a process group.
+
+The first of the members gathers: every other rank writes its body under a key of its own, and waits
+for the answer to just that attempt, so that what an earlier attempt has left behind does no harm.
+torch is imported only where a job has been started with it.
+
+    NAME/RANK               token of the attempt, number of the round, body      by each rank
+    NAME/answer/TOKEN/ROUND all bodies                                           by the first member
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgpack
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.meeting.address import Address
+from hvdlite.common.meeting.launch import WorldRank
+from hvdlite.common.meeting.patience import Patience, Presence
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.05
+TOKEN_BYTES = 16
+
+Result = TypeVar("Result")
+
+
+def default_group() -> WorldRank | None:
+    """Return this process's place in the default group of torch.distributed; None without one.
+
+    Does not import torch.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return WorldRank(distributed.get_rank(), distributed.get_world_size())
+
+
+def default_store() -> dist.Store:
+    """Return the store by which the ranks of the default group of torch.distributed have met."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def agent_store(address: Address, deadline: float) -> dist.Store:
+    """Return the store of torchrun's agent. Raises `HorovodInternalError` when it is not there."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    try:
+        return TCPStore(address.host, address.port, None, False, timeout)
+    except (RuntimeError, ValueError) as error:
+        raise HorovodInternalError(
+            f"the store of torchrun's agent at {address} (MASTER_ADDR, MASTER_PORT) cannot be "
+            f"reached: {error}"
+        ) from error
+
+
+class TorchStoreExchange:
+    """The exchange of world rank `rank` of `size` in a store; see `Exchange`.
+
+    `members` are the world ranks that meet, in the order of their new numbers; None is all of them.
+    `job` tells the restarts of a job apart that use one store. `deadline` is in monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        deadline: float,
+        members: Sequence[int] | None = None,
+        *,
+        job: str = "",
+    ) -> None:
+        self._members = list(range(size)) if members is None else list(members)
+        self.rank, self.size = self._members.index(rank), len(self._members)
+        self._world_rank = rank
+        self._store = store
+        self._patience = Patience(rank, size, deadline)
+        spelled = "all" if members is None else "-".join(map(str, members))
+        self._name = f"hvdlite/{job}/{spelled}"
+        self._token = os.urandom(TOKEN_BYTES)
+        # The tokens of all members, which the first of them learns in round 0.
+        self._tokens: dict[int, bytes] = {}
+        self._round = 0
+
+    def allgather(self, body: bytes) -> list[bytes]:
+        """See `Exchange.allgather`."""
+        mine = msgpack.packb([self._token, self._round, bytes(body)])
+        self._call(self._store.set, self._body_key(self._world_rank), mine)
+        try:
+            bodies = self._gather() if self.rank == 0 else self._await_answer()
+        except BaseException:
+            self._withdraw()
+            raise
+        self._round += 1
+        return bodies
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+        if self._round:
+            self._withdraw()
+
+    def _gather(self) -> list[bytes]:
+        """Return the bodies of all members, and give them to the others."""
+        bodies: dict[int, bytes] = {}
+        pause = FIRST_PAUSE_SECONDS
+        while not self._complete(bodies):
+            pause = self._pause(pause)
+        answer = msgpack.packb([bodies[rank] for rank in self._members])
+        for rank in self._members[1:]:
+            self._call(self._store.set, self._answer_key(self._tokens[rank]), answer)
+        return [bodies[rank] for rank in self._members]
+
+    def _complete(self, bodies: dict[int, bytes]) -> bool:
+        """Add the bodies that are there to `bodies`; return whether these are all.
+
+        In round 0, those who came first may have given up or begun anew since: so look again.
+        """
+        if self._add_missing(bodies) and self._round == 0:
+            bodies.clear()
+            return self._add_missing(bodies)
+        return len(bodies) == self.size
+
+    def _add_missing(self, bodies: dict[int, bytes]) -> bool:
+        for rank in self._members:
+            if rank not in bodies and (body := self._body_of(rank)) is not None:
+                bodies[rank] = body
+        return len(bodies) == self.size
+
+    def _body_of(self, rank: int) -> bytes | None:
+        """Return what `rank` has given to this round, or None while it has not.
+
+        Raises `HorovodInternalError` when it has left or begun anew.
+        """
+        key = self._body_key(rank)
+        if not self._call(self._store.check, [key]):
+            if self._round:
+                raise _has_left(rank)
+            return None
+        token, number, body = msgpack.unpackb(self._call(self._store.get, key))
+        if number == 0 and self._round == 0:
+            self._tokens[rank] = token
+        elif self._tokens.get(rank) != token:
+            raise _has_left(rank)
+        return body if number == self._round else None
+
+    def _await_answer(self) -> list[bytes]:
+        key, first = self._answer_key(self._token), self._members[0]
+        pause = FIRST_PAUSE_SECONDS
+        while not self._call(self._store.check, [key]):
+            gone = self._round and not self._call(self._store.check, [self._body_key(first)])
+            if gone and not self._call(self._store.check, [key]):
+                raise _has_left(first)
+            pause = self._pause(pause)
+        answer: list[bytes] = msgpack.unpackb(self._call(self._store.get, key))
+        self._delete(key)
+        return answer
+
+    def _pause(self, seconds: float) -> float:
+        """Sleep, and return how long to sleep the next time; say who is missing when it is time."""
+        patience = self._patience
+        if patience.over:
+            raise patience.error(self._presence().spell())
+        if patience.line_is_due():
+            presence = self._presence()
+            if presence.speaker == self._world_rank:
+                patience.log(presence.spell())
+        time.sleep(min(seconds, patience.seconds()))
+        return min(2 * seconds, LONGEST_PAUSE_SECONDS)
+
+    def _presence(self) -> Presence:
+        present = [
+            rank
+            for rank in self._members
+            if self._call(self._store.check, [self._body_key(rank)])
+        ]  # fmt: skip
+        missing = [rank for rank in self._members if rank not in present]
+        return Presence(missing, present, [], [])
+
+    def _withdraw(self) -> None:
+        """Remove what this rank has written, so that no later meeting reads it."""
+        self._delete(self._body_key(self._world_rank))
+
+    def _delete(self, key: str) -> None:
+        with suppress(RuntimeError):  # Not every store can, and this one may be gone.
+            self._store.delete_key(key)
+
+    def _body_key(self, rank: int) -> str:
+        return f"{self._name}/{rank}"
+
+    def _answer_key(self, token: bytes) -> str:
+        return f"{self._name}/answer/{token.hex()}/{self._round}"
+
+    def _call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            raise HorovodInternalError(
+                f"the store of torch.distributed, where the ranks meet, is lost: {error}"
+            ) from error
+
+
+def _has_left(rank: int) -> HorovodInternalError:
+    return HorovodInternalError(f"rank {rank} has left while the ranks of this job connected", rank)
