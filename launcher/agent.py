@@ -98,7 +98,6 @@ class Agent:
         return {
             "channel": VERSION, "python": list(sys.version_info[:3]), "executable": sys.executable,
             "pid": os.getpid(), "host": socket.gethostname(), "folder": self.folder.path,
-            "node": os.environ.get("SLURM_NODEID", ""),
         }  # fmt: skip
 
     def _listen_to_signals(self) -> None:
@@ -135,13 +134,13 @@ class Agent:
                 self._report_raised()
                 self.folder.begin_answer(number)
         while self.channel.queued_bytes < MUCH_BYTES:
-            number, part = self.folder.next_answer_part(PART_BYTES)
-            if number is None:
+            ended, part = self.folder.next_answer_part(PART_BYTES)
+            if ended is None:
                 break
             if part:
-                self.channel.send("part", number, part)
+                self.channel.send("part", ended, part)
             else:
-                self.channel.send("exit", number, self._ranks[number].code)
+                self.channel.send("exit", ended, self._ranks[ended].code)
 
     def _pace(self) -> None:
         """Let the ranks wait while the launcher does not keep up with their output."""
@@ -219,9 +218,19 @@ class Agent:
             rank.signal(number)
 
 
-def main() -> int:
-    """Run the agent over its standard input and output, which then are no one else's."""
-    read_fd, write_fd = os.dup(0), os.dup(1)
+def main(arguments: list[str]) -> int:
+    """Run the agent over standard input and output, or over a connection to one of the addresses.
+
+    Standard input and output then are no one else's.
+    """
+    if arguments:
+        from hvdlite.launcher.connect_back import SECRET_VARIABLE, connect_back
+
+        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        connection = connect_back(arguments[0], name, os.environ[SECRET_VARIABLE].encode())
+        read_fd, write_fd = os.dup(connection.fileno()), connection.detach()
+    else:
+        read_fd, write_fd = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)
@@ -231,4 +240,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
 from hvdlite.launcher.channel import PART_BYTES
 from hvdlite.launcher.debug import terminals
+from hvdlite.launcher.launcher_choice import SRUN
 from hvdlite.launcher.mpi_arguments import binds_ranks
 from hvdlite.launcher.passed_variables import names_for_other_hosts
 from hvdlite.launcher.runner import JobContext
 
 SILENCE_SECONDS = 10.0
+SLURM_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
 
 
 class AgentJob:
     """A job in the words of the channel."""
 
-    def __init__(
-        self, job: JobContext, hosts: tuple[AgentHost, ...], launcher_environ: Mapping[str, str]
-    ) -> None:
+    def __init__(self, job: JobContext, hosts: tuple[AgentHost, ...]) -> None:
         self.silence_seconds = SILENCE_SECONDS
         self._options = job.options
         self._environ = job.environ
@@ -83,6 +82,12 @@ class AgentJob:
                 "WORLD_SIZE": str(self._options.num_proc),
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(len(host.ranks)),
+            }
+        if self._options.launcher == SRUN:  # Slurm describes the task that is the agent.
+            variables |= {
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(local_rank),
+                **dict.fromkeys(SLURM_SIZES, str(self._options.num_proc)),
             }
         return variables
 

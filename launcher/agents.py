@@ -9,20 +9,20 @@ import shutil
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
 from hvdlite.launcher.agent_job import AgentJob
+from hvdlite.launcher.agent_starters import AgentStarter, SpawnedAgents, SrunAgents
 from hvdlite.launcher.channel import VERSION
+from hvdlite.launcher.launcher_choice import SRUN
 from hvdlite.launcher.merged_meeting import MergedMeeting
 from hvdlite.launcher.outcome import NOT_STARTED_CODE
 from hvdlite.launcher.runner import JobContext, StartFailure
-from hvdlite.launcher.ssh import agent_command, agent_path, remote_agent_command, ssh_command
 from hvdlite.launcher.unreachable import explain_agent, spell_end
 
-MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
+LAST_SECONDS = 1.0  # How long processes that have closed their output may take to end.
 
 
 class Agents:
@@ -37,10 +37,12 @@ class Agents:
         self.agents = [
             AgentConnection(host, job.loop, self._received, self._lost) for host in hosts
         ]
-        self._environ = launcher_environ
-        self._description = AgentJob(job, hosts, launcher_environ)
+        make_starter = SrunAgents if job.options.launcher == SRUN else SpawnedAgents
+        self._starter: AgentStarter = make_starter(
+            self.agents, job.options, launcher_environ, job.loop
+        )
+        self._description = AgentJob(job, hosts)
         self._meeting = MergedMeeting(job.options.num_proc)
-        self._waiting = deque(self.agents)  # Those that are not yet connected to.
         self._started = False
         self._ending = False
         self._failure: StartFailure | None = None
@@ -53,36 +55,17 @@ class Agents:
 
     def describe(self) -> list[str]:
         """See `Runner`."""
-        lines = [shlex.join(self._command(agent)[0]) for agent in self.agents]
-        return [*lines, shlex.join(self.job.options.command)]
-
-    def _command(self, agent: AgentConnection) -> tuple[list[str], dict[str, str]]:
-        """Return the command line that starts an agent, and its environment."""
-        environ = dict(self._environ)
-        if not agent.host.remote:
-            return agent_command(), environ | {"PYTHONPATH": agent_path(environ)}
-        there = remote_agent_command(environ)
-        options = self.job.options
-        return ssh_command(agent.host.name, there, options, environ.get("PATH")), environ
+        return [*self._starter.describe(), shlex.join(self.job.options.command)]
 
     # -- the start
 
     def start(self) -> None:
         """See `Runner`."""
-        for agent in self.agents:
-            if not agent.host.remote:  # These cost nothing to wait for.
-                self._waiting.remove(agent)
-                agent.spawn(*self._command(agent))
-        for _ in range(MOST_AT_ONCE):
-            self._start_next()
-
-    def _start_next(self) -> None:
-        if self._waiting and not self._ending:
-            agent = self._waiting.popleft()
-            agent.spawn(*self._command(agent))
+        self._starter.start()
 
     def _hello(self, agent: AgentConnection, hello: dict[str, Any]) -> None:
-        self._start_next()
+        if not self._ending:
+            self._starter.agent_came()
         agent.folder = hello["folder"]
         name = agent.host.name
         if hello["channel"] != VERSION:
@@ -118,7 +101,7 @@ class Agents:
 
     def _stop_start(self) -> None:
         self._ending = True
-        self._waiting.clear()
+        self._starter.stop()
         for agent in self.agents:
             if agent.ready:
                 agent.let_end()
@@ -129,10 +112,12 @@ class Agents:
 
     def running(self) -> bool:
         """See `Runner`."""
-        return bool(self._waiting) or any(agent.alive for agent in self.agents)
+        return self._starter.busy() or any(agent.connected for agent in self.agents)
 
     def look(self) -> None:
         """See `Runner`."""
+        if not self._started and (why := self._starter.failure()):
+            self._fail(why)
         silence = self._description.silence_seconds
         now = time.monotonic()
         for agent in self.agents:
@@ -192,8 +177,7 @@ class Agents:
         """Look whether the channel of an agent has ended as it should, or too early."""
         if self._ending and not self._left(agent):
             return
-        said = agent.said()
-        code = agent.process.returncode if agent.process is not None else None
+        said, code = (agent.leader.said(), agent.leader.code) if agent.leader else ("", None)
         if not self._started:
             self._fail(explain_agent(agent.host.name, said, code))
         elif agent.host.remote:
@@ -245,9 +229,15 @@ class Agents:
         self._ending = True
         for agent in self.agents:
             agent.kill()
+        self._starter.abandon()
 
     def finish(self) -> None:
-        """See `Runner`."""
+        """See `Runner`: what has closed its channel ends by itself."""
+        end = time.monotonic() + LAST_SECONDS
+        for leader in (agent.leader for agent in self.agents):
+            if leader is not None:
+                leader.wait(end - time.monotonic())
+        self._starter.finish(end - time.monotonic())
 
     def failure(self) -> StartFailure | None:
         """See `Runner`."""
@@ -257,11 +247,12 @@ class Agents:
         """See `Runner`."""
         heard = self.job.first_failure
         for agent in self.agents:
-            abandoned = agent.process is not None and agent.process.poll() != 0
+            abandoned = agent.leader is not None and agent.leader.code != 0
             agent.close()
             if abandoned and not agent.host.remote:
                 self._kill_groups([r for r in agent.host.ranks if heard.codes.get(r) != 0])
                 shutil.rmtree(agent.folder or os.devnull, ignore_errors=True)
+        self._starter.close()
 
     def _kill_groups(self, ranks: list[int]) -> None:
         """Kill ranks of this host whose agent cannot do so any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 from collections.abc import Callable
 
-Handler = Callable[[int], None]  # called with the file descriptor that is ready
+Handler = Callable[[int], object]  # called with the file descriptor that is ready
 
 
 class EventLoop:
@@ -24,7 +24,7 @@ class EventLoop:
 
     def forget(self, fd: int) -> None:
         """Stop waiting for `fd`; one that nobody waits for does no harm."""
-        if fd in self._selector.get_map():
+        if fd >= 0 and fd in self._selector.get_map():
             self._selector.unregister(fd)
 
     def run_once(self, timeout_seconds: float) -> bool:

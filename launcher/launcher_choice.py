@@ -7,35 +7,34 @@ from collections.abc import Mapping
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config
+from hvdlite.launcher.allocation import SLURM, Allocation
 
 AUTO, SSH, SRUN, MPIRUN = "auto", "ssh", "srun", "mpirun"
+CONTRADICTS = {SSH: ("--mpi", "--mpi-args"), SRUN: ("--mpi",), MPIRUN: ("--gloo",)}
 
 
 def choose_launcher(
-    config: Config, flags: Mapping[str, bool], hosts_given: bool, environ: Mapping[str, str]
-) -> str:
-    """Return SSH, SRUN or MPIRUN; `flags` are those of the command line, with whether it is given.
+    config: Config, flags: Mapping[str, bool], allocation: Allocation | None,
+    environ: Mapping[str, str],
+) -> str:  # fmt: skip
+    """Return SSH, SRUN or MPIRUN; `flags` are those that speak of MPI, with whether each is given.
 
-    Raises `ConfigError` for flags that contradict the launcher that the user has named.
+    `allocation` is None where the user has named hosts. Raises `ConfigError` for a flag that
+    contradicts the launcher that the user has named.
     """
-    wishes = [name for name, given in flags.items() if given]
-    of_mpi = [name for name in wishes if name in ("--mpi", "--mpi-args")]
-    if config.launcher == SSH and of_mpi:
-        raise ConfigError(f"{of_mpi[0]} contradicts --launcher ssh: give one of them")
+    given = [flag for flag, is_given in flags.items() if is_given]
+    contradicting = [flag for flag in given if flag in CONTRADICTS.get(config.launcher, ())]
+    if contradicting:
+        raise ConfigError(f"{contradicting[0]} contradicts --launcher {config.launcher}: "
+                          "give one of them")  # fmt: skip
+    in_slurm = allocation is not None and allocation.system == SLURM
+    if config.launcher == SRUN and not in_slurm:
+        raise ConfigError("--launcher srun needs an allocation of Slurm, and no hosts: "
+                          "call salloc or sbatch first, and name no hosts")  # fmt: skip
     if config.launcher != AUTO:
         return config.launcher
-    if _asks_for_mpi(config, wishes):
+    if given or "mpi" in (config.allreduce, config.data_plane, getattr(config, "transport", "")):
         return MPIRUN
-    if in_allocation(environ) and not hosts_given:
+    if in_slurm and shutil.which("srun", path=environ.get("PATH")):
         return SRUN
     return MPIRUN
-
-
-def _asks_for_mpi(config: Config, wishes: list[str]) -> bool:
-    settings = (config.allreduce, config.data_plane, getattr(config, "transport", ""))
-    return bool(wishes) or "mpi" in settings
-
-
-def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a Slurm allocation whose srun can be called."""
-    return bool(environ.get("SLURM_JOB_ID") and shutil.which("srun", path=environ.get("PATH")))

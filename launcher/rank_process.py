@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -68,14 +69,14 @@ class RankProcess:
         """Read what it prints."""
         for stream, fd in self._pipes.items():
             self._loop.forget(fd)
-            self._loop.listen(fd, lambda _fd, stream=stream: self._read(stream))  # type: ignore[misc]
+            self._loop.listen(fd, partial(self._read, stream))
 
     def pause(self) -> None:
         """Let it wait when it prints more than its pipes hold."""
         for fd in self._pipes.values():
             self._loop.forget(fd)
 
-    def _read(self, stream: str) -> int:
+    def _read(self, stream: str, _fd: int = -1) -> int:
         fd = self._pipes[stream]
         try:
             data = os.read(fd, READ_BYTES)

@@ -35,8 +35,8 @@ class RankVariables:
 
     def environ_of(self, rank: Mapping[str, Any]) -> dict[str, str]:
         """Return the environment of the rank that the launcher describes so."""
-        job, mine = self._job, self._environ | rank["variables"]
-        events = f"{job['token']} {rank['rank']} {self._folder.events}"
+        mine: dict[str, str] = self._environ | rank["variables"]
+        events = f"{self._job['token']} {rank['rank']} {self._folder.events}"
         mine["HVDLITE_LAUNCHER_EVENTS"] = events
         if not mine.get("OMP_NUM_THREADS"):
             mine["OMP_NUM_THREADS"] = str(self._threads(rank))
