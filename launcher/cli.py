@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.console import open_missing_descriptors, say
 from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import resolve
-from hvdlite.launcher.start import run_job
+from hvdlite.launcher.start import report_hosts, run_job
 
 USAGE_CODE = 2
 
@@ -26,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         say(str(error))
         return USAGE_CODE
+    except KeyboardInterrupt:  # while hosts are checked, before the job handles signals
+        say("ended by SIGINT")
+        return 128 + signal.SIGINT
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -43,6 +47,8 @@ def _main(argv: Sequence[str]) -> int:
     options = resolve(args, os.environ)
     for note in options.notes:
         say(f"warning: {note}")
+    if args.check_hosts:
+        return report_hosts(options, os.environ)
     pod = options.launcher_pod
     if pod is not None:
         say(f"{options.num_proc} ranks on the hosts of {pod.hostfile}, which {pod.source} tells of")

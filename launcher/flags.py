@@ -175,6 +175,11 @@ def _add_host_flags(parser: Parser) -> None:
         "--network-interface", action="append", metavar="a",
         help="one of --network-interfaces; may be repeated",
     )  # fmt: skip
+    check = group.add_mutually_exclusive_group()
+    check.add_argument("--check-hosts", action="store_true",
+        help="print what is found on the hosts and between them, and exit")  # fmt: skip
+    check.add_argument("--no-check-hosts", action="store_true",
+        help="start on several hosts without looking at them first")  # fmt: skip
 
 
 def _add_mpi_flags(parser: Parser) -> None:

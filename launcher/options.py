@@ -46,6 +46,7 @@ class LaunchOptions:
     ssh_args: tuple[str, ...] = ()  # further arguments of ssh; those above win
     launcher_pod: LauncherPod | None = None  # the hosts are those of its hostfile
     network_interfaces: tuple[str, ...] = ()
+    check_hosts: bool = True  # look at several hosts before the start
     mpi_args: tuple[str, ...] = ()
     binding_args: tuple[str, ...] = ()
     tcp: bool = False
@@ -75,7 +76,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
 
     Raises `ConfigError` with one sentence that names the flag, key or variable at fault.
     """
-    if not args.command:
+    if not args.command and not args.check_hosts:
         raise ConfigError("no command given, such as: hvdlite-run -np 4 python train.py")
     pod = None if _gives_hosts(args) else find_launcher_pod(environ)
     given = _hosts(args, pod)
@@ -110,6 +111,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         ssh_args=pod.ssh_args if pod else (),
         launcher_pod=pod,
         network_interfaces=config.network_interfaces,
+        check_hosts=not args.no_check_hosts,
         mpi_args=_words(args.mpi_args, "--mpi-args"),
         binding_args=_words(args.binding_args, "--binding-args"),
         notes=tuple(notes),

@@ -17,13 +17,14 @@ from hvdlite.launcher.console import say
 from hvdlite.launcher.environment import rank_environment
 from hvdlite.launcher.job import Job
 from hvdlite.launcher.launcher_choice import MPIRUN, SRUN
-from hvdlite.launcher.mpi import find_mpi
+from hvdlite.launcher.mpi import Mpi, find_mpi
 from hvdlite.launcher.mpirun import Mpirun
 from hvdlite.launcher.names import listed, names_without_address
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.outcome import NOT_STARTED_CODE, JobOutcome, signal_outcome
 from hvdlite.launcher.runner import JobContext, Runner
 from hvdlite.launcher.signals import SignalInbox
+from hvdlite.launcher.start_check import check_before_start, print_report, use_networks
 from hvdlite.launcher.torchrun import torchrun_variables
 
 
@@ -33,7 +34,14 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
         failure = _wait_for_names(options)
         if failure is not None:
             return failure
-    mpi = find_mpi(environ, bool(options.hosts)) if options.launcher == MPIRUN else None
+    mpi = _mpi(options, environ)
+    report = check_before_start(options, environ, mpi)
+    if report is not None:
+        for warning in report.warnings:
+            say(f"warning: {warning}")
+        if report.problems:
+            return JobOutcome(NOT_STARTED_CODE, "\nhvdlite-run: ".join(report.problems))
+        options = use_networks(options, environ, mpi, report)
     passed = rank_environment(environ, mpi, options)
     options = replace(options, command=_command(options, passed))
 
@@ -65,6 +73,16 @@ def _wait_for_names(options: LaunchOptions) -> JobOutcome | None:
         "are not ready, or let the launcher start when they are "
         "(launcherCreationPolicy: WaitForWorkersReady)",
     )
+
+
+def report_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> int:
+    """Print what is found on the hosts; returns the exit code: 0 where a job can run on them."""
+    return print_report(options, environ, _mpi(options, environ))
+
+
+def _mpi(options: LaunchOptions, environ: Mapping[str, str]) -> Mpi | None:
+    """Return the MPI that starts the ranks; None where agents do."""
+    return find_mpi(environ, bool(options.hosts)) if options.launcher == MPIRUN else None
 
 
 def agent_hosts(options: LaunchOptions) -> tuple[AgentHost, ...]:

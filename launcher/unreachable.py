@@ -1,4 +1,4 @@
-"""Why a host could not be reached, from what ssh and Open MPI say, in one sentence.
+"""Why a host could not be reached, from what ssh, a shell or Open MPI say, in one sentence.
 
 This module never reads or writes anything.
 """
@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from collections.abc import Sequence
 
+SAME_ENVIRONMENT = "make the same Python environment at the same path on all hosts"
+NO_COMMAND = (126, 127)  # Exit codes of a shell for a command that it cannot run.
 # What ssh or the shell there says, the cause, and the remedy.
 CAUSES = (
+    (
+        r"IDENTIFICATION HAS CHANGED",
+        "its key is not the one that ssh knows: it was installed anew, or is another machine",
+        "ssh-keygen -R {host}, and ssh-keyscan {host} >> ~/.ssh/known_hosts, if you trust it",
+    ),
     (
         r"Host key verification failed|No \S+ host key is known",
         "its key is not known to ssh here",
@@ -49,7 +57,7 @@ CAUSES = (
     (
         r"prted: (No such file|not found|command not found)|orted: (No such|not found|command)",
         "Open MPI is not installed there at the same path",
-        "make the same Python environment at the same path on all hosts",
+        SAME_ENVIRONMENT,
     ),
     (
         r"No module named '?hvdlite|No module named '?msgpack",
@@ -86,14 +94,27 @@ def explain(host: str, said: str) -> str | None:
 
 
 def explain_agent(host: str, said: str, code: int | None) -> str:
-    """Return why the agent of `host` did not start; its process ended with `code`."""
+    """Return why the Python that was sent to `host` has not answered; it ended with `code`."""
+    if code in NO_COMMAND:
+        return _sentence(host, f"there is no Python at {sys.executable}", SAME_ENVIRONMENT)
     known = explain(host, said)
     if known is not None:
         return known
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = f" and said: {lines[-1]}" if lines else ""
-    return _sentence(host, f"the agent there {spell_end(code)}{last}",
-                     "--verbose prints its command line, to try it by hand")  # fmt: skip
+    return _sentence(host, f"the Python there {spell_end(code)}{last}",
+                     f"try it by hand: ssh {{host}} {sys.executable} --version")  # fmt: skip
+
+
+def explain_silence(host: str, seconds: float, *, runs: bool) -> str:
+    """Return why there is no answer of a Python on `host`; `runs`: it has started."""
+    if runs:
+        cause = f"Python runs there, and has not answered in {seconds:g} seconds"
+        remedy = "look whether its disk hangs, such as by: ssh {host} ls"
+    else:
+        cause = f"ssh connects, and has not started Python in {seconds:g} seconds"
+        remedy = "look at what hangs there by: ssh {host} true"
+    return _sentence(host, cause, remedy)
 
 
 def spell_end(code: int | None) -> str:

@@ -185,11 +185,13 @@ def test_other_complaints_of_mpirun_stay_its_own() -> None:
 
 @with_openmpi
 def test_a_job_on_a_host_that_is_not_there_ends_with_one_sentence() -> None:
-    done = launch("-np", "2", "-H", "no-such-host.invalid:2", "true")
-    assert done.returncode not in (0, None)
-    assert done.stderr.startswith("hvdlite-run: host no-such-host.invalid cannot be used: ")
-    assert done.stderr.count("\n") == 1
-    full = launch("--verbose", "-np", "2", "-H", "no-such-host.invalid:2", "true")
+    words = ("-np", "2", "-H", "no-such-host.invalid:2", "true")
+    for check in ((), ("--no-check-hosts",)):
+        done = launch(*check, *words)
+        assert done.returncode not in (0, None)
+        assert done.stderr.startswith("hvdlite-run: host no-such-host.invalid cannot be used: ")
+        assert done.stderr.count("\n") == 1
+    full = launch("--verbose", "--no-check-hosts", *words)
     assert "A daemon failed to report back" in full.stderr
 
 
