@@ -37,6 +37,12 @@ print("trained", hvd.rank(), hvd.size(), socket.gethostname(), os.getuid(), hvd.
       f"{weight[0]:.2f} {bias[0]:.2f}", os.environ.get("K_MPI_JOB_ROLE"), os.environ["MINE"])
 hvd.shutdown()
 """
+# The same without hvdlite: who runs where.
+PLACE = """\
+import os, socket
+print("trained", os.environ["HVDLITE_RANK"], os.environ["HVDLITE_SIZE"], socket.gethostname(),
+      os.getuid())
+"""
 
 
 def trained(text: str) -> list[str]:
@@ -47,6 +53,9 @@ def expected(*hosts: str) -> list[str]:
     """Ranks in the order of their hosts, two on each; all have learnt the line."""
     size = 2 * len(hosts)
     return [f"{rank} {size} {hosts[rank // 2]} 1000 2 3.00 -1.00 None yes" for rank in range(size)]
+
+
+either_launcher = pytest.mark.parametrize("flag", ["--launcher=mpirun", "--launcher=ssh"])
 
 
 @contextlib.contextmanager
@@ -87,6 +96,17 @@ def test_ranks_run_in_the_workers(lab: Lab, environ: dict[str, str], form: str) 
     assert "4 ranks on the hosts of /etc/mpi/hostfile" in done.stderr
 
 
+def test_agents_start_ranks_in_the_workers(lab: Lab) -> None:
+    with workers(lab):
+        lab.write("train.py", PLACE)
+        with launcher(lab, OPENMPI_POD, HOSTFILES["openmpi"], "--launcher=ssh") as running:
+            done = running.finish()
+    assert done.returncode == 0, done
+    assert [line.split()[:4] for line in trained(done.stdout)] == [
+        line.split()[:4] for line in expected("train-worker-0", "train-worker-1")
+    ]
+
+
 def test_a_launcher_that_is_a_worker_runs_ranks_itself(lab: Lab) -> None:
     """Its pod has no sshd, so that ssh to its own name would fail."""
     hostfile = f"train-launcher.{FQDN} slots=2\n{HOSTFILES['openmpi']}"
@@ -111,20 +131,22 @@ def test_a_launcher_that_comes_first_waits_for_the_workers(lab: Lab) -> None:
     assert trained(done.stdout) == expected("train-worker-0", "train-worker-1")
 
 
-def test_a_rank_that_fails_in_a_worker_ends_the_job(lab: Lab) -> None:
+@either_launcher
+def test_a_rank_that_fails_in_a_worker_ends_the_job(lab: Lab, flag: str) -> None:
     with workers(lab):
         lab.write("train.py", "import os, time\nif os.environ['HVDLITE_RANK'] == '3': os._exit(7)\n"
                               "time.sleep(1000)\n")  # fmt: skip
-        with launcher(lab, OPENMPI_POD, HOSTFILES["openmpi"]) as running:
+        with launcher(lab, OPENMPI_POD, HOSTFILES["openmpi"], flag) as running:
             done = running.finish()
     assert done.returncode == 7, done
     assert "rank 3 failed with exit code 7" in done.stderr.splitlines()[-1]
 
 
-def test_a_launcher_pod_that_is_deleted_ends_the_ranks(lab: Lab) -> None:
+@either_launcher
+def test_a_launcher_pod_that_is_deleted_ends_the_ranks(lab: Lab, flag: str) -> None:
     with workers(lab):
         lab.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(1000)\n")
-        with launcher(lab, OPENMPI_POD, HOSTFILES["openmpi"]) as running:
+        with launcher(lab, OPENMPI_POD, HOSTFILES["openmpi"], flag) as running:
             assert running.process.stdout is not None
             for _ in range(4):
                 assert running.process.stdout.readline().endswith("up\n")
