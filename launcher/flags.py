@@ -167,7 +167,10 @@ def _add_host_flags(parser: Parser) -> None:
     hosts = group.add_mutually_exclusive_group()
     hosts.add_argument("-H", "--hosts", metavar="h1:2,h2:4", help="hosts and their slots")
     hosts.add_argument(
-        "-hostfile", "--hostfile", metavar="FILE", help="lines of: name slots=number"
+        "-hostfile",
+        "--hostfile",
+        metavar="FILE",
+        help="lines of: name slots=number, or name:number",
     )
     group.add_argument("-p", "--ssh-port", type=positive, metavar="PORT")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE")
