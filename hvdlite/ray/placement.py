@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class Workers(NamedTuple):
     """How many workers there are, and what each of them takes."""
 
-    count: int
+    number: int
     per_host: int | None  # None: Ray places them, as closely together as it can
     cpus: float
     gpus: float
@@ -16,8 +16,8 @@ class Workers(NamedTuple):
     def bundles(self) -> tuple[list[dict[str, float]], str]:
         """Return the bundles of a placement group of their own, and its strategy."""
         if self.per_host is None:
-            return [self.resources(1)] * self.count, "PACK"
-        return [self.resources(self.per_host)] * (self.count // self.per_host), "STRICT_SPREAD"
+            return [self.resources(1)] * self.number, "PACK"
+        return [self.resources(self.per_host)] * (self.number // self.per_host), "STRICT_SPREAD"
 
     def resources(self, workers: int) -> dict[str, float]:
         """Return what some workers take together."""
@@ -49,23 +49,23 @@ def place(workers: Workers, use_current: bool, timeout_seconds: float) -> Placem
     current = ray.util.get_current_placement_group() if use_current else None
     if current is not None and workers.per_host is None:
         room = sum(workers.fit_into(bundle) for bundle in current.bundle_specs)
-        if room < workers.count:
+        if room < workers.number:
             raise ValueError(
                 f"the current placement group has room for {room} workers of "
-                f"{workers.resources(1)}, and num_workers is {workers.count}: its bundles are "
+                f"{workers.resources(1)}, and num_workers is {workers.number}: its bundles are "
                 f"{current.bundle_specs}; give it more, or use_current_placement_group=False"
             )
-        return Placement(current, [-1] * workers.count, own=False)
+        return Placement(current, [-1] * workers.number, own=False)
     bundles, strategy = workers.bundles()
     group = ray.util.placement_group(bundles, strategy=strategy)
     done, _ = ray.wait([group.ready()], timeout=timeout_seconds)
     if not done:
         ray.util.remove_placement_group(group)
         raise TimeoutError(
-            f"Ray has found no room for {workers.count} workers in {timeout_seconds:g} s: the "
+            f"Ray has found no room for {workers.number} workers in {timeout_seconds:g} s: the "
             f"placement group asks for {bundles} ({strategy}), available are "
             f"{ray.available_resources()}, in all {ray.cluster_resources()}; ask for fewer "
             "workers, or raise placement_group_timeout_s where the cluster is still growing"
         )
     per_bundle = workers.per_host or 1
-    return Placement(group, [index // per_bundle for index in range(workers.count)], own=True)
+    return Placement(group, [index // per_bundle for index in range(workers.number)], own=True)

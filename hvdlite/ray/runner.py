@@ -105,7 +105,7 @@ class RayExecutor:
     @property
     def num_workers(self) -> int:
         """The number of ranks."""
-        return self._wanted.count
+        return self._wanted.number
 
     def start(
         self,
@@ -158,7 +158,7 @@ class RayExecutor:
         import ray
 
         asked = [worker.place.remote() for worker in self.workers]
-        started, late = ray.wait(asked, num_returns=len(asked), timeout=limit)
+        _, late = ray.wait(asked, num_returns=len(asked), timeout=limit)
         if late:
             raise TimeoutError(
                 f"{len(late)} of {len(asked)} workers have not started in {limit:g} s: available "
@@ -235,7 +235,8 @@ class RayExecutor:
 
     def execute_single(self, fn: Callable[[Any], T]) -> T:
         """Return ``fn(executable)`` of rank 0."""
-        return collect([self._started()[0].execute.remote(fn)])[0]
+        answer: T = collect([self._started()[0].execute.remote(fn)])[0]
+        return answer
 
     def _started(self) -> list[Any]:
         if not self.workers:

@@ -16,7 +16,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.missing_names import NO_ELASTIC_HERE
 from hvdlite.ray import BaseHorovodWorker, RayExecutor, ray_logger
 from tests.cluster_programs import lose_a_rank, place, reduce, reduced, train, trained
-from tests.cluster_programs import wait_for_others as wait_for_others_program
+from tests.cluster_programs import wait_for_others as wait_for_them
 
 ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -83,7 +83,7 @@ def test_references_come_back_at_once(executor: RayExecutor) -> None:
 
 def test_an_exception_is_raised_as_itself_with_the_rank(executor: RayExecutor) -> None:
     with pytest.raises(KeyError, match="mine") as raised:
-        executor.run(wait_for_others_program)
+        executor.run(wait_for_them)
     if hasattr(raised.value, "__notes__"):  # new in Python 3.11
         assert "(raised on rank 1)" in raised.value.__notes__
     assert executor.run(reduce, args=[3]) == reduced(2, 3)
@@ -219,7 +219,7 @@ def test_the_current_placement_group_is_used(group: Any) -> None:
 
 
 def test_a_current_placement_group_that_is_too_small(group: Any) -> None:
-    with pytest.raises(ValueError, match="has room for 2 workers .* num_workers is 3"):
+    with pytest.raises(ValueError, match=r"has room for 2 workers .* num_workers is 3"):
         start_inside(group, 3)
 
 

@@ -50,6 +50,6 @@ def kill_the_executor() -> None:
 
 
 def test_a_lost_executor_ends_the_call_and_the_next_one_is_right() -> None:
-    with pytest.raises(HorovodInternalError, match="Spark has lost a task .*ExecutorLostFailure"):
+    with pytest.raises(HorovodInternalError, match=r"Spark has lost a task .*ExecutorLostFailure"):
         hvdlite.spark.run(kill_the_executor, num_proc=2)
     assert hvdlite.spark.run(reduce, (1,), num_proc=2) == reduced(2, 1)

@@ -20,7 +20,7 @@ from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.launcher.function import RemoteError
 from hvdlite.missing_names import NO_ELASTIC, NO_ESTIMATORS
 from tests.cluster_programs import lose_a_rank, place, reduce, reduced, train, trained
-from tests.cluster_programs import wait_for_others as wait_for_others_program
+from tests.cluster_programs import wait_for_others as wait_for_them
 from tests.spark.sessions import session
 
 pytest.importorskip("pyspark", reason="the extra 'spark' is not installed")
@@ -92,7 +92,7 @@ def test_output_comes_to_the_driver_with_the_time(capfd: pytest.CaptureFixture[s
 @pytest.mark.usefixtures("context")
 def test_an_exception_is_raised_as_itself_and_not_that_of_a_victim() -> None:
     with pytest.raises(KeyError, match="mine") as raised:
-        hvdlite.spark.run(wait_for_others_program)
+        hvdlite.spark.run(wait_for_them)
     assert isinstance(raised.value.__cause__, RemoteError) and raised.value.__cause__.rank == 1
     assert "wait_for_others" in str(raised.value.__cause__)
 

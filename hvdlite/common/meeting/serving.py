@@ -24,8 +24,9 @@ class ServedMeeting:
         self._thread.start()
 
     def _serve(self) -> None:
-        inputs = [self._server, self._stopped]
-        while self._stopped not in select.select(inputs, [], [], SILENCE_SECONDS)[0]:
+        end = self._stopped.fileno()
+        inputs = [self._server.fileno(), end]
+        while end not in select.select(inputs, [], [], SILENCE_SECONDS)[0]:
             self._server.handle()
         self._server.close()
 

@@ -1,0 +1,22 @@
+"""The scripts of docs/howto/spark.md run, and print what the page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scripts_of_pages import check, scripts
+
+SCRIPTS = scripts("spark")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("number", range(len(SCRIPTS)))
+def test_the_scripts_of_the_page(number: int, tmp_path: Path) -> None:
+    pytest.importorskip("pyspark", reason="the extra 'spark' is not installed")
+    check(*SCRIPTS[number], tmp_path)
+
+
+def test_the_page_has_scripts() -> None:
+    assert len(SCRIPTS) == 1
