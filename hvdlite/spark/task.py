@@ -32,6 +32,7 @@ from hvdlite.launcher.worker import dump_error
 from hvdlite.spark.output import RankOutput
 
 ANSWER = "answer.pickle"
+DEVICES = "HVDLITE_SPARK_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class Answer:
         return f"rank {self.rank} has ended without a result (exit code 0)"
 
 
+def get_available_devices() -> list[str]:
+    """Return the addresses of the GPUs that Spark has given to the task of this rank."""
+    return [device for device in os.environ.get(DEVICES, "").split(",") if device]
+
+
 def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """Return what a rank reads: the version of Python, where modules are, and the call."""
     call: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
@@ -103,6 +109,8 @@ def run_task(call: Call, failures: Any) -> Iterator[Answer]:
         identities = [tasks[index].identity for index in order]
         address = str(Address(first.address, first.port))
         variables = rank_variables(identities, address, call.secret)[rank]
+        gpus = context.resources().get("gpu")
+        variables[DEVICES] = ",".join(gpus.addresses) if gpus else ""
         try:
             answer = _run_rank(call, rank, variables, output)
         except Exception as error:  # Spark would try again, and tell it in a hundred lines
@@ -114,7 +122,8 @@ def run_task(call: Call, failures: Any) -> Iterator[Answer]:
 
 def _run_rank(call: Call, rank: int, variables: Mapping[str, str], output: RankOutput) -> Answer:
     environ = {name: text for name, text in os.environ.items() if not of_another_job(name)}
-    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    if call.executable is None:  # another Python finds packages of its own
+        environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environ["PYTHONUNBUFFERED"] = "1"  # output before a crash must not be lost in a buffer
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlite-spark-"))

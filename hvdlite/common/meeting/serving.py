@@ -6,11 +6,16 @@ bound from the start, for as many meetings as the ranks hold.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
+import weakref
 
 from hvdlite.common.meeting.server import SILENCE_SECONDS, MeetingServer
+
+
+_served: weakref.WeakSet[ServedMeeting] = weakref.WeakSet()
 
 
 class ServedMeeting:
@@ -22,6 +27,7 @@ class ServedMeeting:
         # Owns _server. Ends with close(), or with the process.
         self._thread = threading.Thread(target=self._serve, name="hvdlite-meeting", daemon=True)
         self._thread.start()
+        _served.add(self)
 
     def _serve(self) -> None:
         end = self._stopped.fileno()
@@ -32,6 +38,22 @@ class ServedMeeting:
 
     def close(self) -> None:
         """End the meetings; ranks that wait in one learn it by the end of their connection."""
+        _served.discard(self)
         self._stop.close()
         self._thread.join()
         self._stopped.close()
+
+    def after_fork_in_child(self) -> None:
+        """Close this process's copies of all descriptors: they would hide the end of the parent."""
+        self._server.after_fork_in_child()
+        self._stop.close()
+        self._stopped.close()
+
+
+def _after_fork_in_child() -> None:
+    for meeting in list(_served):
+        meeting.after_fork_in_child()
+    _served.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
