@@ -15,9 +15,6 @@ import weakref
 from hvdlite.common.meeting.server import SILENCE_SECONDS, MeetingServer
 
 
-_served: weakref.WeakSet[ServedMeeting] = weakref.WeakSet()
-
-
 class ServedMeeting:
     """Serves the meetings of `size` ranks at `listener` until `close`, which closes it, too."""
 
@@ -48,6 +45,9 @@ class ServedMeeting:
         self._server.after_fork_in_child()
         self._stop.close()
         self._stopped.close()
+
+
+_served: weakref.WeakSet[ServedMeeting] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
