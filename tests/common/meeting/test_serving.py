@@ -52,7 +52,9 @@ def test_a_forked_child_does_not_hold_the_port() -> None:
         os._exit(0)
     os.close(ready)
     meeting.close()
-    with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.1", port), 5)
-    os.close(waiting)
-    os.waitpid(child, 0)
+    try:
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port), 5)
+    finally:
+        os.close(waiting)
+        os.waitpid(child, 0)
