@@ -1,0 +1,202 @@
+"""Agents connect back to the launcher, and nobody else does."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hvdlite.launcher import call_back
+from hvdlite.launcher.call_back import Listener, own_addresses
+
+
+class Loop:
+    """The least that a listener needs of a launcher."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.came: list[tuple[socket.socket, str]] = []
+
+    def listen(self, fd: int, handler: Callable[[int], None]) -> None:
+        self.selector.register(fd, selectors.EVENT_READ, handler)
+
+    def forget(self, fd: int) -> None:
+        self.selector.unregister(fd)
+
+    def accepted(self, connection: socket.socket, name: str) -> None:
+        self.came.append((connection, name))
+
+    def run(self, until: Callable[[], Any], seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not until():
+            assert time.monotonic() < deadline
+            for key, _ in self.selector.select(0.01):
+                key.data(key.fd)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    for connection, _ in made.came:
+        connection.close()
+    made.selector.close()
+
+
+@pytest.fixture
+def listener(loop: Loop) -> Iterator[Listener]:
+    made = Listener(loop, ["127.0.0.1"], loop.accepted)
+    yield made
+    made.close()
+
+
+def call(listener: Listener, secret: str = "", **given: Any) -> list[socket.socket | str]:
+    """Call the listener in a thread; gives the connection, or the error, when it is there."""
+    result: list[socket.socket | str] = []
+
+    def agent() -> None:
+        arguments = {"secret": secret or listener.secret, "name": "node1", "seconds": 5.0, **given}
+        try:
+            result.append(call_back.call_back(listener.addresses, **arguments))
+        except OSError as error:
+            result.append(str(error))
+
+    threading.Thread(target=agent, daemon=True).start()
+    return result
+
+
+def stranger(listener: Listener) -> socket.socket:
+    host, _, port = listener.addresses[0].rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_an_agent_connects_and_is_known_by_its_name(loop: Loop, listener: Listener) -> None:
+    result = call(listener, name="rack1-node07.example.org")
+    loop.run(lambda: result and loop.came)
+    (theirs,), ((ours, name),) = result, loop.came
+    assert isinstance(theirs, socket.socket)
+    assert name == "rack1-node07.example.org"
+    theirs.sendall(b"hello")
+    ours.setblocking(True)
+    assert ours.recv(5) == b"hello"
+    ours.sendall(b"job")
+    assert theirs.recv(3) == b"job"
+    theirs.close()
+
+
+def test_the_secret_of_another_job_is_refused_by_both_ends(loop: Loop, listener: Listener) -> None:
+    result = call(listener, secret="0" * 32, seconds=0.0)
+    loop.run(lambda: result)
+    assert "closed the connection" in str(result[0])
+    assert loop.came == []
+
+
+def test_an_agent_does_not_believe_a_listener_without_the_secret() -> None:
+    """It would take the commands that it runs from whoever has the launcher's port now."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(os.urandom(call_back.NONCE_BYTES))
+                connection.recv(1000)
+                connection.sendall(os.urandom(call_back.PROOF_BYTES))
+
+        threading.Thread(target=answer, daemon=True).start()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(OSError, match="not the launcher of this job"):
+            call_back.call_back([address], "secret", "node1", 0.0)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(300), b"\xff" * 17, bytes(49), bytes(48)]
+)
+def test_whoever_is_no_agent_is_not_heard(loop: Loop, listener: Listener, said: bytes) -> None:
+    with stranger(listener) as connection:
+        connection.sendall(said)
+        connection.shutdown(socket.SHUT_WR)
+        ended: list[bool] = []
+
+        def read() -> None:
+            try:
+                while connection.recv(100):
+                    pass
+            except OSError:
+                pass
+            ended.append(True)
+
+        threading.Thread(target=read, daemon=True).start()
+        loop.run(lambda: ended)
+    assert loop.came == []
+    result = call(listener)
+    loop.run(lambda: result and loop.came)  # an agent comes in all the same
+    assert isinstance(result[0], socket.socket)
+    result[0].close()
+
+
+def test_silent_strangers_are_forgotten(
+    loop: Loop, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_back, "STRANGER_SECONDS", 0.0)
+    monkeypatch.setattr(call_back, "MOST_STRANGERS", 2)
+    silent = [stranger(listener) for _ in range(5)]
+    result = call(listener)
+    loop.run(lambda: result and loop.came)
+    assert isinstance(result[0], socket.socket)
+    for each in (*silent, result[0]):
+        each.close()
+
+
+def test_an_agent_that_comes_byte_by_byte(loop: Loop, listener: Listener) -> None:
+    secret = listener.secret.encode()
+    with stranger(listener) as connection:
+        loop.run(lambda: len(loop.selector.get_map()) == 2)  # it was accepted
+        nonces = connection.recv(call_back.NONCE_BYTES) + bytes(call_back.NONCE_BYTES)
+        own = call_back.proof(secret, call_back.CONNECTS, nonces, b"n")
+        for byte in bytes(call_back.NONCE_BYTES) + b"\1n" + own:
+            connection.send(bytes([byte]))
+            for key, _ in loop.selector.select(1):
+                key.data(key.fd)
+        loop.run(lambda: loop.came)
+    assert loop.came[0][1] == "n"
+
+
+def test_each_address_is_tried(loop: Loop) -> None:
+    listener = Listener(loop, ["127.0.0.1"], loop.accepted)
+    result: list[socket.socket] = []
+    addresses = ["127.0.0.1:1", "name.invalid:7", *listener.addresses]
+    threading.Thread(
+        target=lambda: result.append(call_back.call_back(addresses, listener.secret, "n")),
+        daemon=True,
+    ).start()
+    loop.run(lambda: result and loop.came)
+    result[0].close()
+    listener.close()
+
+
+def test_who_cannot_reach_the_launcher_says_why() -> None:
+    with pytest.raises(OSError, match=r"127\.0\.0\.1:1: .*refused"):
+        call_back.call_back(["127.0.0.1:1"], "secret", "node1", 0.0)
+
+
+def test_addresses_are_those_that_lead_to_the_hosts() -> None:
+    assert own_addresses(["127.0.0.1", "localhost", "name.invalid"])[0] == "127.0.0.1"
+    assert own_addresses(["name.invalid"]) == []
+
+
+def test_without_a_known_host_everyone_may_knock(loop: Loop) -> None:
+    listener = Listener(loop, ["name.invalid"], loop.accepted)
+    name, _, port = listener.addresses[0].rpartition(":")
+    assert (name, int(port) > 0) == (socket.gethostname(), True)
+    listener.close()
+
+
+def test_the_secret_is_no_argument(listener: Listener) -> None:
+    assert listener.variables == {call_back.SECRET_VARIABLE: listener.secret}
+    assert listener.secret not in " ".join(listener.addresses)
