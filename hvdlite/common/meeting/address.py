@@ -70,12 +70,13 @@ def listen(address: Address) -> socket.socket:
 
     It is bound to the one address that the host's name stands for, so that other networks do not
     reach it. It is bound to all of them where the name is not an address of this host (behind a
-    translated address), or stands for loopback here only (as a hostname in many /etc/hosts).
+    translated address), does not resolve yet (the name of a pod), or stands for loopback here only
+    (as a hostname in many /etc/hosts).
     """
     if address.path:
         return _listen_at_path(address.path)
     refused: OSError | None = None
-    for family, host in _bindable(address):
+    for family, host in _addresses_for_this_job(address):
         try:
             return socket.create_server((host, address.port), family=family, backlog=BACKLOG)
         except OSError as error:
@@ -100,13 +101,35 @@ def listen_everywhere(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=BACKLOG)
 
 
-def _bindable(address: Address) -> Iterator[tuple[socket.AddressFamily, str]]:
-    """Yield the IP addresses of `address` that only this job's network reaches."""
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    for family, _, _, _, (host, *_) in found:
-        loopback = ipaddress.ip_address(str(host).partition("%")[0]).is_loopback
+def is_here(address: Address) -> bool:
+    """Return whether `address` is one of this host."""
+    for family, host in _resolve(address):
+        try:
+            socket.create_server((host, 0), family=family).close()
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _addresses_for_this_job(address: Address) -> Iterator[tuple[socket.AddressFamily, str]]:
+    """Yield the IP addresses of `address` at which the other ranks look as well."""
+    for family, host in _resolve(address):
+        loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         if not loopback or address.host in ("localhost", host):
-            yield family, str(host)
+            yield family, host
+
+
+def _resolve(address: Address) -> list[tuple[socket.AddressFamily, str]]:
+    """Return the IP addresses of a name; none while it does not resolve.
+
+    The name of a pod may resolve only after the pod is ready, and rank 0 needs none to listen.
+    """
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return []
+    return [(family, str(host)) for family, _, _, _, (host, *_) in found]
 
 
 def _listen_at_path(path: str) -> socket.socket:

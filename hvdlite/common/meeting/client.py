@@ -31,12 +31,12 @@ DUPLICATE_SECONDS = 3.0  # How long the end of an earlier process of this rank m
 ANSWER_SECONDS = 2.0  # How long the server may take to say who is missing.
 
 
-class Refused(Exception):  # noqa: N818 - a verdict
+class Refused(Exception):  # noqa: N818 - not an error yet
     """The server does not let this rank take part."""
 
-    def __init__(self, verdict: int, sentence: str) -> None:
+    def __init__(self, reply: int, sentence: str) -> None:
         super().__init__(sentence)
-        self.verdict = verdict
+        self.reply = reply
 
 
 class ServerExchange:
@@ -175,11 +175,11 @@ class ServerExchange:
 
     def _check(self, refused: Refused, seconds: float) -> None:
         """Raise the error that ends the wait; return where another attempt may go well."""
-        if refused.verdict == wire.OTHER_JOB:
+        if refused.reply == wire.OTHER_JOB:
             return
-        if refused.verdict == wire.OTHER_SECRET and len(self._addresses) > 1:
+        if refused.reply == wire.OTHER_SECRET and len(self._addresses) > 1:
             return
-        if refused.verdict == wire.DUPLICATE and seconds < DUPLICATE_SECONDS:
+        if refused.reply == wire.DUPLICATE and seconds < DUPLICATE_SECONDS:
             return
         raise HorovodInternalError(
             f"the server of the meeting at {self._where()} refuses this rank: {refused}",
@@ -196,14 +196,14 @@ class ServerExchange:
             nonces = greeting.nonce + nonce
             claim = wire.pack_claim(self._job, self._world_rank, self._world_size, nonce)
             connection.sendall(claim + proof(self._secret, CONNECTS, nonces, claim))
-            verdict, length = wire.VERDICT.unpack(_read(connection, wire.VERDICT.size, end))
+            reply, length = wire.REPLY.unpack(_read(connection, wire.REPLY.size, end))
             rest = _read(connection, min(length, wire.SENTENCE_BYTES), end)
-            if verdict == wire.OTHER_VERSION:
+            if reply == wire.OTHER_VERSION:
                 raise HorovodVersionMismatchError(
                     "hvdlite", greeting.spell(), wire.unpack_claim(claim).spell()
                 )
-            if verdict != wire.ACCEPTED:
-                raise Refused(verdict, rest.decode(errors="replace"))
+            if reply != wire.ACCEPTED:
+                raise Refused(reply, rest.decode(errors="replace"))
             if not proves(rest, self._secret, LISTENS, nonces, claim):
                 raise Refused(wire.OTHER_SECRET, "the server does not know the secret of this job")
         except BaseException:

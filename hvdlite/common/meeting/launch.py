@@ -17,7 +17,7 @@ exception: a launcher may well run inside a Slurm task.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -92,9 +92,16 @@ def detect(
     if chosen.size == 1 and chosen.source != MPI:
         return Launch(SINGLE, evidence=chosen.evidence)
     if chosen.source == MPI:
-        slurm = next((other for other in candidates if other.source == SLURM), None)
-        chosen = replace(chosen, instead=slurm)
+        return replace(chosen, instead=_started_by_srun(chosen, candidates))
     return chosen
+
+
+def _started_by_srun(chosen: Launch, candidates: Sequence[Launch]) -> Launch | None:
+    """Return the launch by Slurm of a rank of MPI that is a task of its step itself."""
+    slurm = next((launch for launch in candidates if launch.source == SLURM), None)
+    if slurm is None or chosen.rank not in (-1, slurm.rank) or chosen.size not in (-1, slurm.size):
+        return None
+    return slurm
 
 
 def _candidates(
@@ -134,9 +141,9 @@ def _mpi(environ: Mapping[str, str]) -> Launch | None:
         return None
     kinds = (MPI_RANKS, MPI_SIZES, MPI_LOCAL_RANKS, MPI_LOCAL_SIZES)
     names = [_first_number(environ, each) for each in kinds]
-    numbers = [int(environ[name]) if name else -1 for name in names]
+    rank, size, local_rank, local_size = (int(environ[name]) if name else -1 for name in names)
     evidence = _evidence(environ, *filter(None, names[:2]))
-    return Launch(MPI, *numbers, job=_mpi_job(environ), evidence=evidence)
+    return Launch(MPI, rank, size, local_rank, local_size, job=_mpi_job(environ), evidence=evidence)
 
 
 def _mpi_job(environ: Mapping[str, str]) -> str:
@@ -283,16 +290,18 @@ def _first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 def _numbered(environ: Mapping[str, str], source: str, rank: str, size: str) -> Launch:
     """Return a launch with the rank and size of these variables. Raises `ConfigError`."""
-    numbers = []
-    for name in (rank, size):
-        text = environ[name].strip()
-        if not text.isdecimal():
-            raise ConfigError(f"{name}={text!r}: must be a whole number")
-        numbers.append(int(text))
+    numbers = _number(environ, rank), _number(environ, size)
     evidence = _evidence(environ, rank, size)
-    if not 0 <= numbers[0] < numbers[1]:
+    if numbers[0] >= numbers[1]:
         raise ConfigError(f"{' and '.join(evidence)}: there is no such rank")
     return Launch(source, *numbers, evidence=evidence)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name].strip()
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text!r}: must be a whole number")
+    return int(text)
 
 
 def _evidence(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:

@@ -297,7 +297,7 @@ class MeetingServer:
         connection.send(wire.pack_acceptance(self._secret, nonces, raw))
 
     def _refusal(self, claim: wire.Claim) -> tuple[int, str] | None:
-        """Return why a rank that has the secret may not take part, as a verdict and its reason."""
+        """Return why a rank that has the secret may not take part, as a reply and its reason."""
         if claim.protocol != PROTOCOL_VERSION:
             return wire.OTHER_VERSION, (
                 f"runs hvdlite {claim.version} (protocol {claim.protocol}), "
@@ -319,11 +319,11 @@ class MeetingServer:
             return wire.DUPLICATE, "is here already: two processes have the same rank"
         return None
 
-    def _refuse(self, connection: _Connection, verdict: int, who: str, reason: str) -> None:
-        if verdict not in (wire.OTHER_JOB, wire.DUPLICATE):
+    def _refuse(self, connection: _Connection, reply: int, who: str, reason: str) -> None:
+        if reply not in (wire.OTHER_JOB, wire.DUPLICATE):
             self._note(f"{who} {reason}")
         connection.ends = True
-        connection.send(wire.pack_refusal(verdict, f"{who} {reason}"))
+        connection.send(wire.pack_refusal(reply, f"{who} {reason}"))
 
     def _note(self, sentence: str) -> None:
         if sentence not in self._notes:

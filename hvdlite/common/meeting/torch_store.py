@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgpack
 
@@ -24,12 +24,10 @@ from hvdlite.common.meeting.address import Address
 from hvdlite.common.meeting.launch import WorldRank
 from hvdlite.common.meeting.patience import Patience, Presence
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.05
 TOKEN_BYTES = 16
 
+Store: TypeAlias = Any  # A torch.distributed.Store; torch has no types for it everywhere.
 Result = TypeVar("Result")
 
 
@@ -44,22 +42,23 @@ def default_group() -> WorldRank | None:
     return WorldRank(distributed.get_rank(), distributed.get_world_size())
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """Return the store by which the ranks of the default group of torch.distributed have met."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
-def agent_store(address: Address, deadline: float) -> dist.Store:
+def agent_store(address: Address, deadline: float) -> Store:
     """Return the store of torchrun's agent. Raises `HorovodInternalError` when it is not there."""
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    import torch.distributed
 
+    store: Store = getattr(torch.distributed, "TCPStore")  # noqa: B009 - it has no type
     timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
-        return TCPStore(address.host, address.port, None, False, timeout)
+        return store(address.host, address.port, None, False, timeout)
     except (RuntimeError, ValueError) as error:
         raise HorovodInternalError(
             f"the store of torchrun's agent at {address} (MASTER_ADDR, MASTER_PORT) cannot be "
@@ -76,7 +75,7 @@ class TorchStoreExchange:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         deadline: float,

@@ -3,7 +3,7 @@
     rank                                                server
                  <- greeting: MAGIC, protocol, version, nonce
     claim: MAGIC, protocol, version, job, rank, size, nonce, proof ->
-                 <- verdict: ACCEPTED and the server's proof, or a refusal and a sentence
+                 <- reply: ACCEPTED and the server's proof, or a refusal and a sentence
     frames: JOIN members; GATHER number body; WHO; LEAVE ->
                  <- frames: BODIES number [body, ...]; PRESENCE missing waiting left notes;
                             FAIL text rank
@@ -31,9 +31,9 @@ GREETING = struct.Struct(f"<8sI32s{NONCE_BYTES}s")
 JOB_BYTES = 16
 CLAIM = struct.Struct(f"<8sI32s{JOB_BYTES}sII{NONCE_BYTES}s")
 CLAIM_BYTES = CLAIM.size + PROOF_BYTES
-VERDICT = struct.Struct("<BH")  # One of the verdicts; length of the proof or the sentence.
-# The verdicts. REFUSED holds for ever, DUPLICATE until the other process with the same rank has
-# left, and OTHER_JOB until the job that listens there has met.
+REPLY = struct.Struct("<BH")  # One of the replies; length of the proof or the sentence.
+# The replies to a claim. REFUSED holds for ever, DUPLICATE until another process with the same rank
+# has left, and OTHER_JOB until the job that listens there has met.
 ACCEPTED, REFUSED, DUPLICATE, OTHER_JOB, OTHER_SECRET, OTHER_VERSION = range(6)
 SENTENCE_BYTES = 1000
 LENGTH = struct.Struct("<I")
@@ -101,15 +101,15 @@ def unpack_claim(data: bytes) -> Claim:
     return Claim(protocol, _text(version), job, rank, size, nonce)
 
 
-def pack_refusal(verdict: int, sentence: str) -> bytes:
-    """Return the verdict on a rank that may not take part."""
+def pack_refusal(reply: int, sentence: str) -> bytes:
+    """Return the reply to a rank that may not take part."""
     raw = sentence.encode()[:SENTENCE_BYTES]
-    return VERDICT.pack(verdict, len(raw)) + raw
+    return REPLY.pack(reply, len(raw)) + raw
 
 
 def pack_acceptance(secret: bytes, nonces: bytes, claim: bytes) -> bytes:
-    """Return the verdict on a rank that takes part; it holds the proof of the server."""
-    return VERDICT.pack(ACCEPTED, PROOF_BYTES) + proof(secret, LISTENS, nonces, claim)
+    """Return the reply to a rank that takes part; it holds the proof of the server."""
+    return REPLY.pack(ACCEPTED, PROOF_BYTES) + proof(secret, LISTENS, nonces, claim)
 
 
 def pack_frame(*message: Any) -> bytes:

@@ -170,6 +170,7 @@ def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **wh
 DATA_PLANES = ("auto", "shm", "ring", "mpi")
 ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "mpi")
 LAUNCHERS = ("auto", "ssh", "srun", "mpirun")
+TRANSPORTS = ("auto", "tcp", "mpi")
 NATIVE = ("auto", "on", "off")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
@@ -299,6 +300,12 @@ class Config:
         "What starts the ranks: ssh (agents, on this host without ssh), srun (agents by Slurm), "
         "mpirun, or auto.",
         flag="--launcher", alias=False,
+    )  # fmt: skip
+    transport: str = setting(
+        "auto", "TRANSPORT", choice(*TRANSPORTS),
+        "What connects the ranks: tcp, mpi (in a job that MPI has started), or auto: mpi where MPI "
+        "has started the ranks and every host has a fabric, tcp otherwise.",
+        flag="--transport", alias=False,
     )  # fmt: skip
     network_interfaces: tuple[str, ...] = setting(
         (), "NETWORK_INTERFACES", name_list,

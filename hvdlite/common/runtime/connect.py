@@ -1,24 +1,40 @@
-"""Connect the ranks of a job: those of the launcher, of a list, or of a communicator."""
+"""Connect the ranks of a job: from their launch to an exchange, and from that to a transport."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.common.decisions.control_tree import neighbours
+from hvdlite.common.meeting import launch as launches
+from hvdlite.common.meeting.exchange import Exchange
+from hvdlite.common.meeting.host_identity import host_identity
+from hvdlite.common.meeting.launch import Launch, detect
+from hvdlite.common.meeting.meet import meet
+from hvdlite.common.meeting.torch_store import default_group
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.launched_rank import SIZES, launched_rank, was_launched
 from hvdlite.common.runtime.mpi_process import (
     allow_mpi_finalize,
     members_of_communicator,
-    mpi_runs,
+    running_world,
     skip_mpi_finalize,
     start_mpi,
 )
 from hvdlite.common.runtime.process_sets import is_communicator
 from hvdlite.common.runtime.start_watch import StartWatch
+from hvdlite.common.runtime.transport_choice import (
+    REMEDY,
+    TCP,
+    agree_on_transport,
+    check_without_mpi,
+)
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import solo
+
+SECRET = "HVDLITE_SECRET"
 
 
 class Membership(NamedTuple):
@@ -28,41 +44,114 @@ class Membership(NamedTuple):
     mpi_group: Any = None
 
 
-def connect(comm: Any, config: Config) -> Membership:
+def find_launch() -> Launch:
+    """Return who has started this process. Raises `ConfigError` where sources disagree."""
+    return detect(os.environ, running_world(), default_group())
+
+
+def connect(comm: Any, launch: Launch, config: Config) -> Membership:
     """Connect this rank with the others; blocks until all have connected.
 
     `comm` is None for all ranks of the job, a list of world ranks, or an mpi4py communicator.
-    Raises `ValueError` for anything else, and as `transport.mpi.connect` does.
+    Raises `ValueError` for anything else, `ConfigError` for settings that ask for an MPI that is
+    not there, and as the transports do.
     """
-    communicator = is_communicator(comm)
-    if not communicator and comm is not None and not isinstance(comm, (list, tuple, range)):
+    if is_communicator(comm):
+        return _connect_communicator(comm, launch, config)
+    if comm is not None and not isinstance(comm, (list, tuple, range)):
         raise ValueError(
             f"Invalid type of argument comm: {type(comm).__name__} {comm!r}; "
             "give None, a list of world ranks, or an mpi4py communicator"
         )
-    if not communicator and not was_launched() and not mpi_runs():
-        if comm and list(comm) != [0]:
+    ranks = list(comm or ())
+    if launch.source == launches.MPI:
+        return _connect_started_by_mpi(ranks, launch, config)
+    if launch.source == launches.SINGLE:
+        if ranks not in ([], [0]):
             raise ValueError(f"comm={comm}: this job has rank 0 only; start it with hvdlite-run")
         return Membership(solo())
-    with StartWatch(launched_rank(), config.start_timeout_seconds) as watch:
-        mpi = start_mpi(config, watch)
-        if communicator:
-            return _connect_mpi(mpi, comm, config, watch)
-        _check_launcher(mpi.COMM_WORLD.size, mpi.Get_library_version())
-        if comm:
-            return _connect_ranks(mpi, list(comm), config, watch)
-        return _connect_mpi(mpi, mpi.COMM_WORLD, config, watch)
+    check_without_mpi(launch, config)
+    return _connect_without_mpi(ranks, launch, config)
 
 
-def _connect_ranks(mpi: Any, ranks: list[int], config: Config, watch: StartWatch) -> Membership:
-    world = mpi.COMM_WORLD
-    foreign = [rank for rank in ranks if not isinstance(rank, int) or not 0 <= rank < world.size]
+def _check_ranks(ranks: list[int], rank: int, size: int) -> None:
+    """Raise `ValueError` unless `ranks` are ranks of the job, and `rank` is one of them."""
+    foreign = [each for each in ranks if not isinstance(each, int) or not 0 <= each < size]
     if foreign:
-        raise ValueError(f"comm={ranks}: there is no rank {foreign[0]} in a job of {world.size}")
+        raise ValueError(f"comm={ranks}: there is no rank {foreign[0]} in a job of {size}")
     if len(set(ranks)) != len(ranks):
         raise ValueError(f"comm={ranks} names a rank twice")
-    if world.rank not in ranks:
-        raise ValueError(f"comm={ranks} leaves out rank {world.rank}, which must not call init")
+    if rank not in ranks:
+        raise ValueError(f"comm={ranks} leaves out rank {rank}, which must not call init")
+
+
+# -- without MPI
+
+
+def _connect_without_mpi(ranks: list[int], launch: Launch, config: Config) -> Membership:
+    if ranks:
+        _check_ranks(ranks, launch.rank, launch.size)
+    if len(ranks) == 1:
+        return Membership(solo())
+    members = None if ranks in ([], list(range(launch.size))) else ranks
+    deadline = time.monotonic() + config.start_timeout_seconds
+    exchange = meet(launch, members, os.environ.get(SECRET, "").encode(), deadline)
+    try:
+        return Membership(_connect_over_tcp(exchange, config, deadline))
+    finally:
+        exchange.close()
+
+
+def _connect_over_tcp(exchange: Exchange, config: Config, deadline: float) -> Transport:
+    from hvdlite.common.transport.tcp.connect import connect as connect_over_tcp
+
+    return connect_over_tcp(
+        exchange, config, deadline, neighbours,
+        host=host_identity(), secret=os.environ.get(SECRET, "").encode(),
+    )  # fmt: skip
+
+
+# -- with MPI
+
+
+def _connect_started_by_mpi(ranks: list[int], launch: Launch, config: Config) -> Membership:
+    with StartWatch(launch, config.start_timeout_seconds) as watch:
+        mpi = _start_or_none(launch, config, watch)
+        if mpi is not None:
+            world = mpi.COMM_WORLD
+            return _connect_ranks(mpi, ranks or range(world.size), config, watch)
+    assert launch.instead is not None
+    return connect(ranks, launch.instead, config)
+
+
+def _start_or_none(launch: Launch, config: Config, watch: StartWatch) -> Any:
+    """Return MPI, started; None where it knows nothing of the others, and Slurm does.
+
+    Raises `HorovodInternalError` when another MPI has started this process than it has loaded.
+    """
+    try:
+        mpi = start_mpi(config, watch)
+    except (ImportError, RuntimeError):  # mpi4py finds no library of MPI.
+        if launch.instead is None:
+            raise
+        return None
+    if mpi.COMM_WORLD.size > 1 or (launch.size <= 1 and launch.instead is None):
+        return mpi
+    if launch.instead is not None:
+        return None
+    library = mpi.Get_library_version().split(",", maxsplit=1)[0]
+    raise HorovodInternalError(
+        f"the launcher has started {launch.size} ranks ({', '.join(launch.evidence)}), but the MPI "
+        f"library that mpi4py has loaded knows of this one only: it is {library!r}. "
+        "Start the job with the mpirun of that library, or with hvdlite-run"
+    )
+
+
+def _connect_ranks(mpi: Any, ranks: Sequence[int], config: Config, watch: StartWatch) -> Membership:
+    world = mpi.COMM_WORLD
+    if isinstance(ranks, range):
+        return _connect_all_of(mpi, world, config, watch)
+    _check_ranks(list(ranks), world.rank, world.size)
     watch.expected = ranks
     everyone = world.Get_group()
     part = everyone.Incl(ranks)
@@ -73,18 +162,30 @@ def _connect_ranks(mpi: Any, ranks: list[int], config: Config, watch: StartWatch
         part.Free()
         everyone.Free()
     try:
-        return _connect_mpi(mpi, sub, config, watch)
+        return _connect_all_of(mpi, sub, config, watch)
     finally:
         sub.Free()
 
 
-def _connect_mpi(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> Membership:
-    from hvdlite.common.transport.mpi import connect as connect_over_mpi
+def _connect_communicator(comm: Any, launch: Launch, config: Config) -> Membership:
+    me = launch if launch.source == launches.MPI else None
+    with StartWatch(me, config.start_timeout_seconds) as watch:
+        mpi = start_mpi(config, watch)
+        if mpi.COMM_WORLD.size == 1 and launch.size > 1 and comm != mpi.COMM_SELF:
+            raise ConfigError(
+                "init(comm=...) was given a communicator of MPI, which knows of this process only, "
+                f"and {' and '.join(launch.evidence)} (from {launch.source}) say that the job has "
+                f"{launch.size} ranks: {REMEDY}"
+            )
+        return _connect_all_of(mpi, comm, config, watch)
 
+
+def _connect_all_of(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> Membership:
+    """Connect the ranks of `comm`, over MPI or over TCP."""
     watch.expected = _world_ranks(mpi, comm)
     group = comm.Get_group()
     try:
-        transport = connect_over_mpi(comm, config, watch.give_up)
+        transport = _connect_by_exchange_of_mpi(comm, config, watch)
     except BaseException:
         group.Free()
         skip_mpi_finalize()
@@ -94,6 +195,21 @@ def _connect_mpi(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> Memb
     return Membership(transport, group)
 
 
+def _connect_by_exchange_of_mpi(comm: Any, config: Config, watch: StartWatch) -> Transport:
+    from hvdlite.common.meeting.mpi import MpiExchange
+    from hvdlite.common.transport.mpi import connect as connect_over_mpi
+    from hvdlite.common.transport.mpi import duplicate
+
+    deadline = time.monotonic() + config.start_timeout_seconds
+    control = duplicate(comm, deadline, watch.give_up)
+    exchange = MpiExchange(control)
+    if agree_on_transport(exchange, config) == TCP:
+        transport = _connect_over_tcp(exchange, config, deadline)
+        control.Free()
+        return transport
+    return connect_over_mpi(control, config, watch.give_up)
+
+
 def _world_ranks(mpi: Any, comm: Any) -> list[int]:
     """Return the ranks of `comm` in COMM_WORLD; those of another world are left out."""
     world = mpi.COMM_WORLD.Get_group()
@@ -101,15 +217,3 @@ def _world_ranks(mpi: Any, comm: Any) -> list[int]:
         return [rank for rank in members_of_communicator(comm, world) if rank >= 0]
     finally:
         world.Free()
-
-
-def _check_launcher(size: int, library: str) -> None:
-    """Raise `HorovodInternalError` when another MPI has started this process than it has loaded."""
-    for name in SIZES:
-        ranks = os.environ.get(name, "")
-        if ranks.isdigit() and int(ranks) > 1 and size == 1:
-            raise HorovodInternalError(
-                f"the launcher has started {ranks} ranks ({name}), but the MPI library that mpi4py "
-                f"has loaded knows of this one only: it is {library.split(',', maxsplit=1)[0]!r}. "
-                "Start the job with the mpirun of that library, or with hvdlite-run"
-            )

@@ -14,10 +14,10 @@ from hvdlite.common.base.report_failure import report_uncaught
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.logs import set_up_log
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
-from hvdlite.common.runtime.connect import connect
-from hvdlite.common.runtime.launched_rank import claim_rank
+from hvdlite.common.runtime.connect import connect, find_launch
 from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, skip_mpi_finalize
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set, is_communicator
+from hvdlite.common.runtime.rank_claim import claim_rank
 from hvdlite.common.runtime.runtime import DYNAMIC, Runtime
 from hvdlite.common.runtime.state import current, not_initialized, this_process
 
@@ -50,12 +50,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
     """Join a job. After an error, this process is what it was before."""
-    claim_rank()
+    launch = find_launch()
+    claim_rank(launch)
     config = Config.from_environ()
     set_up_log(config)
     report_uncaught()
     _forget_finished()
-    membership = connect(comm, config)
+    membership = connect(comm, launch, config)
     this_process.runtime = runtime = Runtime(membership.transport, config, membership.mpi_group)
     try:
         this_process.comm = comm

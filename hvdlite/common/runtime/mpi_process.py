@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.meeting.launch import WorldRank
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.start_watch import StartWatch
 
@@ -30,6 +31,15 @@ def mpi_runs() -> bool:
     from mpi4py import MPI
 
     return bool(MPI.Is_initialized() and not MPI.Is_finalized())
+
+
+def running_world() -> WorldRank | None:
+    """Return this process's place in MPI's world, if MPI runs in it."""
+    if not mpi_runs():
+        return None
+    from mpi4py import MPI
+
+    return WorldRank(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
 
 
 def start_mpi(config: Config, watch: StartWatch) -> Any:

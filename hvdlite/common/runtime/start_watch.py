@@ -20,7 +20,7 @@ from types import TracebackType
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import report
-from hvdlite.common.runtime.launched_rank import LaunchedRank
+from hvdlite.common.meeting.launch import Launch
 
 log = logging.getLogger("hvdlite")
 
@@ -34,7 +34,7 @@ GRACE_SECONDS = 3.0  # A rank that has not raised so long after the limit waits 
 class Announcement:
     """The announcement to the ranks of this host that this rank has called `init`."""
 
-    def __init__(self, me: LaunchedRank) -> None:
+    def __init__(self, me: Launch) -> None:
         self._me = me
         self._job = hashlib.sha256(f"{os.getuid()} {me.job}".encode()).hexdigest()[:32]
         self._sockets: list[socket.socket] = []
@@ -83,7 +83,7 @@ class Announcement:
 class StartWatch:
     """A context manager for the waits of `init`: logs the missing ranks every LINE_SECONDS."""
 
-    def __init__(self, me: LaunchedRank | None, limit_seconds: float) -> None:
+    def __init__(self, me: Launch | None, limit_seconds: float) -> None:
         self.limit_seconds = limit_seconds
         # World ranks that must come: all of the job, until `connect` knows that it is a part.
         self.expected: Sequence[int] = range(me.size if me else 0)

@@ -48,15 +48,16 @@ _unfinished: list[tuple[MPI.Intracomm, MPI.Intracomm, MPI.Request]] = []
 
 
 def connect(
-    comm: MPI.Intracomm, config: Config, give_up: Callable[[], HorovodInternalError]
+    control: MPI.Intracomm, config: Config, give_up: Callable[[], HorovodInternalError]
 ) -> MpiTransport:
-    """Return the transport of a job whose ranks are those of `comm`; collective over `comm`.
+    """Return the transport of a job whose ranks are those of `control`; collective over them.
+
+    `control` is a duplicate made by `duplicate`, and belongs to the transport afterwards.
 
     Raises what `give_up` returns when some ranks do not come within
     `config.start_timeout_seconds`, and `HorovodVersionMismatchError`.
     """
     deadline = time.monotonic() + config.start_timeout_seconds
-    control = duplicate(comm, deadline, give_up)
     exchange = MpiExchange(control)
     exchange_versions(exchange)
     data = duplicate(control, deadline, give_up)

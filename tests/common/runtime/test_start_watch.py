@@ -1,75 +1,25 @@
-"""Who is missing at init, and which process is a rank: from what launchers say, without MPI."""
+"""Who is missing while MPI starts, from what launchers say, without MPI."""
 
 from __future__ import annotations
 
-import os
 import secrets
 from contextlib import ExitStack
 
 import pytest
 
-from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.runtime.launched_rank import (
-    RANK_PROCESS,
-    LaunchedRank,
-    claim_rank,
-    launched_rank,
-)
+from hvdlite.common.meeting.launch import MPI, Launch
 from hvdlite.common.runtime.start_watch import StartWatch
 
-OPENMPI = {
-    "PMIX_NAMESPACE": "prterun-a-1@1",
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-SLURM = {"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
 
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        (OPENMPI, LaunchedRank("prterun-a-1@1", 3, 4, 1, 2)),
-        (MPICH, LaunchedRank("", 3, 4, 1, 2)),
-        ({**MPICH, "HVDLITE_LAUNCHER_EVENTS": "token 3 /a b"}, LaunchedRank("token", 3, 4, 1, 2)),
-        ({**SLURM, "SLURM_LOCALID": "0"}, LaunchedRank("7.0", 3, 4, 0, -1)),
-        ({"SLURM_JOB_ID": "7", "HOME": "/"}, None),
-    ],
-)
-def test_what_launchers_say(environ: dict[str, str], expected: LaunchedRank | None) -> None:
-    assert launched_rank(environ) == expected
-
-
-@pytest.mark.parametrize("own", [OPENMPI, MPICH, SLURM])
-def test_a_copy_of_a_rank_is_refused_and_names_it(own: dict[str, str]) -> None:
-    environ = dict(own)
-    claim_rank(environ)
-    claim_rank(environ)  # init after shutdown
-    _, _, rest = environ[RANK_PROCESS].partition(" ")
-    environ[RANK_PROCESS] = f"{os.getppid()} {rest}"  # as if the parent had claimed it
-    with pytest.raises(HorovodInternalError, match=rf"rank 3 \(process {os.getppid()}\)") as info:
-        claim_rank(environ)
-    assert info.value.rank == 3
-
-
-@pytest.mark.parametrize("own", [OPENMPI, MPICH, SLURM])
-def test_a_job_inside_a_rank_is_a_job_of_its_own(own: dict[str, str]) -> None:
-    environ = {**own, RANK_PROCESS: "1 3 the outer job"}
-    claim_rank(environ)
-    assert environ[RANK_PROCESS].startswith(f"{os.getpid()} 3")
-    environ = {RANK_PROCESS: "1 3 the outer job"}  # one rank, without a launcher
-    claim_rank(environ)
-    assert environ == {RANK_PROCESS: "1 3 the outer job"}
+def launch(job: str, rank: int, size: int, local_rank: int, local_size: int) -> Launch:
+    return Launch(MPI, rank, size, local_rank, local_size, job)
 
 
 def watches(size: int, local_size: int, ranks: dict[int, int]) -> list[StartWatch]:
     """The watches of ``rank -> local rank`` of one host."""
     job = secrets.token_hex(8)
     return [
-        StartWatch(LaunchedRank(job, rank, size, local, local_size), 60)
-        for rank, local in ranks.items()
+        StartWatch(launch(job, rank, size, local, local_size), 60) for rank, local in ranks.items()
     ]
 
 
@@ -91,7 +41,7 @@ def test_who_is_missing(size: int, local_size: int, present: dict[int, int], tex
 
 
 def test_a_job_that_has_no_name_says_so_without_ranks() -> None:
-    with StartWatch(LaunchedRank("", 0, 2, 0, 2), 60) as watch:
+    with StartWatch(launch("", 0, 2, 0, 2), 60) as watch:
         assert "some ranks have not called init()" in str(watch.give_up())
 
 
