@@ -97,9 +97,11 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
             "--mpi-args": args.mpi_args is not None,
             "--binding-args": args.binding_args is not None,
         },
-        bool(hosts),
+        allocation,
         environ,
     )
+    if launcher != MPIRUN and allocation is not None:
+        hosts = _with_ranks(allocation, args.num_proc)  # The agents must know them.
     options = LaunchOptions(
         launcher=launcher,
         command=tuple(args.command),
@@ -145,6 +147,11 @@ def _hosts_of(allocation: Allocation | None, num_proc: int | None) -> tuple[Host
     """Return the hosts of an allocation that get ranks; none under Slurm: srun knows them."""
     if allocation is None or allocation.system == SLURM:
         return ()
+    return _with_ranks(allocation, num_proc)
+
+
+def _with_ranks(allocation: Allocation, num_proc: int | None) -> tuple[Host, ...]:
+    """Return the hosts of an allocation that get ranks."""
     counts = ranks_per_host(allocation.hosts, num_proc or allocation.slots)
     return tuple(host for host, count in zip(allocation.hosts, counts, strict=True) if count)
 
