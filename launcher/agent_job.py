@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hvdlite.common.plain.config import Config
 from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
 from hvdlite.launcher.channel import PART_BYTES
 from hvdlite.launcher.debug import terminals
@@ -13,7 +14,6 @@ from hvdlite.launcher.mpi_arguments import binds_ranks
 from hvdlite.launcher.passed_variables import names_for_other_hosts
 from hvdlite.launcher.runner import JobContext
 
-SILENCE_SECONDS = 10.0
 SLURM_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
 
 
@@ -21,7 +21,7 @@ class AgentJob:
     """A job in the words of the channel."""
 
     def __init__(self, job: JobContext, hosts: tuple[AgentHost, ...]) -> None:
-        self.silence_seconds = SILENCE_SECONDS
+        self.silence_seconds = Config.from_environ(job.environ).peer_timeout_seconds
         self._options = job.options
         self._environ = job.environ
         self._hosts = hosts

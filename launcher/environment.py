@@ -32,8 +32,8 @@ def rank_environment(
     defaults = {"PYTHONUNBUFFERED": "1"}
     if mpi is not None:
         defaults |= _openmpi_defaults(environ, mpi, options) | build_environment(mpi, options)
-    elif options.network_interfaces:
-        defaults["HVDLITE_NETWORK_INTERFACES"] = ",".join(options.network_interfaces)
+    elif options.tcp:
+        defaults["HVDLITE_TRANSPORT"] = "tcp"
     return passed | {name: value for name, value in defaults.items() if not passed.get(name)}
 
 

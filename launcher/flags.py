@@ -23,7 +23,6 @@ REFUSED = dict.fromkeys(
 BY_ITSELF = "choose with --allreduce and --data-plane, or leave it out"
 # Flags of horovodrun that have no meaning here: the number of their values, and what to do instead.
 IGNORED = {
-    "--gloo": (0, "hvdlite always runs over MPI"),
     "--jsrun": (0, "hvdlite starts mpirun itself; inside an LSF allocation give its hosts with -H"),
     "--disable-cache": (0, "nothing is cached between runs"),
     "--hierarchical-allgather": (0, BY_ITSELF),
@@ -186,10 +185,14 @@ def _add_host_flags(parser: Parser) -> None:
 
 
 def _add_mpi_flags(parser: Parser) -> None:
+    either = parser.add_argument_group("MPI or TCP").add_mutually_exclusive_group()
+    either.add_argument("--mpi", action="store_true", help="the same as --launcher mpirun")
+    either.add_argument("--gloo", action="store_true",
+        help="the same as --launcher ssh (or srun) with --transport tcp")  # fmt: skip
     add = parser.add_argument_group("MPI").add_argument
-    add("--mpi", action="store_true", help="accepted: hvdlite always runs over MPI")
     add("--mpi-args", metavar="ARGS", help="passed to mpirun (or srun) as they are")
-    add("--binding-args", metavar="ARGS", help="instead of binding no rank to cores")
+    add("--binding-args", metavar="ARGS",
+        help="of mpirun, in place of --bind-to none; agents know --bind-to core")  # fmt: skip
     add("--tcp", action="store_true", help="between hosts, use TCP only")
 
 

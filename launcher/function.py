@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.warn import warn_user
 from hvdlite.launcher.flags import parse_args
+from hvdlite.launcher.launcher_choice import MPIRUN
 from hvdlite.launcher.options import LaunchOptions, resolve
 from hvdlite.launcher.start import run_job
 from hvdlite.launcher.worker import Raised, read_answers, write_call
 
 T = TypeVar("T")
 # Flags whose warnings have to name an argument of `run`.
-ARGUMENTS = {"--gloo": "use_gloo", "--disable-cache": "disable_cache"}
+ARGUMENTS = {"--disable-cache": "disable_cache"}
 
 
 class RemoteError(RuntimeError):
@@ -47,6 +48,7 @@ def run(
     verbose: bool | None = None,
     use_mpi: bool | None = None,
     use_gloo: bool | None = None,
+    launcher: str | None = None,
     mpi_args: str | None = None,
     network_interface: str | None = None,
     network_interfaces: str | Sequence[str] | None = None,
@@ -67,9 +69,9 @@ def run(
     `np` is another name for `num_proc`; the default is 1. The function, its arguments and its
     results are sent by cloudpickle, so it may be defined in ``__main__`` or a notebook; it calls
     ``init()`` itself. `start_timeout` is in seconds; `env` replaces ``os.environ``; `executable` is
-    the Python of the ranks. The other arguments are flags of hvdlite-run; those that have no
-    meaning here (`use_gloo`, `disable_cache`) warn, and those of elastic training raise. With
-    `hosts` on other machines, the working directory must be one that all hosts share.
+    the Python of the ranks. The other arguments are flags of hvdlite-run; `disable_cache` has no
+    meaning here and warns, and those of elastic training raise. With `hosts` on other machines and
+    ``launcher="mpirun"``, the working directory must be one that all hosts share.
 
     An exception on a rank is raised here as itself; its ``__cause__`` is a `RemoteError` with the
     rank and the traceback there. Where several ranks raise, it is the first that is not merely a
@@ -91,6 +93,7 @@ def run(
         "--ssh-port": ssh_port,
         "--ssh-identity-file": ssh_identity_file,
         "--output-filename": output_filename,
+        "--launcher": launcher,
         "--mpi-args": mpi_args,
         "--network-interface": network_interface,
         "--network-interfaces": network_interfaces,
@@ -101,7 +104,12 @@ def run(
         "--blacklist-cooldown-range": cooldown_range,
         "--host-discovery-script": host_discovery_script,
     }
-    switches = {"--verbose": verbose, "--gloo": use_gloo, "--disable-cache": disable_cache}
+    switches = {
+        "--verbose": verbose,
+        "--mpi": use_mpi,
+        "--gloo": use_gloo,
+        "--disable-cache": disable_cache,
+    }
     words = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     words += [flag for flag, on in switches.items() if on]
     words += ["--", executable or sys.executable, "-m", "hvdlite.launcher.worker"]
@@ -114,12 +122,15 @@ def run(
 
 
 def _run(options: LaunchOptions, environ: Mapping[str, str], call: tuple[Any, ...]) -> list[Any]:
-    # Other hosts cannot see our /tmp; the working directory they often can.
-    base = os.getcwd() if options.remote else None
+    # Agents carry the call to other hosts. An mpirun does not, and other hosts cannot see our /tmp;
+    # the working directory they often can.
+    nodes = options.allocation.hosts if options.allocation is not None else ()
+    elsewhere = options.launcher == MPIRUN and (options.remote or len(nodes) > 1)
+    base = os.getcwd() if elsewhere else None
     directory = tempfile.mkdtemp(prefix="hvdlite-call-", dir=base)  # only the user may enter it
     try:
         write_call(directory, call)
-        outcome = run_job(replace(options, command=(*options.command, directory)), environ)
+        outcome = run_job(replace(options, call=directory), environ)
         answers = read_answers(directory, options.num_proc)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -33,8 +33,9 @@ def choose_launcher(
                           "call salloc or sbatch first, and name no hosts")  # fmt: skip
     if config.launcher != AUTO:
         return config.launcher
-    if given or "mpi" in (config.allreduce, config.data_plane, getattr(config, "transport", "")):
+    of_mpi = set(given) - {"--gloo"}
+    if of_mpi or "mpi" in (config.allreduce, config.data_plane, getattr(config, "transport", "")):
         return MPIRUN
     if in_slurm and shutil.which("srun", path=environ.get("PATH")):
         return SRUN
-    return MPIRUN
+    return SSH if "--gloo" in given else MPIRUN

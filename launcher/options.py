@@ -23,6 +23,7 @@ from hvdlite.launcher.mpi_arguments import BINDING_FLAGS, flags_in
 # Flags that become fields of `Options` as they are.
 AS_GIVEN = ("ssh_port", "ssh_identity_file", "tcp", "as_horovod", "torchrun_env", "debug_rank",
             "output_filename", "prefix_timestamp", "verbose")  # fmt: skip
+AGENT_BINDING_FLAGS = {"bind-to", "cpu-bind"}
 # Of two settings, the second says nothing (or the opposite) once the first is given.
 CONTRADICTIONS = (
     ("hierarchical_allreduce", "allreduce"),
@@ -94,6 +95,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         config,
         {
             "--mpi": args.mpi,
+            "--gloo": args.gloo,
             "--mpi-args": args.mpi_args is not None,
             "--binding-args": args.binding_args is not None,
         },
@@ -102,6 +104,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     )
     if launcher != MPIRUN and allocation is not None:
         hosts = _with_ranks(allocation, args.num_proc)  # The agents must know them.
+    if args.gloo:
+        variables["HVDLITE_TRANSPORT"] = "tcp"
     options = LaunchOptions(
         launcher=launcher,
         command=tuple(args.command),
@@ -211,6 +215,11 @@ def _check(options: LaunchOptions, config: Config) -> None:
         check_debug_rank(options.debug_rank, options.num_proc, options.hosts)
     if options.binding_args and flags_in(options.mpi_args) & BINDING_FLAGS:
         raise ConfigError("--binding-args contradicts --mpi-args, which binds ranks, too")
+    if options.launcher != MPIRUN and flags_in(options.binding_args) - AGENT_BINDING_FLAGS:
+        raise ConfigError(
+            f"--binding-args={' '.join(options.binding_args)!r}: agents know --bind-to core and "
+            "--bind-to none; --launcher mpirun passes on any other"
+        )
     identity = options.ssh_identity_file
     if identity is not None and not Path(identity).is_file():
         raise ConfigError(f"--ssh-identity-file: there is no file {identity}")

@@ -16,6 +16,7 @@ NOT_PASSED = re.compile(
     r"|OMPI_COMM_WORLD_.*|OMPI_(WORLD|UNIVERSE|FILE|APP_CTX|FIRST)_.*|PRTE_LAUNCHED"
     r"|OMPI_MCA_(num_procs|initial_wdir|cpu_type|orte_.*|ess_.*)"
 )
+CALL_VARIABLE = "HVDLITE_LAUNCHER_CALL"  # The folder in which ranks of hvdlite.run find the call.
 # What describes this host, session or terminal is not for other hosts.
 NOT_TO_OTHER_HOSTS = re.compile(
     r"HOSTNAME|HOST|PWD|SHLVL|_|TERM.*|DISPLAY|WAYLAND_.*|XDG_.*|SSH_.*|DBUS_.*|TMPDIR|TEMP|TMP"

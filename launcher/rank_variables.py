@@ -8,9 +8,7 @@ from typing import Any
 
 from hvdlite.launcher.agent_folder import AgentFolder
 from hvdlite.launcher.cores import cores
-from hvdlite.launcher.passed_variables import home_directory, of_another_job
-
-CALL_VARIABLE = "HVDLITE_LAUNCHER_CALL"  # The folder in which hvdlite.run leaves its call.
+from hvdlite.launcher.passed_variables import CALL_VARIABLE, home_directory, of_another_job
 
 
 class RankVariables:

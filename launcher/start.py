@@ -22,6 +22,7 @@ from hvdlite.launcher.mpirun import Mpirun
 from hvdlite.launcher.names import listed, names_without_address
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.outcome import NOT_STARTED_CODE, JobOutcome, signal_outcome
+from hvdlite.launcher.passed_variables import CALL_VARIABLE
 from hvdlite.launcher.runner import JobContext, Runner
 from hvdlite.launcher.signals import SignalInbox
 from hvdlite.launcher.start_check import check_before_start, print_report, use_networks
@@ -50,6 +51,8 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
 
     with torchrun_variables(options, environ) as variables:
         passed |= variables
+        if options.call is not None:
+            passed[CALL_VARIABLE] = options.call  # Agents replace it by a folder of their own.
         job = Job(options, passed, make_runner)
         if options.verbose:
             _explain(job.runner, passed, environ, options.num_proc)

@@ -1,12 +1,14 @@
-"""What a rank of hvdlite.run runs: `python -m hvdlite.launcher.worker DIRECTORY`.
+"""What a rank of hvdlite.run runs: `python -m hvdlite.launcher.worker`.
 
 The function comes, and the answers go, through files in a directory that only the user may enter.
+Agents have such a directory on each host; under mpirun it is one that all hosts share.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import socket
 import sys
 import time
 import traceback
@@ -18,9 +20,11 @@ import cloudpickle
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import report
+from hvdlite.launcher.passed_variables import CALL_VARIABLE
 
 CALL = "call.pickle"
 RANK_VARIABLE = "HVDLITE_RANK"
+OLDEST_PROTOCOL = 2  # Of pickle: each Python 3 reads it.
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class Raised:
 
 def write_call(directory: str, call: tuple[Any, ...]) -> None:
     """Put ``(function, args, kwargs)`` where the ranks find it."""
-    data = pickle.dumps(sys.path) + cloudpickle.dumps(call)
-    Path(directory, CALL).write_bytes(data)
+    origin = pickle.dumps((tuple(sys.version_info[:2]), sys.path), protocol=OLDEST_PROTOCOL)
+    Path(directory, CALL).write_bytes(origin + cloudpickle.dumps(call))
 
 
 def read_answers(directory: str, num_proc: int) -> dict[int, Any]:
@@ -51,8 +55,9 @@ def _answer_path(directory: str, rank: int) -> Path:
     return Path(directory, f"answer.{rank}.pickle")
 
 
-def main(directory: str) -> int:
+def main() -> int:
     """Call the function, and leave the answer; 1 when it raised."""
+    directory = os.environ[CALL_VARIABLE]
     rank = int(os.environ[RANK_VARIABLE])
     try:
         answer, code = cloudpickle.dumps(_call(directory)), 0
@@ -73,9 +78,29 @@ def _call(directory: str) -> Any:
             "working directory that all of them share"
         )
     with Path(directory, CALL).open("rb") as file:
-        sys.path += [path for path in pickle.load(file) if path not in sys.path]
+        version, paths = pickle.load(file)
+        check_version(version)
+        sys.path += [path for path in paths if path not in sys.path]
         function, args, kwargs = pickle.load(file)
     return function(*args, **kwargs)
+
+
+def check_version(theirs: tuple[int, int]) -> None:
+    """Raise `RuntimeError` where a function of the Python version `theirs` cannot run here.
+
+    The bytecode in a pickled function is that of one minor version; another one crashes on it.
+    """
+    ours = tuple(sys.version_info[:2])
+    if ours != tuple(theirs):
+        raise RuntimeError(
+            f"host {socket.gethostname()} runs Python {_dotted(ours)} ({sys.executable}), and the "
+            f"function comes from Python {_dotted(theirs)}: a function can be sent only to the "
+            "same minor version, so install one for all ranks"
+        )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def dump_error(error: Exception) -> bytes:
@@ -94,4 +119,4 @@ if __name__ == "__main__":
     # Through the module, so that Raised is pickled under the name that the caller knows.
     from hvdlite.launcher import worker
 
-    sys.exit(worker.main(sys.argv[1]))
+    sys.exit(worker.main())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.jobs import launch
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
+from tests.parallel.jobs import environment
 
 SCRIPT = """
 import sys
@@ -225,7 +225,7 @@ def test_a_process_knows_whether_it_uses_the_name() -> None:
         assert run("-c", code).split() == ["False", str(known)]
 
 
-@pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+@pytest.mark.usefixtures("launcher")
 def test_under_the_launcher(script: Path) -> None:
     words = ("--as-horovod", "-np", "2", sys.executable)
     done = launch(*words, str(script), HOROVOD_CYCLE_TIME="1")

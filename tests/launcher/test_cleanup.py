@@ -13,10 +13,10 @@ import pytest
 
 from hvdlite.launcher.cleanup import remove_segments, segments_of
 from tests.launcher.jobs import RANK, launch, start
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
+from tests.parallel.jobs import environment
 
 pytestmark = [
-    pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN),
+    pytest.mark.usefixtures("with_mpirun"),
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev/shm and /proc"),
 ]
 # What Open MPI and MPICH name their shared memory.

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.jobs import LAUNCHER, launch
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
+from tests.parallel.jobs import environment
 
-pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+pytestmark = pytest.mark.usefixtures("launcher")
 SECONDS = 40
 
 SCRIPT = """

@@ -13,9 +13,8 @@ from hvdlite.launcher.mpi import OPENMPI, find_all
 from hvdlite.launcher.outcome import failure_sentence
 from hvdlite.launcher.unreachable import diagnose
 from tests.launcher.jobs import RANK, launch
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN
 
-with_mpirun = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+each_launcher = pytest.mark.usefixtures("launcher")
 USED = next(find_all(os.environ), None)
 with_openmpi = pytest.mark.skipif(
     USED is None or USED.kind != OPENMPI, reason="there is no Open MPI"
@@ -40,7 +39,7 @@ for step in range(1000):
 """
 
 
-@with_mpirun
+@each_launcher
 def test_the_last_line_is_the_cause_and_victims_print_one_line() -> None:
     lines = run(TRAIN)
     assert (
@@ -54,12 +53,12 @@ def test_the_last_line_is_the_cause_and_victims_print_one_line() -> None:
     assert "[1]<stderr>:Traceback (most recent call last):" in lines
 
 
-@with_mpirun
+@each_launcher
 def test_all_tracebacks_are_printed_for_those_who_debug() -> None:
     assert sum("Traceback" in line for line in run(TRAIN, "--log-level", "debug")) == 3
 
 
-@with_mpirun
+@each_launcher
 def test_what_a_victim_raises_in_turn_is_no_cause() -> None:
     script = TRAIN.replace("for step", "try:\n  for step").replace("\n    ", "\n      ")
     script += (
@@ -72,7 +71,7 @@ def test_what_a_victim_raises_in_turn_is_no_cause() -> None:
     assert "rank 1 failed: RuntimeError: no more data (exit code 1)" in run(script)[-1]
 
 
-@with_mpirun
+@each_launcher
 def test_ranks_that_disagree_show_where() -> None:
     script = (
         "import numpy as np, hvdlite.numpy as hvd\nhvd.init()\nhvd.allreduce(np.ones(2 + rank))"
@@ -82,7 +81,7 @@ def test_ranks_that_disagree_show_where() -> None:
     assert "ranks disagree on shape" in lines[-1]
 
 
-@with_mpirun
+@each_launcher
 @pytest.mark.parametrize(
     ("script", "cause"),
     [
@@ -99,7 +98,7 @@ def test_causes_before_init(script: str, cause: str | None) -> None:
     assert run(code, ranks=2)[-1] == f"hvdlite-run: rank 1 {said}{ENDED}"
 
 
-@with_mpirun
+@each_launcher
 @pytest.mark.parametrize(
     ("module", "hint"), [("horovod.torch", "--as-horovod"), ("hvdlite", sys.executable)]
 )
@@ -125,7 +124,7 @@ def test_other_modules_get_no_hint(text: str) -> None:
     assert "hint" not in failure_sentence(failure, {})
 
 
-@with_mpirun
+@each_launcher
 def test_a_script_is_run_by_the_python_of_the_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.executable, sys.argv[1:])")
@@ -184,6 +183,7 @@ def test_other_complaints_of_mpirun_stay_its_own() -> None:
 
 
 @with_openmpi
+@pytest.mark.usefixtures("with_mpirun")
 def test_a_job_on_a_host_that_is_not_there_ends_with_one_sentence() -> None:
     words = ("-np", "2", "-H", "no-such-host.invalid:2", "true")
     for check in ((), ("--no-check-hosts",)):
@@ -196,13 +196,14 @@ def test_a_job_on_a_host_that_is_not_there_ends_with_one_sentence() -> None:
 
 
 @with_openmpi
+@pytest.mark.usefixtures("with_mpirun")
 @pytest.mark.parametrize("words", ["--map-by slot", "--map-by node", "--bind-to core"])
 def test_hosts_and_a_placement_of_the_user_go_together(words: str) -> None:
     done = launch("-np", "2", "-H", "localhost:2", f"--mpi-args={words}", "echo", "up")
     assert (done.returncode, done.stdout.count("up")) == (0, 2), done.stderr
 
 
-@with_mpirun
+@each_launcher
 def test_a_rank_that_has_fewer_batches_is_told_of_join() -> None:
     script = TRAIN.replace("        raise RuntimeError('no more data')", "        break").replace(
         'raise RuntimeError("no more data")', "break"
@@ -213,7 +214,7 @@ def test_a_rank_that_has_fewer_batches_is_told_of_join() -> None:
     assert "join()" in hint
 
 
-@with_mpirun
+@each_launcher
 def test_a_debugger_without_a_terminal_is_told_of_debug_rank() -> None:
     *_, cause, hint = run("import bdb; raise bdb.BdbQuit", ranks=1)
     assert "BdbQuit" in cause and "--debug-rank" in hint

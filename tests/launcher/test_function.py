@@ -16,13 +16,13 @@ import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.launcher import RemoteError
 from tests.launcher.jobs import set_signals
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
+from tests.parallel.jobs import environment
 
-pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+pytestmark = pytest.mark.usefixtures("launcher")
 
 
 def rank() -> int:
-    return int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+    return int(os.environ["HVDLITE_RANK"])
 
 
 def train(start: int, *, step: int = 1) -> tuple[int, int, float]:

@@ -31,6 +31,7 @@ def may_not_mount() -> bool:
 
 USED = next(find_all(os.environ), None)
 pytestmark = [
+    pytest.mark.usefixtures("with_mpirun"),
     pytest.mark.skipif(USED is None or USED.kind != OPENMPI, reason="there is no Open MPI"),
     pytest.mark.skipif(may_not_mount(), reason="may not mount in a namespace of its own"),
 ]

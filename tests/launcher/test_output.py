@@ -16,9 +16,9 @@ from hvdlite.launcher.console import Console
 from hvdlite.launcher.error_text import last_exception
 from hvdlite.launcher.output import Output
 from tests.launcher.jobs import LAUNCHER, launch
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment
+from tests.parallel.jobs import environment
 
-with_mpirun = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+each_launcher = pytest.mark.usefixtures("launcher")
 
 
 def test_lines_are_whole_and_carry_their_rank(capfd: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ MANY = "import sys\nfor i in range(2000): print('y' * 100)\nprint('end')"
 MANY_BYTES = 2 * (2000 * (101 + 12) + 4 + 12)
 
 
-@with_mpirun
+@each_launcher
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_pipe_that_does_not_block_gets_every_byte(unbuffered: str) -> None:
     reader, writer = os.pipe()
@@ -191,7 +191,7 @@ def test_a_pipe_that_does_not_block_gets_every_byte(unbuffered: str) -> None:
     assert data.count(b"end\n") == 2
 
 
-@with_mpirun
+@each_launcher
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed_are_empty(closed: str, tmp_path: Path) -> None:
     script = "import sys, os\nprint('out'); print('err', file=sys.stderr)\nsys.exit(5)"
@@ -211,7 +211,7 @@ def test_streams_that_are_closed_are_empty(closed: str, tmp_path: Path) -> None:
         assert (folder / "stderr").read_text() == "err\n"
 
 
-@with_mpirun
+@each_launcher
 def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
@@ -224,7 +224,7 @@ def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
     assert (tmp_path / "rank.1" / "stdout").read_text() == "line 0\nline 1\nline 2\n"
 
 
-@with_mpirun
+@each_launcher
 def test_a_full_disk_behind_standard_output_is_said_once() -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(

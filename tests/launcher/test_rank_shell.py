@@ -17,9 +17,7 @@ from hvdlite.launcher.rank_shell import RankShell
 from hvdlite.launcher.torchrun import LOOPBACK, first_host
 from tests.launcher.jobs import launch
 from tests.launcher.test_commands import options
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN
 
-with_mpirun = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 
@@ -181,7 +179,7 @@ for prefix in ("HVDLITE", "HOROVOD"):
 """
 
 
-@with_mpirun
+@pytest.mark.usefixtures("launcher")
 @pytest.mark.parametrize("alias", [False, True])
 def test_the_variables_are_what_hvdlite_says(alias: bool) -> None:
     words = ["--as-horovod"] if alias else []
@@ -205,7 +203,7 @@ dist.destroy_process_group()
 """
 
 
-@with_mpirun
+@pytest.mark.usefixtures("launcher")
 def test_a_script_uses_torch_distributed_beside_hvdlite() -> None:
     pytest.importorskip("torch")
     done = launch("--torchrun-env", "-np", "2", sys.executable, "-c", TOGETHER)
