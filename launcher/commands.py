@@ -75,8 +75,13 @@ def _openmpi_network(options: LaunchOptions, daemon: str, new: bool) -> list[str
     arguments = []
     if options.network_interfaces:
         names = ",".join(options.network_interfaces)
-        own = "prte_if_include" if new else "oob_tcp_if_include"
-        arguments += ["--mca", "btl_tcp_if_include", names, daemon, own, names]
+        arguments += ["--mca", "btl_tcp_if_include", names]
+        # PRRTE crashes when it is given several, and knows only names.
+        first = next((name for name in options.network_interfaces if "/" not in name), "")
+        if not new:
+            arguments += [daemon, "oob_tcp_if_include", names]
+        elif first:
+            arguments += [daemon, "prte_if_include", first]
     if ssh := ssh_arguments(options):
         arguments += [daemon, "plm_ssh_args" if new else "plm_rsh_args", shlex.join(ssh)]
     if len(options.hosts) >= MANY_HOSTS:

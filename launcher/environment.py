@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Mapping
 
 from hvdlite.common.base.fabric import has_fabric
@@ -11,6 +13,13 @@ from hvdlite.launcher.mpi import HYDRA, SLURM, Mpi, library_of
 from hvdlite.launcher.openmpi import parameter_given
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.passed_variables import of_another_job
+
+# What Open MPI leaves out by itself, and bridges of container engines and virtual machines.
+NOT_BETWEEN_HOSTS = (
+    "127.0.0.1/8", "sppp",
+    "docker0", "podman0", "virbr0", "lxcbr0", "lxdbr0", "cni0", "flannel.1",
+)  # fmt: skip
+BRIDGE = re.compile(r"br-[0-9a-f]{12}")  # of a network of Docker; its name differs on each host
 
 
 def rank_environment(
@@ -34,6 +43,8 @@ def rank_environment(
         defaults |= _openmpi_defaults(environ, mpi, options) | build_environment(mpi, options)
     elif options.tcp:
         defaults["HVDLITE_TRANSPORT"] = "tcp"
+    if options.network_interfaces:
+        defaults["HVDLITE_NETWORK_INTERFACES"] = ",".join(options.network_interfaces)
     return passed | {name: value for name, value in defaults.items() if not passed.get(name)}
 
 
@@ -57,18 +68,36 @@ def _openmpi_defaults(
 
     btl/ofi carries only one-sided operations over a fabric, and opening libfabric for it costs a
     second of every start; mtl/ofi, which carries messages over a fabric, stays. The osc component
-    of UCX prints lines about its priority, and hvdlite does not use it.
+    of UCX prints lines about its priority, and hvdlite does not use it. Between hosts, bridges that
+    have one address on all of them (docker0) crash btl/tcp, and without its detector Open MPI never
+    notices that a link is cut.
     """
     if HYDRA in (mpi.kind, mpi.library):
         return {}
     defaults = {"osc": "^ucx"}
     if not has_fabric():
         defaults["btl"] = "^ofi"
+    if options.remote:
+        defaults["mpi_ft_detector"] = "1"
+    if options.remote or mpi.kind == SLURM:
+        defaults |= _without_bridges(environ, mpi, options)
     return {
         f"OMPI_MCA_{name}": value
         for name, value in defaults.items()
         if not parameter_given(name, environ, options.mpi_args, mpi.program)
     }
+
+
+def _without_bridges(
+    environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions
+) -> dict[str, str]:
+    """Return what keeps Open MPI off bridges inside a host; it takes a list to use, or not to."""
+    include = "btl_tcp_if_include"
+    chosen = parameter_given(include, environ, options.mpi_args, mpi.program)
+    if chosen or options.network_interfaces:
+        return {}
+    names = [name for _, name in socket.if_nameindex() if BRIDGE.fullmatch(name)]
+    return {"btl_tcp_if_exclude": ",".join([*NOT_BETWEEN_HOSTS, *names])}
 
 
 def most_local_ranks(environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions) -> int:

@@ -59,6 +59,8 @@ def use_networks(
     if mpi is not None and mpi.kind == OPENMPI:
         if any(parameter_given(name, environ, options.mpi_args, mpi.program) for name in given):
             return options
+        old = tuple(each for each in report.networks if ":" not in each)
+        return replace(options, network_interfaces=report.common_interfaces or old)
     elif mpi is not None and mpi.kind == HYDRA:  # takes one interface, by its name
         return replace(options, network_interfaces=report.common_interfaces[:1])
     return replace(options, network_interfaces=report.networks)

@@ -36,6 +36,7 @@ INSIDE = Path("/run/lab")  # where hosts see the folder of the lab
 SHARED = INSIDE / "shared"
 HOME = Path("/run/home")
 READY_SECONDS = 20.0
+LONGEST_COMMAND = 100  # so much of a command line is shown
 LEFT_SECONDS = 5.0  # how long what was killed may need to go
 
 
@@ -156,9 +157,9 @@ class Lab:
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 if int(path.name) != node.pid and os.readlink(path / "ns" / "pid") == space:
-                    words = (path / "cmdline").read_text(errors="replace").replace("\0", " ")
+                    words = " ".join((path / "cmdline").read_text(errors="replace").split("\0"))
                     if words:  # not what has ended, and waits for its parent to notice
-                        found[int(path.name)] = words.strip()
+                        found[int(path.name)] = words.strip()[:LONGEST_COMMAND]
             except OSError:
                 continue
         return found

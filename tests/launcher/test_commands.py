@@ -55,10 +55,18 @@ def test_open_mpi_on_several_hosts() -> None:
     assert command(OMPI5, **given) == (
         "/opt/mpirun -np 4 --oversubscribe --with-ft ulfm --output tag --bind-to none "
         "--host a:2,b:2 --map-by slot --mca btl_tcp_if_include eth0,eth1 "
-        "--prtemca prte_if_include eth0,eth1 --prtemca plm_ssh_args -p 2222 -i '/my key' "
+        "--prtemca prte_if_include eth0 --prtemca plm_ssh_args -p 2222 -i '/my key' "
         "-x PATH -x LANG CMD"
     )
     assert "--mca plm_rsh_args -p 2222" in command(OMPI4, **given)
+    assert "--mca oob_tcp_if_include eth0,eth1" in command(OMPI4, **given)
+
+
+def test_the_daemons_of_open_mpi_5_get_no_subnet_and_at_most_one_name() -> None:
+    hosts = parse_hosts("a:2,b:2")
+    words = command(OMPI5, hosts=hosts, network_interfaces=("10.0.0.0/24", "eth1", "eth2"))
+    assert "--mca btl_tcp_if_include 10.0.0.0/24,eth1,eth2 --prtemca prte_if_include eth1 " in words
+    assert "prte" not in command(OMPI5, hosts=hosts, network_interfaces=("10.0.0.0/24",))
 
 
 def test_open_mpi_on_very_many_hosts() -> None:

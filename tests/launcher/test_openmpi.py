@@ -11,6 +11,7 @@ import pytest
 from hvdlite.common.base.fabric import has_fabric
 from hvdlite.launcher import environment
 from hvdlite.launcher.environment import rank_environment
+from hvdlite.launcher.hosts import parse_hosts
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_all
 from hvdlite.launcher.openmpi import parameter_given
 from tests.launcher.jobs import launch
@@ -77,6 +78,28 @@ def test_parameter_files_of_the_user_win(tmp_path: Path) -> None:
     own.write_text("btl=tcp\n")
     listed = {"OMPI_MCA_mca_base_param_files": f"/nonexistent:{own}"}
     assert parameter_given("btl", listed, (), program)
+
+
+def test_between_hosts_open_mpi_notices_a_lost_link_and_leaves_bridges_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["lo", "eth0", "br-0123456789ab", "br-lan"]
+    monkeypatch.setattr(environment.socket, "if_nameindex", lambda: list(enumerate(names, 1)))
+    hosts = parse_hosts("a:2,b:2")
+    given = rank_environment({}, OMPI5, options(hosts=hosts))
+    assert given["OMPI_MCA_mpi_ft_detector"] == "1"
+    excluded = given["OMPI_MCA_btl_tcp_if_exclude"].split(",")
+    assert {"127.0.0.1/8", "sppp", "docker0", "br-0123456789ab"} <= {*excluded}
+    assert not {"eth0", "br-lan"} & {*excluded}
+    alone = rank_environment({}, OMPI5, options())
+    assert not {"OMPI_MCA_mpi_ft_detector", "OMPI_MCA_btl_tcp_if_exclude"} & {*alone}
+    # Open MPI refuses both lists.
+    chosen = {"OMPI_MCA_btl_tcp_if_include": "eth0"}
+    assert "OMPI_MCA_btl_tcp_if_exclude" not in rank_environment(
+        chosen, OMPI5, options(hosts=hosts)
+    )
+    named = options(hosts=hosts, network_interfaces=("eth0",))
+    assert "OMPI_MCA_btl_tcp_if_exclude" not in rank_environment({}, OMPI5, named)
 
 
 USED = next(find_all(os.environ), None)
