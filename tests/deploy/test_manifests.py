@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hvdlite.common.meeting.address import Address
+from hvdlite.common.meeting.launch import detect
 from hvdlite.launcher.flags import parse_args
 from tests.deploy.schemas import errors
 
@@ -207,6 +209,12 @@ def _meets(container: dict[str, Any], host: str, job: dict[str, Any]) -> None:
     assert given["HVDLITE_SIZE"] == str(job["completions"]) == str(job["parallelism"])
     assert given["HVDLITE_SECRET"]["secretKeyRef"]["key"] == "secret"
     assert job["backoffLimit"] == 0
+    texts = {name: text for name, text in given.items() if isinstance(text, str)}
+    for index in range(job["completions"]):
+        launch = detect({**texts, "JOB_COMPLETION_INDEX": str(index)})
+        assert (launch.rank, launch.size) == (index, job["completions"])
+        assert launch.addresses == (Address(host, port),)
+        assert launch.rank_0_serves
 
 
 @every_manifest
