@@ -14,7 +14,11 @@ from hvdlite.ray import HvdliteConfig
 from tests.cluster_programs import reduce, reduced, train, trained
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [
+    pytest.mark.usefixtures("cluster"),
+    # Ray Train imports Ray Data, which sets fields of its own that it calls deprecated.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 def write_results(config: dict[str, str]) -> None:

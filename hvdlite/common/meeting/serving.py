@@ -36,6 +36,7 @@ class ServedMeeting:
     def close(self) -> None:
         """End the meetings; ranks that wait in one learn it by the end of their connection."""
         _served.discard(self)
+        self._stop.shutdown(socket.SHUT_RDWR)
         self._stop.close()
         self._thread.join()
         self._stopped.close()
