@@ -152,7 +152,7 @@ def test_garbage_in_a_variable_is_found_before_a_start() -> None:
 
 VALUES = {"allreduce": "ring", "data_plane": "mpi", "log_level": "info", "timeline": "t.json",
           "thread_affinity": "0,1,2,3", "segmentation": "size:80,20", "autotune_log": "a",
-          "autotune_noise": "0.5", "trace_iterations": "t.csv"}  # fmt: skip
+          "autotune_noise": "0.5", "launcher": "ssh", "trace_iterations": "t.csv"}  # fmt: skip
 
 
 @pytest.mark.parametrize("entry", [e for e in settings() if e.flag], ids=lambda entry: entry.name)
@@ -263,7 +263,7 @@ def test_help_is_complete() -> None:
     text = make_parser().format_help()
     for entry in settings():
         assert not entry.flag or entry.flag in text
-    assert "--gloo" not in text
+    assert "--disable-cache" not in text
     assert "--min-np" not in text
 
 
