@@ -34,8 +34,8 @@ def choose_launcher(
     if config.launcher != AUTO:
         return config.launcher
     of_mpi = set(given) - {"--gloo"}
-    if of_mpi or "mpi" in (config.allreduce, config.data_plane, getattr(config, "transport", "")):
+    if of_mpi or "mpi" in (config.allreduce, config.data_plane, config.transport):
         return MPIRUN
     if in_slurm and shutil.which("srun", path=environ.get("PATH")):
         return SRUN
-    return SSH if "--gloo" in given else MPIRUN
+    return SSH
