@@ -47,6 +47,17 @@ def test_autotuning_is_imported_where_it_is_on(autotune: bool) -> None:
     assert imported(program, "hvdlite.common.engine.autotuning") is autotune
 
 
+@pytest.mark.parametrize(
+    ("names", "module"),
+    [
+        ("hvdlite.ray import RayExecutor, ray_logger", "ray"),
+        ("hvdlite.spark import run", "pyspark"),
+    ],
+)
+def test_ray_and_spark_are_imported_where_something_starts(names: str, module: str) -> None:
+    assert not imported(f"import sys\nfrom {names}", module)
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("on", [False, True])
 def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 SETTINGS = {
     "spark.ui.enabled": "false",
@@ -21,16 +24,24 @@ SETTINGS = {
 }
 
 
+def need_spark() -> None:
+    """Skip the test where Spark cannot run."""
+    pytest.importorskip("pyspark", reason="the extra 'spark' is not installed")
+    if not (os.environ.get("JAVA_HOME") or shutil.which("java")):
+        pytest.skip("Spark needs Java, and there is none")
+
+
 @contextmanager
-def session(master: str) -> Iterator[Any]:
+def session(master: str, **settings: str) -> Iterator[Any]:
     """Yield a SparkContext, whose executors run this Python."""
+    need_spark()
+    from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    builder = SparkSession.builder.master(master).appName("hvdlite's tests")
-    for name, value in SETTINGS.items():
-        builder = builder.config(name, value)
-    spark = builder.getOrCreate()
+    conf = SparkConf().setMaster(master).setAppName("hvdlite's tests")
+    conf.setAll(list({**SETTINGS, **settings}.items()))
+    spark = SparkSession(SparkContext(conf=conf))  # its builder would keep settings for the next
     spark.sparkContext.setLogLevel("FATAL")
     try:
         yield spark.sparkContext

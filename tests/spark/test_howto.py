@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.scripts_of_pages import check, scripts
+from tests.spark.sessions import need_spark
 
 SCRIPTS = scripts("spark")
 
@@ -14,7 +15,7 @@ SCRIPTS = scripts("spark")
 @pytest.mark.torch
 @pytest.mark.parametrize("number", range(len(SCRIPTS)))
 def test_the_scripts_of_the_page(number: int, tmp_path: Path) -> None:
-    pytest.importorskip("pyspark", reason="the extra 'spark' is not installed")
+    need_spark()
     check(*SCRIPTS[number], tmp_path)
 
 

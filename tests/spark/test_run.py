@@ -214,6 +214,8 @@ def test_the_drop_in_has_the_names() -> None:
 
     code = (
         "import horovod.spark, hvdlite.spark\n"
+        "from horovod.spark.task import get_available_devices\n"
+        "assert get_available_devices() == []\n"
         "assert horovod.spark is hvdlite.spark and horovod.spark.run is hvdlite.spark.run\n"
         "for line in ('horovod.spark.run_elastic', 'import horovod.spark.keras',\n"
         "             'from horovod.spark import torch', 'import horovod.spark.common.store'):\n"
