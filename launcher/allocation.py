@@ -76,7 +76,7 @@ def _read(source: str, environ: Mapping[str, str]) -> Iterable[tuple[str, int]]:
     """Yield names and slots as `source` lists them; a name may come several times."""
     text = environ[source]
     if source in SOURCES[SLURM]:
-        return _slurm_slots(text, environ.get("SLURM_TASKS_PER_NODE", ""))
+        return _slurm_slots(text, environ)
     if source == "LSB_MCPU_HOSTS":
         return _pairs(text, source)
     if source == "LSB_HOSTS":
@@ -87,15 +87,19 @@ def _read(source: str, environ: Mapping[str, str]) -> Iterable[tuple[str, int]]:
     return ((line.split()[0], 1) for line in lines)  # one line for each slot
 
 
-def _slurm_slots(nodes: str, tasks: str) -> Iterator[tuple[str, int]]:
-    names, counts = expand_nodelist(nodes), expand_counts(tasks)
-    counts = counts or (1,) * len(names)
+def _slurm_slots(nodes: str, environ: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    source, divisor = "SLURM_TASKS_PER_NODE", 1
+    if environ.get("SLURM_STEP_ID"):  # In a shell that srun has started, these are the step's.
+        source, cpus = "SLURM_JOB_CPUS_PER_NODE", environ.get("SLURM_CPUS_PER_TASK", "")
+        divisor = int(cpus) if cpus.isdecimal() and int(cpus) else 1
+    names, said = expand_nodelist(nodes), environ.get(source, "")
+    counts = expand_counts(said) or (1,) * len(names)
     if len(names) != len(counts):
         raise ConfigError(
-            f"Slurm names {len(names)} nodes ({nodes}), but SLURM_TASKS_PER_NODE={tasks} speaks of "
-            f"{len(counts)}: {REMEDY}, or unset SLURM_TASKS_PER_NODE"
+            f"Slurm names {len(names)} nodes ({nodes}), but {source}={said} speaks of "
+            f"{len(counts)}: {REMEDY}, or unset {source}"
         )
-    return zip(names, counts, strict=True)
+    return ((name, max(1, count // divisor)) for name, count in zip(names, counts, strict=True))
 
 
 def _pairs(text: str, source: str) -> Iterator[tuple[str, int]]:

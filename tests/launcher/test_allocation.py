@@ -10,6 +10,8 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.allocation import find_allocation
 
 LSF = {"LSB_JOBID": "17"}
+SHELL = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_ID": "0",
+         "SLURM_NTASKS": "1", "SLURM_JOB_CPUS_PER_NODE": "8,4"}  # fmt: skip
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
@@ -28,6 +30,8 @@ def hosts(environ: dict[str, str]) -> str:
         ({"SLURM_JOB_ID": "7", "SLURM_NODELIST": "a"}, "a:1"),
         ({**SLURM, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}, "none"),
         ({**SLURM, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}, "n1:1,n2:1"),
+        ({**SHELL, "SLURM_TASKS_PER_NODE": "1"}, "n1:8,n2:4"),
+        ({**SHELL, "SLURM_TASKS_PER_NODE": "1", "SLURM_CPUS_PER_TASK": "3"}, "n1:2,n2:1"),
         ({"SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_NODELIST": "a"}, "none"),
         ({**LSF, "LSB_MCPU_HOSTS": "b1.example.org 2 b2 3 "}, "b1.example.org:2,b2:3"),
         ({**LSF, "LSB_HOSTS": "b1 b1 b2"}, "b1:2,b2:1"),
