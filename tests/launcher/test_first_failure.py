@@ -42,7 +42,10 @@ def first_failure(*events: str) -> FirstFailure:
         (["raised 0 internal", "exit 0 1", "close 0", "exit 1 143"], Failure(0, 1)),
         # The same; rank 0 took longer to end than rank 1.
         (["raised 0 internal", "close 0", "exit 1 143", "exit 0 1"], Failure(0, 1)),
-        (["start 0 11 here", "lose 0", "exit 1 1"], Failure(0, 137, lost="was killed together with its shell")),
+        (
+            ["start 0 11 here", "lose 0", "exit 1 1"],
+            Failure(0, 137, lost="was killed together with its shell"),
+        ),
         # Rank 1 raised, and mpirun ended it with its shell because rank 0 had failed.
         (["raised 1 own", "raised 0 internal", "exit 0 1", "close 0", "lose 1"], Failure(1, 1)),
     ],

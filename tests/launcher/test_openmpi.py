@@ -105,6 +105,7 @@ def test_between_hosts_open_mpi_notices_a_lost_link_and_leaves_bridges_out(
 USED = next(find_all(os.environ), None)
 
 
+@pytest.mark.usefixtures("with_mpirun")
 @pytest.mark.skipif(USED is None or USED.kind != OPENMPI, reason="there is no Open MPI")
 @pytest.mark.skipif(has_fabric(), reason="libfabric drives a network here")
 def test_ranks_do_not_open_the_component_that_opens_libfabric() -> None:
