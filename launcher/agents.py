@@ -20,7 +20,7 @@ from hvdlite.launcher.launcher_choice import SRUN
 from hvdlite.launcher.merged_meeting import MergedMeeting
 from hvdlite.launcher.outcome import NOT_STARTED_CODE
 from hvdlite.launcher.runner import JobContext, StartFailure
-from hvdlite.launcher.unreachable import explain_agent, spell_end
+from hvdlite.launcher.unreachable import explain_agent, has_not_answered, spell_end
 
 LAST_SECONDS = 1.0  # How long processes that have closed their output may take to end.
 
@@ -126,8 +126,7 @@ class Agents:
                 continue
             if not channel.beat(now, silence):
                 agent.kill()
-                self._lose(agent, f"has not answered for {silence:g} seconds: the network between "
-                                  "is cut, or the host is down")  # fmt: skip
+                self._lose(agent, has_not_answered(silence))
 
     def keep_alive(self) -> None:
         """See `Runner`."""

@@ -12,6 +12,7 @@ from hvdlite.launcher.mpi_arguments import BINDING_FLAGS, MAPPING_FLAGS, flags_i
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.ssh import ssh_arguments
 
+ALIVE_COUNT = 3  # So many questions of ssh in a row get no answer when a host is lost.
 MANY_HOSTS = 64  # from here on Open MPI's daemons are all started from the first host
 
 
@@ -71,6 +72,15 @@ def openmpi_arguments(mpi: Mpi, options: LaunchOptions, place: Place) -> list[st
     return arguments + list(options.mpi_args)
 
 
+def keep_alive_arguments(options: LaunchOptions) -> list[str]:
+    """Return the flags that let ssh end where the other host is silent for a time.
+
+    mpirun then ends the job; by itself it never notices that a host is cut off.
+    """
+    seconds = max(1, round(options.peer_timeout_seconds / ALIVE_COUNT))
+    return ["-o", f"ServerAliveInterval={seconds}", "-o", f"ServerAliveCountMax={ALIVE_COUNT}"]
+
+
 def _openmpi_network(options: LaunchOptions, daemon: str, new: bool) -> list[str]:
     arguments = []
     if options.network_interfaces:
@@ -83,7 +93,8 @@ def _openmpi_network(options: LaunchOptions, daemon: str, new: bool) -> list[str
         elif first:
             arguments += [daemon, "prte_if_include", first]
     if ssh := ssh_arguments(options):
-        arguments += [daemon, "plm_ssh_args" if new else "plm_rsh_args", shlex.join(ssh)]
+        words = [*ssh, *keep_alive_arguments(options)]
+        arguments += [daemon, "plm_ssh_args" if new else "plm_rsh_args", shlex.join(words)]
     if len(options.hosts) >= MANY_HOSTS:
         prefix = "plm_ssh" if new else "plm_rsh"
         arguments += [daemon, f"{prefix}_no_tree_spawn", "1"]

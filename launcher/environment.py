@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 from collections.abc import Mapping
 
 from hvdlite.common.base.fabric import has_fabric
-from hvdlite.launcher.commands import build_environment
-from hvdlite.launcher.mpi import HYDRA, SLURM, Mpi, library_of
-from hvdlite.launcher.openmpi import parameter_given
+from hvdlite.launcher.commands import build_environment, keep_alive_arguments
+from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, library_of
+from hvdlite.launcher.openmpi import own_agent, parameter_given
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.passed_variables import of_another_job
 
@@ -41,6 +42,9 @@ def rank_environment(
     defaults = {"PYTHONUNBUFFERED": "1"}
     if mpi is not None:
         defaults |= _openmpi_defaults(environ, mpi, options) | build_environment(mpi, options)
+        if mpi.kind == OPENMPI and options.remote and not own_agent(options.mpi_args, environ):
+            name = "PRTE_MCA_plm_ssh_args" if mpi.major >= 5 else "OMPI_MCA_plm_rsh_args"
+            defaults[name] = shlex.join(keep_alive_arguments(options))
     elif options.tcp:
         defaults["HVDLITE_TRANSPORT"] = "tcp"
     if options.network_interfaces:

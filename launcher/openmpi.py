@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 PARAMETER_FLAGS = ("mca", "omca", "gmca")  # of mpirun: --mca NAME VALUE
+# What the user's own way to other hosts is called: then ssh says nothing about them.
+OWN_AGENT = re.compile(r"PRTE_MCA_plm_ssh_agent|OMPI_MCA_plm_rsh_agent|HYDRA_LAUNCHER(_EXEC)?")
+OWN_AGENT_WORDS = re.compile(r"plm_(ssh|rsh)_agent|-launcher(-exec)?")
 FILE_FLAGS = ("tune", "am")  # of mpirun: files that may set any parameter
 
 
@@ -43,3 +46,10 @@ def _parameter_files(environ: Mapping[str, str], program: str) -> Iterator[str]:
             yield Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
+
+
+def own_agent(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Return whether the user has another way to the hosts than ssh, by mpirun's `arguments`."""
+    return any(OWN_AGENT.fullmatch(name) for name in environ) or any(
+        OWN_AGENT_WORDS.fullmatch(word) for word in arguments
+    )

@@ -47,6 +47,7 @@ class LaunchOptions:
     ssh_args: tuple[str, ...] = ()  # further arguments of ssh; those above win
     launcher_pod: LauncherPod | None = None  # the hosts are those of its hostfile
     network_interfaces: tuple[str, ...] = ()
+    peer_timeout_seconds: float = 10.0  # how long a host may be silent
     check_hosts: bool = True  # look at several hosts before the start
     mpi_args: tuple[str, ...] = ()
     binding_args: tuple[str, ...] = ()
@@ -117,6 +118,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         ssh_args=pod.ssh_args if pod else (),
         launcher_pod=pod,
         network_interfaces=config.network_interfaces,
+        peer_timeout_seconds=config.peer_timeout_seconds,
         check_hosts=not args.no_check_hosts,
         mpi_args=_words(args.mpi_args, "--mpi-args"),
         binding_args=_words(args.binding_args, "--binding-args"),

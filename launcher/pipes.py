@@ -11,11 +11,14 @@ import re
 from typing import IO
 
 from hvdlite.launcher.event_loop import Handler
+from hvdlite.launcher.hosts import host_of_rank
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM
 from hvdlite.launcher.output import STREAMS
 from hvdlite.launcher.runner import JobContext
+from hvdlite.launcher.unreachable import has_not_answered, silent_host
 
 READ_BYTES = 1 << 16
+HARMLESS = b"plm:ssh: Warning: setpgid("  # Of two that move a child to its group, one is late.
 MARK = {
     OPENMPI: re.compile(rb"\[\d+,(\d+)\]<std\w+>: ?"),
     HYDRA: re.compile(rb"\[(\d+)\] ?"),
@@ -116,6 +119,20 @@ class Pipes:
         if self.job.all_started:
             self.print_early()
 
+    def _tells_of_lost_host(self, line: bytes) -> bool:
+        """Return whether ssh says that a host is lost; then its ranks are, and mpirun will end."""
+        host = silent_host(line.decode(errors="replace"))
+        if host is None or not self.job.all_started:
+            return False
+        self.hush = True
+        options, heard = self.job.options, self.job.first_failure
+        for rank in heard.running:
+            place = host_of_rank(options.hosts, options.num_proc, rank)
+            if place is not None and place.name == host:
+                why = has_not_answered(options.peer_timeout_seconds)
+                heard.lose(rank, f"is lost with host {host}, which {why}")
+        return True
+
     def _reader_of(self, rank: int, stream: str) -> Handler:
         def reader(fd: int) -> None:
             if data := self._take(fd):
@@ -139,7 +156,7 @@ class Pipes:
             self._event(token + rest)
         if mark and (text or not token):
             self.output.feed(int(mark[1]), stream, text + b"\n")
-        elif mark or token or self.hush:
+        elif mark or token or self.hush or HARMLESS in line or self._tells_of_lost_host(line):
             return
         elif self.said_early is not None:
             self.said_early.append(line)

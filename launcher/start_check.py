@@ -10,12 +10,9 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.check_hosts import check_hosts
 from hvdlite.launcher.host_report import HostReport
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, Mpi
-from hvdlite.launcher.openmpi import parameter_given
+from hvdlite.launcher.openmpi import own_agent, parameter_given
 from hvdlite.launcher.options import LaunchOptions
 
-# What the user's own way to other hosts is called: then ssh says nothing about them.
-OWN_AGENT = re.compile(r"(PRTE_MCA_plm_ssh_agent|OMPI_MCA_plm_rsh_agent|HYDRA_LAUNCHER(_EXEC)?)")
-OWN_AGENT_WORDS = re.compile(r"plm_(ssh|rsh)_agent|-launcher(-exec)?")
 PORTS = re.compile(r"(\d+)-(\d+)")
 
 
@@ -41,7 +38,7 @@ def check_before_start(
     """
     if not options.remote or not options.check_hosts or options.allocation is not None:
         return None
-    if mpi is not None and _own_agent(options, environ):
+    if mpi is not None and own_agent(options.mpi_args, environ):
         return None
     return _check(options, environ, mpi)
 
@@ -69,13 +66,6 @@ def use_networks(
 def _check(options: LaunchOptions, environ: Mapping[str, str], mpi: Mpi | None) -> HostReport:
     ports = _ports({**environ, **options.variables}, mpi)
     return check_hosts(options.hosts, options, environ, mpi=mpi is not None, ports=ports)
-
-
-def _own_agent(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
-    """Return whether the user has another way to the hosts than ssh."""
-    return any(OWN_AGENT.fullmatch(name) for name in environ) or any(
-        OWN_AGENT_WORDS.fullmatch(word) for word in options.mpi_args
-    )
 
 
 def _ports(environ: Mapping[str, str], mpi: Mpi | None) -> list[int]:

@@ -126,6 +126,19 @@ def spell_end(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
+def silent_host(line: str) -> str | None:
+    """Return the host that ssh has given up, as ssh was given it, from a line that ssh prints."""
+    match = re.match(r"Timeout, server (\S+) not responding", line)
+    return match[1] if match else None
+
+
+def has_not_answered(seconds: float) -> str:
+    """Return what is wrong with a host that has been silent for a time."""
+    return (
+        f"has not answered for {seconds:g} seconds: the network between is cut, or the host is down"
+    )
+
+
 def diagnose(lines: Sequence[str]) -> str | None:
     """Return host, cause and remedy; None where `lines` do not tell of an unreachable host."""
     text = "\n".join(lines)

@@ -13,13 +13,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.lab import INSIDE, NETWORKS, Lab, environment, program
 
+Cut = Callable[[Lab, str], AbstractContextManager[None]]
 DOCKER = "172.17.0.1"  # the address of docker0 on every host that has Docker
 HANG = "sleep 1000000"
 PYTHONS = ("/usr/bin", "/usr/local/bin", "~/.pyenv/versions/*/bin", "/opt/python/*/bin")

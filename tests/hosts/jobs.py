@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
-from tests.hosts.lab import SHARED, Lab
+from tests.hosts.lab import SHARED, Lab, Running
 
 LAUNCHER = (sys.executable, "-m", "hvdlite.launcher")
 ALL = "nodea:1,nodeb:1,nodec:1"
@@ -16,6 +18,11 @@ hvd.init()
 total = hvd.allreduce(np.full(4, hvd.rank() + 1.0), op=hvd.Sum, name="x")
 print("sum", hvd.rank(), socket.gethostname(), *total.tolist(), flush=True)
 """
+FOREVER = f"""{SUM}
+print("up", flush=True)
+while True:
+    hvd.allreduce(np.ones(4), name="x"); time.sleep(0.01)
+"""
 
 
 def hvdlite_run(
@@ -24,6 +31,28 @@ def hvdlite_run(
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run hvdlite-run in a host to its end."""
     return lab.run(host, *LAUNCHER, *words, timeout=timeout, cwd=cwd, **variables)
+
+
+@contextlib.contextmanager
+def in_the_middle(
+    lab: Lab, *words: str, ranks: int = 3, host: str = "nodea", **variables: str
+) -> Iterator[Running]:
+    """Start hvdlite-run in a host, and wait until as many ranks have said that they are in it."""
+    with lab.start(host, *LAUNCHER, *words, **variables) as running:
+        out = running.process.stdout
+        assert out is not None
+        seen: list[str] = []
+        while sum(line.endswith("up\n") for line in seen) < ranks:
+            line = out.readline()
+            assert line, (seen, running.finish(10))
+            seen.append(line)
+        yield running
+
+
+def sums(done: subprocess.CompletedProcess[str]) -> dict[int, float]:
+    """Return what each rank has printed as its sum."""
+    words = [line.partition(":sum ")[2].split() for line in done.stdout.splitlines()]
+    return {int(each[0]): float(each[2]) for each in words if each}
 
 
 def sentences(done: subprocess.CompletedProcess[str]) -> list[str]:
