@@ -69,8 +69,13 @@ class Cluster:
     def run(
         self, *command: str, host: str = LOGIN, timeout: float = 40, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end."""
-        return self.lab.run(host, *command, timeout=timeout, **self._environment(variables))
+        """Run a command on a host to its end; when `timeout` seconds are over, it is an error."""
+        with self.start(*command, host=host, **variables) as running:
+            try:
+                return running.finish(timeout)
+            except subprocess.TimeoutExpired as late:
+                said = b"".join(filter(None, (late.stdout, late.stderr))).decode()
+                raise AssertionError(f"{command} did not end in {timeout} s:\n{said}") from None
 
     def start(
         self, *command: str, host: str = LOGIN, **variables: str
@@ -79,7 +84,11 @@ class Cluster:
         return self.lab.start(host, *command, **self._environment(variables))
 
     def _environment(self, variables: dict[str, str]) -> dict[str, str]:
-        ours = {"SLURM_CONF": str(FOLDER / "slurm.conf"), "PYTHONPATH": str(ROOT)}
+        ours = {
+            "SLURM_CONF": str(FOLDER / "slurm.conf"),
+            "PYTHONPATH": str(ROOT),
+            "HVDLITE_NATIVE": "off",  # each host would compile it
+        }
         return {**ours, **variables}
 
     def read(self, name: str) -> str:
@@ -97,6 +106,15 @@ class Cluster:
     def queue(self) -> list[str]:
         """Return the jobs that have not ended."""
         return self.run("squeue", "-h", "-o", "%i %T").stdout.splitlines()
+
+    def forget_ended(self) -> list[str]:
+        """Wait for jobs that are about to end; returns those that go on."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while jobs := self.queue():
+            if time.monotonic() > deadline or any("COMPLETING" not in job for job in jobs):
+                break
+            time.sleep(0.05)
+        return jobs
 
     def cancel(self) -> None:
         """Cancel all jobs, and wait until none is left."""

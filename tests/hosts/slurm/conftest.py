@@ -25,7 +25,7 @@ def slurm_cluster() -> Iterator[Cluster]:
 def slurm(slurm_cluster: Cluster) -> Iterator[Cluster]:
     """The cluster without jobs; a test must leave none, and no process of a job on any host."""
     yield slurm_cluster
-    left = slurm_cluster.queue()
+    left = slurm_cluster.forget_ended()
     slurm_cluster.cancel()
     assert left == []
     wait_until(lambda: slurm_cluster.left() == {}, "the end of all processes of jobs",
