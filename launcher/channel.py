@@ -7,7 +7,10 @@ An end that has nothing to say sends a beat now and then, so that silence means 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import stat
 import struct
 import time
 from collections import deque
@@ -166,6 +169,11 @@ class Channel:
     def _stop_writing(self) -> None:
         if self._write_fd >= 0:
             self._loop.forget(self._write_fd)
+            if stat.S_ISSOCK(os.fstat(self._write_fd).st_mode):
+                # The descriptor that is read keeps the connection: the other end would not notice.
+                with socket.socket(fileno=os.dup(self._write_fd)) as connection:
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_WR)
             os.close(self._write_fd)
             self._write_fd = -1
             self._queue.clear()

@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgpack
 import pytest
 
 from hvdlite.launcher import call_back
 from hvdlite.launcher.call_back import Listener, own_addresses
+from hvdlite.launcher.channel import LENGTH, Channel
+from hvdlite.launcher.event_loop import EventLoop
 
 
 class Loop:
@@ -200,3 +203,24 @@ def test_without_a_known_host_everyone_may_knock(loop: Loop) -> None:
 def test_the_secret_is_no_argument(listener: Listener) -> None:
     assert listener.variables == {call_back.SECRET_VARIABLE: listener.secret}
     assert listener.secret not in " ".join(listener.addresses)
+
+
+def test_an_end_that_is_done_with_writing_is_noticed() -> None:
+    """An agent ends when the launcher has nothing more to say, and its last words still come."""
+    loop, heard = EventLoop(), []
+    ours, theirs = socket.socketpair()
+    with theirs:
+        fd = ours.detach()
+        channel = Channel(
+            loop, fd, os.dup(fd), received=lambda kind, _: heard.append(kind),
+            ended=lambda: heard.append("ended"),
+        )  # fmt: skip
+        channel.close_writing()
+        theirs.settimeout(10)
+        assert theirs.recv(1) == b""
+        theirs.sendall(LENGTH.pack(len(body := msgpack.packb(["last"]))) + body)
+        theirs.shutdown(socket.SHUT_WR)
+        while "ended" not in heard:
+            assert loop.run_once(10)
+    assert heard == ["last", "ended"]
+    loop.close()

@@ -7,6 +7,7 @@ every process may say who it is, as nobody else can reach these hosts.
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -97,11 +98,14 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
     def batch(self, *flags: str, lines: str, output: str = "job.out") -> tuple[int, str]:
-        """Run a batch script to its end; returns sbatch's exit code and what the script wrote."""
+        """Run a batch script to its end; returns its exit code and what it has written."""
         (self.lab.folder / "shared" / output).unlink(missing_ok=True)
         script = self.lab.write("job.sh", f"#!/bin/sh\n{lines}\n")
-        done = self.run("sbatch", "--wait", *flags, f"--output={SHARED / output}", script)
-        return done.returncode, self.read(output) + done.stderr
+        done = self.run("sbatch", "--parsable", *flags, f"--output={SHARED / output}", script)
+        wait_until(lambda: not self.queue(), "the end of the job", lambda: self.read(output))
+        said = self.run("scontrol", "show", "job", "--oneliner", done.stdout.strip()).stdout
+        codes = re.findall(r"ExitCode=(\d+):", said)
+        return max(map(int, codes)), self.read(output) + done.stderr
 
     def queue(self) -> list[str]:
         """Return the jobs that have not ended."""
