@@ -45,6 +45,7 @@ class Agents:
         self._meeting = MergedMeeting(job.options.num_proc)
         self._started = False
         self._ending = False
+        self._failing = False
         self._failure: StartFailure | None = None
         self._handlers: dict[str, Callable[..., None]] = {
             "hello": self._hello, "ready": self._ready, "refused": self._refused,
@@ -103,7 +104,7 @@ class Agents:
         self._ending = True
         self._starter.stop()
         for agent in self.agents:
-            if agent.ready:
+            if agent.folder:  # It has come.
                 agent.let_end()
             else:
                 agent.kill()
@@ -118,6 +119,7 @@ class Agents:
         """See `Runner`."""
         if not self._started and (why := self._starter.failure()):
             self._fail(why)
+        self._tell_of_failure()
         silence = self._description.silence_seconds
         now = time.monotonic()
         for agent in self.agents:
@@ -211,7 +213,12 @@ class Agents:
 
     def begin_end(self) -> None:
         """See `Runner`."""
-        failure = self.job.first_failure.failure()
+        self._failing = True
+        self._tell_of_failure()
+
+    def _tell_of_failure(self) -> None:
+        """Let ranks that wait for others in `init` raise, also those that have come meanwhile."""
+        failure = self.job.first_failure.failure() if self._failing else None
         if failure is not None:
             for agent in self.agents:
                 agent.send("fail", str(failure), failure.rank)

@@ -1,4 +1,4 @@
-"""Other hosts that are this one: a program in the place of ssh runs the command under their name."""
+"""Other hosts that are this one: a program in the place of ssh runs commands under their name."""
 
 from __future__ import annotations
 
