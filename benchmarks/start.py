@@ -4,7 +4,8 @@
 
 Every measurement is made in new processes, in turns: what `import hvdlite.torch` adds to
 `import torch` (left out where there is no torch); and the time from the start of hvdlite-run to the
-end of the first allreduce on all ranks, beside that of a bare mpirun with a program of mpi4py.
+end of the first allreduce on all ranks, by each launcher, beside that of a bare mpirun with a
+program of mpi4py.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ import numpy as np
 from mpi4py import MPI
 MPI.COMM_WORLD.Allreduce(np.ones(1), np.ones(1))
 """
+LAUNCHERS = {"agents": "ssh", "mpirun": "mpirun"}  # What is started -> --launcher.
 # The clock is that of the machine: all processes agree about it.
 NOTE_TIME = """
 import os, sys, time
@@ -86,8 +88,9 @@ def make_ways(ranks: list[int]) -> dict[str, Callable[[], float]]:
     else:
         say("left out: import hvdlite.torch (there is no torch)")
     for count in ranks:
-        launcher = [*hvdlite_run(count), sys.executable]
-        ways[f"hvdlite-run -np {count}"] = partial(time_job, launcher, HVDLITE)
+        for name, launcher in LAUNCHERS.items():
+            command = [*hvdlite_run(count), "--launcher", launcher, sys.executable]
+            ways[f"hvdlite-run -np {count}, {name}"] = partial(time_job, command, HVDLITE)
         ways[f"mpirun -np {count}, mpi4py"] = partial(time_job, mpirun(count), MPI4PY)
     return ways
 

@@ -31,6 +31,7 @@ class AgentConnection:
     ) -> None:  # fmt: skip
         self.host = host
         self.ready = False
+        self.gone = False  # It ended while its ranks ran.
         self.folder = ""  # Its own, there.
         self.channel: Channel | None = None
         self.leader: LeadingProcess | None = None  # That leads to this agent alone.

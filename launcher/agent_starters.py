@@ -18,6 +18,7 @@ from hvdlite.launcher.srun import srun_command, srun_environment
 from hvdlite.launcher.ssh import agent_command, agent_path, remote_agent_command, ssh_command
 from hvdlite.launcher.unreachable import explain_agent
 
+TIDY_SECONDS = 3.0
 MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
 
 
@@ -47,6 +48,9 @@ class AgentStarter(Protocol):
 
     def finish(self, seconds: float) -> None:
         """Wait for what is no agent's own, at most `seconds`."""
+
+    def tidy(self, agent: AgentConnection, groups: list[int]) -> None:
+        """Remove what an agent that was killed has left: its folder, and process groups."""
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -102,6 +106,16 @@ class SpawnedAgents:
     def failure(self) -> str | None:
         """See `AgentStarter`: the end of a process is the end of its agent's channel."""
         return None
+
+    def tidy(self, agent: AgentConnection, groups: list[int]) -> None:
+        """See `AgentStarter`: its ranks have died with it, but not their child processes."""
+        kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in groups)
+        there = f"{kill}rm -rf {shlex.quote(agent.folder)}"
+        path = self._environ.get("PATH")
+        command = ssh_command(agent.host.name, there, self._options, path)
+        ssh = LeadingProcess(command, self._environ, self._loop)
+        ssh.wait(TIDY_SECONDS)
+        ssh.close()
 
     def abandon(self) -> None:
         """See `AgentStarter`."""
@@ -172,6 +186,9 @@ class SrunAgents:
         """See `AgentStarter`."""
         if self._srun is not None:
             self._srun.signal(signal.SIGKILL)
+
+    def tidy(self, agent: AgentConnection, groups: list[int]) -> None:
+        """See `AgentStarter`: Slurm ends what is left of a step."""
 
     def finish(self, seconds: float) -> None:
         """See `AgentStarter`."""

@@ -84,7 +84,7 @@ class Agents:
 
     def _ready(self, agent: AgentConnection) -> None:
         agent.ready = True
-        if all(each.ready for each in self.agents) and not self._ending:
+        if not self._unready and not self._ending:
             self._started = True
             for each in self.agents:
                 for rank in each.host.ranks:
@@ -182,6 +182,7 @@ class Agents:
         if not self._started:
             self._fail(explain_agent(agent.host.name, said, code))
         elif agent.host.remote:
+            agent.gone = True
             self._lose(agent, f"closed its connection: {said.strip() or 'its agent has ended'}")
         else:
             self._lose(agent, f"lost its agent: it {spell_end(code)}")
@@ -223,6 +224,10 @@ class Agents:
             for agent in self.agents:
                 agent.send("fail", str(failure), failure.rank)
 
+    @property
+    def _unready(self) -> list[AgentConnection]:
+        return [agent for agent in self.agents if not agent.ready]
+
     def signal(self, number: int) -> None:
         """See `Runner`."""
         if not self._started:
@@ -245,6 +250,10 @@ class Agents:
                 leader.wait(end - time.monotonic())
         self._starter.finish(end - time.monotonic())
 
+    def late(self, missing: list[int]) -> list[int]:
+        """See `Runner`: ranks start when all agents are ready."""
+        return [rank for agent in self._unready for rank in agent.host.ranks] or missing
+
     def failure(self) -> StartFailure | None:
         """See `Runner`."""
         return self._failure
@@ -258,7 +267,17 @@ class Agents:
             if abandoned and not agent.host.remote:
                 self._kill_groups([r for r in agent.host.ranks if heard.codes.get(r) != 0])
                 shutil.rmtree(agent.folder or os.devnull, ignore_errors=True)
+            if agent.gone:
+                self._starter.tidy(agent, self._pids(agent))
         self._starter.close()
+
+    def _pids(self, agent: AgentConnection) -> list[int]:
+        """Return the processes of an agent that have not ended well, as far as it has told."""
+        heard = self.job.first_failure
+        return [
+            heard.started[rank] for rank in agent.host.ranks
+            if heard.started.get(rank) and heard.codes.get(rank) != 0
+        ]  # fmt: skip
 
     def _kill_groups(self, ranks: list[int]) -> None:
         """Kill ranks of this host whose agent cannot do so any more."""

@@ -178,9 +178,11 @@ class Channel:
             self._loop.forget(self._write_fd)
             if stat.S_ISSOCK(os.fstat(self._write_fd).st_mode):
                 # The descriptor that is read keeps the connection: the other end would not notice.
-                with socket.socket(fileno=os.dup(self._write_fd)) as connection:
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(socket.SHUT_WR)
+                with (
+                    socket.socket(fileno=os.dup(self._write_fd)) as connection,
+                    contextlib.suppress(OSError),
+                ):
+                    connection.shutdown(socket.SHUT_WR)
             os.close(self._write_fd)
             self._write_fd = -1
             self._queue.clear()

@@ -116,7 +116,10 @@ class Job:
             self.output.finish()
         for rank, cause in self.output.causes().items():
             self.first_failure.causes.setdefault(rank, cause)
+        started = self.first_failure.started
+        missing = [rank for rank in range(self.options.num_proc) if rank not in started]
         end = End(
+            late=self.runner.late(missing),
             runner=self.runner.name,
             failure=self.runner.failure(),
             signal=self.signals.received,

@@ -175,6 +175,10 @@ class Mpirun:
             with contextlib.suppress(BrokenPipeError):
                 self.pipes.print_early()
 
+    def late(self, missing: list[int]) -> list[int]:
+        """See `Runner`."""
+        return missing
+
     def failure(self) -> StartFailure | None:
         """See `Runner`."""
         code = self.process.poll() if self.process is not None else None

@@ -44,6 +44,7 @@ class End:
 
     runner: str  # what ran the ranks, for people
     failure: StartFailure | None  # why it failed before any rank did
+    late: list[int]  # of the ranks that have not started, those for whom the others wait
     signal: int | None  # that this process got
     timed_out: bool
 
@@ -54,7 +55,7 @@ def conclude(end: End, first_failure: FirstFailure, options: LaunchOptions) -> J
         return signal_outcome(end.signal)
     missing = [rank for rank in range(options.num_proc) if rank not in first_failure.started]
     if end.timed_out:
-        return JobOutcome(NOT_STARTED_CODE, _timeout_sentence(missing, options))
+        return JobOutcome(NOT_STARTED_CODE, _timeout_sentence(end.late, options))
     failure = first_failure.failure()
     if failure is not None:
         return JobOutcome(failure.code, failure_sentence(failure, first_failure.codes), failure)

@@ -68,6 +68,9 @@ class Runner(Protocol):
     def finish(self) -> None:
         """Read what is left, and wait for what was started."""
 
+    def late(self, missing: list[int]) -> list[int]:
+        """Return those of the ranks that have not started for whom the others wait."""
+
     def failure(self) -> StartFailure | None:
         """Return why it failed before any rank did."""
 

@@ -267,9 +267,7 @@ def test_a_launcher_that_is_killed_while_ssh_connects_leaves_nothing(tmp_path: P
 def test_a_killed_agent_ends_its_ranks_and_the_job(
     ssh: dict[str, str], tmp_path: Path, host: str
 ) -> None:
-    # What an agent has left that was killed on another host, nobody here can remove.
-    left = "hvdlite-agent-*" if host == "other" else ""
-    with up(ssh, tmp_path, may_leave=left) as process:
+    with up(ssh, tmp_path) as process:
         remote = [n for n in agents(str(tmp_path)) if Path(f"/proc/{n}/environ").read_bytes()]
         log = (tmp_path / "ssh.log").read_text().split()[0]
         victim = int(log) if host == "other" else next(n for n in remote if n != int(log))
