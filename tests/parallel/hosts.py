@@ -1,4 +1,4 @@
-"""Two hosts that are simulated by network namespaces, and how mpirun reaches them."""
+"""Two hosts that are simulated by network namespaces, and how their ranks are started."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,22 +24,31 @@ exec ip netns exec {name} unshare --uts sh -c "hostname {name}; $*"
 """
 
 
+class Hosts(NamedTuple):
+    """Simulated hosts, for `jobs.ranks`."""
+
+    before: list[str]  # What goes before "mpirun".
+    options: list[str]  # Options of mpirun.
+    spelled: str  # As start_ranks.py takes them.
+
+
 @contextmanager
-def two_hosts(folder: Path, slots: Sequence[int]) -> Iterator[tuple[list[str], list[str]]]:
+def two_hosts(folder: Path, slots: Sequence[int]) -> Iterator[Hosts]:
     """Two hosts with `slots` ranks each, joined by a veth pair; `folder` keeps the agent script.
 
-    Gives what goes before "mpirun", and options of mpirun. Removes the hosts at the end; skips the
-    test where namespaces may not be made.
+    Removes the hosts at the end; skips the test where namespaces may not be made.
     """
     try:
         _make(NAMES)
         agent = folder / "agent"
         agent.write_text(AGENT.format(name=NAMES[1]))
         agent.chmod(0o755)
-        hosts = ",".join(f"{a}:{n}" for a, n in zip(ADDRESSES, slots, strict=True))
-        yield (
+        hosts = list(zip(NAMES, ADDRESSES, slots, strict=True))
+        for_mpirun = ",".join(f"{address}:{number}" for _, address, number in hosts)
+        yield Hosts(
             ["ip", "netns", "exec", NAMES[0]],
-            ["--prtemca", "plm_ssh_agent", str(agent), "--host", hosts],
+            ["--prtemca", "plm_ssh_agent", str(agent), "--host", for_mpirun],
+            ",".join(f"{name}:{address}:{number}" for name, address, number in hosts),
         )
     finally:
         for name in NAMES:

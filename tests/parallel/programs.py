@@ -15,6 +15,7 @@ import numpy as np
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodVersionMismatchError
+from tests.parallel.rank_helpers import STARTED_BY_MPI, hear, rank, say, size
 
 
 def total(name: str, expected: float, **options: object) -> None:
@@ -26,7 +27,7 @@ def total(name: str, expected: float, **options: object) -> None:
 def collectives() -> None:
     """One of each."""
     hvd.init()
-    size, rank = hvd.size(), hvd.rank()
+    assert (hvd.size(), hvd.rank()) == (size, rank)
     for _ in range(3):
         total("sum", size * (size + 1) / 2)
         rows = hvd.allgather(np.full((rank, 2), rank), name="rows")
@@ -45,45 +46,74 @@ def collectives() -> None:
     local = size // hosts
     assert (hvd.local_rank(), hvd.local_size()) == (rank % local, local)
     assert (hvd.cross_rank(), hvd.cross_size()) == (rank // local, hosts)
-    assert hvd.is_homogeneous() and hvd.mpi_threads_supported() in (True, False)
-    assert hvd.mpi_enabled() and hvd.mpi_built()
+    assert hvd.is_homogeneous() and hvd.mpi_built() and not hvd.gloo_enabled()
+    assert hvd.mpi_enabled() == STARTED_BY_MPI == ("mpi4py" in sys.modules)
+    try:
+        assert hvd.mpi_threads_supported() in (True, False) and STARTED_BY_MPI
+    except ValueError as error:
+        assert not STARTED_BY_MPI and "MPI is not enabled" in str(error)
     assert hvd.join() in range(size)
 
 
 def again() -> None:
-    """init, shutdown and init in one process, with mpi4py used beside it."""
-    from mpi4py import MPI
-
+    """init, shutdown and init in one process, with mpi4py used beside it where there is MPI."""
     for round_ in range(3):
         hvd.init()
         total(f"sum{round_}", sum(range(1, hvd.size() + 1)))
-        assert MPI.COMM_WORLD.allreduce(1) == hvd.size()
+        if STARTED_BY_MPI:
+            from mpi4py import MPI
+
+            assert MPI.COMM_WORLD.allreduce(1) == hvd.size()
         hvd.shutdown()
         assert not hvd.is_initialized()
 
 
+def parts() -> None:
+    """init on parts of the world at the same time, by lists of ranks, and on all of it again."""
+    for half in ([0, 1] if rank < 2 else list(range(2, size)), [2, 0] if rank % 2 == 0 else [1, 3]):
+        hvd.init(comm=half)
+        assert (hvd.size(), hvd.rank()) == (len(half), half.index(rank))
+        total("list", sum(range(1, len(half) + 1)))
+        assert hvd.local_size() == len(half)
+        hvd.shutdown()
+    hvd.init(comm=list(range(size)) if rank else None)
+    assert (hvd.size(), hvd.rank()) == (size, rank)
+    total("all", sum(range(1, size + 1)))
+    hvd.shutdown()
+    try:
+        hvd.init(comm=[size - 1] if rank == 0 else [rank])
+    except ValueError as error:
+        assert rank == 0 and "leaves out rank 0" in str(error), error
+    else:
+        assert rank > 0 and hvd.size() == 1
+
+
 def communicators() -> None:
-    """init on parts of the world: a rank list, and an mpi4py communicator."""
+    """init on a part of the world: an mpi4py communicator."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    half = [0, 1] if world.rank < 2 else list(range(2, world.size))
-    hvd.init(comm=half)
-    assert (hvd.size(), hvd.rank()) == (len(half), half.index(world.rank))
-    total("list", sum(range(1, len(half) + 1)))
-    hvd.shutdown()
     part = world.Split(world.rank % 2, -world.rank)  # in reverse order
     hvd.init(comm=part)
     assert (hvd.size(), hvd.rank()) == (part.size, part.rank)
     assert hvd.global_process_set.mpi_comm is part
     total("comm", sum(range(1, part.size + 1)))
     hvd.shutdown()
-    try:
-        hvd.init(comm=[world.size - 1 - world.rank] if world.rank == 0 else [world.rank])
-    except ValueError as error:
-        assert world.rank == 0 and "leaves out rank 0" in str(error), error
-    else:
-        assert world.rank > 0 and hvd.size() == 1
+    hvd.init(comm=MPI.COMM_SELF)
+    assert hvd.size() == 1
+    hvd.shutdown()
+
+
+def process_sets_of_lists() -> None:
+    """Static sets and dynamic ones, from lists of ranks."""
+    first = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[first])
+    if first.included():
+        total("first", 4, process_set=first)
+    second = hvd.add_process_set([1, 3])
+    if second.included():
+        total("second", 6, process_set=second)
+    assert hvd.remove_process_set(first) and first.process_set_id is None
 
 
 def process_sets() -> None:
@@ -195,9 +225,7 @@ def forks_a_child_that_ends() -> None:
 
 def other_settings() -> None:
     """A failed init can be tried again."""
-    from mpi4py import MPI
-
-    os.environ["HVDLITE_DATA_PLANE"] = ["ring", "shm"][MPI.COMM_WORLD.rank]
+    os.environ["HVDLITE_DATA_PLANE"] = ["ring", "shm"][rank]
     try:
         hvd.init()
     except hvd.HorovodInternalError as error:
@@ -250,8 +278,6 @@ def forks() -> None:
 
 def interrupted() -> None:
     """A barrier that a signal has ended on one rank, and barriers in several threads."""
-    from mpi4py import MPI
-
     hvd.init()
     if hvd.rank() == 0:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -259,11 +285,11 @@ def interrupted() -> None:
         try:
             hvd.barrier()
         except KeyboardInterrupt:
-            MPI.COMM_WORLD.send("gave up", 1)
+            say("gave up")
         else:
             raise AssertionError("the barrier has ended without rank 1")
     else:
-        MPI.COMM_WORLD.recv(source=0)
+        hear("gave up")
         hvd.barrier()  # meets the one that rank 0 has given up
     hvd.barrier()
     errors: list[BaseException] = []
@@ -288,11 +314,9 @@ def interrupted() -> None:
 
 def other_version() -> None:
     """Rank 1 speaks another protocol."""
-    from mpi4py import MPI
-
     from hvdlite.common.transport import bootstrap
 
-    if MPI.COMM_WORLD.rank == 1:
+    if rank == 1:
         bootstrap.PROTOCOL_VERSION = 99
     try:
         hvd.init()
@@ -308,7 +332,7 @@ def wrong_timeline() -> None:
         hvd.init()
     except (OSError, hvd.HorovodInternalError) as error:
         assert "/nonexistent" in str(error), error
-        assert isinstance(error, OSError) == (os.environ["OMPI_COMM_WORLD_RANK"] == "0"), error
+        assert isinstance(error, OSError) == (rank == 0), error
     else:
         raise AssertionError("init went well")
 

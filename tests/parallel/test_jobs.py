@@ -1,4 +1,4 @@
-"""Real jobs under mpirun: start, parts of the world, and every way to end."""
+"""Real jobs: start, parts of the world, and every way to end."""
 
 from __future__ import annotations
 
@@ -13,116 +13,149 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.hosts import two_hosts
-from tests.parallel.jobs import (
-    MPIRUN,
-    NO_MPIRUN,
-    environment,
-    mpirun,
-    program,
-    run_command,
-    run_program,
-)
+from tests.parallel.jobs import environment, program, ranks, run_command, run_program
 
-pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+both = pytest.mark.usefixtures("transport")
 
 
-def check(size: int, name: str, ranks: int | None = None, **variables: str) -> str:
-    """Run a program; `ranks` of its ranks must end well (all of them, unless one is to die)."""
+def check(size: int, name: str, well: int | None = None, **variables: str) -> str:
+    """Run a program; `well` of its ranks must end well (all of them, unless one is to die)."""
     done = run_program(size, name, **variables)
-    assert done.stdout.count("rank done") == (size if ranks is None else ranks), done.stdout
-    if ranks is None:
+    assert done.stdout.count("rank done") == (size if well is None else well), done.stdout
+    if well is None:
         assert done.returncode == 0, done.stdout
     return done.stdout
 
 
+@both
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_collective(size: int) -> None:
     check(size, "collectives")
 
 
-@pytest.mark.parametrize("plane", ["shm", "ring", "mpi", "hierarchical"])
+@both
+@pytest.mark.parametrize("plane", ["shm", "ring", "hierarchical"])
 def test_every_data_plane(plane: str) -> None:
     other = "ring" if plane == "hierarchical" else plane
     check(3, "collectives", HVDLITE_ALLREDUCE=plane, HVDLITE_DATA_PLANE=other)
 
 
-@pytest.mark.parametrize("plane", ["auto", "ring", "mpi"])
-def test_two_hosts(plane: str, tmp_path: Path) -> None:
-    with two_hosts(tmp_path, (2, 2)) as (before, options):
-        command = mpirun(4, *options, "-x", "HOSTS", "-x", "PYTHONPATH", *program("collectives"))
+@pytest.mark.usefixtures("over_mpi")
+def test_the_data_plane_of_mpi() -> None:
+    check(3, "collectives", HVDLITE_ALLREDUCE="mpi", HVDLITE_DATA_PLANE="mpi")
+
+
+def check_two_hosts(folder: Path, plane: str) -> None:
+    with two_hosts(folder, (2, 2)) as hosts:
+        command = ranks(4, *program("collectives"), hosts=hosts)
         variables = {"HVDLITE_ALLREDUCE": plane, "HVDLITE_DATA_PLANE": plane, "HOSTS": "2"}
-        done = run_command([*before, *command], **variables)
+        done = run_command(command, **variables)
     assert done.stdout.count("rank done") == 4 and done.returncode == 0, done.stdout
 
 
+@both
+@pytest.mark.parametrize("plane", ["auto", "ring"])
+def test_two_hosts(plane: str, tmp_path: Path) -> None:
+    check_two_hosts(tmp_path, plane)
+
+
+@pytest.mark.usefixtures("over_mpi")
+def test_two_hosts_with_the_data_plane_of_mpi(tmp_path: Path) -> None:
+    check_two_hosts(tmp_path, "mpi")
+
+
+@both
 @pytest.mark.parametrize("victim", ["0", "1", "2", "3"])
 def test_a_rank_that_is_killed_on_another_host_is_named(victim: str, tmp_path: Path) -> None:
-    with two_hosts(tmp_path, (2, 2)) as (before, options):
-        command = mpirun(4, *options, "-x", "VICTIM", "-x", "PYTHONPATH", *program("killed"))
-        done = run_command([*before, *command], VICTIM=victim)
+    with two_hosts(tmp_path, (2, 2)) as hosts:
+        done = run_command(ranks(4, *program("killed"), hosts=hosts), VICTIM=victim)
     assert done.stdout.count("rank done") == 3, done.stdout
 
 
+@both
 def test_init_after_shutdown() -> None:
     check(3, "again")
 
 
+@both
 def test_a_barrier_that_a_signal_ended_and_barriers_of_several_threads() -> None:
     check(2, "interrupted")
 
 
+@both
 def test_parts_of_the_world() -> None:
+    check(4, "parts")
+
+
+@pytest.mark.usefixtures("by_mpirun")
+def test_parts_of_the_world_by_communicators() -> None:
     check(4, "communicators")
 
 
+@both
+def test_process_sets() -> None:
+    check(4, "process_sets_of_lists")
+
+
+@pytest.mark.usefixtures("by_mpirun")
 def test_process_sets_from_communicators() -> None:
     check(4, "process_sets")
 
 
+@both
 def test_a_killed_rank_is_named_by_the_others_within_seconds() -> None:
-    check(3, "killed", ranks=2)
+    check(3, "killed", well=2)
 
 
+@both
 def test_a_rank_that_raises_ends_the_others() -> None:
-    output = check(3, "raises", ranks=2)
+    output = check(3, "raises", well=2)
     assert "the data is broken" in output
 
 
+@both
 def test_a_script_that_forgets_shutdown_ends_well() -> None:
     check(3, "forgets_shutdown")
 
 
+@both
 def test_a_rank_may_end_before_the_others() -> None:
     check(3, "leaves_early")
 
 
+@both
 @pytest.mark.parametrize("how", ["end of script", "exit", "shutdown", "kill"])
 def test_who_waits_in_join_hears_of_a_rank_that_leaves(how: str) -> None:
     done = run_program(3, "leaves_a_join", HOW=how, HVDLITE_STALL_CHECK_DISABLE="1")
     assert done.stdout.count("rank done") >= 2, done.stdout
 
 
+@both
 def test_ranks_meet_in_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
     os.mkdir(folder)
     assert "count as" not in check(2, "collectives", TMPDIR=folder)
 
 
+@both
 def test_a_forked_child_is_no_rank_and_does_not_hide_a_death() -> None:
-    output = check(2, "forks", ranks=1)
+    output = check(2, "forks", well=1)
     sleeper = re.search(r"sleeper (\d+)", output)
     assert sleeper is not None
     os.kill(int(sleeper.group(1)), signal.SIGKILL)
 
 
+@both
 def test_a_forked_child_that_ends_normally_ends() -> None:
     check(2, "forks_a_child_that_ends")
 
 
+@both
 def test_init_after_a_failed_init() -> None:
     check(2, "other_settings")
 
 
+@pytest.mark.usefixtures("over_mpi")
 def test_the_mpi_backend_runs_everything_when_asked_for(tmp_path: Path) -> None:
     timeline = tmp_path / "timeline.json"
     planes = {"HVDLITE_ALLREDUCE": "mpi", "HVDLITE_DATA_PLANE": "mpi"}
@@ -133,15 +166,17 @@ def test_the_mpi_backend_runs_everything_when_asked_for(tmp_path: Path) -> None:
         assert f"SHM_{collective}" not in activities
 
 
+@both
 def test_two_versions_in_one_job_are_an_error_at_init() -> None:
     check(3, "other_version")
 
 
+@both
 def test_a_timeline_that_cannot_be_written_is_an_error_at_init() -> None:
     check(2, "wrong_timeline", HVDLITE_TIMELINE="/nonexistent/timeline.json")
 
 
-def test_without_mpirun_a_script_is_a_job_of_one_rank() -> None:
+def test_without_a_launcher_a_script_is_a_job_of_one_rank() -> None:
     script = (
         "import sys, numpy as np, hvdlite.numpy as hvd\n"
         "hvd.init()\n"

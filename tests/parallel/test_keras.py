@@ -7,9 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, mpirun, run_command
-
-pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+from tests.parallel.jobs import ranks, run_command
 
 
 @pytest.mark.parametrize(
@@ -24,7 +22,7 @@ def test_training(size: int, needed: str, variables: dict[str, str]) -> None:
     for module in ("keras", needed):
         if find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
-    command = mpirun(size, sys.executable, "-m", "tests.parallel.worker_keras")
+    command = ranks(size, sys.executable, "-m", "tests.parallel.worker_keras")
     result = run_command(command, timeout=100, TF_CPP_MIN_LOG_LEVEL="2", **variables)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout

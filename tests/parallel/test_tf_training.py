@@ -6,19 +6,16 @@ import sys
 
 import pytest
 
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, mpirun, run_command
+from tests.parallel.jobs import ranks, run_command
 
 pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
 LIMIT_SECONDS = 200
-pytestmark = [
-    pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN),
-    pytest.mark.timeout(LIMIT_SECONDS + 20),
-]
+pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 20)
 
 
 def test_training() -> None:
     size = 2  # on two cores TensorFlow starts slowly enough
-    command = mpirun(size, sys.executable, "-m", "tests.parallel.worker_tf")
+    command = ranks(size, sys.executable, "-m", "tests.parallel.worker_tf")
     result = run_command(command, timeout=LIMIT_SECONDS, TF_CPP_MIN_LOG_LEVEL="3")
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == size, result.stdout

@@ -1,4 +1,4 @@
-"""What each rank of `test_backends` runs: the matrix of the backends in short form, over MPI.
+"""What each rank of `test_backends` runs: the matrix of the backends in short form.
 
 Usage: worker_backends.py WAY HOSTS [OPTION], where HOSTS is what the topology must be, such as
 "2+2". OPTION "apart" simulates ranks of one host that do not see each other's files; "small" cuts
@@ -11,41 +11,33 @@ import os
 import socket
 import sys
 
-from mpi4py import MPI
-
-from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives import mpi as mpi_backend
 from hvdlite.common.collectives.base import Members, Reduction
-from hvdlite.common.plain.config import Config
 from hvdlite.common.transport import bootstrap, mpi
-from hvdlite.common.transport.mpi import MpiTransport, connect
+from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.rendezvous import Meeting
 from tests.backends import DTYPES, Program
-
-
-def late() -> HorovodInternalError:
-    """Make the error of a rank that has waited too long for the others."""
-    return HorovodInternalError("some ranks have not come")
+from tests.parallel.connecting import connect
+from tests.parallel.rank_helpers import rank, size
 
 
 def main(way: str, hosts: str, option: str = "") -> None:
     """Check every collective among all ranks, and among all but the first; twice over."""
-    comm = MPI.COMM_WORLD
-    if option == "apart" and comm.rank:
+    if option == "apart" and rank:
         bootstrap.listen = hide
     if option == "small":
         mpi.PART_BYTES = mpi.PROMPT_PART_BYTES = mpi_backend.MOST_ELEMENTS = 1000
     for _ in range(2):
-        transport = connect(comm, Config(), late)
+        transport = connect()
         found = "+".join(str(len(host)) for host in transport.topology.hosts)
         assert found == hosts, f"{found} is not {hosts}"
         check(transport, way)
         talk(transport)
         transport.close()
-    leave_by_turns(comm)
+    leave_by_turns()
     # Written at once, so that the lines of two ranks do not mix.
-    os.write(1, f"rank {comm.rank} of {comm.size} is content\n".encode())
+    os.write(1, f"rank {rank} of {size} is content\n".encode())
 
 
 def hide(meeting: Meeting, rank: int) -> socket.socket:
@@ -53,7 +45,7 @@ def hide(meeting: Meeting, rank: int) -> socket.socket:
     raise FileNotFoundError(meeting.path(rank))
 
 
-def check(transport: MpiTransport, way: str) -> None:
+def check(transport: Transport, way: str) -> None:
     """Every collective, among all ranks and among some."""
     flat = "ring" if way == "hierarchical" else way
     program = Program.of(transport, allreduce=way, data_plane=flat)
@@ -69,30 +61,29 @@ def check(transport: MpiTransport, way: str) -> None:
         Program(transport, group, program.backends).everything("float32", [1, 101])
 
 
-def talk(transport: MpiTransport) -> None:
+def talk(transport: Transport) -> None:
     """Large messages from everybody to everybody at once keep their borders and their order."""
-    size = transport.topology.size
     lengths = (0, 300_000)
     bodies = [bytes([sender]) * length for sender in range(size) for length in lengths]
-    for rank in range(size):
+    for peer in range(size):
         for body in bodies[2 * transport.rank : 2 * transport.rank + 2]:
-            transport.send(rank, body)
-    got: dict[int, list[bytes | None]] = {rank: [] for rank in range(size)}
+            transport.send(peer, body)
+    got: dict[int, list[bytes | None]] = {peer: [] for peer in range(size)}
     while any(len(each) < 2 for each in got.values()):
         for message in transport.receive(10.0):
             got[message.rank].append(message.body)
-    for rank, each in got.items():
-        assert each[:2] == bodies[2 * rank : 2 * rank + 2], f"rank {rank} was misunderstood"
+    for peer, each in got.items():
+        assert each[:2] == bodies[2 * peer : 2 * peer + 2], f"rank {peer} was misunderstood"
 
 
-def leave_by_turns(comm: MPI.Intracomm) -> None:
+def leave_by_turns() -> None:
     """Each rank closes when all before it have; nobody sees the end of another connection."""
-    transport = connect(comm, Config(), late)
+    transport = connect()
     ended: set[int] = set()
-    while ended != set(range(comm.rank)):
-        for rank, body in transport.receive(10.0):
-            assert body is None and rank < comm.rank, (rank, body)
-            ended.add(rank)
+    while ended != set(range(rank)):
+        for peer, body in transport.receive(10.0):
+            assert body is None and peer < rank, (peer, body)
+            ended.add(peer)
     transport.close()
 
 

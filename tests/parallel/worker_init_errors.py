@@ -7,24 +7,39 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any, NamedTuple
 from unittest import mock
-
-from mpi4py import MPI
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodVersionMismatchError
 from hvdlite.common.engine import engine
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.transport import bootstrap
-from tests.parallel.rank_helpers import belongings, check, done, nothing_ends, rank, wait_until
+from tests.parallel.rank_helpers import (
+    STARTED_BY_MPI,
+    belongings,
+    check,
+    done,
+    hear,
+    nothing_ends,
+    rank,
+    say,
+    wait_until,
+)
 
 Internal = hvd.HorovodInternalError
+interruptions = count()
 GOES_ON = None  # no call: the next init of this rank waits for that of the other
 MISSING = "/nonexistent/t.json"
 FIRST, SECOND, BOTH = hvd.ProcessSet([0]), hvd.ProcessSet([1]), hvd.ProcessSet([0, 1])
 AGAIN, FOREIGN = hvd.ProcessSet([0]), hvd.ProcessSet([0, 7])
-WORLD = hvd.ProcessSet(MPI.COMM_WORLD)
+if STARTED_BY_MPI:
+    from mpi4py import MPI
+
+    WORLD = hvd.ProcessSet(MPI.COMM_WORLD)
+else:
+    WORLD = BOTH
 SETS = (FIRST, SECOND, BOTH, AGAIN, FOREIGN, WORLD)
 
 
@@ -63,11 +78,11 @@ def interrupted() -> None:
         hvd.init()
     finally:
         timer.join()
-        MPI.COMM_WORLD.send("interrupted", 1)
+        say(f"interrupted {next(interruptions)}")
 
 
 def comes_later() -> None:
-    assert MPI.COMM_WORLD.recv(source=0) == "interrupted"
+    hear(f"interrupted {next(interruptions)}")
     raise KeyError("the other rank was interrupted")
 
 

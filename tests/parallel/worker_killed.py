@@ -11,24 +11,18 @@ import sys
 import time
 
 import numpy as np
-from mpi4py import MPI
 
-from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
+from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Reduction
-from hvdlite.common.plain.config import Config
-from hvdlite.common.transport.mpi import MpiTransport, connect
+from hvdlite.common.transport.base import Transport
 from tests.backends import Program, quiet
-
-
-def late() -> HorovodInternalError:
-    """Make the error of a rank that has waited too long for the others."""
-    return HorovodInternalError("some ranks have not come")
+from tests.parallel.connecting import connect
 
 
 def main(way: str, plane: str = "data") -> None:
     """Report who was missed and how long that took to see."""
-    transport = connect(MPI.COMM_WORLD, Config(), late)
+    transport = connect()
     victim = transport.topology.size - 1
     reduce(transport, way)
     if transport.rank == victim:
@@ -41,7 +35,7 @@ def main(way: str, plane: str = "data") -> None:
     os._exit(0)  # MPI_Finalize may wait for the dead
 
 
-def reduce(transport: MpiTransport, way: str) -> None:
+def reduce(transport: Transport, way: str) -> None:
     """One allreduce."""
     program = Program.of(transport, allreduce=way)
     array = np.ones(100_000, np.float32)
@@ -49,7 +43,7 @@ def reduce(transport: MpiTransport, way: str) -> None:
     backend.allreduce(program.members, [array], [array], Reduction(ReduceOp.SUM), quiet)
 
 
-def lose(transport: MpiTransport, way: str) -> int | None:
+def lose(transport: Transport, way: str) -> int | None:
     """Wait for data from the victim."""
     try:
         victim = transport.topology.size - 1
@@ -62,7 +56,7 @@ def lose(transport: MpiTransport, way: str) -> int | None:
     return None
 
 
-def receive(transport: MpiTransport) -> int | None:
+def receive(transport: Transport) -> int | None:
     """Wait for the end of the connection to the victim; other survivors may leave earlier."""
     victim = transport.topology.size - 1
     while messages := transport.receive(10.0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
@@ -85,6 +84,11 @@ def _check_ranks(ranks: list[int], rank: int, size: int) -> None:
         raise ValueError(f"comm={ranks} leaves out rank {rank}, which must not call init")
 
 
+def _all_ranks(size: int) -> tuple[list[int], list[int]]:
+    """Return the two ways to say all ranks of the job; some ranks may say one, others the other."""
+    return [], list(range(size))
+
+
 # -- without MPI
 
 
@@ -93,7 +97,7 @@ def _connect_without_mpi(ranks: list[int], launch: Launch, config: Config) -> Me
         _check_ranks(ranks, launch.rank, launch.size)
     if len(ranks) == 1:
         return Membership(solo())
-    members = None if ranks in ([], list(range(launch.size))) else ranks
+    members = None if ranks in _all_ranks(launch.size) else ranks
     deadline = time.monotonic() + config.start_timeout_seconds
     exchange = meet(launch, members, os.environ.get(SECRET, "").encode(), deadline)
     try:
@@ -119,7 +123,9 @@ def _connect_started_by_mpi(ranks: list[int], launch: Launch, config: Config) ->
         mpi = _start_or_none(launch, config, watch)
         if mpi is not None:
             world = mpi.COMM_WORLD
-            return _connect_ranks(mpi, ranks or range(world.size), config, watch)
+            if ranks in _all_ranks(world.size):
+                return _connect_all_of(mpi, world, config, watch)
+            return _connect_ranks(mpi, ranks, config, watch)
     assert launch.instead is not None
     return connect(ranks, launch.instead, config)
 
@@ -147,11 +153,9 @@ def _start_or_none(launch: Launch, config: Config, watch: StartWatch) -> Any:
     )
 
 
-def _connect_ranks(mpi: Any, ranks: Sequence[int], config: Config, watch: StartWatch) -> Membership:
+def _connect_ranks(mpi: Any, ranks: list[int], config: Config, watch: StartWatch) -> Membership:
     world = mpi.COMM_WORLD
-    if isinstance(ranks, range):
-        return _connect_all_of(mpi, world, config, watch)
-    _check_ranks(list(ranks), world.rank, world.size)
+    _check_ranks(ranks, world.rank, world.size)
     watch.expected = ranks
     everyone = world.Get_group()
     part = everyone.Incl(ranks)
