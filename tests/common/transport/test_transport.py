@@ -6,9 +6,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from hvdlite.common.transport.framing import HEADER, MAGIC, Assembler, frames
 from hvdlite.common.transport.inprocess import InProcessTransport, InProcessWorld
 from hvdlite.common.transport.local import LocalMesh, create_memory
 from hvdlite.common.transport.rendezvous import Meeting, listen, meet
+from tests.ranks import run_threads
+from tests.worlds import TCP, TcpWorld
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -75,18 +77,47 @@ def make_meshes(size: int) -> list[LocalMesh]:
     return meshes
 
 
-@pytest.fixture(params=["in process", "sockets"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
-    """Three ranks of one host."""
-    transports: list[Any]
-    if request.param == "sockets":
-        transports = [MeshTransport(rank, mesh) for rank, mesh in enumerate(make_meshes(3))]
-    else:
-        world = InProcessWorld(Topology.single_host(3))
-        transports = [world.transport(rank) for rank in range(3)]
+ONE_HOST, THREE_HOSTS = Topology.single_host(3), Topology(((0,), (1,), (2,)))
+
+
+def make_transports(kind: str, topology: Topology) -> list[Any]:
+    """The transports of all ranks; each is connected with all others."""
+    if kind == "sockets":
+        return [MeshTransport(rank, mesh) for rank, mesh in enumerate(make_meshes(topology.size))]
+    if kind == TCP:
+        everyone = range(topology.size)
+        return run_threads(topology.size, TcpWorld(topology, neighbours=all_of(everyone)).transport)
+    world = InProcessWorld(topology)
+    return [world.transport(rank) for rank in range(topology.size)]
+
+
+def all_of(ranks: Sequence[int]) -> Callable[[Topology, int], list[int]]:
+    """Neighbours of a rank: all others."""
+    return lambda topology, rank: [other for other in ranks if other != rank]
+
+
+@contextmanager
+def opened(kind: str, topology: Topology) -> Iterator[list[Any]]:
+    """The transports, which are closed at the end."""
     with ExitStack() as stack:
+        transports = make_transports(kind, topology)
         for transport in transports:
             stack.callback(lambda t=transport: close_once(t))
+        yield transports
+
+
+@pytest.fixture(params=["in process", "sockets", TCP])
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """Three ranks of one host."""
+    with opened(request.param, ONE_HOST) as transports:
+        yield transports
+
+
+@pytest.fixture(params=["in process", "sockets", TCP, "between hosts"])
+def anywhere(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """Three ranks of one host, or of three."""
+    far = request.param == "between hosts"
+    with opened(TCP if far else request.param, THREE_HOSTS if far else ONE_HOST) as transports:
         yield transports
 
 
@@ -104,29 +135,29 @@ def collect(transport: Any, count: int) -> list[Incoming]:
     return messages
 
 
-def test_messages_keep_their_borders_and_order(ranks: list[Any]) -> None:
+def test_messages_keep_their_borders_and_order(anywhere: list[Any]) -> None:
     bodies = [b"", b"a", b"bc" * 100_000, b"d", bytes(65536), b"e" * 65520, b"f" * 65521]
-    sender = threading.Thread(target=lambda: [ranks[0].send(1, body) for body in bodies])
+    sender = threading.Thread(target=lambda: [anywhere[0].send(1, body) for body in bodies])
     sender.start()
     sender.join()
-    progress = threading.Thread(target=lambda: ranks[0].receive(5.0))  # flushes what is queued
+    progress = threading.Thread(target=lambda: anywhere[0].receive(5.0))  # flushes what is queued
     progress.start()
-    assert collect(ranks[1], len(bodies)) == [Incoming(0, body) for body in bodies]
-    ranks[0].wake()
+    assert collect(anywhere[1], len(bodies)) == [Incoming(0, body) for body in bodies]
+    anywhere[0].wake()
     progress.join()
 
 
-def test_two_ranks_that_send_much_to_each_other_do_not_deadlock(ranks: list[Any]) -> None:
+def test_two_ranks_that_send_much_to_each_other_do_not_deadlock(anywhere: list[Any]) -> None:
     bodies = [bytes([index]) * 100_000 for index in range(40)]
     finished = [threading.Event(), threading.Event()]
 
     def talk(me: int, other: int) -> list[Incoming]:
         for body in bodies:
-            ranks[me].send(other, body)
-        messages = collect(ranks[me], len(bodies))
+            anywhere[me].send(other, body)
+        messages = collect(anywhere[me], len(bodies))
         finished[me].set()
         while not finished[other].is_set():
-            ranks[me].receive(0.01)  # goes on sending, as an engine does
+            anywhere[me].receive(0.01)  # goes on sending, as an engine does
         return messages
 
     with ThreadPoolExecutor(2) as pool:
@@ -135,18 +166,18 @@ def test_two_ranks_that_send_much_to_each_other_do_not_deadlock(ranks: list[Any]
         assert got == [Incoming(other, body) for body in bodies]
 
 
-def test_wake_ends_a_receive_without_end(ranks: list[Any]) -> None:
-    ranks[0].wake()
-    assert ranks[0].receive(None) == []  # the wake came first
-    waker = threading.Thread(target=ranks[0].wake)
+def test_wake_ends_a_receive_without_end(anywhere: list[Any]) -> None:
+    anywhere[0].wake()
+    assert anywhere[0].receive(None) == []  # the wake came first
+    waker = threading.Thread(target=anywhere[0].wake)
     waker.start()
-    assert ranks[0].receive(None) == []  # or it comes meanwhile
+    assert anywhere[0].receive(None) == []  # or it comes meanwhile
     waker.join()
 
 
-def test_a_receive_ends_after_its_time(ranks: list[Any]) -> None:
-    assert ranks[0].receive(0) == []
-    assert ranks[0].receive(0.01) == []
+def test_a_receive_ends_after_its_time(anywhere: list[Any]) -> None:
+    assert anywhere[0].receive(0) == []
+    assert anywhere[0].receive(0.01) == []
 
 
 def test_signals_are_counted_and_carry_memory(ranks: list[Any]) -> None:
@@ -220,18 +251,124 @@ def test_a_wait_asks_check(ranks: list[Any]) -> None:
         ranks[1].await_signal(0)
 
 
-# -- arrays, in process (over MPI: tests/parallel)
+def test_a_message_to_a_rank_that_is_no_neighbour_arrives() -> None:
+    world = TcpWorld(THREE_HOSTS, neighbours=lambda topology, rank: [])
+
+    def main(rank: int) -> list[Incoming]:
+        transport = world.transport(rank)
+        for other in {0, 1, 2} - {rank}:
+            transport.send(other, b"%d" % rank)
+        messages = collect(transport, 2)
+        heard.wait(10)
+        transport.close()
+        return sorted(messages)
+
+    heard = threading.Barrier(3)
+    results = run_threads(3, main)
+    for rank, got in enumerate(results):
+        assert got == [Incoming(other, b"%d" % other) for other in sorted({0, 1, 2} - {rank})]
+
+
+def test_the_end_of_a_far_connection_follows_its_last_message() -> None:
+    with opened(TCP, THREE_HOSTS) as ranks:
+        ranks[0].send(1, bytes(3_000_000))
+        closing = threading.Thread(target=ranks[0].close)
+        closing.start()
+        assert collect(ranks[1], 2) == [Incoming(0, bytes(3_000_000)), Incoming(0, None)]
+        closing.join(10)
+        ranks[1].send(0, b"nobody hears this")
+        assert ranks[1].receive(0) == []  # told once
+        ranks[1].send(2, b"others live")
+        assert Incoming(1, b"others live") in collect(ranks[2], 2)
+
+
+# -- arrays (over MPI: tests/parallel)
+
+
+@pytest.fixture(params=["in process", TCP, "between hosts"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """Two ranks."""
+    far = request.param == "between hosts"
+    topology = Topology(((0,), (1,))) if far else Topology.single_host(2)
+    with opened(TCP if far else request.param, topology) as transports:
+        yield transports
+
+
+def at_once(*actions: Callable[[], Any]) -> list[Any]:
+    """The results of `actions`, each in a thread, as ranks run."""
+    return run_threads(len(actions), lambda rank: actions[rank]())
+
+
+def test_arrays_of_all_sizes_arrive_in_order(pair: list[Any]) -> None:
+    random = np.random.default_rng(1)
+    sizes = [1, 0, 5, 70_000, 3, 1_500_000, 0, 64 << 10, 1 << 20, (1 << 20) + 1, 9_000_001, 2]
+    arrays = [random.integers(0, 256, size).astype(np.uint8) for size in sizes]
+
+    def exchange(rank: int) -> list[Any]:
+        targets = [np.zeros_like(array) for array in arrays]
+        transport, other = pair[rank], 1 - rank
+        receives = [transport.irecv(other, target) for target in targets]
+        sends = [transport.isend(other, array) for array in arrays]
+        transport.wait([*reversed(receives), *sends])
+        assert all(pending.done() for pending in (*receives, *sends))
+        return targets
+
+    for targets in at_once(lambda: exchange(0), lambda: exchange(1)):
+        for target, array in zip(targets, arrays, strict=True):
+            np.testing.assert_array_equal(target, array)
+
+
+def test_arrays_of_every_dtype(pair: list[Any]) -> None:
+    arrays: list[Any] = [np.arange(6.0), np.ones(3, bool), np.full(4, 1j, np.complex64)]
+
+    def receive() -> list[Any]:
+        targets = [np.zeros_like(array) for array in arrays]
+        for target in targets:
+            pair[1].wait([pair[1].irecv(0, target)])
+        return targets
+
+    def send() -> None:
+        pair[0].wait([pair[0].isend(1, array) for array in arrays])
+
+    for target, array in zip(at_once(send, receive)[1], arrays, strict=True):
+        np.testing.assert_array_equal(target, array)
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_peer_that_leaves_ends_a_wait_for_its_array(pair: list[Any], connected: bool) -> None:
+    def send() -> None:
+        if connected:
+            pair[1].wait([pair[1].isend(0, np.ones(4))])
+        pair[1].close()
+
+    def receive() -> None:
+        if connected:
+            pair[0].wait([pair[0].irecv(1, np.zeros(4))])
+        with pytest.raises(PeerLostError, match="rank 1") as caught:
+            pair[0].wait([pair[0].irecv(1, np.zeros(4))])
+        assert caught.value.rank == 1
+
+    at_once(receive, send)
+
+
+def test_a_wait_for_an_array_asks_check(pair: list[Any]) -> None:
+    def fail() -> None:
+        raise HorovodInternalError("rank 2 reported a failure")
+
+    pair[0].call_while_waiting(fail)
+    with pytest.raises(HorovodInternalError, match="rank 2 reported"):
+        pair[0].wait([pair[0].irecv(1, np.zeros(4))])
 
 
 @pytest.fixture
-def pair() -> tuple[InProcessTransport, InProcessTransport]:
+def in_process() -> tuple[InProcessTransport, InProcessTransport]:
     """Two ranks."""
     world = InProcessWorld(Topology.single_host(2))
     return world.transport(0), world.transport(1)
 
 
-def test_arrays_arrive_in_order(pair: tuple[InProcessTransport, InProcessTransport]) -> None:
-    first, second = pair
+def test_arrays_arrive_in_order(in_process: tuple[InProcessTransport, InProcessTransport]) -> None:
+    first, second = in_process
     sends = [first.isend(1, np.full(5, value)) for value in (1, 2)]
     targets = [np.zeros(5), np.zeros(5)]
     targets = [target.astype(np.int64) for target in targets]
@@ -242,9 +379,9 @@ def test_arrays_arrive_in_order(pair: tuple[InProcessTransport, InProcessTranspo
 
 
 def test_a_send_is_done_when_it_was_received(
-    pair: tuple[InProcessTransport, InProcessTransport],
+    in_process: tuple[InProcessTransport, InProcessTransport],
 ) -> None:
-    first, second = pair
+    first, second = in_process
     send = first.isend(1, np.ones(3))
     assert not send.done()
     second.close()
@@ -252,13 +389,19 @@ def test_a_send_is_done_when_it_was_received(
         first.wait([send])
 
 
-def test_an_array_of_another_size_is_refused(
-    pair: tuple[InProcessTransport, InProcessTransport],
-) -> None:
+def test_an_array_of_another_size_is_refused(pair: list[Any]) -> None:
     first, second = pair
-    first.isend(1, np.ones(3))
-    with pytest.raises(ProtocolError, match="24 bytes to rank 1, which expected 32"):
-        second.wait([second.irecv(0, np.ones(4))])
+
+    def send() -> None:
+        with suppress(PeerLostError):
+            first.wait([first.isend(1, np.ones(3))])
+
+    def receive() -> None:
+        with pytest.raises(ProtocolError, match="24 bytes to rank 1, which expected 32"):
+            second.wait([second.irecv(0, np.ones(4))])
+        second.close()
+
+    at_once(send, receive)
 
 
 # -- strangers

@@ -101,7 +101,7 @@ def _listen(
 def _machine(interfaces: Sequence[Interface]) -> bytes:
     """Return what is equal on all ranks if they share one network stack: simulated hosts do."""
     boot = "/proc/sys/kernel/random/boot_id"
-    known = [Path(boot).read_text(), os.readlink("/proc/self/ns/net"), *map(str, interfaces)]
+    known = [Path(boot).read_text(), os.readlink("/proc/thread-self/ns/net"), *map(str, interfaces)]
     return hashlib.sha256("\n".join(known).encode()).digest()[:MACHINE_BYTES]
 
 
