@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import stat
 import struct
@@ -158,7 +159,13 @@ class Channel:
         """Send a beat where one is due; return whether the other end has been heard in time."""
         if now - self.spoke_at >= silence_seconds / BEATS and not self._queue:
             self.send("beat")
-        return now - self.heard_at < silence_seconds
+        return now - self.heard_at < silence_seconds or self._has_input()
+
+    def _has_input(self) -> bool:
+        """Return whether something waits to be read: it is we who were busy elsewhere."""
+        poller = select.poll()
+        poller.register(self._read_fd, select.POLLIN)
+        return bool(poller.poll(0))
 
     def close_writing(self) -> None:
         """Close the writing direction once all that was sent has gone."""
@@ -171,8 +178,10 @@ class Channel:
             self._loop.forget(self._write_fd)
             if stat.S_ISSOCK(os.fstat(self._write_fd).st_mode):
                 # The descriptor that is read keeps the connection: the other end would not notice.
-                connection = socket.socket(fileno=os.dup(self._write_fd))
-                with connection, contextlib.suppress(OSError):
+                with (
+                    socket.socket(fileno=os.dup(self._write_fd)) as connection,
+                    contextlib.suppress(OSError),
+                ):
                     connection.shutdown(socket.SHUT_WR)
             os.close(self._write_fd)
             self._write_fd = -1
