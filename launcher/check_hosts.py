@@ -28,7 +28,7 @@ from hvdlite.launcher.hosts import Host
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.probe import MARK
 from hvdlite.launcher.signals import die_with_parent
-from hvdlite.launcher.ssh import CONNECT_SECONDS, agent_path, ssh_command
+from hvdlite.launcher.ssh import agent_path, connect_seconds, ssh_command
 from hvdlite.launcher.unreachable import explain_agent, explain_silence
 
 MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
@@ -61,10 +61,9 @@ def check_hosts(
     probes listen on one of `ports`; 0 is any. Raises `ConfigError` where there is no ssh here.
     """
     directory = os.getcwd()
-    connect = max(1, min(CONNECT_SECONDS, int(options.start_timeout_seconds)))
+    connect = connect_seconds(options)
     conversations = [
-        Conversation(host.name, _command(host, options, environ, connect), connect)
-        for host in hosts
+        Conversation(host.name, _command(host, options, environ), connect) for host in hosts
     ]
     if mpi and all(host.remote for host in hosts):
         here = Conversation(HERE, [sys.executable, "-c", BOOTSTRAP], connect)
@@ -246,15 +245,11 @@ def _let_end(conversations: Sequence[Conversation]) -> None:
                 each.process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _command(
-    host: Host, options: LaunchOptions, environ: Mapping[str, str], connect_seconds: int
-) -> list[str]:
+def _command(host: Host, options: LaunchOptions, environ: Mapping[str, str]) -> list[str]:
     command = [sys.executable, "-c", BOOTSTRAP]
     if not host.remote:
         return command
-    words = ssh_command(host.name, f"exec {shlex.join(command)}", options, environ.get("PATH"))
-    # Of an option that is given twice, ssh takes the first.
-    return [words[0], "-o", f"ConnectTimeout={connect_seconds}", *words[1:]]
+    return ssh_command(host.name, f"exec {shlex.join(command)}", options, environ.get("PATH"))
 
 
 def _question(directory: str, ports: Sequence[int], environ: Mapping[str, str]) -> dict[str, Any]:

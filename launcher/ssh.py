@@ -26,6 +26,11 @@ def ssh_arguments(options: LaunchOptions) -> list[str]:
     return [*arguments, *options.ssh_args]  # of two values, ssh takes the first
 
 
+def connect_seconds(options: LaunchOptions) -> int:
+    """Return how long ssh may take to connect: its words must come before the start is given up."""
+    return max(1, min(CONNECT_SECONDS, int(options.start_timeout_seconds * 3 / 4)))
+
+
 def ssh_command(host: str, command: str, options: LaunchOptions, path: str | None) -> list[str]:
     """Return the command line that runs `command`, a text for the shell there, on `host`.
 
@@ -36,7 +41,7 @@ def ssh_command(host: str, command: str, options: LaunchOptions, path: str | Non
     if program is None:
         raise ConfigError("there is no ssh here: install an ssh client, or give hosts none of "
                           "which is another one")  # fmt: skip
-    flags = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
+    flags = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_seconds(options)}"]
     return [program, *flags, *ssh_arguments(options), host, command]
 
 

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -164,20 +164,30 @@ class Lab:
                 continue
         return found
 
-    def left(self, seconds: float = LEFT_SECONDS) -> dict[str, list[str]]:
+    def left(
+        self, seconds: float = LEFT_SECONDS, hosts: Sequence[str] = HOSTS
+    ) -> dict[str, list[str]]:
         """Return what still runs or lies in the hosts when it had some seconds to go."""
         deadline = time.monotonic() + seconds
-        while (left := self._left()) and time.monotonic() < deadline:
+        while (left := self._left(hosts)) and time.monotonic() < deadline:
             time.sleep(0.02)
         return left
 
-    def _left(self) -> dict[str, list[str]]:
+    def _left(self, hosts: Sequence[str]) -> dict[str, list[str]]:
         left = {}
-        for host, node in self.nodes.items():
+        for host in hosts:
+            node = self.nodes[host]
             files = [f"/{path.relative_to(node.path('/'))}" for path in _files(node)]
             if found := [*self.processes(host).values(), *files]:
                 left[host] = found
         return left
+
+    def end_sessions(self, host: str) -> None:
+        """End the sessions of sshd, which outlive a cut connection by hours."""
+        for pid, command in self.processes(host).items():
+            if command.startswith("sshd: "):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def clear(self) -> None:
         """Kill what runs in the hosts, and remove their temporary files."""

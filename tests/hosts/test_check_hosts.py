@@ -154,7 +154,7 @@ def test_a_fault_is_one_sentence_and_nothing_starts(lab: Lab, name: str) -> None
     fault, pattern = FAULTS[name]
     started = time.monotonic()
     with fault(lab):
-        done = hvdlite_run(lab, "--start-timeout=2", "-H", ALL, sys.executable, "-c",
+        done = hvdlite_run(lab, "--start-timeout=3", "-H", ALL, sys.executable, "-c",
                            "print('started')", timeout=20)  # fmt: skip
     assert done.returncode == 1 and done.stdout == "", done
     (sentence,) = [text for text in sentences(done) if not text.startswith("warning: ")]
