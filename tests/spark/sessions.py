@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.parallel.jobs import environment
+
 SETTINGS = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -18,8 +20,8 @@ SETTINGS = {
     "spark.executor.memory": "512m",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
-    # Spark looks for free slots 40 times, every 15 s, before it says that there are too few.
-    "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "2",
+    # By default Spark looks for free slots every 15 s; the executors need some seconds to come.
+    "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "30",
     "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
 }
 
@@ -39,6 +41,7 @@ def session(master: str, **settings: str) -> Iterator[Any]:
     from pyspark.sql import SparkSession
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # processes of torchrun import tests
     conf = SparkConf().setMaster(master).setAppName("hvdlite's tests")
     conf.setAll(list({**SETTINGS, **settings}.items()))
     spark = SparkSession(SparkContext(conf=conf))  # its builder would keep settings for the next
