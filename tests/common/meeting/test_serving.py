@@ -44,17 +44,21 @@ def test_a_forked_child_does_not_hold_the_port() -> None:
     listener = listen(Address("127.0.0.1", 0))
     port = listener.getsockname()[1]
     meeting = ServedMeeting(listener, SIZE, "secret")
-    ready, waiting = os.pipe()
+    looked, tell = os.pipe()
+    forked, say = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(waiting)
-        os.read(ready, 1)  # until the parent has looked
+        os.close(tell)
+        os.write(say, b"1")  # what is called after a fork has been called
+        os.read(looked, 1)
         os._exit(0)
-    os.close(ready)
+    os.close(looked)
+    assert os.read(forked, 1) == b"1"
     meeting.close()
     try:
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", port), 5)
     finally:
-        os.close(waiting)
+        for descriptor in (tell, forked, say):
+            os.close(descriptor)
         os.waitpid(child, 0)
