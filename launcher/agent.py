@@ -224,10 +224,9 @@ def main(arguments: list[str]) -> int:
     Standard input and output then are no one else's.
     """
     if arguments:
-        from hvdlite.launcher.connect_back import SECRET_VARIABLE, connect_back
+        from hvdlite.launcher.call_back import call_from_environment
 
-        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        connection = connect_back(arguments[0], name, os.environ[SECRET_VARIABLE].encode())
+        connection = call_from_environment(arguments, os.environ)
         read_fd, write_fd = os.dup(connection.fileno()), connection.detach()
     else:
         read_fd, write_fd = os.dup(0), os.dup(1)

@@ -1,8 +1,7 @@
-"""How agents are started: as a child process on this host, by ssh on others, or all by one srun."""
+"""How agents are started, one by one: as a child process on this host, by ssh on others."""
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 from collections import deque
@@ -10,13 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from hvdlite.launcher.agent_connection import AgentConnection
-from hvdlite.launcher.connect_back import SECRET_VARIABLE, AgentListener, our_addresses
 from hvdlite.launcher.event_loop import EventLoop
 from hvdlite.launcher.leading_process import LeadingProcess
 from hvdlite.launcher.options import LaunchOptions
-from hvdlite.launcher.srun import srun_command, srun_environment
 from hvdlite.launcher.ssh import agent_command, agent_path, remote_agent_command, ssh_command
-from hvdlite.launcher.unreachable import explain_agent
 
 TIDY_SECONDS = 3.0
 MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
@@ -125,79 +121,3 @@ class SpawnedAgents:
 
     def close(self) -> None:
         """See `AgentStarter`."""
-
-
-class SrunAgents:
-    """One srun starts all agents, and they connect back. See `AgentStarter`."""
-
-    def __init__(
-        self, agents: Sequence[AgentConnection], options: LaunchOptions,
-        environ: Mapping[str, str], loop: EventLoop,
-    ) -> None:  # fmt: skip
-        self._agents, self._options, self._loop = agents, options, loop
-        self._secret = os.urandom(16).hex()
-        self._environ = {
-            **srun_environment(environ),
-            "PYTHONPATH": agent_path(environ),
-            SECRET_VARIABLE: self._secret,
-        }
-        self._listener: AgentListener | None = None
-        self._srun: LeadingProcess | None = None
-
-    def describe(self) -> list[str]:
-        """See `AgentStarter`."""
-        return [shlex.join(self._command("HOST:PORT"))]
-
-    def _command(self, addresses: str) -> list[str]:
-        nodes = [agent.host.name for agent in self._agents]
-        command = [*agent_command(), addresses]
-        return srun_command(nodes, command, self._options.mpi_args, self._environ.get("PATH"))
-
-    def start(self) -> None:
-        """See `AgentStarter`."""
-        by_name = {agent.host.name: agent for agent in self._agents}
-        self._listener = AgentListener(self._loop, self._secret.encode(), by_name)
-        command = self._command(our_addresses(self._listener.port))
-        self._srun = LeadingProcess(command, self._environ, self._loop, signal.SIGTERM)
-
-    def agent_came(self) -> None:
-        """See `AgentStarter`."""
-
-    def stop(self) -> None:
-        """See `AgentStarter`."""
-        if self._listener is not None:
-            self._listener.close()
-        if self._srun is not None and not any(agent.connected for agent in self._agents):
-            self._srun.signal(signal.SIGTERM)
-
-    def busy(self) -> bool:
-        """See `AgentStarter`."""
-        absent = any(agent.channel is None for agent in self._agents)
-        return absent and self._srun is not None and self._srun.code is None
-
-    def failure(self) -> str | None:
-        """See `AgentStarter`."""
-        absent = [agent.host.name for agent in self._agents if agent.channel is None]
-        if self._srun is None or self._srun.code is None or not absent:
-            return None
-        return explain_agent(absent[0], self._srun.said(), self._srun.code)
-
-    def abandon(self) -> None:
-        """See `AgentStarter`."""
-        if self._srun is not None:
-            self._srun.signal(signal.SIGKILL)
-
-    def tidy(self, agent: AgentConnection, groups: list[int]) -> None:
-        """See `AgentStarter`: Slurm ends what is left of a step."""
-
-    def finish(self, seconds: float) -> None:
-        """See `AgentStarter`."""
-        if self._srun is not None:
-            self._srun.wait(seconds)
-
-    def close(self) -> None:
-        """See `AgentStarter`."""
-        if self._listener is not None:
-            self._listener.close()
-        if self._srun is not None:
-            self._srun.close()

@@ -14,9 +14,11 @@ from typing import Any
 
 from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
 from hvdlite.launcher.agent_job import AgentJob
-from hvdlite.launcher.agent_starters import AgentStarter, SpawnedAgents, SrunAgents
+from hvdlite.launcher.agent_starters import AgentStarter, SpawnedAgents
 from hvdlite.launcher.channel import VERSION
-from hvdlite.launcher.launcher_choice import SRUN
+from hvdlite.launcher.group_agents import GroupAgents
+from hvdlite.launcher.groups import make_group
+from hvdlite.launcher.launcher_choice import GROUPS
 from hvdlite.launcher.merged_meeting import MergedMeeting
 from hvdlite.launcher.outcome import NOT_STARTED_CODE
 from hvdlite.launcher.runner import JobContext, StartFailure
@@ -37,10 +39,7 @@ class Agents:
         self.agents = [
             AgentConnection(host, job.loop, self._received, self._lost) for host in hosts
         ]
-        make_starter = SrunAgents if job.options.launcher == SRUN else SpawnedAgents
-        self._starter: AgentStarter = make_starter(
-            self.agents, job.options, launcher_environ, job.loop
-        )
+        self._starter = self._make_starter(launcher_environ)
         self._description = AgentJob(job, hosts)
         self._meeting = MergedMeeting(job.options.num_proc)
         self._started = False
@@ -53,6 +52,14 @@ class Agents:
             "part": self._part, "exit": self._exit, "gathered": self._gathered,
             "withdrawn": self._withdrawn,
         }  # fmt: skip
+
+    def _make_starter(self, environ: Mapping[str, str]) -> AgentStarter:
+        options, loop = self.job.options, self.job.loop
+        if options.launcher in GROUPS:
+            names = [agent.host.name for agent in self.agents]
+            group = make_group(options.launcher, names, options, environ)
+            return GroupAgents(self.agents, group, loop)
+        return SpawnedAgents(self.agents, options, environ, loop)
 
     def describe(self) -> list[str]:
         """See `Runner`."""

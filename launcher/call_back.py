@@ -21,7 +21,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Protocol
 
 from hvdlite.common.meeting.address import Address, connect, listen, listen_everywhere
@@ -37,6 +37,7 @@ from hvdlite.common.meeting.handshake import (
 )
 
 SECRET_VARIABLE = "HVDLITE_LAUNCHER_SECRET"
+NAMED_BY_VARIABLE = "HVDLITE_LAUNCHER_NAMED_BY"  # The variable by whose text an agent calls itself.
 HELLO_BYTES = NONCE_BYTES + 1  # The agent's nonce, and the length of its name.
 MOST_STRANGERS = 4096  # So many may be about to prove who they are.
 STRANGER_SECONDS = 10.0
@@ -190,6 +191,15 @@ def own_addresses(hosts: Iterable[str]) -> list[str]:
 
 def _listen(address: str) -> socket.socket:
     return listen(Address(address, 0))
+
+
+def call_from_environment(
+    addresses: Sequence[str], environ: MutableMapping[str, str]
+) -> socket.socket:
+    """Return the connection of an agent, as its environment says; takes the secret out of that."""
+    secret = environ.pop(SECRET_VARIABLE, "")
+    name = environ.get(environ.pop(NAMED_BY_VARIABLE, ""), "")
+    return call_back(addresses, secret, name)
 
 
 def call_back(

@@ -23,7 +23,6 @@ REFUSED = dict.fromkeys(
 BY_ITSELF = "choose with --allreduce and --data-plane, or leave it out"
 # Flags of horovodrun that have no meaning here: the number of their values, and what to do instead.
 IGNORED = {
-    "--jsrun": (0, "hvdlite starts mpirun itself; inside an LSF allocation give its hosts with -H"),
     "--disable-cache": (0, "nothing is cached between runs"),
     "--hierarchical-allgather": (0, BY_ITSELF),
     "--no-hierarchical-allgather": (0, BY_ITSELF),
@@ -190,6 +189,8 @@ def _add_mpi_flags(parser: Parser) -> None:
     either.add_argument("--gloo", action="store_true",
         help="the same as --launcher ssh (or srun) with --transport tcp")  # fmt: skip
     add = parser.add_argument_group("MPI").add_argument
+    add("--jsrun", dest="launcher", action="store_const", const="jsrun",
+        help="the same as --launcher jsrun")  # fmt: skip
     add("--mpi-args", metavar="ARGS", help="passed to mpirun (or srun) as they are")
     add("--binding-args", metavar="ARGS",
         help="of mpirun, in place of --bind-to none; agents know --bind-to core")  # fmt: skip

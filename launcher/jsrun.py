@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.hosts import Host
 
+TASK_NUMBER = "JSM_NAMESPACE_RANK"  # The variable that tells a task its place in the file.
 # Tasks of one node share its GPUs and its memory; the local rank chooses the GPU.
 HEADER = "overlapping_rs: allow\ncpu_index_using: logical\n"
 

@@ -1,4 +1,4 @@
-"""What starts the ranks: agents (here and over ssh, or by srun), or an mpirun."""
+"""What starts the ranks: agents (here and over ssh, or by srun or jsrun), or an mpirun."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from collections.abc import Mapping
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config
-from hvdlite.launcher.allocation import SLURM, Allocation
+from hvdlite.launcher.allocation import LSF, SLURM, Allocation
 
-AUTO, SSH, SRUN, MPIRUN = "auto", "ssh", "srun", "mpirun"
-CONTRADICTS = {SSH: ("--mpi", "--mpi-args"), SRUN: ("--mpi",), MPIRUN: ("--gloo",)}
+AUTO, SSH, SRUN, JSRUN, MPIRUN = "auto", "ssh", "srun", "jsrun", "mpirun"
+GROUPS = (SRUN, JSRUN)  # One program starts all agents of an allocation.
+CONTRADICTS = {
+    SSH: ("--mpi", "--mpi-args"),
+    SRUN: ("--mpi",),
+    JSRUN: ("--mpi", "--mpi-args"),
+    MPIRUN: ("--gloo",),
+}
 
 
 def choose_launcher(
     config: Config, flags: Mapping[str, bool], allocation: Allocation | None,
     environ: Mapping[str, str],
 ) -> str:  # fmt: skip
-    """Return SSH, SRUN or MPIRUN; `flags` are those that speak of MPI, with whether each is given.
+    """Return SSH, SRUN, JSRUN or MPIRUN; `flags` tells of those about MPI whether each is given.
 
     `allocation` is None where the user has named hosts. Raises `ConfigError` for a flag that
     contradicts the launcher that the user has named.
@@ -31,6 +37,10 @@ def choose_launcher(
     if config.launcher == SRUN and not in_slurm:
         raise ConfigError("--launcher srun needs an allocation of Slurm, and no hosts: "
                           "call salloc or sbatch first, and name no hosts")  # fmt: skip
+    in_lsf = allocation is not None and allocation.system == LSF
+    if config.launcher == JSRUN and not in_lsf:
+        raise ConfigError("--launcher jsrun needs a job of LSF, and no hosts: "
+                          "call bsub first, and name no hosts")  # fmt: skip
     if config.launcher != AUTO:
         return config.launcher
     of_mpi = set(given) - {"--gloo"}
@@ -38,4 +48,6 @@ def choose_launcher(
         return MPIRUN
     if in_slurm and shutil.which("srun", path=environ.get("PATH")):
         return SRUN
+    if in_lsf and shutil.which("jsrun", path=environ.get("PATH")):
+        return JSRUN
     return SSH

@@ -53,6 +53,10 @@ class LeadingProcess:
         """Its exit code, or minus the signal that ended it; None while it runs."""
         return self._process.poll()
 
+    def said_so_far(self) -> str:
+        """Return what it has said on standard error until now."""
+        return self._said.decode(errors="replace")
+
     def said(self) -> str:
         """Return what it has said on standard error, after a moment for its last words."""
         self.wait(EXIT_SECONDS)

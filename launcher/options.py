@@ -6,7 +6,7 @@ import argparse
 import shlex
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
@@ -16,8 +16,9 @@ from hvdlite.launcher.config_file import read_config_file
 from hvdlite.launcher.cores import cores
 from hvdlite.launcher.debug import PATIENCE, check_debug_rank
 from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
+from hvdlite.launcher.jsrun import compute_hosts
 from hvdlite.launcher.kubernetes import LauncherPod, find_launcher_pod, with_own_pod_local
-from hvdlite.launcher.launcher_choice import MPIRUN, choose_launcher
+from hvdlite.launcher.launcher_choice import GROUPS, JSRUN, MPIRUN, choose_launcher
 from hvdlite.launcher.mpi_arguments import BINDING_FLAGS, flags_in
 
 # Flags that become fields of `Options` as they are.
@@ -59,7 +60,7 @@ class LaunchOptions:
     prefix_timestamp: bool = False
     verbose: bool = False
     notes: tuple[str, ...] = ()  # warnings for the user
-    launcher: str = MPIRUN  # SSH (agents, here and on other hosts), SRUN or MPIRUN
+    launcher: str = MPIRUN  # SSH (agents, here and on other hosts), SRUN, JSRUN, MPIRUN
     call: str | None = None  # of hvdlite.run: the folder with the call, and for the answers
 
     @property
@@ -103,6 +104,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         allocation,
         environ,
     )
+    allocation = _usable(allocation, launcher)
     if launcher != MPIRUN and allocation is not None:
         hosts = _with_ranks(allocation, args.num_proc)  # The agents must know them.
     if args.gloo:
@@ -154,6 +156,13 @@ def _hosts_of(allocation: Allocation | None, num_proc: int | None) -> tuple[Host
     if allocation is None or allocation.system == SLURM:
         return ()
     return _with_ranks(allocation, num_proc)
+
+
+def _usable(allocation: Allocation | None, launcher: str) -> Allocation | None:
+    """Return the allocation without the launch node, where jsrun starts the ranks."""
+    if allocation is None or launcher != JSRUN:
+        return allocation
+    return replace(allocation, hosts=compute_hosts(allocation.hosts))
 
 
 def _with_ranks(allocation: Allocation, num_proc: int | None) -> tuple[Host, ...]:
@@ -221,6 +230,10 @@ def _check(options: LaunchOptions, config: Config) -> None:
         raise ConfigError(
             f"--binding-args={' '.join(options.binding_args)!r}: agents know --bind-to core and "
             "--bind-to none; --launcher mpirun passes on any other"
+        )
+    if options.launcher in GROUPS and (options.ssh_port or options.ssh_identity_file):
+        raise ConfigError(
+            f"--ssh-port and --ssh-identity-file: {options.launcher} does not use ssh"
         )
     identity = options.ssh_identity_file
     if identity is not None and not Path(identity).is_file():

@@ -14,13 +14,13 @@ NOT_PASSED = re.compile(
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|GROUP_WORLD_SIZE|TORCHELASTIC_.*"
     r"|PMIX_(?!MCA_).*|PMI_.*|PMIX?[RUI]?_FD|HYDI_CONTROL_FD|MPI_LOCAL.*"
     r"|OMPI_COMM_WORLD_.*|OMPI_(WORLD|UNIVERSE|FILE|APP_CTX|FIRST)_.*|PRTE_LAUNCHED"
-    r"|OMPI_MCA_(num_procs|initial_wdir|cpu_type|orte_.*|ess_.*)"
+    r"|JSM_NAMESPACE_.*|OMPI_MCA_(num_procs|initial_wdir|cpu_type|orte_.*|ess_.*)"
 )
 CALL_VARIABLE = "HVDLITE_LAUNCHER_CALL"  # The folder in which ranks of hvdlite.run find the call.
 # What describes this host, session or terminal is not for other hosts.
 NOT_TO_OTHER_HOSTS = re.compile(
     r"HOSTNAME|HOST|PWD|SHLVL|_|TERM.*|DISPLAY|WAYLAND_.*|XDG_.*|SSH_.*|DBUS_.*|TMPDIR|TEMP|TMP"
-    r"|LS_COLORS|WINDOWID|.*CUDA_VISIBLE_DEVICES|SLURM_.*|PRTE_MCA_.*"
+    r"|LS_COLORS|WINDOWID|.*CUDA_VISIBLE_DEVICES|SLURM_(?!CPUS_PER_TASK$).*|PRTE_MCA_.*"
     r"|K_MPI_JOB_ROLE|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES)"
 )
 

@@ -9,6 +9,7 @@ from typing import Any
 from hvdlite.launcher.agent_folder import AgentFolder
 from hvdlite.launcher.cores import cores
 from hvdlite.launcher.passed_variables import CALL_VARIABLE, home_directory, of_another_job
+from hvdlite.launcher.slurm_step import without_step
 
 
 class RankVariables:
@@ -17,7 +18,7 @@ class RankVariables:
     def __init__(self, job: Mapping[str, Any], folder: AgentFolder) -> None:
         own = dict(os.environ) if job["inherit"] else {}
         environ = {name: text for name, text in own.items() if not of_another_job(name)}
-        environ |= job["variables"]
+        environ = without_step(environ | job["variables"])  # The step is that of an agent.
         environ |= {
             "HOME": home_directory(environ) or folder.path,
             "HVDLITE_RENDEZVOUS": f"unix:{folder.socket}",

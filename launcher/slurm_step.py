@@ -2,15 +2,13 @@
 
 A step takes its shape from flags and from variables that sbatch and salloc have set for the tasks
 of the job; those must not shape a step of agents. Nor may ranks see the step of their agent: tools
-would take its tasks for the ranks.
+would take its tasks for the ranks. They are told their own place in the words of Slurm instead.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-
-from hvdlite.launcher.hosts import Host
 
 # What srun reads as if it were a flag.
 SHAPES_A_STEP = re.compile(
@@ -24,16 +22,19 @@ SHAPES_A_STEP = re.compile(
 TELLS_OF_A_STEP = re.compile(
     r"SLURM_(STEP.*|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|N?TASKS.*|NPROCS|SRUN_COMM_.*|PRIO_PROCESS"
     r"|LAUNCH_NODE_IPADDR|(CPU|MEM|GPU)_BIND.*|DISTRIBUTION|TOPOLOGY_.*|UMASK|MPI_TYPE|PMIX.*)"
-    r"|SRUN_.*|PMI_.*|PMIX_.*"
+    r"|SRUN_.*"
 )
 NODE_NAME = "SLURMD_NODENAME"  # Set in tasks: the name of the node in Slurm's lists.
 # Said where a cluster binds no task in any case.
 NOISE = re.compile(r"srun: cluster configuration lacks support for cpu binding\s*\n?")
 
 
-def agents_command(program: str, nodes: Sequence[Host], command: Sequence[str]) -> list[str]:
+def agents_command(
+    program: str, nodes: Sequence[str], added: Sequence[str], command: Sequence[str]
+) -> list[str]:
     """Return the command line that starts `command` once on each of `nodes`.
 
+    `added` are flags of the user's.
     The step may use all that the job has there, and shares it with other steps. Its tasks are bound
     to nothing: the agents see to that.
     """
@@ -43,7 +44,7 @@ def agents_command(program: str, nodes: Sequence[Host], command: Sequence[str]) 
         f"--nodes={number}",
         f"--ntasks={number}",
         "--ntasks-per-node=1",
-        f"--nodelist={','.join(node.name for node in nodes)}",
+        f"--nodelist={','.join(nodes)}",
         "--overlap",
         "--mem=0",  # all that the job has
         "--cpu-bind=none",
@@ -53,6 +54,7 @@ def agents_command(program: str, nodes: Sequence[Host], command: Sequence[str]) 
         "--chdir=/",  # no file of the user's shadows a module
         "--kill-on-bad-exit=0",  # other agents may say what happened
         "--wait=0",
+        *added,
         *command,
     ]
 

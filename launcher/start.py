@@ -16,7 +16,7 @@ from hvdlite.launcher.agents import Agents
 from hvdlite.launcher.console import say
 from hvdlite.launcher.environment import rank_environment
 from hvdlite.launcher.job import Job
-from hvdlite.launcher.launcher_choice import MPIRUN, SRUN
+from hvdlite.launcher.launcher_choice import GROUPS, MPIRUN
 from hvdlite.launcher.mpi import Mpi, find_mpi
 from hvdlite.launcher.mpirun import Mpirun
 from hvdlite.launcher.names import listed, names_without_address
@@ -96,7 +96,7 @@ def agent_hosts(options: LaunchOptions) -> tuple[AgentHost, ...]:
     for host, count in zip(options.hosts, options.counts, strict=True):
         if count:
             # What srun starts on this host is as far away as elsewhere: it has no pipe to us.
-            remote = host.remote or options.launcher == SRUN
+            remote = host.remote or options.launcher in GROUPS
             hosts.append(AgentHost(host.name, remote, tuple(range(first, first + count))))
         first += count
     return tuple(hosts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from hvdlite.launcher.hosts import parse_hosts
 from hvdlite.launcher.slurm_step import (
     NOISE,
     agents_command,
@@ -52,24 +51,23 @@ STEP = {
     "SLURM_GTIDS": "1",
     "SLURM_SRUN_COMM_HOST": "10.0.0.1",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
-    "PMI_RANK": "1",
 }
 
 
 def test_one_agent_is_started_on_each_node() -> None:
-    command = agents_command("/usr/bin/srun", parse_hosts("n1:4,n2:1"), ["python", "agent"])
+    command = agents_command("/usr/bin/srun", ["n1", "n2"], ["--qos=a"], ["python", "agent"])
     assert command[0] == "/usr/bin/srun"
     assert command[-2:] == ["python", "agent"]
     flags = dict(word.partition("=")[::2] for word in command[1:-2])
     assert (flags["--nodes"], flags["--ntasks"], flags["--ntasks-per-node"]) == ("2", "2", "1")
-    assert flags["--nodelist"] == "n1,n2"
+    assert (flags["--nodelist"], flags["--qos"]) == ("n1,n2", "a")
     assert "--overlap" in flags  # or it waits for the step that the launcher itself may be in
 
 
 def test_the_shape_of_the_job_does_not_shape_the_step() -> None:
     assert agents_environment({**JOB, **SHAPE}) == JOB
     assert agents_environment({**JOB, **STEP}).keys() - JOB.keys() == {
-        "SLURM_SRUN_COMM_HOST", "SLURM_LAUNCH_NODE_IPADDR", "PMI_RANK",
+        "SLURM_SRUN_COMM_HOST", "SLURM_LAUNCH_NODE_IPADDR",
     }  # fmt: skip
 
 

@@ -169,7 +169,7 @@ def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **wh
 
 DATA_PLANES = ("auto", "shm", "ring", "mpi")
 ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "mpi")
-LAUNCHERS = ("auto", "ssh", "srun", "mpirun")
+LAUNCHERS = ("auto", "ssh", "srun", "jsrun", "mpirun")
 TRANSPORTS = ("auto", "tcp", "mpi")
 NATIVE = ("auto", "on", "off")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -297,8 +297,8 @@ class Config:
     )  # fmt: skip
     launcher: str = setting(
         "auto", "LAUNCHER", choice(*LAUNCHERS),
-        "What starts the ranks: ssh (agents, on this host without ssh), srun (agents by Slurm), "
-        "mpirun, or auto.",
+        "What starts the ranks: ssh (agents, on this host without ssh), srun or jsrun (agents, by "
+        "Slurm or LSF), mpirun, or auto.",
         flag="--launcher", alias=False,
     )  # fmt: skip
     transport: str = setting(
