@@ -40,6 +40,7 @@ class GroupAgents:
         self._agents, self._group, self._loop = agents, group, loop
         self._listener: Listener | None = None
         self._program: LeadingProcess | None = None
+        self._stopped = False
 
     def describe(self) -> list[str]:
         """See `AgentStarter`."""
@@ -77,14 +78,17 @@ class GroupAgents:
 
     def stop(self) -> None:
         """See `AgentStarter`."""
+        self._stopped = True
         if self._listener is not None:
             self._listener.close()
         if self._program is not None and self._absent():
             self._program.signal(signal.SIGTERM)
 
     def busy(self) -> bool:
-        """See `AgentStarter`."""
-        return bool(self._absent()) and self._program is not None and self._program.code is None
+        """See `AgentStarter`: where the program has ended too early, `failure` is yet to be asked."""
+        if self._program is None or not self._absent():
+            return False
+        return not self._stopped or self._program.code is None
 
     def failure(self) -> str | None:
         """See `AgentStarter`."""
