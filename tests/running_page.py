@@ -82,7 +82,9 @@ def prepare(folder: Path, seen_as: Path | None = None) -> dict[str, str]:
         path.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
     return {
-        "PATH": ":".join([f"{seen_as or folder}/bin", str(Path(sys.executable).parent), "/usr/bin", "/bin"]),
+        "PATH": ":".join(
+            [f"{seen_as or folder}/bin", str(Path(sys.executable).parent), "/usr/bin", "/bin"]
+        ),
         "HVDLITE_LOG_LEVEL": "debug",
         # What users of a machine with enough cores, who are not root, need not say.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
