@@ -325,7 +325,7 @@ class Config:
         flag="--tcp-streams", alias=False,
     )  # fmt: skip
     peer_timeout_seconds: float = setting(
-        10.0, "PEER_TIMEOUT", number(float, 1, "seconds"),
+        10.0, "PEER_TIMEOUT", number(float, 2, "seconds"),
         "How long another host may be silent before its ranks count as lost.",
         flag="--peer-timeout", alias=False,
     )  # fmt: skip

@@ -133,11 +133,18 @@ def _meet(
         raise
 
 
-def raise_first(exchange: Exchange, failure: HorovodInternalError | None) -> None:
-    """Raise on all ranks if one has failed: its own `failure`, or that of the first one."""
-    texts = exchange.allgather(b"" if failure is None else str(failure).encode())
-    if failure is not None:
+def raise_first(
+    exchange: Exchange, failure: HorovodInternalError | None, *, consequence: bool = False
+) -> None:
+    """Raise on all ranks if one has failed: its own `failure`, or that of the first one.
+
+    A `consequence` of what happened to another rank counts less than a cause.
+    """
+    mark = b"" if failure is None else b"2" if consequence else b"1"
+    texts = exchange.allgather(mark + str(failure or "").encode())
+    worst = min((text[:1] for text in texts if text), default=b"")
+    if failure is not None and mark == worst:
         raise failure
     for rank, text in enumerate(texts):
-        if text:
-            raise HorovodInternalError(f"rank {rank}: {text.decode(errors='replace')}", rank)
+        if text and text.startswith(worst):
+            raise HorovodInternalError(f"rank {rank}: {text[1:].decode(errors='replace')}", rank)

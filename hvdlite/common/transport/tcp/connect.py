@@ -69,7 +69,9 @@ def connect(
         stack.callback(transport.close)
         if len(topology.hosts) > 1:
             needed = set(neighbours(topology, exchange.rank)) - {*topology.peers(exchange.rank)}
-            raise_first(exchange, _connect_neighbours(transport, needed, deadline))
+            # Whoever dials has failed by then, unless it is connected.
+            patience = time.monotonic() + 2 * config.peer_timeout_seconds
+            _connect_neighbours(exchange, transport, needed, min(deadline, patience))
         stack.pop_all()
     return transport
 
@@ -106,19 +108,18 @@ def _machine(interfaces: Sequence[Interface]) -> bytes:
 
 
 def _connect_neighbours(
-    transport: TcpTransport, ranks: set[int], deadline: float
-) -> HorovodInternalError | None:
-    """Connect to `ranks`; return why that has failed, if it has."""
+    exchange: Exchange, transport: TcpTransport, ranks: set[int], deadline: float
+) -> None:
+    """Connect to `ranks`. Raises `HorovodInternalError` on all ranks if one cannot."""
     links = [transport.expect(rank) for rank in sorted(ranks)]
     while missing := [link.rank for link in links if not link.connected]:
-        for rank in missing:
-            if rank in transport.unreachable:
-                return transport.unreachable[rank]
+        failures = [error for rank, error in transport.unreachable.items() if rank in missing]
+        if failures:
+            raise_first(exchange, failures[0])
         left = deadline - time.monotonic()
         if left <= 0:
             names = ", ".join(map(str, missing))
-            return HorovodInternalError(
-                f"rank {transport.rank} waited in vain for a connection from these ranks: {names}"
-            )
+            text = f"rank {transport.rank} waited in vain for a connection from these ranks: "
+            raise_first(exchange, HorovodInternalError(text + names), consequence=True)
         transport.poll(left)
-    return None
+    raise_first(exchange, None)

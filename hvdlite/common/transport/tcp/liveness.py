@@ -21,12 +21,21 @@ from hvdlite.common.transport.poller import Poller
 
 CHECKS = 8  # Within the limit.
 RTO_MAX_MS = 44  # TCP_RTO_MAX_MS of Linux 6.15: the longest time between two attempts to send.
-# Of struct tcp_info: unanswered probes of a full window; segments without an answer, ms since the
-# last answer; bytes that wait for the window.
-PROBES, UNANSWERED, LAST_ANSWER, WAITING = (
-    struct.Struct(layout) for layout in ("3xB", "24xI", "56xI", "144xI")
-)
-INFO_BYTES = 148
+SHORTEST_RTO_MAX_MS = 1000  # The kernel takes no less.
+# Of struct tcp_info, in this order: timeouts of what was sent; unanswered probes of a closed window;
+# segments without an answer; ms since the last answer; segments that were sent again; bytes that
+# wait for the window.
+INFO = struct.Struct("2xBB20xI28xI40xI40xI")
+NO_NEW_ANSWER_SECONDS = 0.1  # Times of the same answer differ by less.
+
+
+class _Watched:
+    """A connection on which bytes are on their way."""
+
+    def __init__(self, end: Callable[[OSError], None]) -> None:
+        self.end = end
+        self.answered = 0.0  # When the peer's kernel was last heard, in monotonic seconds.
+        self.attempts = 0  # How often the kernel had asked when that was noticed.
 
 
 class Liveness:
@@ -35,7 +44,7 @@ class Liveness:
     def __init__(self, poller: Poller, limit_seconds: float) -> None:
         self.limit_seconds = limit_seconds
         self._poller = poller
-        self._watched: dict[socket.socket, Callable[[OSError], None]] = {}
+        self._watched: dict[socket.socket, _Watched] = {}
         self._armed = False
 
     def prepare(self, connection: socket.socket) -> None:
@@ -43,24 +52,25 @@ class Liveness:
         if connection.family == socket.AF_UNIX:
             return
         limit = self.limit_seconds
+        idle, interval = max(1, int(limit * 0.3)), max(1, int(limit * 0.2))
         options = {
             socket.TCP_NODELAY: 1,
-            socket.TCP_KEEPIDLE: max(1, int(limit * 0.3)),
-            socket.TCP_KEEPINTVL: max(1, int(limit * 0.2)),
-            socket.TCP_KEEPCNT: 3,
+            socket.TCP_KEEPIDLE: idle,
+            socket.TCP_KEEPINTVL: interval,
+            socket.TCP_KEEPCNT: max(1, int((limit - idle) / interval)),
         }
         for option, value in options.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         with contextlib.suppress(OSError):  # An older kernel.
-            longest = max(1000, int(limit * 1000 / CHECKS))
+            longest = max(SHORTEST_RTO_MAX_MS, int(limit * 1000 / CHECKS))
             connection.setsockopt(socket.IPPROTO_TCP, RTO_MAX_MS, longest)
 
     def watch(self, connection: socket.socket, end: Callable[[OSError], None]) -> None:
         """Examine `connection` until the peer has confirmed all bytes; call `end` if it is gone."""
         if connection in self._watched or connection.family == socket.AF_UNIX:
             return
-        self._watched[connection] = end
+        self._watched[connection] = _Watched(end)
         self._arm()
 
     def _arm(self) -> None:
@@ -70,25 +80,33 @@ class Liveness:
 
     def _examine(self) -> None:
         self._armed = False
-        for connection, end in list(self._watched.items()):
-            under_way, silent_seconds = _state(connection)
-            if not under_way:
+        limit = self.limit_seconds * (1 - 1 / CHECKS)  # It is noticed at the next check.
+        for connection, watched in list(self._watched.items()):
+            silent_seconds = _silence(connection, watched)
+            if silent_seconds is None:
                 del self._watched[connection]
-            elif silent_seconds > self.limit_seconds * (1 - 1 / CHECKS):
+            elif silent_seconds > limit:
                 del self._watched[connection]
-                end(TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+                watched.end(TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
         self._arm()
 
 
-def _state(connection: socket.socket) -> tuple[bool, float]:
-    """Return whether bytes are on their way, and for how long the peer's kernel owes an answer."""
+def _silence(connection: socket.socket, watched: _Watched) -> float | None:
+    """Return for how long the peer's kernel owes an answer; None if nothing is on its way.
+
+    It owes none while nobody has asked: a closed window is probed less and less often.
+    """
     try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO.size)
     except OSError:  # It was closed here.
-        return False, 0.0
-    if len(info) < INFO_BYTES:  # A kernel before Linux 4.6.
-        return False, 0.0
-    (probes,), (unanswered,) = PROBES.unpack_from(info), UNANSWERED.unpack_from(info)
-    (waiting,), (last_ms,) = WAITING.unpack_from(info), LAST_ANSWER.unpack_from(info)
-    owes = bool(unanswered or probes)
-    return owes or waiting > 0, last_ms / 1000 if owes else 0.0
+        return None
+    if len(info) < INFO.size:  # A kernel before Linux 4.6.
+        return None
+    timeouts, probes, unanswered, last_ms, repeated, waiting = INFO.unpack(info)
+    if not (probes or unanswered or waiting):
+        return None
+    attempts = timeouts + repeated
+    answered = time.monotonic() - last_ms / 1000
+    if answered > watched.answered + NO_NEW_ANSWER_SECONDS:
+        watched.answered, watched.attempts = answered, attempts
+    return last_ms / 1000 if probes or attempts > watched.attempts else 0.0
