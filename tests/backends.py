@@ -35,10 +35,13 @@ def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def run_on_transports(
-    topology: Topology, program: Callable[[Transport], Any], kind: str = IN_PROCESS
+    topology: Topology,
+    program: Callable[[Transport], Any],
+    kind: str = IN_PROCESS,
+    config: Config | None = None,
 ) -> list[Any]:
     """Run `program` on every rank of a world; results in rank order."""
-    world = make_world(kind, topology)
+    world = make_world(kind, topology, config)
 
     def body(rank: int) -> Any:
         transport = world.transport(rank)

@@ -47,6 +47,11 @@ class Tree:
         return self._children(self.rank)
 
     @cached_property
+    def neighbours(self) -> frozenset[int]:
+        """The ranks with which this rank exchanges control messages."""
+        return frozenset(self.children if self.is_root else (*self.children, self.parent))
+
+    @cached_property
     def subtree(self) -> frozenset[int]:
         """The ranks of the subtree whose root is this rank."""
         below = [self.rank]
@@ -65,5 +70,4 @@ class Tree:
 
 def neighbours(topology: Topology, rank: int) -> frozenset[int]:
     """Return the ranks with which `rank` exchanges control messages."""
-    tree = Tree(topology, rank)
-    return frozenset(tree.children if tree.is_root else (*tree.children, tree.parent))
+    return Tree(topology, rank).neighbours

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.decisions.aggregator import Aggregator
-from hvdlite.common.decisions.control_tree import ROOT, Tree, neighbours
+from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.stall_inspector import StallInspector
 from hvdlite.common.engine.response_memory import ResponseMemory
@@ -72,7 +72,7 @@ class ControlPlane:
         self._tree = Tree(transport.topology, transport.rank)
         # Only connections to these ranks are watched: their Departed comes on the same path, and so
         # before the connection closes. A connection to another rank may close first.
-        self._neighbours = neighbours(transport.topology, transport.rank)
+        self._neighbours = self._tree.neighbours
         self._departed: set[int] = set()  # Ranks that have shut down.
         self._lost: set[int] = set()  # Ranks whose connection closed before they departed.
         self._stalls = StallInspector(config.stall_warning_seconds, config.stall_shutdown_seconds)

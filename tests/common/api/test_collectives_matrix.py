@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
 from tests.backends import DTYPES, Program, run_on_transports
+from tests.worlds import TCP
 
 HOSTS = {
     "1": ((0,),),
@@ -50,6 +52,21 @@ def test_every_collective_equals_numpy(hosts: str, way: str, dtype: str) -> None
         Program.of(transport, **settings).everything(dtype, [0, 1, n - 1, n, n + 1, 101])
 
     run_on_transports(topology, program)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("hosts", "way"), [("2", "auto"), ("3", "ring"), *(case for case in CASES if "+" in case[0])]
+)
+def test_every_collective_over_tcp(hosts: str, way: str, dtype: str, streams: int) -> None:
+    topology = Topology(HOSTS[hosts])
+    sizes = [0, 1, topology.size + 1, 101, 200_000]
+
+    def program(transport: Transport) -> None:
+        Program.of(transport, allreduce=way, data_plane=way).everything(dtype, sizes)
+
+    run_on_transports(topology, program, TCP, Config(tcp_streams=streams))
 
 
 @pytest.mark.parametrize("size", [5, 6, 7])

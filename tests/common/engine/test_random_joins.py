@@ -21,8 +21,10 @@ from hvdlite.common.engine import control_plane
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
+from tests.worlds import IN_PROCESS, TCP
 
 SEEDS = 60
+TCP_SEEDS = 12
 COLLECTIVES = ("allreduce", "allgather", "allgather", "broadcast", "alltoall", "reducescatter",
                "grouped")  # fmt: skip
 
@@ -175,10 +177,18 @@ class Program:
             threading.Event().wait(rng.random() * self.jitter)
 
 
-def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def play(seed: int, monkeypatch: pytest.MonkeyPatch, transport: str = IN_PROCESS) -> None:
     program = Program(seed)
     monkeypatch.setattr(control_plane, "Tree", partial(Tree, fan_out=program.fan_out))
-    run_ranks(program.size, program.run, hosts=program.hosts, config=program.config)
+    run_ranks(
+        program.size, program.run, hosts=program.hosts, config=program.config, transport=transport
+    )
+
+
+@pytest.mark.timeout(90)
+def test_random_programs_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(TCP_SEEDS):
+        play(seed, monkeypatch, TCP)
 
 
 @pytest.mark.timeout(90)

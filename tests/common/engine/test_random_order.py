@@ -14,6 +14,7 @@ import hvdlite.numpy as hvd
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.lists import split_rows
 from tests.ranks import run_ranks
+from tests.worlds import IN_PROCESS, TCP
 
 SIZE = 3
 TENSORS = 200
@@ -92,8 +93,9 @@ def make_cases(seed: int) -> list[Case]:
 
 @pytest.mark.parametrize("threshold_bytes", [0, 1024, MIB, 64 * MIB])
 @pytest.mark.parametrize("cache_capacity", [0, 50, 1024])
+@pytest.mark.parametrize("transport", [IN_PROCESS, TCP])
 def test_any_order_of_enqueuing_gives_the_same_answers(
-    threshold_bytes: int, cache_capacity: int
+    threshold_bytes: int, cache_capacity: int, transport: str
 ) -> None:
     cases = make_cases(threshold_bytes + cache_capacity)
 
@@ -110,10 +112,16 @@ def test_any_order_of_enqueuing_gives_the_same_answers(
                 np.testing.assert_array_equal(result, case.expected(rank, round_), case.name)
 
     config = Config(fusion_threshold_bytes=threshold_bytes, cache_capacity=cache_capacity)
-    run_ranks(SIZE, main, config=config, hosts=[[0, 1], [2]] if cache_capacity == 50 else None)
+    hosts = [[0, 1], [2]] if cache_capacity == 50 else None
+    run_ranks(SIZE, main, config=config, hosts=hosts, transport=transport)
 
 
-def test_overlapping_process_sets_in_any_order_do_not_deadlock() -> None:
+@pytest.mark.parametrize(
+    ("transport", "hosts"), [(IN_PROCESS, None), (TCP, None), (TCP, [[0, 2], [1, 3]])]
+)
+def test_overlapping_process_sets_in_any_order_do_not_deadlock(
+    transport: str, hosts: list[list[int]] | None
+) -> None:
     size, members = 4, [[0, 1], [1, 2], [0, 2, 3], [1, 3], [0, 1, 2, 3]]
 
     def main(rank: int) -> None:
@@ -132,4 +140,4 @@ def test_overlapping_process_sets_in_any_order_do_not_deadlock() -> None:
                 expected = np.full(index + 1, total)
                 np.testing.assert_array_equal(hvd.synchronize(handle), expected)
 
-    run_ranks(size, main)
+    run_ranks(size, main, transport=transport, hosts=hosts)

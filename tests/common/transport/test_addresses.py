@@ -64,7 +64,7 @@ def test_an_address_of_the_link_is_used_if_there_is_nothing_else() -> None:
 def test_an_interface_that_does_not_exist_is_an_error_that_lists_those_that_do() -> None:
     with pytest.raises(HorovodInternalError, match=r"INTERFACES=ib0.*eth0 \(10.1.0.5/24\)"):
         choose(ALL, ("ib0",), one_machine=False)
-    with pytest.raises(HorovodInternalError, match="no network.*lo"):
+    with pytest.raises(HorovodInternalError, match=r"no network.*lo"):
         choose([LO, DOWN], (), one_machine=False)
 
 

@@ -435,7 +435,7 @@ def test_an_interface_that_does_not_exist_is_named_on_all_ranks() -> None:
     world = TcpWorld(TWO_HOSTS, Config(network_interfaces=("ib7",)))
 
     def body(rank: int) -> None:
-        with pytest.raises(HorovodInternalError, match="HVDLITE_NETWORK_INTERFACES=ib7.*lo"):
+        with pytest.raises(HorovodInternalError, match=r"HVDLITE_NETWORK_INTERFACES=ib7.*lo"):
             world.transport(rank)
 
     run_threads(2, body)
@@ -552,7 +552,7 @@ def test_a_cut_cable_is_noticed_within_the_peer_timeout(doing: str) -> None:
         else:
             array = np.zeros(30_000_000, np.uint8)
             move = transport.isend if doing == "sending" else transport.irecv
-            with pytest.raises(PeerLostError, match="rank 1 .*PEER_TIMEOUT") as caught:
+            with pytest.raises(PeerLostError, match=r"rank 1 .*PEER_TIMEOUT") as caught:
                 transport.wait([move(1, array)])
             assert caught.value.rank == 1
         elapsed = time.monotonic() - began
