@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.jobs import launch
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, mpirun, run_command
+from tests.parallel.jobs import ranks, run_command
 
-pytestmark = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+both = pytest.mark.usefixtures("transport")
+by_mpirun = pytest.mark.usefixtures("by_mpirun")
 
 # Every script sees `rank`, `size` and what else is there, such as `check()`.
 PRELUDE = """
@@ -24,7 +25,8 @@ HVD = "import hvdlite.numpy as hvd\n"
 
 def run(size: int, script: str, *, timeout: float = 60, **env: str) -> str:
     """Run `script` on every rank; returns the output, after all of them have ended well."""
-    done = run_command(mpirun(size, sys.executable, "-c", PRELUDE + script), timeout=timeout, **env)
+    command = ranks(size, sys.executable, "-c", PRELUDE + script)
+    done = run_command(command, timeout=timeout, **env)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(" done\n") == size, done.stdout
     return done.stdout
@@ -33,6 +35,7 @@ def run(size: int, script: str, *, timeout: float = 60, **env: str) -> str:
 # -- again and again
 
 
+@both
 def test_sixty_jobs_in_one_process_keep_no_descriptor_and_no_memory() -> None:
     run(3, HVD + """
 gc.disable()  # what is let go must not wait for it
@@ -84,6 +87,7 @@ ENDS = {
 }
 
 
+@by_mpirun
 @pytest.mark.parametrize("how", STARTS)
 def test_mpi_is_started_in_every_order_of_imports(how: str) -> None:
     run(2, STARTS[how] + """
@@ -96,12 +100,14 @@ done()
 """)  # fmt: skip
 
 
+@by_mpirun
 @pytest.mark.parametrize("end", ENDS)
 def test_mpi_is_ended_once(end: str) -> None:
     output = run(2, f"{STARTS['no initialize']}\ncheck()\n{ENDS[end]}\ndone()\n")
     assert "Error" not in output and "abort" not in output.lower(), output
 
 
+@by_mpirun
 def test_init_after_the_end_of_mpi_is_an_error() -> None:
     run(2, HVD + """
 hvd.init(); check(); hvd.shutdown()
@@ -121,39 +127,53 @@ LATE = (
     HVD
     + """
 import pathlib
-seen = pathlib.Path(os.environ["SEEN"])
 if rank == 2:
-    while not seen.exists():  # until another rank has complained
-        time.sleep(0.01)
+    hear("complaint")
 else:
     import logging
     class Note(logging.Handler):
         def emit(self, record):
-            if "rank 2 on this host" in record.getMessage():
-                seen.touch()
+            if MISSES_RANK_2 in record.getMessage():
+                say("complaint")
     logging.getLogger("hvdlite").addHandler(Note())
     logging.getLogger("hvdlite").addHandler(logging.StreamHandler())
 """
 )
+MPI4PY = "from mpi4py import MPI\n"
 
 
-@pytest.mark.parametrize("imported", ["", "from mpi4py import MPI\n"])
-def test_a_late_rank_is_named_while_the_others_wait(imported: str, tmp_path: Path) -> None:
-    output = run(3, imported + LATE + "hvd.init(); check(); done()",
-                 SEEN=str(tmp_path / "seen"), HVDLITE_START_TIMEOUT="12",
-                 HVDLITE_LOG_HIDE_TIME="1")  # fmt: skip
+def check_late(output: str, misses: str) -> None:
+    """Rank 0 complains once, for all that wait."""
     lines = [line for line in output.splitlines() if "has waited" in line]
-    pattern = (
-        r"hvdlite WARNING: rank 0 of 3 has waited 3 s in init\(\), since \d\d:\d\d:\d\d: rank 2 "
-    )
-    assert re.search(pattern, output) and len(lines) == 1, output
-    assert "has not called init(); the limit is 12 s: HVDLITE_START_TIMEOUT" in lines[0]
+    pattern = r"hvdlite WARNING: rank 0 of 3 has waited 3 s in init\(\), since \d\d:\d\d:\d\d: "
+    assert re.search(pattern + misses, output) and len(lines) == 1, output
+    assert "the limit is 12 s: HVDLITE_START_TIMEOUT" in lines[0]
 
 
-@pytest.mark.parametrize("imported", ["", "from mpi4py import MPI\n"])
-def test_a_rank_that_never_comes_is_named_at_the_end(imported: str) -> None:
+@pytest.mark.usefixtures("over_mpi")
+@pytest.mark.parametrize("imported", ["", MPI4PY])
+def test_a_late_rank_is_named_while_the_others_wait_for_mpi(imported: str) -> None:
+    output = run(3, imported + "MISSES_RANK_2 = 'rank 2 on this host'\n" + LATE +
+                 "hvd.init(); check(); done()", HVDLITE_START_TIMEOUT="12",
+                 HVDLITE_LOG_HIDE_TIME="1")  # fmt: skip
+    check_late(output, r"rank 2 on this host \(\S+\) has not called init\(\)")
+
+
+def test_a_late_rank_is_named_while_the_others_wait() -> None:
+    output = run(3, "MISSES_RANK_2 = 'did not come: 2'\n" + LATE + "hvd.init(); check(); done()",
+                 HVDLITE_START_TIMEOUT="12", HVDLITE_LOG_HIDE_TIME="1")  # fmt: skip
+    check_late(output, r"these ranks did not come: 2 \(seen: 0, 1\)")
+
+
+BY_MPIRUN = ("--launcher", "mpirun", "--transport", "mpi")
+
+
+@pytest.mark.usefixtures("over_mpi")
+@pytest.mark.parametrize("imported", ["", MPI4PY])
+def test_a_rank_that_never_comes_to_mpi_is_named_at_the_end(imported: str) -> None:
     script = imported + HVD + "time.sleep(600 * (rank == 1)); hvd.init()"
-    done = launch("-np", "2", "--start-timeout", "2", sys.executable, "-c", PRELUDE + script)
+    done = launch(*BY_MPIRUN, "-np", "2", "--start-timeout", "2",
+                  sys.executable, "-c", PRELUDE + script)  # fmt: skip
     output = done.stderr
     cause = "hvdlite-run: rank 0 failed: HorovodInternalError: rank 0 of 2 has waited 2 s in init()"
     assert done.returncode == 1 and cause in output, output
@@ -163,38 +183,42 @@ def test_a_rank_that_never_comes_is_named_at_the_end(imported: str) -> None:
     assert "Current thread" not in output  # of a dump by faulthandler
 
 
+@pytest.mark.usefixtures("over_mpi")
 def test_a_rank_that_stops_in_the_middle_ends_the_wait_inside_mpi() -> None:
     script = (
         HVD
         + """
-from hvdlite.common.transport import bootstrap, mpi
+from hvdlite.common.transport import mpi
 if rank == 1:
     mpi.exchange_versions = lambda comm: time.sleep(600)
 hvd.init()
 """
     )
-    done = launch("-np", "2", "--start-timeout", "2", sys.executable, "-c", PRELUDE + script)
+    done = launch(*BY_MPIRUN, "-np", "2", "--start-timeout", "2",
+                  sys.executable, "-c", PRELUDE + script)  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert re.search(r"hvdlite-run: rank [01] failed", done.stderr), done.stderr  # both give up
     assert "all ranks on this host" in done.stderr and "the limit is 2 s" in done.stderr
 
 
+@both
 def test_who_gave_up_can_try_again_and_meet_who_was_late() -> None:
-    run(3, "from mpi4py import MPI\n" + HVD + """
-world = MPI.COMM_WORLD
+    started = "if STARTED_BY_MPI: from mpi4py import MPI\n"  # or the wait would be inside MPI
+    run(3, started + HVD + """
 if rank == 2:
-    assert world.recv(source=0) == world.recv(source=1) == "gave up"
+    hear("gave up 0"); hear("gave up 1")
 else:
     try:
         hvd.init()
     except hvd.HorovodInternalError as error:
-        assert "rank 2" in str(error) and not hvd.is_initialized(), error
-        world.send("gave up", 2)
+        assert "2" in str(error) and not hvd.is_initialized(), error
+        say(f"gave up {rank}")
 hvd.init(); check(); hvd.shutdown(); hvd.init(); check()
 done()
 """, HVDLITE_START_TIMEOUT="2")  # fmt: skip
 
 
+@both
 def test_the_watchdog_of_the_user_stays_set() -> None:
     """faulthandler has one slot for a watchdog: it is the user's (pytest sets it, too)."""
     run(2, """
@@ -231,6 +255,7 @@ def call_init() -> None:
     hvd.init()
 
 
+@both
 def test_a_spawned_child_is_told_and_its_parent_goes_on() -> None:
     output = run(2, CHILD + """
     process = multiprocessing.get_context("spawn").Process(target=call_init)
@@ -242,6 +267,7 @@ def test_a_spawned_child_is_told_and_its_parent_goes_on() -> None:
     assert SENTENCE in output and 'if __name__ == "__main__"' in output, output
 
 
+@both
 def test_a_script_that_a_rank_runs_is_told_and_its_parent_goes_on() -> None:
     output = run(2, CHILD + """
     command = [sys.executable, "-c", "import hvdlite.numpy as h; h.init()"]
@@ -257,6 +283,7 @@ def test_a_script_that_a_rank_runs_is_told_and_its_parent_goes_on() -> None:
     assert SENTENCE in output and "hvdlite-run or hvdlite.run" in output, output
 
 
+@both
 def test_a_rank_can_start_a_job_of_its_own() -> None:
     run(2, CHILD + """
     script = "import hvdlite.numpy as h; h.init(); print('inner', h.rank(), h.size(), flush=True)"
@@ -274,6 +301,7 @@ def test_a_rank_can_start_a_job_of_its_own() -> None:
 # -- errors
 
 
+@both
 def test_after_every_error_of_init_nothing_is_initialised_and_the_next_init_works(
     tmp_path: Path,
 ) -> None:
@@ -281,6 +309,7 @@ def test_after_every_error_of_init_nothing_is_initialised_and_the_next_init_work
     run(2, script, timeout=90, FOLDER=str(tmp_path))
 
 
+@both
 def test_an_error_of_a_later_call_leaves_the_job_as_it_was() -> None:
     run(2, HVD + """
 first, second = hvd.ProcessSet([0]), hvd.ProcessSet([1])
