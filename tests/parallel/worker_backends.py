@@ -74,7 +74,8 @@ def talk(transport: Transport) -> None:
         for message in transport.receive(10.0):
             got[message.rank].append(message.body)
     for peer, each in got.items():
-        assert each[:2] == bodies[2 * peer : 2 * peer + 2], f"rank {peer} was misunderstood"
+        lengths_got = [body and len(body) for body in each]
+        assert each[:2] == bodies[2 * peer : 2 * peer + 2], f"{peer} has sent {lengths_got}"
 
 
 def leave_by_turns() -> None:
