@@ -72,7 +72,10 @@ def stop_timeline() -> None:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI runs with THREAD_MULTIPLE. Raises `ValueError` when MPI is not in use."""
+    """Return whether MPI runs with THREAD_MULTIPLE.
+
+    Raises `ValueError` where MPI has not started this job.
+    """
     if not mpi_enabled():
         raise ValueError("MPI is not enabled: this job was not started by an MPI launcher")
     from mpi4py import MPI
@@ -81,7 +84,10 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return whether this job runs over MPI. Raises `ValueError` before `init`."""
+    """Return whether MPI has started this job, so that communicators can be used.
+
+    The ranks may be connected over TCP all the same. Raises `ValueError` before `init`.
+    """
     return current().mpi_group is not None
 
 

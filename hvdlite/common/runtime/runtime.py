@@ -204,7 +204,11 @@ class Runtime:
         if process_set.mpi_comm is None:
             return sorted(process_set.ranks or ())
         if self.mpi_group is None:
-            raise ValueError(f"{process_set} is made from an MPI communicator; this job has no MPI")
+            raise ValueError(
+                f"{process_set} is made from an MPI communicator, and this job was not started by "
+                "MPI: make it from a list of ranks, or start the job with hvdlite-run --launcher "
+                "mpirun"
+            )
         return members_of_communicator(process_set.mpi_comm, self.mpi_group)
 
     def add_process_set(self, process_set: ProcessSet) -> None:

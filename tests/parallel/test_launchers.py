@@ -1,0 +1,274 @@
+"""Ranks that others than hvdlite have started: torchrun, Slurm, Kubernetes, a user by hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.jobs import environment, run_command
+from tests.parallel.start_ranks import free_port
+
+LIMIT_SECONDS = 60
+# mpi4py cannot be imported, as where no MPI is installed.
+PROLOGUE = """
+import os, sys, time
+class NoMpi:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "mpi4py":
+            raise ImportError("there is no mpi4py")
+sys.meta_path.insert(0, NoMpi())
+import numpy as np
+import hvdlite.numpy as hvd
+def check(size, name="check"):
+    assert hvd.size() == size
+    total = hvd.allreduce(np.full(3, hvd.rank() + 1.0), name=name, op=hvd.Sum)
+    assert total.tolist() == [size * (size + 1) / 2] * 3, total
+def done():
+    assert "mpi4py" not in sys.modules
+    os.write(1, f"rank {hvd.rank()} of {hvd.size()} done\\n".encode())
+"""
+SCRIPT = PROLOGUE + "hvd.init(); check(int(os.environ['EXPECTED'])); done()\n"
+Variables = Mapping[str, str]
+
+
+def start(environments: Sequence[Variables], script: str) -> list[tuple[int, str]]:
+    """Start a process with each of these environments; their exit codes and outputs."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=environment(**{"EXPECTED": str(len(environments)), **variables}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for variables in environments
+    ]
+    try:
+        outputs = [process.communicate(timeout=LIMIT_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [
+        (process.returncode, output) for process, output in zip(processes, outputs, strict=True)
+    ]
+
+
+def by_master(size: int, **others: str) -> list[dict[str, str]]:
+    """The variables of PyTorchJob, TorchDistributor, Accelerate and Lightning."""
+    port = str(free_port())
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return [{"RANK": str(rank), **common, **others} for rank in range(size)]
+
+
+def by_slurm(size: int) -> list[dict[str, str]]:
+    """The variables of ``srun -n SIZE`` on one node, with a job that no other test has."""
+    common = {
+        "SLURM_JOB_ID": str(os.getpid() * 1000 + int(time.monotonic()) % 1000),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_NTASKS": str(size),
+    }
+    return [{"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r), **common} for r in range(size)]
+
+
+def by_indexed_job(size: int) -> list[dict[str, str]]:
+    common = {"HVDLITE_SIZE": str(size), "HVDLITE_RENDEZVOUS": f"127.0.0.1:{free_port()}"}
+    return [{"JOB_COMPLETION_INDEX": str(rank), **common} for rank in range(size)]
+
+
+@pytest.mark.parametrize("starter", [by_master, by_slurm, by_indexed_job])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_become_one_job_without_mpi(starter: object, size: int) -> None:
+    ended = start(starter(size), SCRIPT)  # type: ignore[operator]
+    assert [code for code, _ in ended] == [0] * size, ended
+    for rank, (_, output) in enumerate(ended):
+        assert f"rank {rank} of {size} done" in output
+
+
+def test_one_rank_needs_no_address() -> None:
+    ((code, output),) = start([{"RANK": "0", "WORLD_SIZE": "1"}], SCRIPT)
+    assert (code, output) == (0, "rank 0 of 1 done\n")
+
+
+def test_two_jobs_of_slurm_with_the_same_ports_find_their_own() -> None:
+    first, second = by_slurm(2), by_slurm(2)
+    for variables in second:  # the ports of this job are the same, as jobs are counted modulo 4080
+        variables["SLURM_JOB_ID"] = str(int(first[0]["SLURM_JOB_ID"]) + 4080)
+    for variables in (*first, *second):
+        variables["EXPECTED"] = "2"
+    ended = start([*first, *second], SCRIPT)
+    assert [code for code, _ in ended] == [0] * 4, ended
+
+
+def test_rank_0_may_come_last_and_init_works_again() -> None:
+    script = (
+        PROLOGUE
+        + """
+time.sleep(1.0 * (os.environ["RANK"] == "0"))  # the others look for it meanwhile
+for _ in range(5):
+    hvd.init(); check(3); hvd.shutdown()
+hvd.init(comm=[0, 2] if os.environ["RANK"] != "1" else [1])
+check(2 if hvd.size() == 2 else 1); hvd.shutdown()
+hvd.init(); check(3); done()
+"""
+    )
+    ended = start(by_master(3), script)
+    assert [code for code, _ in ended] == [0] * 3, ended
+
+
+def test_a_rank_that_never_comes_is_named_by_all() -> None:
+    ended = start(by_master(3, HVDLITE_START_TIMEOUT="2")[:2], SCRIPT)
+    for code, output in ended:
+        assert code == 1 and "these ranks did not come: 2 (seen: 0, 1)" in output, output
+
+
+def test_a_rank_with_another_size_is_told_and_named_to_the_others() -> None:
+    environments = by_master(2, HVDLITE_START_TIMEOUT="3")
+    environments[1]["WORLD_SIZE"] = "5"
+    ended = start(environments, SCRIPT)
+    assert "rank 1 counts 5 ranks in the job" in ended[1][1], ended
+    assert "did not come: 1 (seen: 0); rank 1 counts 5 ranks" in ended[0][1], ended
+
+
+def test_a_rank_of_another_protocol_is_told() -> None:
+    script = (
+        PROLOGUE
+        + """
+from hvdlite.common.meeting import wire
+wire.PROTOCOL_VERSION += int(os.environ["RANK"])
+hvd.init()
+"""
+    )
+    ended = start(by_master(2, HVDLITE_START_TIMEOUT="3"), script)
+    assert "install one version of hvdlite for all ranks" in ended[1][1], ended
+    assert "and this job has protocol" in ended[0][1], ended
+
+
+def test_a_port_that_another_program_has_is_named() -> None:
+    environments = by_master(2, HVDLITE_START_TIMEOUT="5", MASTER_ADDR="127.0.0.1")
+    port = int(environments[0]["MASTER_PORT"])
+    script = (
+        PROLOGUE
+        + f"""
+import socket
+blocker = socket.create_server(("127.0.0.1", {port})) if os.environ["RANK"] == "0" else None
+hvd.init()
+"""
+    )
+    ended = start(environments[:1], script)
+    assert f"rank 0 cannot listen at 127.0.0.1:{port}" in ended[0][1], ended
+    assert "Address already in use. Choose a free port" in ended[0][1], ended
+
+
+@pytest.mark.parametrize(
+    "setting", ["HVDLITE_ALLREDUCE", "HVDLITE_DATA_PLANE", "HVDLITE_TRANSPORT"]
+)
+def test_a_setting_that_needs_mpi_is_refused(setting: str) -> None:
+    for code, output in start(by_master(2, **{setting: "mpi"}), SCRIPT):
+        assert code == 1 and f"{setting}=mpi needs MPI" in output, output
+        assert "hvdlite-run --launcher mpirun" in output, output
+
+
+def test_two_launchers_that_disagree_are_named() -> None:
+    environments = by_master(2, HVDLITE_RANK="0", HVDLITE_SIZE="4")
+    for code, output in start(environments, SCRIPT):
+        assert code == 1 and "two launchers disagree" in output and "HVDLITE_SIZE=4" in output
+
+
+def test_a_spawned_child_of_a_rank_is_no_rank() -> None:
+    script = (
+        PROLOGUE
+        + """
+import subprocess
+hvd.init(); check(2)
+child = subprocess.run([sys.executable, "-c", "import hvdlite.numpy as h; h.init()"],
+                       capture_output=True, text=True, timeout=30)
+assert child.returncode == 1 and f"was started by rank {hvd.rank()}" in child.stderr, child
+check(2, "after"); done()
+"""
+    )
+    for starter in (by_master, by_slurm):
+        ended = start(starter(2), script)
+        assert [code for code, _ in ended] == [0] * 2, ended
+
+
+# -- torchrun
+
+BESIDE_TORCH = (
+    PROLOGUE
+    + """
+import torch, torch.distributed as dist
+def check_torch():
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    assert ones.tolist() == [dist.get_world_size()] * 3
+size = int(os.environ["WORLD_SIZE"])
+if os.environ["WHEN"] == "before":
+    dist.init_process_group("gloo"); check_torch()
+for _ in range(3):
+    hvd.init(); check(size); hvd.shutdown()
+if os.environ["WHEN"] == "after":
+    dist.init_process_group("gloo"); check_torch()
+hvd.init(); check(size, "again")
+hvd.shutdown()
+hvd.init(comm=[int(os.environ["RANK"])]); check(1); hvd.shutdown()
+if size > 2:
+    part = [0, 1] if int(os.environ["RANK"]) < 2 else [3, 2]
+    hvd.init(comm=part); check(2); hvd.shutdown()
+hvd.init(); check(size, "last")
+if os.environ["WHEN"] != "never":
+    check_torch(); dist.destroy_process_group()
+done()
+"""
+)
+
+
+def torchrun(folder: Path, *flags: str) -> list[str]:
+    path = folder / "train.py"
+    path.write_text(BESIDE_TORCH)
+    return [sys.executable, "-m", "torch.distributed.run", *flags, str(path)]
+
+
+@pytest.mark.parametrize("when", ["never", "before", "after"])
+def test_torchrun(when: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+    command = torchrun(tmp_path, "--nproc-per-node", "2", f"--master-port={free_port()}")
+    done = run_command(command, timeout=90, WHEN=when)
+    assert done.returncode == 0 and done.stdout.count(" of 2 done") == 2, done.stdout
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_process_group_beside_hvdlite_at_the_same_port(when: str) -> None:
+    """Nobody listens at MASTER_PORT: rank 0 does for the meeting, and torch does later."""
+    pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+    ended = start(by_master(2, WHEN=when), BESIDE_TORCH)
+    assert [code for code, _ in ended] == [0] * 2, ended
+
+
+def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+    end = f"localhost:{free_port()}"
+    flags = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command = torchrun(tmp_path, *flags, "--rdzv-endpoint", end, "--rdzv-id", "7")
+    nodes = [
+        subprocess.Popen(command, env=environment(WHEN="after"), stdout=subprocess.PIPE, text=True,
+                         stderr=subprocess.STDOUT, start_new_session=True)
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [node.communicate(timeout=110)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "".join(outputs).count(" of 4 done") == 4, outputs
