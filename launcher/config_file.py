@@ -11,7 +11,7 @@ from hvdlite.common.plain.config import Setting, boolean, settings
 
 # Keys of horovodrun that have no meaning here, and what to use instead.
 IGNORED_KEYS = {
-    "controller": "hvdlite always runs over MPI",
+    "controller": "use --gloo, --mpi or --launcher",
     "params.hierarchical_allgather": "use params.data_plane",
     "params.torus_allreduce": "use params.allreduce",
     "library_options.num_nccl_streams": "there is one stream per rank",

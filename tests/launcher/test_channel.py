@@ -1,0 +1,156 @@
+"""The channel between launcher and agents, byte by byte; and meetings that are merged."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+
+from hvdlite.launcher.channel import LENGTH, MOST_BYTES, PROLOGUE, Channel
+from hvdlite.launcher.event_loop import EventLoop
+from hvdlite.launcher.merged_meeting import MergedMeeting
+
+
+class End:
+    """One end of a channel, with what it has heard; `peer` is the raw other end: read, write."""
+
+    def __init__(self, prologue: bytes = b"") -> None:
+        self.loop = EventLoop()
+        self.heard: list[tuple[str, list[Any]]] = []
+        self.ended = 0
+        theirs_read, ours_write = os.pipe()
+        ours_read, theirs_write = os.pipe()
+        self.peer_read, self.peer_write = theirs_read, theirs_write
+        self.channel = Channel(
+            self.loop, ours_read, ours_write, prologue=prologue,
+            received=lambda kind, fields: self.heard.append((kind, fields)), ended=self._end,
+        )  # fmt: skip
+
+    def _end(self) -> None:
+        self.ended += 1
+
+    def run(self) -> None:
+        while self.loop.run_once(0.05):
+            pass
+
+    def close(self) -> None:
+        self.channel.close()
+        self.loop.close()
+        for fd in (self.peer_read, self.peer_write):
+            if fd >= 0:
+                os.close(fd)
+
+
+@pytest.fixture
+def end() -> Iterator[End]:
+    made = End()
+    yield made
+    made.close()
+
+
+def frame(*message: Any) -> bytes:
+    body = msgpack.packb(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def test_messages_come_whole_however_they_are_cut(end: End) -> None:
+    data = frame("a", 1, b"x" * 10) + frame("beat") + frame("b", {"k": [1, 2]}, {3: b""})
+    for index in range(len(data)):
+        os.write(end.peer_write, data[index : index + 1])
+        end.run()
+    assert end.heard == [("a", [1, b"x" * 10]), ("b", [{"k": [1, 2]}, {3: b""}])]
+    assert end.ended == 0
+
+
+def test_what_a_shell_has_printed_before_is_skipped() -> None:
+    end = End(PROLOGUE)
+    try:
+        for part in (b"motd \0hvd", b"lite\n" * 1000, PROLOGUE[:5], PROLOGUE, frame("a")[:3]):
+            os.write(end.peer_write, part)
+            end.run()
+        os.write(end.peer_write, frame("a")[3:])
+        end.run()
+        assert end.heard == [("a", [])]
+    finally:
+        end.close()
+
+
+@pytest.mark.parametrize(
+    "garbage", [LENGTH.pack(MOST_BYTES + 1), LENGTH.pack(1) + b"\xc1", LENGTH.pack(2) + b"\x01\x02"]
+)
+def test_what_is_no_message_ends_the_channel(end: End, garbage: bytes) -> None:
+    os.write(end.peer_write, garbage)
+    end.run()
+    assert (end.heard, end.ended, end.channel.open) == ([], 1, False)
+
+
+def test_sending_never_waits_and_nothing_is_lost(end: End) -> None:
+    for number in range(100):
+        end.channel.send("part", number, b"y" * 100_000)
+    assert end.channel.queued_bytes > 9_000_000
+    end.channel.close_writing()
+    data = b""
+    while True:
+        end.loop.run_once(0.0)
+        part = os.read(end.peer_read, 1 << 20)
+        if not part:
+            break
+        data += part
+    assert data == b"".join(frame("part", number, b"y" * 100_000) for number in range(100))
+    assert end.channel.queued_bytes == 0
+
+
+def test_names_that_are_no_text_are_sent(end: End) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    end.channel.send("job", name)
+    data = os.read(end.peer_read, 100)
+    os.write(end.peer_write, data)
+    end.run()
+    assert end.heard == [("job", [name])]
+
+
+def test_the_end_is_told_once(end: End) -> None:
+    os.close(end.peer_write)
+    end.peer_write = -1
+    end.run()
+    end.channel.send("late")
+    assert (end.ended, end.channel.open) == (1, False)
+
+
+def test_silence_is_a_loss_but_not_what_waits_to_be_read(end: End) -> None:
+    later = time.monotonic() + 10
+    assert end.channel.beat(later - 5, 10)
+    assert not end.channel.beat(later, 5)
+    os.write(end.peer_write, frame("beat"))
+    assert end.channel.beat(later, 5)
+    assert b"beat" in os.read(end.peer_read, 100)
+
+
+# -- meetings
+
+
+def test_a_round_is_complete_when_all_hosts_have_gathered() -> None:
+    meeting = MergedMeeting(4)
+    assert meeting.add([], 0, {1: b"b", 0: b"a"}) is None
+    assert meeting.missing([], 0) == [2, 3]
+    assert meeting.add([], 0, {3: b"d", 2: b"c"}) == [b"a", b"b", b"c", b"d"]
+    assert meeting.missing([], 0) == [0, 1, 2, 3]  # it is over
+
+
+def test_meetings_of_parts_are_apart_and_have_their_order() -> None:
+    meeting = MergedMeeting(3)
+    assert meeting.add([2, 0], 0, {0: b"x"}) is None
+    assert meeting.add([], 0, {0: b"y"}) is None
+    assert meeting.add([2, 0], 0, {2: b"z"}) == [b"z", b"x"]
+
+
+def test_a_host_may_take_back_what_it_has_gathered() -> None:
+    meeting = MergedMeeting(2)
+    meeting.add([], 0, {0: b"old"})
+    meeting.withdraw([], 0, [0])
+    assert meeting.add([], 0, {1: b"b"}) is None
+    assert meeting.add([], 0, {0: b"new"}) == [b"new", b"b"]
