@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import pytest
 
 import hvdlite
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.launcher import RemoteError
+from hvdlite.launcher import RemoteError, worker
 from tests.launcher.jobs import set_signals
 from tests.parallel.jobs import environment
 
@@ -130,6 +131,20 @@ def test_arguments_of_horovod_run_run_the_function(
     assert [text.partition(" ")[0] for text in warned] == (
         [name] if name == "disable_cache" else []
     )
+
+
+def test_a_call_from_another_python_is_refused_before_it_is_unpickled(tmp_path: Path) -> None:
+    origin = pickle.dumps(((3, 9), ["/no/such/path"]), protocol=2)
+    (tmp_path / worker.CALL).write_bytes(origin + b"what would crash this Python")
+    ours = ".".join(map(str, sys.version_info[:2]))
+    with pytest.raises(RuntimeError, match=rf"runs Python {ours} .* comes from Python 3\.9"):
+        worker._call(str(tmp_path))
+    assert "/no/such/path" not in sys.path
+
+
+def test_large_calls_and_answers_come_whole() -> None:
+    data = os.urandom(9_000_001)
+    assert hvdlite.run(lambda part: part[::-1], (data,), np=2) == [data[::-1]] * 2
 
 
 def test_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

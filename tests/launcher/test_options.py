@@ -272,3 +272,48 @@ def test_help_is_complete() -> None:
 def test_flags_are_not_abbreviated(flag: str) -> None:
     with pytest.raises(ConfigError, match="unknown flag"):
         parse_args(["-np", "2", flag, "python"])
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher"),
+    [
+        ([], "ssh"),
+        (["-H", "a:1,b:1"], "ssh"),
+        (["--gloo"], "ssh"),
+        (["--tcp"], "ssh"),
+        (["--mpi"], "mpirun"),
+        (["--mpi-args=-x A"], "mpirun"),
+        (["--binding-args=--bind-to core"], "mpirun"),
+        (["--transport", "mpi"], "mpirun"),
+        (["--allreduce", "mpi"], "mpirun"),
+        (["--data-plane", "mpi"], "mpirun"),
+        (["--launcher", "mpirun"], "mpirun"),
+        (["--launcher", "ssh", "--transport", "tcp"], "ssh"),
+        (["--launcher", "ssh", "--binding-args=--bind-to core"], "ssh"),
+    ],
+    ids=" ".join,
+)
+def test_what_starts_the_ranks(words: list[str], launcher: str) -> None:
+    assert options("-np", "1", *words).launcher == launcher
+
+
+def test_the_variable_of_the_launcher_is_a_choice_too() -> None:
+    assert options("-np", "1", environ={"HVDLITE_LAUNCHER": "mpirun"}).launcher == "mpirun"
+    both = options("-np", "1", "--launcher=ssh", environ={"HVDLITE_LAUNCHER": "mpirun"})
+    assert both.launcher == "ssh"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--launcher", "ssh", "--mpi"], "--mpi contradicts --launcher ssh"),
+        (["--launcher", "ssh", "--mpi-args=-x A"], "--mpi-args contradicts --launcher ssh"),
+        (["--launcher", "mpirun", "--gloo"], "--gloo contradicts --launcher mpirun"),
+        (["--gloo", "--mpi"], "--mpi"),
+        (["--launcher", "srun"], "Slurm"),
+        (["--launcher", "sbatch"], "--launcher='sbatch'"),
+        (["--launcher", "ssh", "--binding-args=--rankfile f"], "--bind-to core"),
+    ],
+)
+def test_contradictions_about_the_launcher(words: list[str], named: str) -> None:
+    assert named in error("-np", "1", *words)
