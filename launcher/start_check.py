@@ -70,11 +70,10 @@ def _check(options: LaunchOptions, environ: Mapping[str, str], mpi: Mpi | None) 
 
 def _ports(environ: Mapping[str, str], mpi: Mpi | None) -> list[int]:
     """Return the ports that the job will listen on, where the user has limited them; else [0]."""
-    if mpi is None:
-        match = PORTS.fullmatch(environ.get("HVDLITE_TCP_PORTS", ""))
-        return list(range(int(match[1]), int(match[2]) + 1)) if match else [0]
+    if match := PORTS.fullmatch(environ.get("HVDLITE_TCP_PORTS", "")):
+        return list(range(int(match[1]), int(match[2]) + 1))
     first = environ.get("OMPI_MCA_btl_tcp_port_min_v4", "")
     count = environ.get("OMPI_MCA_btl_tcp_port_range_v4", "")
-    if first.isdecimal() and count.isdecimal():
+    if mpi is not None and first.isdecimal() and count.isdecimal():
         return list(range(int(first), int(first) + int(count)))
     return [0]

@@ -75,7 +75,7 @@ def test_a_host_behind_the_address_of_another_is_found_by_its_nonce(lab: Lab) ->
                "link add veth99 type veth peer name peer99",
                "link set veth99 master dummy99 up", "link set peer99 up", "link set dummy99 up",
                "addr add 10.88.1.99/32 dev dummy99")  # fmt: skip
-        done = check(lab, OMPI_MCA_btl_tcp_port_min_v4="12000", OMPI_MCA_btl_tcp_port_range_v4="1")
+        done = check(lab, "--tcp-ports=12000-12000")
     finally:
         lab.ip("nodeb", "addr del 10.88.1.99/32 dev lo", "link del veth99", "link del dummy99")
         lab.ip("nodec", "addr del 10.88.1.99/24 dev eth1")
@@ -194,7 +194,7 @@ def test_every_problem_of_every_host_is_said(lab: Lab) -> None:
 
 def test_the_launcher_is_one_of_the_hosts_where_mpi_connects_back_to_it(lab: Lab) -> None:
     with faults.firewall(lab, "nodea"):
-        done = check(lab, hosts="nodeb,nodec")
+        done = check(lab, "--launcher=mpirun", hosts="nodeb,nodec")
     assert "host nodeb cannot connect to host this host at 10.88.0.1" in done.stdout, done
 
 

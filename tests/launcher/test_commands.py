@@ -55,7 +55,8 @@ def test_open_mpi_on_several_hosts() -> None:
     assert command(OMPI5, **given) == (
         "/opt/mpirun -np 4 --oversubscribe --with-ft ulfm --output tag --bind-to none "
         "--host a:2,b:2 --map-by slot --mca btl_tcp_if_include eth0,eth1 "
-        "--prtemca prte_if_include eth0 --prtemca plm_ssh_args -p 2222 -i '/my key' "
+        "--prtemca prte_if_include eth0 --prtemca plm_ssh_args "
+        "-p 2222 -i '/my key' -o ServerAliveInterval=3 -o ServerAliveCountMax=3 "
         "-x PATH -x LANG CMD"
     )
     assert "--mca plm_rsh_args -p 2222" in command(OMPI4, **given)
