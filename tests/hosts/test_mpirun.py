@@ -64,6 +64,13 @@ def test_a_firewall_that_blocks_the_launcher_is_said(lab: Lab) -> None:
     assert len(done.stderr.splitlines()) == 1, done
 
 
+def test_a_firewall_on_a_worker_ends_the_job_without_a_check_too(lab: Lab) -> None:
+    words = ("--launcher=mpirun", "--start-timeout=6", "--no-check-hosts", "-H", "nodea:1,nodeb:1")
+    with faults.firewall(lab, "nodeb"):
+        done = hvdlite_run(lab, *words, sys.executable, "-c", SUM, timeout=30, **MPI)
+    assert done.returncode not in (0, None) and sentences(done), done
+
+
 def test_ports_that_the_user_has_opened_are_enough(lab: Lab) -> None:
     """As docs/troubleshooting.md says it."""
     ports = {
