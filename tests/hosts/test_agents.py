@@ -85,7 +85,7 @@ def test_an_agent_that_is_killed_is_told_with_its_host(lab: Lab) -> None:
     [
         (lambda lab: faults.no_key(lab, "nodeb"), "ssh-copy-id nodeb"),
         (lambda lab: faults.no_environment(lab, "nodeb"), "no Python"),
-        (lambda lab: faults.unreachable(lab, "nodeb"), "on nodeb had not started after 4 sec"),
+        (lambda lab: faults.unreachable(lab, "nodeb"), "nodeb cannot be used: the network"),
         (lambda lab: faults.hanging_login(lab, "nodeb"), "on nodeb had not started after 4 sec"),
     ],
     ids=["no key", "no environment", "unreachable", "hanging login"],
