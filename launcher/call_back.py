@@ -22,6 +22,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from hvdlite.common.meeting.address import Address, connect, listen, listen_everywhere
@@ -69,7 +70,7 @@ class Listener:
         self._listeners = self._listeners or [listen_everywhere(0)]
         for listener in self._listeners:
             listener.setblocking(False)
-            loop.listen(listener.fileno(), lambda _fd, which=listener: self._accept(which))
+            loop.listen(listener.fileno(), partial(self._accept, listener))
 
     @property
     def addresses(self) -> list[str]:
@@ -86,7 +87,7 @@ class Listener:
         """What the environment of the agents has to have."""
         return {SECRET_VARIABLE: self.secret}
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, _fd: int) -> None:
         try:
             connection, _ = listener.accept()
         except OSError:  # It has gone again, or there are too many open files.

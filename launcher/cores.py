@@ -63,6 +63,13 @@ def cores(root: str = "") -> int:
             env={name: text for name, text in os.environ.items() if not name.startswith("OMP_")},
             check=True,
         )  # fmt: skip
-        return max(1, min(map(int, done.stdout.split())))
+        found = [*map(int, done.stdout.split()), *_cpus_of_slurm()]
+        return max(1, min(found))
     except (OSError, ValueError, subprocess.CalledProcessError):
         return os.cpu_count() or 1
+
+
+def _cpus_of_slurm() -> list[int]:
+    """Return the CPUs of the job here; a cluster need not confine its jobs to them."""
+    text = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return [int(text)] if text.isdecimal() and int(text) else []

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping
 
 from hvdlite.common.base.fabric import has_fabric
+from hvdlite.launcher.allocation import is_task
 from hvdlite.launcher.commands import build_environment, keep_alive_arguments
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, library_of
 from hvdlite.launcher.openmpi import own_agent, parameter_given
@@ -45,6 +46,8 @@ def rank_environment(
         if mpi.kind == OPENMPI and options.remote and not own_agent(options.mpi_args, environ):
             name = "PRTE_MCA_plm_ssh_args" if mpi.major >= 5 else "OMPI_MCA_plm_rsh_args"
             defaults[name] = shlex.join(keep_alive_arguments(options))
+        if is_task(environ):  # The other tasks have the other nodes: mpirun must not take them.
+            defaults |= {"PRTE_MCA_ras": "^slurm", "PRTE_MCA_plm": "ssh"}
     elif options.tcp:
         defaults["HVDLITE_TRANSPORT"] = "tcp"
     if options.network_interfaces:

@@ -85,7 +85,7 @@ class GroupAgents:
             self._program.signal(signal.SIGTERM)
 
     def busy(self) -> bool:
-        """See `AgentStarter`: where the program has ended too early, `failure` is yet to be asked."""
+        """See `AgentStarter`: where the program ended too early, `failure` is yet to be asked."""
         if self._program is None or not self._absent():
             return False
         return not self._stopped or self._program.code is None

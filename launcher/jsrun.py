@@ -33,7 +33,7 @@ def resource_file(hosts: Sequence[Host], counts: Sequence[int], threads_per_core
     A slot is a core with `threads_per_core` logical processors. The tasks of a host share its
     processors evenly; each has one at least. Raises `ConfigError` where a host has too few.
     """
-    lines = []
+    lines: list[str] = []
     for host, count in zip(hosts, counts, strict=True):
         for processors in _shares(host, count, threads_per_core):
             lines.append(

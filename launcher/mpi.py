@@ -8,14 +8,16 @@ import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.allocation import is_task
+from hvdlite.launcher.slurm_step import mpi_plugins
 
 OPENMPI, HYDRA, SLURM = "openmpi", "hydra", "slurm"
+PLUGINS = {OPENMPI: "pmix", HYDRA: "pmi2"}  # Of Slurm, by the MPI that the ranks load.
 ASK_SECONDS = 20
 LIBRARIES = {
     OPENMPI: ("libmpi.so.40", "libmpi.40.dylib"),
@@ -38,6 +40,7 @@ class Mpi:
 def find_mpi(environ: Mapping[str, str], hosts_given: bool) -> Mpi:
     """Return the MPI to use; srun inside a Slurm allocation, unless hosts are given.
 
+    Where srun lists no plugin for that MPI, its mpirun is used, which starts daemons by srun.
     The order is mpi4py's: beside the interpreter (wheels), the user's site, then the system's.
     Raises `ConfigError` where there is none.
     """
@@ -45,7 +48,9 @@ def find_mpi(environ: Mapping[str, str], hosts_given: bool) -> Mpi:
     srun = shutil.which("srun", path=environ.get("PATH"))
     if environ.get("SLURM_JOB_ID") and srun and not hosts_given and not is_task(environ):
         library = found.kind if found else ""
-        return Mpi(SLURM, srun, "Slurm's srun", 0, library)
+        plugins = mpi_plugins(_output([srun, "--mpi=list"]))
+        if found is None or not plugins or PLUGINS[library] in plugins:
+            return Mpi(SLURM, srun, "Slurm's srun", 0, library)
     if found is None:
         raise ConfigError(f"there is no mpirun, neither beside {sys.executable} nor in PATH: "
                           f"{INSTALL}")  # fmt: skip
@@ -62,7 +67,7 @@ def find_all(environ: Mapping[str, str]) -> Iterator[Mpi]:
         if real in seen:
             continue
         seen.add(real)
-        mpi = identify(program, _version_text(program))
+        mpi = identify(program, _output([program, "--version"]))
         if mpi is not None and (kinds is None or mpi.kind in kinds):
             yield mpi
 
@@ -98,10 +103,11 @@ def _programs(environ: Mapping[str, str]) -> Iterator[str]:
                 yield each
 
 
-def _version_text(program: str) -> str:
+def _output(command: Sequence[str]) -> str:
+    """Return what a program says; nothing where it cannot be run."""
     try:
         done = subprocess.run(
-            [program, "--version"],
+            command,
             env={"HOME": "/", **os.environ},  # Open MPI does not start without one
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_SECONDS,
             check=False,

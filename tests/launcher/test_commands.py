@@ -157,6 +157,10 @@ def test_srun_is_used_in_an_allocation_unless_hosts_are_given(tmp_path: Any) -> 
     environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7"}
     assert find_mpi(environ, hosts_given=False).kind == SLURM
     assert find_mpi(environ, hosts_given=True).kind != SLURM
+    for plugins, kind in (("none pmi2", OPENMPI), ("none pmix", SLURM)):
+        lines = "\n".join(plugins.split())
+        (tmp_path / "srun").write_text(f"#!/bin/sh\necho 'MPI plugin types are...\n{lines}'\n")
+        assert find_mpi(environ, hosts_given=False).kind == kind
     task = {**environ, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     assert find_mpi(task, hosts_given=False).kind != SLURM
     assert find_mpi({"PATH": str(tmp_path)}, hosts_given=False).kind != SLURM
