@@ -13,6 +13,7 @@ import pytest
 from tests.hosts.lab import SHARED
 from tests.hosts.slurm.cluster import Cluster, wait_until
 from tests.hosts.slurm.programs import VICTIM, Place, expected, places
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN
 
 PROGRAM = [sys.executable, "-m", "tests.hosts.slurm.programs"]
 LAUNCHER = [sys.executable, "-m", "hvdlite.launcher"]
@@ -100,6 +101,13 @@ def test_torchrun_inside_a_step(slurm: Cluster) -> None:
     assert {each.total for each in found} == {10}
 
 
+def test_a_pmi_that_the_ranks_do_not_need_does_no_harm(slurm: Cluster) -> None:
+    done = slurm.run("srun", "--mpi=pmi2", "-N2", "-n2", *PROGRAM, "place")
+    assert [each[:-1] for each in succeed(done)] == [
+        each[:-1] for each in expected(("nodeb", 1), ("nodec", 1))
+    ]
+
+
 # -- hvdlite-run starts them
 
 
@@ -148,9 +156,27 @@ def test_a_shell_on_a_node_may_use_all_nodes(slurm: Cluster) -> None:
     assert succeed(done) == expected(("nodeb", 2), ("nodec", 2))
 
 
-def test_a_launcher_inside_each_task_starts_ranks_beside_itself(slurm: Cluster) -> None:
-    done = slurm.run("srun", "-N2", "-n2", *LAUNCHER, "-np", "2", *PROGRAM, "place")
-    assert succeed(done) == sorted([*expected(("nodeb", 2)), *expected(("nodec", 2))])
+@pytest.mark.parametrize("launcher", ["auto", "mpirun"])
+def test_a_launcher_inside_each_task_starts_ranks_beside_itself(
+    slurm: Cluster, launcher: str
+) -> None:
+    mpi = launcher == "mpirun"
+    if mpi and MPIRUN is None:
+        pytest.skip(NO_MPIRUN)
+    flags = ("--launcher", launcher, "-np", "2")
+    done = slurm.run("srun", "-N2", "-n2", *LAUNCHER, *flags, *PROGRAM, "place")
+    hosts = [place for node in ("nodeb", "nodec") for place in expected((node, 2), mpi=mpi)]
+    assert succeed(done) == sorted(hosts)
+
+
+def test_a_rank_uses_the_cpus_of_its_job_and_knows_its_place_in_words_of_slurm(
+    slurm: Cluster,
+) -> None:
+    say = ["sh", "-c", "echo :$OMP_NUM_THREADS $SLURM_PROCID/$SLURM_NTASKS $SLURM_STEP_ID"]
+    done = slurm.run("salloc", "-N2", "--ntasks-per-node=1", *LAUNCHER, *say)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line.rpartition(":")[2].strip() for line in done.stdout.splitlines())
+    assert said == ["1 0/2", "1 1/2"]
 
 
 def test_a_function_on_several_nodes(slurm: Cluster) -> None:
