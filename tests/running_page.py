@@ -4,7 +4,7 @@
 |---|---|---|
 | ``<!-- run: 2 ranks -->`` | commands | two ranks of train.py have met, over TCP |
 | ``<!-- run over MPI: 2 ranks -->`` | commands | the same, over MPI |
-| ``<!-- run on nodea and nodeb: 2 ranks -->`` | commands, on each of these hosts at once | the same |
+| ``<!-- run on nodea and nodeb: 2 ranks -->`` | commands, on each of these at once | the same |
 | ``<!-- run in Slurm: 4 ranks -->`` | commands, on a login node | the same |
 | ``<!-- script: COMMAND -->`` | script.py | the lines after ``<!-- prints -->`` |
 | ``<!-- init with: VARIABLES -->`` | the error of init | it is the error |

@@ -54,6 +54,22 @@ def test_every_framework_is_listed_with_its_version(
     assert any(re.match(rf"{name} {re.escape(wanted)}($| \()", text) for text in listed), listed
 
 
+def test_without_mpi_it_says_what_works_and_what_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_build, "COMPILED_PATHS", ())
+    monkeypatch.setattr(check_build, "find_all", lambda environ: iter(()))
+    listed = lines(check_build.report({"PATH": str(tmp_path)}))
+    works = {text for text, is_there in listed.items() if is_there}
+    assert {"agents on this host", "TCP", "shm", "ring"} <= works
+    assert not [text for text in works if "mpi" in text.lower()]
+    assert listed["agents on other hosts by ssh"] is listed["agents by srun"] is False
+    (tmp_path / "ssh").write_text("#!/bin/sh\n")
+    (tmp_path / "ssh").chmod(0o700)
+    listed = lines(check_build.report({"PATH": str(tmp_path)}))
+    assert listed[f"agents on other hosts by ssh ({tmp_path}/ssh)"]
+
+
 @needs_compiler
 def test_compiled_code_is_compiled_and_tried(tmp_path: Path) -> None:
     words = {} if find_spec("tensorflow") is None else {"TensorFlow operations": True}

@@ -307,5 +307,5 @@ def test_version_and_build() -> None:
     assert launch("--version").stdout == f"{hvdlite.__version__}\n"
     done = launch("--check-build")
     assert done.returncode == 0
-    for text in ("[X] NumPy", "[X] Open MPI", "[X] mpi4py", "<- used", "[X] ring"):
+    for text in ("[X] NumPy", "[X] Open MPI", "[X] MPI (mpi4py", "[X] TCP", "<- used", "[X] ring"):
         assert text in done.stdout

