@@ -5,7 +5,8 @@
 Needs root, iproute2 and the extra test: the hosts are network namespaces, made as the tests make
 them, and tc shapes the link; where the kernel has no netem, `cable` delays what goes over it. Each
 entry runs in jobs of its own, which are launched in turns. A host has to send every byte of the
-tensor once: that is the bound, without the headers of TCP and IP (5 %).
+tensor once: that is the bound, without the headers of TCP and IP (5 %). `transports.py` compares
+TCP with MPI on the same hosts.
 """
 
 from __future__ import annotations
@@ -133,6 +134,9 @@ def link(args: argparse.Namespace) -> Iterator[str]:
     """
     from tests.parallel.hosts import ADDRESSES, DEVICES, NAMES
 
+    if not args.gbit:
+        yield "nobody"
+        return
     rate = ("rate", f"{args.gbit}gbit")
     netem = ("netem", "delay", f"{args.delay_ms}ms", *rate, "limit", "10000")
     hosts = list(zip(NAMES, DEVICES, ADDRESSES, strict=True))
@@ -185,7 +189,7 @@ def hosts(args: argparse.Namespace) -> Iterator[tuple[Job, str]]:
 def add_link_options(parser: argparse.ArgumentParser, ranks: int, delay_ms: float) -> None:
     """Add the options of `hosts`."""
     parser.add_argument("--ranks-per-host", type=int, default=ranks)
-    parser.add_argument("--gbit", type=float, default=1, help="a second, each way")
+    parser.add_argument("--gbit", type=float, default=1, help="a second, each way; 0: no limit")
     parser.add_argument("--delay-ms", type=float, default=delay_ms, help="each way")
     parser.add_argument("--rank-file", type=Path, help=argparse.SUPPRESS)
 

@@ -22,8 +22,8 @@ from hvdlite.common.transport.poller import Poller
 CHECKS = 8  # Within the limit.
 RTO_MAX_MS = 44  # TCP_RTO_MAX_MS of Linux 6.15: the longest time between two attempts to send.
 SHORTEST_RTO_MAX_MS = 1000  # The kernel takes no less.
-# Of struct tcp_info, in this order: timeouts of what was sent; unanswered probes of a window that is
-# closed; segments without an answer; ms since the last answer; segments that were sent again;
+# Of struct tcp_info, in this order: timeouts of what was sent; unanswered probes of a closed
+# window; segments without an answer; ms since the last answer; segments that were sent again;
 # bytes that wait for the window.
 INFO = struct.Struct("2xBB20xI28xI40xI40xI")
 NO_NEW_ANSWER_SECONDS = 0.1  # Times of the same answer differ by less.
