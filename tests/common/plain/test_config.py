@@ -34,6 +34,8 @@ ACCEPTED = {
     "stall_warning_seconds": ("0.5", 0.5),
     "stall_shutdown_seconds": ("90", 90.0),
     "start_timeout_seconds": ("45", 45.0),
+    "launcher": ("SSH", "ssh"),
+    "transport": ("tcp", "tcp"),
     "network_interfaces": ("eth0, 10.1.0.0/16", ("eth0", "10.1.0.0/16")),
     "tcp_ports": ("12000-12100", (12000, 12100)),
     "tcp_streams": ("4", 4),
