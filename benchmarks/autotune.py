@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> list[dict[str, str]]:
         before: list[str] = []
         options: list[str] = []
         if args.two_hosts:
-            before, options = stack.enter_context(two_hosts(folder, [2, 2]))
+            before, options, _ = stack.enter_context(two_hosts(folder, [2, 2]))
             stack.enter_context(link(args))
             options = [*options, "--mca", "mpi_yield_when_idle", "1"]
         tuned = {

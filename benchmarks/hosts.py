@@ -166,7 +166,7 @@ def hosts(args: argparse.Namespace) -> Iterator[tuple[Job, str]]:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        two_hosts(Path(folder), [args.ranks_per_host] * 2) as (before, options),
+        two_hosts(Path(folder), [args.ranks_per_host] * 2) as (before, options, _),
         link(args) as delayed_by,
     ):
 

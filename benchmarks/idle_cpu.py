@@ -77,7 +77,7 @@ def run_on_two_hosts(command: list[str]) -> None:
     from tests.parallel.jobs import environment, mpirun
 
     with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder), [2, 2]) as hosts:
-        before, options = hosts
+        before, options = hosts.before, hosts.options
         job = mpirun(4, *options, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", *command)
         subprocess.run([*before, *job], env=environment(), check=True)
 
