@@ -100,8 +100,8 @@ def _listen(
 
 
 def _cannot_listen(launch: Launch, address: Address, error: OSError) -> ConfigError:
+    cause = os.strerror(error.errno or 0)
     return ConfigError(
         f"rank {launch.rank} cannot listen at {address}, where the ranks meet (from "
-        f"{launch.source}): {os.strerror(error.errno or 0)}. Choose a free port of this host, and "
-        "give it to all ranks"
+        f"{launch.source}): {cause}. Choose a free port of this host, and give it to all ranks"
     )

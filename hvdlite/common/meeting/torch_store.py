@@ -26,9 +26,13 @@ from hvdlite.common.meeting.patience import Patience, Presence
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.05
 TOKEN_BYTES = 16
+GONE = -1  # In the place of the number of a round: the rank has given up to wait in round 0.
 
 Store: TypeAlias = Any  # A torch.distributed.Store; torch has no types for it everywhere.
 Result = TypeVar("Result")
+
+# By the name of a meeting: the attempts that met in the last one that this process has gathered.
+_met: dict[str, set[bytes]] = {}
 
 
 def default_group() -> WorldRank | None:
@@ -103,6 +107,10 @@ class TorchStoreExchange:
             bodies = self._gather() if self.rank == 0 else self._await_answer()
         except BaseException:
             self._withdraw()
+            if self._round == 0:  # Others that wait shall know that this rank was here.
+                with suppress(RuntimeError):
+                    gone = msgpack.packb([self._token, GONE, b""])
+                    self._store.set(self._body_key(self._world_rank), gone)
             raise
         self._round += 1
         return bodies
@@ -118,6 +126,8 @@ class TorchStoreExchange:
         pause = FIRST_PAUSE_SECONDS
         while not self._complete(bodies):
             pause = self._pause(pause)
+        if self._round == 0:
+            _met[self._name] = set(self._tokens.values())
         answer = msgpack.packb([bodies[rank] for rank in self._members])
         for rank in self._members[1:]:
             self._call(self._store.set, self._answer_key(self._tokens[rank]), answer)
@@ -150,9 +160,11 @@ class TorchStoreExchange:
                 raise _has_left(rank)
             return None
         token, number, body = msgpack.unpackb(self._call(self._store.get, key))
-        if number == 0 and self._round == 0:
+        if self._round == 0:
+            if number or token in _met.get(self._name, ()):
+                return None  # The rank has not left the meeting before this one yet.
             self._tokens[rank] = token
-        elif self._tokens.get(rank) != token:
+        elif self._tokens[rank] != token:
             raise _has_left(rank)
         return body if number == self._round else None
 
@@ -181,13 +193,15 @@ class TorchStoreExchange:
         return min(2 * seconds, LONGEST_PAUSE_SECONDS)
 
     def _presence(self) -> Presence:
-        present = [
-            rank
-            for rank in self._members
-            if self._call(self._store.check, [self._body_key(rank)])
-        ]  # fmt: skip
-        missing = [rank for rank in self._members if rank not in present]
-        return Presence(missing, present, [], [])
+        presence = Presence([], [], [], [])
+        for rank in self._members:
+            key = self._body_key(rank)
+            if not self._call(self._store.check, [key]):
+                presence.missing.append(rank)
+                continue
+            _, number, _ = msgpack.unpackb(self._call(self._store.get, key))
+            (presence.left if number == GONE else presence.waiting).append(rank)
+        return presence
 
     def _withdraw(self) -> None:
         """Remove what this rank has written, so that no later meeting reads it."""
