@@ -81,7 +81,7 @@ def test_no_script_is_forgotten() -> None:
     """Every block that begins a job is marked; others are parts of one, or need a person."""
     for page in PAGES:
         blocks = re.findall(
-            r"(<!-- run: .* -->\n)?```python\n(.*?)```", page.read_text(), re.DOTALL
+            r"(<!-- (?:run|script): .* -->\n)?```python\n(.*?)```", page.read_text(), re.DOTALL
         )
         for mark, code in blocks:
             assert mark or ".init()" not in code or "breakpoint()" in code, f"{page.name}:\n{code}"
