@@ -145,9 +145,9 @@ def test_arguments_of_ssh_reach_each_mpi(tmp_path: Path) -> None:
     place = Place(root=False, names=())
     for mpi, flags in ((OMPI5, ("--prtemca", "plm_ssh_args")), (OMPI4, ("--mca", "plm_rsh_args"))):
         words = build_command(mpi, options, place, ["x"])
-        at = words.index(wanted)
+        at = next(n for n, word in enumerate(words) if word.startswith(wanted))
         assert tuple(words[at - 2 : at]) == flags
-    assert build_environment(MPICH, options)["HYDRA_LAUNCHER_EXTRA_ARGS"] == wanted
+    assert build_environment(MPICH, options)["HYDRA_LAUNCHER_EXTRA_ARGS"].startswith(wanted)
 
 
 def test_what_describes_the_launcher_pod_is_not_for_the_workers() -> None:
