@@ -26,7 +26,9 @@ from hvdlite.common.meeting.patience import Patience, Presence
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.05
 TOKEN_BYTES = 16
-GONE = -1  # In the place of the number of a round: the rank has given up to wait in round 0.
+# In the place of the number of a round: the rank has left the meeting, or has given up to wait for
+# its first round. A key is not deleted, since a read of a key that is not there waits for it.
+LEFT, GAVE_UP = -1, -2
 
 Store: TypeAlias = Any  # A torch.distributed.Store; torch has no types for it everywhere.
 Result = TypeVar("Result")
@@ -101,16 +103,12 @@ class TorchStoreExchange:
 
     def allgather(self, body: bytes) -> list[bytes]:
         """See `Exchange.allgather`."""
-        mine = msgpack.packb([self._token, self._round, bytes(body)])
-        self._call(self._store.set, self._body_key(self._world_rank), mine)
+        self._write(self._round, bytes(body))
         try:
             bodies = self._gather() if self.rank == 0 else self._await_answer()
         except BaseException:
-            self._withdraw()
-            if self._round == 0:  # Others that wait shall know that this rank was here.
-                with suppress(RuntimeError):
-                    gone = msgpack.packb([self._token, GONE, b""])
-                    self._store.set(self._body_key(self._world_rank), gone)
+            with suppress(HorovodInternalError):
+                self._write(LEFT if self._round else GAVE_UP)
             raise
         self._round += 1
         return bodies
@@ -118,7 +116,8 @@ class TorchStoreExchange:
     def close(self) -> None:
         """See `Exchange.close`."""
         if self._round:
-            self._withdraw()
+            with suppress(HorovodInternalError):
+                self._write(LEFT)
 
     def _gather(self) -> list[bytes]:
         """Return the bodies of all members, and give them to the others."""
@@ -154,17 +153,12 @@ class TorchStoreExchange:
 
         Raises `HorovodInternalError` when it has left or begun anew.
         """
-        key = self._body_key(rank)
-        if not self._call(self._store.check, [key]):
-            if self._round:
-                raise _has_left(rank)
-            return None
-        token, number, body = msgpack.unpackb(self._call(self._store.get, key))
+        token, number, body = self._read(rank)
         if self._round == 0:
             if number or token in _met.get(self._name, ()):
                 return None  # The rank has not left the meeting before this one yet.
             self._tokens[rank] = token
-        elif self._tokens[rank] != token:
+        elif number == LEFT or self._tokens[rank] != token:
             raise _has_left(rank)
         return body if number == self._round else None
 
@@ -172,12 +166,13 @@ class TorchStoreExchange:
         key, first = self._answer_key(self._token), self._members[0]
         pause = FIRST_PAUSE_SECONDS
         while not self._call(self._store.check, [key]):
-            gone = self._round and not self._call(self._store.check, [self._body_key(first)])
-            if gone and not self._call(self._store.check, [key]):
+            has_left = self._round and self._read(first)[1] == LEFT
+            if has_left and not self._call(self._store.check, [key]):
                 raise _has_left(first)
             pause = self._pause(pause)
         answer: list[bytes] = msgpack.unpackb(self._call(self._store.get, key))
-        self._delete(key)
+        with suppress(RuntimeError):  # Not every store can delete, and nobody else reads the key.
+            self._store.delete_key(key)
         return answer
 
     def _pause(self, seconds: float) -> float:
@@ -195,21 +190,23 @@ class TorchStoreExchange:
     def _presence(self) -> Presence:
         presence = Presence([], [], [], [])
         for rank in self._members:
-            key = self._body_key(rank)
-            if not self._call(self._store.check, [key]):
-                presence.missing.append(rank)
-                continue
-            _, number, _ = msgpack.unpackb(self._call(self._store.get, key))
-            (presence.left if number == GONE else presence.waiting).append(rank)
+            number = self._read(rank)[1]
+            kinds = {LEFT: presence.missing, GAVE_UP: presence.left}
+            kinds.get(number, presence.waiting).append(rank)
         return presence
 
-    def _withdraw(self) -> None:
-        """Remove what this rank has written, so that no later meeting reads it."""
-        self._delete(self._body_key(self._world_rank))
+    def _write(self, number: int, body: bytes = b"") -> None:
+        """Replace what this rank has written before: the number of its round, or LEFT."""
+        value = msgpack.packb([self._token, number, body])
+        self._call(self._store.set, self._body_key(self._world_rank), value)
 
-    def _delete(self, key: str) -> None:
-        with suppress(RuntimeError):  # Not every store can, and this one may be gone.
-            self._store.delete_key(key)
+    def _read(self, rank: int) -> tuple[bytes, int, bytes]:
+        """Return the token, the number of the round and the body that `rank` has written last."""
+        key = self._body_key(rank)
+        if not self._call(self._store.check, [key]):
+            return b"", LEFT, b""
+        token, number, body = msgpack.unpackb(self._call(self._store.get, key))
+        return token, number, body
 
     def _body_key(self, rank: int) -> str:
         return f"{self._name}/{rank}"
