@@ -146,6 +146,8 @@ def rank_main(args: argparse.Namespace) -> None:
     except ImportError as error:
         records = [{LEFT_OUT: f"{entry} ({error})"}]
     else:
+        if peer.size != ranks:
+            raise SystemExit(f"{entry} knows of {peer.size} ranks, and not of {ranks}")
         records = [*measure(entry, peer, args)]
     if launched_rank() == 0:
         args.rank_file.write_text(json.dumps(records))

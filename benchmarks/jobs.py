@@ -51,15 +51,21 @@ def hvdlite_run(ranks: int, python: str = sys.executable) -> list[str]:
     return [python, "-m", "hvdlite.launcher", "-np", str(ranks)]
 
 
-def run_job(script: str, words: Sequence[str], ranks: int, python: str = sys.executable) -> Any:
+def run_job(
+    script: str, words: Sequence[str], ranks: int, python: str = sys.executable,
+    flags: Sequence[str] = (),
+) -> Any:  # fmt: skip
     """Run `script` on all ranks of a job; return the JSON that its rank 0 writes to --rank-file.
+
+    `flags` are further ones of hvdlite-run.
 
     Raises `subprocess.CalledProcessError` for a job that fails, and `subprocess.TimeoutExpired`
     for one that takes longer than `JOB_SECONDS`; no rank is left behind.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
-        command = [*hvdlite_run(ranks, python), python, script, *words, "--rank-file", str(file)]
+        program = [python, script, *words, "--rank-file", str(file)]
+        command = [*hvdlite_run(ranks, python), *flags, *program]
         # The folder is empty, so that `-m` finds the hvdlite of `python` and no other.
         run_command(command, folder)
         return json.loads(file.read_text())
@@ -105,12 +111,18 @@ def run_jobs(
         say(f"{ranks} ranks")
         own = {entry: ["--ranks", str(ranks), "--entries", entry] for entry in args.entries}
         ways = {
-            entry: partial(run_job, script, [*words, *added], ranks) for entry, added in own.items()
+            entry: partial(run_job, script, [*words, *added], ranks, flags=flags_of(entry))
+            for entry, added in own.items()
         }
         for jobs in in_turns(ways, args.rounds).values():
             left_out |= dict.fromkeys(each[LEFT_OUT] for each in jobs[0] if LEFT_OUT in each)
             records += summarize([[each for each in job if "seconds" in each] for job in jobs])
     return records, [*left_out]
+
+
+def flags_of(entry: str) -> list[str]:
+    """Return the flags of hvdlite-run for the job of a library: ranks of some start by mpirun."""
+    return ["--mpi"] if entry in ("MPI", "Horovod") else []
 
 
 def finish(path: Path, records: Sequence[Record], left_out: Sequence[str]) -> None:

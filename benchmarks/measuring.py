@@ -35,8 +35,8 @@ MOST_CALLS = 1000
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
 
 
-# The launchers of Open MPI, MPICH and Slurm tell each process its rank by one of these.
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+# hvdlite-run, Open MPI, MPICH and Slurm tell each process its rank by one of these.
+RANK_VARIABLES = ("HVDLITE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 @dataclass(frozen=True)
