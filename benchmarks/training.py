@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,11 @@ def rank_main(args: argparse.Namespace) -> None:
     records = [measure(entry, network, ranks, args.seconds) for network in args.networks]
     if ranks.rank == 0:
         args.rank_file.write_text(json.dumps(records))
+    if isinstance(ranks, GlooRanks):
+        ranks.barrier()
+        # While Python ends, a thread of DDP or gloo aborts the process in one of several jobs.
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def measure(entry: str, network: str, ranks: Ranks, seconds: float) -> Record:
