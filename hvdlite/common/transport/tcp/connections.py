@@ -27,7 +27,14 @@ from hvdlite.common.transport.poller import READ, Poller
 from hvdlite.common.transport.rendezvous import check_credentials
 from hvdlite.common.transport.tcp.addresses import Target
 from hvdlite.common.transport.tcp.dials import Dial, Limits
-from hvdlite.common.transport.tcp.strangers import CLAIM, GO, Identity, Slot, Stranger
+from hvdlite.common.transport.tcp.strangers import (
+    CLAIM,
+    CONTROL_ONE_WAY,
+    GO,
+    Identity,
+    Slot,
+    Stranger,
+)
 
 log = logging.getLogger("hvdlite")
 
@@ -44,6 +51,9 @@ class Owner(Protocol):
 
     def on_unreachable(self, slot: Slot, reasons: str) -> None:
         """Note that the rank cannot be dialled, for `reasons`."""
+
+    def on_not_entered(self, rank: int) -> None:
+        """Note that the connection for which `entering` was true is closed."""
 
 
 class Connections:
@@ -120,6 +130,17 @@ class Connections:
         """Drop a guest that has closed, or that was let in."""
         self._guests.pop(guest, None)
 
+    def drop(self, guest: _Guest) -> None:
+        """Forget a guest that has closed; the owner may have waited for it to enter."""
+        self.forget(guest)
+        if guest.slot is not None and guest.slot.channel == CONTROL_ONE_WAY:
+            self.owner.on_not_entered(guest.slot.rank)
+
+    def entering(self, rank: int) -> bool:
+        """Return whether a guest that is to bring messages of `rank` has not entered yet."""
+        slot = Slot(rank, CONTROL_ONE_WAY)
+        return any(guest.slot == slot for guest in self._guests)
+
     def may_enter(self, slot: Slot) -> bool:
         """Return whether a connection is not there yet."""
         return slot not in self._taken
@@ -153,7 +174,7 @@ class _Guest(Stranger):
         super().__init__(poller, connection)
         self._host = host
         self._nonce = new_nonce()
-        self._slot: Slot | None = None
+        self.slot: Slot | None = None
         poller.call_at(time.monotonic() + HANDSHAKE_SECONDS, self._limit)
 
     def greet(self) -> None:
@@ -175,15 +196,15 @@ class _Guest(Stranger):
         if not proves(given, me.key, CONNECTS, nonces, claim):
             self.ended("it does not know the secret of this job")
             return
-        self._slot = me.read(claim)
-        if self._slot is None or not self._host.may_enter(self._slot):
+        self.slot = me.read(claim)
+        if self.slot is None or not self._host.may_enter(self.slot):
             self.ended("it means another rank, or another epoch")
         elif self.say(proof(me.key, LISTENS, nonces, claim)):
             self.expect(len(GO), self._on_go)
 
     def _on_go(self, body: bytes) -> None:
-        if body == GO and self._slot is not None and self._host.may_enter(self._slot):
-            self._host.enter(self, self._slot)
+        if body == GO and self.slot is not None and self._host.may_enter(self.slot):
+            self._host.enter(self, self.slot)
         else:
             self.ended("it says what no rank says")
 
@@ -195,4 +216,4 @@ class _Guest(Stranger):
         """See `Stranger.ended`."""
         log.debug("rank %d closes a foreign connection: %s", self._host.me.rank, reason)
         self.close()
-        self._host.forget(self)
+        self._host.drop(self)

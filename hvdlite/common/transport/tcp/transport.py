@@ -176,12 +176,24 @@ class TcpTransport:
         return link
 
     def _deliver(self, message: Incoming) -> None:
-        """Keep a message for `receive`; a rank is lost when all links to it are."""
+        """Keep a message for `receive`; a rank is lost when all links to it are.
+
+        A link of the rank that is about to enter may bring messages that were sent before the end
+        of another link.
+        """
         if message.body is None:
             links = [self._control.get(message.rank), *self._one_way]
             if any(link and link.rank == message.rank and not link.lost for link in links):
                 return
+            if self._connections.entering(message.rank):
+                return
         self._mesh.incoming.append(message)
+
+    def on_not_entered(self, rank: int) -> None:
+        """See `Owner.on_not_entered`."""
+        link = self._control.get(rank)
+        if link is not None and link.lost:
+            self._deliver(Incoming(rank, None))
 
     def wake(self, within: float = 0.0) -> None:
         """See `Transport.wake`."""
