@@ -35,6 +35,7 @@ Result = TypeVar("Result")
 
 # By the name of a meeting: the attempts that met in the last one that this process has gathered.
 _met: dict[str, set[bytes]] = {}
+_agent_stores: dict[Address, Store] = {}
 
 
 def default_group() -> WorldRank | None:
@@ -56,7 +57,12 @@ def default_store() -> Store:
 
 
 def agent_store(address: Address, deadline: float) -> Store:
-    """Return the store of torchrun's agent. Raises `HorovodInternalError` when it is not there."""
+    """Return the store of torchrun's agent. Raises `HorovodInternalError` when it is not there.
+
+    Every `init` of this process uses one connection: a new one takes seconds now and then.
+    """
+    if address in _agent_stores:
+        return _agent_stores[address]
     from datetime import timedelta
 
     import torch.distributed
@@ -64,12 +70,13 @@ def agent_store(address: Address, deadline: float) -> Store:
     store: Store = getattr(torch.distributed, "TCPStore")  # noqa: B009 - it has no type
     timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
-        return store(address.host, address.port, None, False, timeout)
+        _agent_stores[address] = store(address.host, address.port, None, False, timeout)
     except (RuntimeError, ValueError) as error:
         raise HorovodInternalError(
             f"the store of torchrun's agent at {address} (MASTER_ADDR, MASTER_PORT) cannot be "
             f"reached: {error}"
         ) from error
+    return _agent_stores[address]
 
 
 class TorchStoreExchange:

@@ -17,6 +17,8 @@ from tests.ranks import run_threads
 dist = pytest.importorskip("torch.distributed", reason="the extra 'torch' is not installed")
 
 LIMIT = 20.0
+# One connection for each rank, which is a thread, to each port: as a process has.
+CONNECTIONS = threading.local()
 
 
 @pytest.fixture
@@ -27,7 +29,10 @@ def port() -> Iterator[int]:
 
 
 def exchange(port: int, rank: int, size: int, members: Any = None, seconds: float = LIMIT) -> Any:
-    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=LIMIT))
+    store = getattr(CONNECTIONS, str(port), None)
+    if store is None:
+        store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=LIMIT))
+        setattr(CONNECTIONS, str(port), store)
     return TorchStoreExchange(store, rank, size, time.monotonic() + seconds, members, job="7")
 
 
