@@ -114,9 +114,11 @@ class ServerExchange:
         """Yield the server's messages; ask who is missing now and then, and at the deadline."""
         assert self._connection is not None
         patience, asked_at = self._patience, None
+        poller = select.poll()  # select() knows no descriptor above 1023.
+        poller.register(self._connection, select.POLLIN)
         while True:
             seconds = ANSWER_SECONDS if patience.over else patience.seconds()
-            if select.select([self._connection], [], [], seconds)[0]:
+            if poller.poll(seconds * 1000):
                 data = self._connection.recv(1 << 16)
                 if not data:
                     raise ConnectionError("end of file")

@@ -132,7 +132,7 @@ class MeetingServer:
 
     def wait(self, seconds: float) -> None:
         """Sleep until there is something to do, at most `seconds`, and do it."""
-        select.select([self._epoll], [], [], max(0.0, min(seconds, SILENCE_SECONDS)))
+        self._epoll.poll(max(0.0, min(seconds, SILENCE_SECONDS)), maxevents=1)
         self.handle()
 
     def deliver(self, key: Key, bodies: Sequence[bytes]) -> None:

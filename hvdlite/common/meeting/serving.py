@@ -27,9 +27,11 @@ class ServedMeeting:
         _served.add(self)
 
     def _serve(self) -> None:
+        poller = select.poll()
+        for each in (self._server, self._stopped):
+            poller.register(each, select.POLLIN)
         end = self._stopped.fileno()
-        inputs = [self._server.fileno(), end]
-        while end not in select.select(inputs, [], [], SILENCE_SECONDS)[0]:
+        while all(ready != end for ready, _ in poller.poll(SILENCE_SECONDS * 1000)):
             self._server.handle()
         self._server.close()
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import socket
 import struct
 import threading
@@ -24,6 +25,7 @@ from hvdlite.common.meeting.client import ServerExchange
 from hvdlite.common.meeting.handshake import CONNECTS, NONCE_BYTES, new_nonce, proof
 from hvdlite.common.meeting.host import HostedExchange
 from hvdlite.common.meeting.server import Key, MeetingServer
+from hvdlite.common.meeting.serving import ServedMeeting
 from tests.ranks import run_threads
 
 SECRET = b"only this job knows it"
@@ -607,6 +609,37 @@ def test_the_server_leaves_no_descriptor_open() -> None:
         stranger_socket = socket.create_connection(address[:2])
     stranger_socket.close()
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_process_with_many_open_files_meets() -> None:
+    """select() ends at descriptor 1023, and a process that reads many files has more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < 2048:
+        pytest.skip(f"this user may open {before[1]} files only")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, before[0]), before[1]))
+    null = os.open(os.devnull, os.O_RDONLY)
+    opened = [null, *(os.dup(null) for _ in range(1100))]
+    try:
+        hosted = listen(Address("127.0.0.1", 0))
+        address = port_of(hosted)
+
+        def rank_main(rank: int) -> Any:
+            if rank == 0:
+                return meet(HostedExchange(hosted, 0, 2, SECRET, soon()))
+            return meet(ServerExchange(address, rank, 2, SECRET, soon()))
+
+        assert run_threads(2, rank_main) == [expected(2)] * 2
+        served = listen(Address("127.0.0.1", 0))
+        address = port_of(served)
+        with contextlib.closing(ServedMeeting(served, 2, SECRET.decode())):
+            results = run_threads(
+                2, lambda rank: meet(ServerExchange(address, rank, 2, SECRET, soon()))
+            )
+        assert results == [expected(2)] * 2
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_secret_is_on_no_wire() -> None:
