@@ -17,7 +17,8 @@ since each start waits for it.
 |                                         | raised NUMBER WORDS                     |
 | signal SIGNAL [NUMBERS]                 | part NUMBER BYTES, exit NUMBER CODE     |
 | deliver MEMBERS ROUND [BODIES]          | gathered MEMBERS ROUND {RANK: BODY}     |
-| missing MEMBERS [RANKS], fail TEXT RANK | withdrawn MEMBERS ROUND                 |
+| missing MEMBERS [RANKS], fail TEXT RANK | came MEMBERS ROUND [RANKS]              |
+|                                         | withdrawn MEMBERS ROUND                 |
 | beat                                    | beat                                    |
 
 NUMBER is the launcher's name of a process. It is never used twice, so a rank that is started again
@@ -64,6 +65,8 @@ class Agent:
         self._number_of: dict[int, int] = {}  # Rank -> the process that is that rank now.
         self._reported: set[int] = set()
         self._variables: RankVariables | None = None
+        self._meeting: HostMeeting | None = None
+        self._look_at = 0.0  # When the meeting is looked at again.
         self._silence_seconds = 0.0  # After which the launcher counts as lost; 0: never.
         self._kill_at: float | None = None
         self._paused = False
@@ -81,6 +84,7 @@ class Agent:
                 self._reap()
                 self._pace()
                 now = time.monotonic()
+                self._look(now)
                 if not self._launcher_lives(now):
                     self._lose_launcher()
                 if self._kill_at is not None and now >= self._kill_at:
@@ -89,6 +93,11 @@ class Agent:
         finally:
             self._signal_all(signal.SIGKILL)
             self.folder.remove()
+
+    def _look(self, now: float) -> None:
+        if self._meeting is not None and now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self._meeting.tell_who_came()
 
     def _launcher_lives(self, now: float) -> bool:
         limit = self._silence_seconds
@@ -171,7 +180,7 @@ class Agent:
         self._silence_seconds = job["silence_seconds"]
         self._variables = RankVariables(job, self.folder)
         self.loop.listen(self.folder.events_fd, lambda _fd: self._report_raised())
-        meeting = HostMeeting(job, self.folder, self.loop, self.channel)
+        self._meeting = meeting = HostMeeting(job, self.folder, self.loop, self.channel)
         self._handlers |= {
             "deliver": meeting.deliver, "missing": meeting.note_missing, "fail": meeting.fail,
         }  # fmt: skip

@@ -50,7 +50,7 @@ class Agents:
             "hello": self._hello, "ready": self._ready, "refused": self._refused,
             "started": self._rank_started, "output": self._output, "raised": self._raised,
             "part": self._part, "exit": self._exit, "gathered": self._gathered,
-            "withdrawn": self._withdrawn,
+            "came": self._came, "withdrawn": self._withdrawn,
         }  # fmt: skip
 
     def _make_starter(self, environ: Mapping[str, str]) -> AgentStarter:
@@ -127,6 +127,7 @@ class Agents:
         if not self._started and (why := self._starter.failure()):
             self._fail(why)
         self._tell_of_failure()
+        self._tell_who_is_missing()
         silence = self._description.silence_seconds
         now = time.monotonic()
         for agent in self.agents:
@@ -169,14 +170,24 @@ class Agents:
         self, _agent: AgentConnection, members: list[int], number: int, bodies: dict[int, bytes]
     ) -> None:
         merged = self._meeting.add(members, number, bodies)
+        if merged is not None:
+            self._send_to(members, "deliver", members, number, merged)
+
+    def _came(
+        self, agent: AgentConnection, members: list[int], number: int, came: list[int]
+    ) -> None:
+        self._meeting.note(members, number, agent.host.ranks, came)
+
+    def _tell_who_is_missing(self) -> None:
+        """Tell hosts whose ranks wait. At once would be too often: each host tells all others."""
+        for members, missing in self._meeting.news():
+            self._send_to(members, "missing", members, missing)
+
+    def _send_to(self, members: list[int], kind: str, *fields: Any) -> None:
         wanted = set(members or range(self.job.options.num_proc))
         for each in self.agents:
-            if not wanted.intersection(each.host.ranks):
-                continue
-            if merged is not None:
-                each.send("deliver", members, number, merged)
-            else:
-                each.send("missing", members, self._meeting.missing(members, number))
+            if wanted.intersection(each.host.ranks):
+                each.send(kind, *fields)
 
     def _withdrawn(self, agent: AgentConnection, members: list[int], number: int) -> None:
         self._meeting.withdraw(members, number, agent.host.ranks)

@@ -29,12 +29,23 @@ class HostMeeting:
         def withdrawn(key: Key) -> None:
             channel.send("withdrawn", list(key.members), key.number)
 
-        alone = len(job["ranks"]) == job["size"]
+        self._alone = alone = len(job["ranks"]) == job["size"]
+        self._channel = channel
+        self._told: dict[Key, list[int]] = {}  # Who has come to the rounds that are not complete.
         self._server = MeetingServer(
             listen(Address(path=folder.socket)), job["ranks"], job["size"],
             job["secret"].encode(), None if alone else gathered, withdrawn=withdrawn,
         )  # fmt: skip
         loop.listen(self._server.fileno(), lambda _fd: self._server.handle())
+
+    def tell_who_came(self) -> None:
+        """Tell the launcher who waits here for other ranks of this host; called now and then."""
+        came = {} if self._alone else self._server.incomplete()
+        for key in {**self._told, **came}:
+            ranks = came.get(key, [])
+            if ranks != self._told.get(key):
+                self._channel.send("came", list(key.members), key.number, ranks)
+        self._told = came
 
     def deliver(self, members: Sequence[int], number: int, bodies: list[bytes]) -> None:
         """Give the ranks here the bodies of all."""

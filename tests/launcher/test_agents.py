@@ -141,6 +141,27 @@ def test_ranks_of_several_hosts_meet(ssh: dict[str, str]) -> None:
     assert (done.returncode, done.stdout.count(":done")) == (0, 3), done.stderr
 
 
+def test_who_does_not_come_is_named_on_every_host(ssh: dict[str, str], tmp_path: Path) -> None:
+    """Rank 1 has come, although its host has not gathered all of its ranks."""
+    told = tmp_path / "told"
+    told.mkdir()
+    script = f"""
+import time, hvdlite.numpy as hvd
+from pathlib import Path
+told = Path({str(told)!r})
+if rank == 2:
+    while len(list(told.iterdir())) < 2: time.sleep(0.01)
+else:
+    try: hvd.init()
+    except hvd.HorovodInternalError as error: print('says', error)
+    (told / str(rank)).touch()
+"""
+    done = launch(*HOSTS, *python(script), HVDLITE_START_TIMEOUT="6", **ssh)
+    said = [line for line in done.stdout.splitlines() if ":says" in line]
+    assert len(said) == 2, done.stdout + done.stderr
+    assert all(" these ranks did not come: 2 (seen: " in line for line in said), said
+
+
 def test_a_shell_that_prints_before_the_agent_does_no_harm(tmp_path: Path) -> None:
     before = "head -c 100000 /dev/zero; echo welcome; echo motd >&2"
     done = launch(*HOSTS, *python("print(rank)"), **make_ssh(tmp_path, before))

@@ -139,6 +139,18 @@ def test_a_round_is_complete_when_all_hosts_have_gathered() -> None:
     assert meeting.missing([], 0) == [2, 3]
     assert meeting.add([], 0, {3: b"d", 2: b"c"}) == [b"a", b"b", b"c", b"d"]
     assert meeting.missing([], 0) == [0, 1, 2, 3]  # it is over
+    assert list(meeting.news()) == []
+
+
+def test_who_came_is_known_before_a_host_has_gathered() -> None:
+    meeting = MergedMeeting(5)
+    meeting.add([], 0, {0: b"a"})
+    meeting.note([], 0, [1, 2], [1])
+    meeting.note([], 0, [3, 4], [3])
+    assert list(meeting.news()) == [([], [2, 4])]
+    assert list(meeting.news()) == []
+    meeting.note([], 0, [1, 2], [])  # it has left again
+    assert list(meeting.news()) == [([], [1, 2, 4])]
 
 
 def test_meetings_of_parts_are_apart_and_have_their_order() -> None:

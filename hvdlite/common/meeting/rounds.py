@@ -117,8 +117,17 @@ class Rounds:
         if key is None:
             return [rank for rank in self.ranks if rank not in self.seen]
         came = {*self.waiting(key), *self.left(key)}
-        absent = [rank for rank in self._local(key.members) if rank not in came]
-        return sorted({*absent, *self.missing_elsewhere.get(key.members, ())})
+        local = self._local(key.members)
+        elsewhere = {*self.missing_elsewhere.get(key.members, ())} - {*local}
+        return sorted({rank for rank in local if rank not in came} | elsewhere)
+
+    def incomplete(self) -> dict[Key, list[int]]:
+        """Return who waits in the rounds that not all ranks here have given their body to."""
+        return {
+            key: self.waiting(key)
+            for key, bodies in self._bodies.items()
+            if len(bodies) < len(self._local(key.members))
+        }
 
     def waiting(self, key: Key) -> list[int]:
         """Return the ranks that have given their body to the round `key` and wait."""

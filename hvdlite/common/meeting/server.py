@@ -146,6 +146,10 @@ class MeetingServer:
         """Return the ranks that `key` waits for; without a key, those that never came here."""
         return self._rounds.missing(key)
 
+    def incomplete(self) -> dict[Key, list[int]]:
+        """Return who waits in the rounds that were not passed to `gathered` yet."""
+        return self._rounds.incomplete()
+
     def note_missing(self, members: tuple[int, ...], ranks: Sequence[int]) -> None:
         """Note which ranks of other hosts a meeting waits for, so that messages can name them."""
         self._rounds.missing_elsewhere[members] = list(ranks)
