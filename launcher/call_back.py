@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -172,6 +173,18 @@ class _Stranger:
         return os.fsdecode(claim) if self.open else None
 
 
+def answer(connection: socket.socket, secret: str) -> str | None:
+    """Return the name of who calls on `connection`, once it is proven; None where it is not."""
+    stranger = _Stranger(connection, secret.encode())
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    while stranger.open and (left := stranger.deadline - time.monotonic()) > 0:
+        if poller.poll(left * 1000) and (name := stranger.hear()) is not None:
+            connection.setblocking(True)
+            return name
+    return None
+
+
 def own_addresses(hosts: Iterable[str]) -> list[str]:
     """Return the addresses of this host from which it reaches `hosts`; empty if no name resolves.
 
@@ -216,7 +229,7 @@ def call_back(
         why = []
         for text in addresses:
             try:
-                return _call(parse(text, "the launcher's address"), secret.encode(), name)
+                return call(parse(text, "the launcher's address"), secret, name)
             except OSError as error:
                 why.append(f"{text}: {error}")
         if time.monotonic() >= deadline:
@@ -224,15 +237,19 @@ def call_back(
         time.sleep(0.2)
 
 
-def _call(address: Address, secret: bytes, name: str) -> socket.socket:
-    connection = connect(address, TRY_SECONDS)
+def call(address: Address, secret: str, name: str, seconds: float = TRY_SECONDS) -> socket.socket:
+    """Return a connection with who listens at `address`, which both ends have proven.
+
+    Raises `OSError` where nobody answers within `seconds`, or another one does.
+    """
+    connection = connect(address, seconds)
     try:
-        own, claim = new_nonce(), os.fsencode(name)
+        own, claim, key = new_nonce(), os.fsencode(name), secret.encode()
         nonces = _read(connection, NONCE_BYTES) + own
         connection.sendall(
-            b"".join((own, bytes([len(claim)]), claim, proof(secret, CONNECTS, nonces, claim)))
+            b"".join((own, bytes([len(claim)]), claim, proof(key, CONNECTS, nonces, claim)))
         )
-        if not proves(_read(connection, PROOF_BYTES), secret, LISTENS, nonces, claim):
+        if not proves(_read(connection, PROOF_BYTES), key, LISTENS, nonces, claim):
             raise ConnectionRefusedError("who answers is not the launcher of this job")
     except BaseException:
         connection.close()

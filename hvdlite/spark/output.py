@@ -1,19 +1,19 @@
 """What the ranks print, shown where `hvdlite.spark.run` was called.
 
-Each rank's standard output and error is a connection to the driver. Its first line proves that it
-belongs to this job, its second is the rank, and all that follows is what the rank prints.
+Each rank's standard output and error is a connection to the driver. Both ends prove first that they
+belong to this job; then comes a line with the rank, and all that follows is what the rank prints.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import socket
 import threading
 from typing import Any, TextIO
 
 from hvdlite.common.meeting.address import Address, listen
+from hvdlite.launcher.call_back import answer, call
 from hvdlite.launcher.console import Console
 from hvdlite.launcher.output import STREAMS, Output
 
@@ -33,10 +33,8 @@ class RankOutput:
         self._connections: dict[str, socket.socket] = {}
         try:
             for stream in STREAMS:
-                connection = socket.create_connection(driver, CONNECT_SECONDS)
+                connection = call(Address(*driver), secret, stream, CONNECT_SECONDS)
                 self._connections[stream] = connection
-                connection.settimeout(None)
-                connection.sendall(f"{secret} {stream}\n".encode())
         except OSError as error:
             log.warning("the ranks print to the executor's log: driver %s: %s", driver, error)
             self.close()
@@ -83,7 +81,7 @@ class DriverOutput:
         console = _GivenStreams({"stdout": stdout, "stderr": stderr})
         self._output = Output(size, None, timestamps, console)
         self._feeding = threading.Lock()  # guards _output
-        self._secret = secret.encode()
+        self._secret = secret
         self._listener = listen(Address(host, 0))
         self.address = (host, self._listener.getsockname()[1])
         self._readers: list[threading.Thread] = []
@@ -102,15 +100,13 @@ class DriverOutput:
 
     def _read(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError), connection, connection.makefile("rb") as file:
-            connection.settimeout(CONNECT_SECONDS)
-            secret, _, stream = file.readline(LONGEST_HEADER).strip().partition(b" ")
-            if not hmac.compare_digest(secret, self._secret) or stream.decode() not in STREAMS:
+            stream = answer(connection, self._secret)
+            if stream not in STREAMS:
                 return
-            connection.settimeout(None)
             rank = file.readline(LONGEST_HEADER)  # when all tasks have met
             while rank and (data := file.read1(CHUNK_BYTES)):
                 with self._feeding:
-                    self._output.feed(int(rank), stream.decode(), data)
+                    self._output.feed(int(rank), stream, data)
 
     def close(self) -> None:
         """Print what has come, and close; all ranks have ended."""

@@ -1,0 +1,53 @@
+"""What ranks in Spark print, on its way to the driver; without Spark."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import socket
+import threading
+
+from hvdlite.common.meeting.address import Address
+from hvdlite.launcher.call_back import call
+from hvdlite.spark.output import DriverOutput, RankOutput
+
+SECRET = "0123456789abcdef" * 4
+
+
+def test_the_driver_prints_what_ranks_write_and_nothing_of_others() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    driver = DriverOutput(2, SECRET, "127.0.0.1", out, err, False)
+    for rank in range(2):
+        with contextlib.closing(RankOutput(driver.address, SECRET)) as output:
+            for stream, connection in output.streams(rank).items():
+                connection.sendall(f"{stream} of {rank}\n".encode())
+    with contextlib.suppress(OSError):
+        call(Address(*driver.address), "another secret", "stdout")
+    with socket.create_connection(driver.address) as stranger:
+        stranger.sendall(f"{SECRET} stdout\n0\nfalse\n".encode())
+    driver.close()
+    assert sorted(out.getvalue().splitlines()) == [
+        f"[{rank}]<stdout>:stdout of {rank}" for rank in range(2)
+    ]
+    assert sorted(err.getvalue().splitlines()) == [
+        f"[{rank}]<stderr>:stderr of {rank}" for rank in range(2)
+    ]
+
+
+def test_the_secret_is_on_no_wire() -> None:
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def listen_in() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(bytes(16))
+                while data := connection.recv(4096):
+                    heard.extend(data)
+                    connection.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=listen_in)
+        thread.start()
+        RankOutput(listener.getsockname()[:2], SECRET).close()
+        thread.join()
+    assert heard and SECRET.encode() not in heard and bytes.fromhex(SECRET) not in heard
