@@ -18,12 +18,15 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import InProcessMeeting
-from hvdlite.common.meeting.handshake import CONNECTS, new_nonce, proof
+from hvdlite.common.meeting.handshake import CONNECTS, LISTENS, new_nonce, proof
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Incoming
+from hvdlite.common.transport.poller import Poller
 from hvdlite.common.transport.tcp import connect as connect_module
 from hvdlite.common.transport.tcp import connections, listeners
+from hvdlite.common.transport.tcp.addresses import Target
 from hvdlite.common.transport.tcp.connect import connect
+from hvdlite.common.transport.tcp.dials import Dial, Limits
 from hvdlite.common.transport.tcp.strangers import CLAIM, CONTROL, DATA, Identity, Slot
 from hvdlite.common.transport.tcp.transport import TcpTransport
 from tests.common.transport import networks
@@ -679,3 +682,39 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
             for end in (*done, *ready):
                 os.close(end)
             os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("honest", [False, True])
+def test_who_listens_must_prove_itself_too(honest: bool) -> None:
+    """An impostor at the address of a rank can send a nonce, and bytes of the right number."""
+    me, slot, poller = Identity(1, 2, 0, b"key"), Slot(0, DATA), Poller()
+    ended: list[str] = []
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            nonce = new_nonce()
+            connection.sendall(nonce)
+            said = connection.recv(16 + CLAIM.size + 32, socket.MSG_WAITALL)
+            claim = said[16 : 16 + CLAIM.size]
+            key = me.key if honest else b"guess"
+            connection.sendall(proof(key, LISTENS, nonce + said[:16], claim))
+            connection.recv(1)
+
+    def connected(dial: Dial, connection: socket.socket, target: Target) -> None:
+        connection.close()
+        ended.append("yes")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = Target(socket.AF_INET, listener.getsockname())
+        dial = Dial(poller, me, slot, [target], Limits(5, 5))
+        dial.connected = connected
+        dial.failed = lambda dial, reasons: ended.append(reasons)
+        server = threading.Thread(target=answer, args=(listener,))
+        server.start()
+        dial.start()
+        while not ended:
+            poller.poll(10)
+        server.join(10)
+    poller.close()
+    assert ended == ["yes"] if honest else "another job answers" in ended[0]
