@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hvdlite.common.meeting.host_identity import BOOT_ID, boot_id
 from hvdlite.launcher.cores import count_cores_script
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM
 
@@ -113,7 +114,6 @@ exit 0
 DEBUG = """\
 if [ "$rank" = {rank} ]; then exec {redirect}; else export PYTHONBREAKPOINT=0; fi
 """
-BOOT_FILE = "/proc/sys/kernel/random/boot_id"
 # Which variables tell a rank its place; where an MPI has none, the name is one that nobody sets.
 PLACE_VARIABLES = {
     OPENMPI: {
@@ -173,7 +173,7 @@ class RankShell:
                 token=self.token,
                 rank=names["rank"],
                 boot=boot_id(),
-                boot_file=BOOT_FILE,
+                boot_file=BOOT_ID,
                 directory=shlex.quote(self.directory),
                 here="; ".join(here) or ":",
             ),
@@ -191,12 +191,3 @@ class RankShell:
             ),
             RUN.format(debug=debug),
         ])  # fmt: skip
-
-
-def boot_id() -> str:
-    """Return what tells this running kernel from that of another host; empty without one."""
-    try:
-        with open(BOOT_FILE, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

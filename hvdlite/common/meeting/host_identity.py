@@ -8,6 +8,7 @@ from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
+THREAD_NETWORK = Path("/proc/thread-self/ns/net")  # In tests a thread may have one of its own.
 
 
 def host_identity() -> str:
@@ -15,18 +16,20 @@ def host_identity() -> str:
 
     Containers of one machine count as one host if they share its network and its name.
     """
-    return " ".join((socket.gethostname(), _boot_id(), _network()))
+    return " ".join((socket.gethostname(), boot_id(), network_namespace(NETWORK)))
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Return what tells this start of the machine from others; empty where nothing does."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
         return ""
 
 
-def _network() -> str:
+def network_namespace(link: Path) -> str:
+    """Return what `link` says of the network namespace; empty where there is no such link."""
     try:
-        return os.readlink(NETWORK)
+        return os.readlink(link)
     except OSError:
         return ""

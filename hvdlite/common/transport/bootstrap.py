@@ -9,7 +9,6 @@ import struct
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from importlib.metadata import PackageNotFoundError, version
 
 from hvdlite.common.base.errors import (
     HorovodInternalError,
@@ -17,6 +16,7 @@ from hvdlite.common.base.errors import (
     ProtocolError,
 )
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.base.version import installed_version
 from hvdlite.common.meeting.exchange import Exchange
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
 from hvdlite.common.transport.local import LocalMesh, create_memory
@@ -30,10 +30,7 @@ log = logging.getLogger("hvdlite")
 
 def exchange_versions(exchange: Exchange) -> None:
     """Raise `HorovodVersionMismatchError` on all ranks when two protocols take part."""
-    try:
-        local_version = version("hvdlite")
-    except PackageNotFoundError:  # Run from a checkout that is not installed.
-        local_version = "unknown"
+    local_version = installed_version()
     hello = HELLO.pack(MAGIC, PROTOCOL_VERSION, local_version.encode()[:52])
     for rank, other in enumerate(exchange.allgather(hello)):
         if len(other) != HELLO.size or not other.startswith(MAGIC):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import Exchange
+from hvdlite.common.meeting.host_identity import THREAD_NETWORK, boot_id, network_namespace
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.bootstrap import exchange_versions, find_hosts, raise_first
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose
@@ -102,8 +101,7 @@ def _listen(
 
 def _machine(interfaces: Sequence[Interface]) -> bytes:
     """Return what is equal on all ranks if they share one network stack: simulated hosts do."""
-    boot = "/proc/sys/kernel/random/boot_id"
-    known = [Path(boot).read_text(), os.readlink("/proc/thread-self/ns/net"), *map(str, interfaces)]
+    known = [boot_id(), network_namespace(THREAD_NETWORK), *map(str, interfaces)]
     return hashlib.sha256("\n".join(known).encode()).digest()[:MACHINE_BYTES]
 
 
