@@ -108,15 +108,6 @@ class RankProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
-    def close(self) -> None:
-        """Close its pipes."""
-        self.pause()
-        self._pipes.clear()
-        if self._process is not None:
-            for pipe in (self._process.stdout, self._process.stderr):
-                if pipe is not None:
-                    pipe.close()
-
 
 def _spawn(start: RankStart, targets: Sequence[Any]) -> subprocess.Popen[bytes]:
     die = die_with_parent(signal.SIGKILL)
