@@ -148,8 +148,10 @@ class ControlLink:
     @property
     def confirmed(self) -> bool:
         """Whether the peer has all that was sent, and the end."""
-        if self._connection is None or self.lost:
+        if self.lost:
             return True
+        if self._connection is None:  # It is being dialled.
+            return not self._outbox
         waiting = fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
         return not self._outbox and not any(waiting)
 

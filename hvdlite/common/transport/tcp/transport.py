@@ -337,7 +337,7 @@ class TcpTransport:
         finished: set[int] = set()
         while time.monotonic() < deadline:
             for index, link in enumerate(links):
-                if link.idle and index not in finished:
+                if link.idle and index not in finished and not self._sends_elsewhere(link):
                     finished.add(index)
                     link.finish()
             if all(link.confirmed for link in links):
@@ -346,6 +346,13 @@ class TcpTransport:
                 self._poller.poll(GOODBYE_STEP_SECONDS)
             except HorovodInternalError as error:  # Nobody listens any more.
                 log.debug("rank %d: %s, while closing", self.rank, error)
+
+    def _sends_elsewhere(self, link: ControlLink) -> bool:
+        """Return whether messages for the peer of `link` wait for a connection of our own.
+
+        The peer would take the end of the only link that it knows of for the end of this rank.
+        """
+        return link in self._one_way and not self._control.get(link.rank, link).idle
 
     def _close_sockets(self) -> None:
         self._connections.close()
