@@ -84,6 +84,7 @@ def detect(
     """
     candidates = list(_candidates(environ, mpi, torch))
     if not candidates:
+        _check_that_numbers_are_whole(environ)
         return Launch(SINGLE)
     chosen = candidates[0]
     for other in candidates[1:]:
@@ -94,6 +95,19 @@ def detect(
     if chosen.source == MPI:
         return replace(chosen, instead=_started_by_srun(chosen, candidates))
     return chosen
+
+
+def _check_that_numbers_are_whole(environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for a part of hvdlite's numbers: each rank would be a job of its own."""
+    names = [name for name in ("HVDLITE_RANK", "HVDLITE_SIZE") if environ.get(name, "").strip()]
+    if not names or environ.get("HVDLITE_SIZE", "").strip() == "1":
+        return
+    index = ("JOB_COMPLETION_INDEX",) if "JOB_COMPLETION_INDEX" in environ else ()
+    given = " and ".join(_evidence(environ, *names, *index))
+    raise ConfigError(
+        f"{given}: this is a part of what a rank needs; set HVDLITE_RANK, HVDLITE_SIZE and "
+        f"{RENDEZVOUS}=host:port, or none of them for a job of one rank"
+    )
 
 
 def _started_by_srun(chosen: Launch, candidates: Sequence[Launch]) -> Launch | None:

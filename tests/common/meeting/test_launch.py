@@ -140,6 +140,7 @@ CASES: dict[str, tuple[dict[str, str], Any, Any, tuple[Any, ...]]] = {
         {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NUM_TASKS"}, None, None,
         ("Slurm", 3, 4, Address("node07", 61440 + (1234 * 16 + 14) % 4080)),
     ),
+    "a size of one alone": ({"HVDLITE_SIZE": "1"}, None, None, ("nobody", 0, 1, None)),
     "a batch script": (BATCH, None, None, ("nobody", 0, 1, None)),
     "the shell of salloc": (INTERACTIVE, None, None, ("nobody", 0, 1, None)),
 }  # fmt: skip
@@ -201,6 +202,12 @@ ERRORS: dict[str, tuple[dict[str, str], Any, list[str]]] = {
     "a port that cannot be": (
         {**NUMBERS, "HVDLITE_RENDEZVOUS": "node1:70000"}, None,
         ["HVDLITE_RENDEZVOUS='node1:70000'"],
+    ),
+    "a size alone": ({"HVDLITE_SIZE": "4"}, None, ["HVDLITE_SIZE=4", "HVDLITE_RANK"]),
+    "a rank alone": ({"HVDLITE_RANK": "0"}, None, ["HVDLITE_RANK=0", "HVDLITE_SIZE"]),
+    "an Indexed Job without an address": (
+        {"JOB_COMPLETION_INDEX": "3", "HVDLITE_SIZE": "4"}, None,
+        ["HVDLITE_SIZE=4", "JOB_COMPLETION_INDEX=3", "HVDLITE_RENDEZVOUS"],
     ),
     "IPv6 without brackets": ({**NUMBERS, "HVDLITE_RENDEZVOUS": "::1:80"}, None, ["brackets"]),
     "Slurm without nodes": (
