@@ -21,12 +21,10 @@ from types import TracebackType
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import report
 from hvdlite.common.meeting.launch import Launch
+from hvdlite.common.meeting.patience import Patience
 
 log = logging.getLogger("hvdlite")
 
-LINE_SECONDS = 30.0  # The time between two log lines of a rank that waits.
-LINES = 4  # The least number of log lines before a rank gives up.
-REMEDY = "HVDLITE_START_TIMEOUT (seconds) and hvdlite-run --start-timeout"
 GAVE_UP = 1  # The exit code of a process that waits inside MPI, where it cannot raise.
 GRACE_SECONDS = 3.0  # A rank that has not raised so long after the limit waits inside MPI.
 
@@ -84,12 +82,13 @@ class StartWatch:
     """A context manager for the waits of `init`: logs the missing ranks every LINE_SECONDS."""
 
     def __init__(self, me: Launch | None, limit_seconds: float) -> None:
-        self.limit_seconds = limit_seconds
         # World ranks that must come: all of the job, until `connect` knows that it is a part.
         self.expected: Sequence[int] = range(me.size if me else 0)
         self._me = me
         self._announcement = Announcement(me) if me and me.rank >= 0 and me.size > 1 else None
-        self._began, self._began_at = time.monotonic(), time.strftime("%H:%M:%S")
+        self._patience = Patience(
+            me.rank if me else 0, me.size if me else 0, time.monotonic() + limit_seconds
+        )
         # Set while the main thread is in a call of MPI that returns only with success.
         self._mpi_blocks = False
         self._over = threading.Event()
@@ -122,16 +121,7 @@ class StartWatch:
 
     def give_up(self) -> HorovodInternalError:
         """Return the error of a rank that has waited for too long."""
-        return HorovodInternalError(
-            f"{self._waiting()}; the limit is {self.limit_seconds:g} s: {REMEDY} set it. A rank "
-            "that ended before init(), or took another branch, never comes: call init() first, "
-            "and unconditionally"
-        )
-
-    def _waiting(self) -> str:
-        rank = f"rank {self._me.rank} of {self._me.size}" if self._me else "this rank"
-        seconds = time.monotonic() - self._began
-        return f"{rank} has waited {seconds:.0f} s in init(), since {self._began_at}: {self._who()}"
+        return self._patience.error(self._who())
 
     def _who(self) -> str:
         """Return which ranks have not called `init`, as far as this host can know."""
@@ -160,20 +150,16 @@ class StartWatch:
         return self._me.rank == min(self._announcement.present("rank", self.expected), default=-1)
 
     def _run(self) -> None:
-        period = min(LINE_SECONDS, self.limit_seconds / LINES)
-        end = self._began + self.limit_seconds
-        line = self._began + period
-        while not self._over.wait(max(0.0, min(line, end) - time.monotonic())):
-            if time.monotonic() >= end:
-                if self._mpi_blocks or time.monotonic() >= end + GRACE_SECONDS:
+        patience = self._patience
+        while not self._over.wait(patience.seconds()):
+            if patience.over:
+                if self._mpi_blocks or time.monotonic() >= patience.deadline + GRACE_SECONDS:
                     self._end_process()
                 self._over.wait(GRACE_SECONDS / 10)
-            else:
-                line += period
-                waiting = self._waiting()
+            elif patience.line_is_due():
+                who = self._who()
                 if self._speaks():
-                    log.warning("%s; the limit is %g s: %s set it", waiting,
-                                self.limit_seconds, REMEDY)  # fmt: skip
+                    patience.log(who)
 
     def _end_process(self) -> None:
         """Exit with an error message: no exception can reach a thread that waits in MPI."""
