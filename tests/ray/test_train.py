@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.ray import HvdliteConfig
 from tests.cluster_programs import reduce, reduced, train, trained
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+HvdliteConfig: Any = importlib.import_module("hvdlite.ray").HvdliteConfig
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
     # Ray Train imports Ray Data, which sets fields of its own that it calls deprecated.
