@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -145,6 +146,9 @@ def _run_rank(call: Call, rank: int, variables: Mapping[str, str], output: RankO
             process.stdin.flush()
             process.wait()
         code = process.wait()
+        if code:  # Its own child processes are in the group that it led.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         answer = path.read_bytes() if path.exists() else None
     return Answer(rank, time.time(), code if code >= 0 else 128 - code, answer)
 

@@ -115,7 +115,6 @@ def kill_or_wait(folder: str) -> None:
     if rank == "0":
         while not Path(folder, "1").exists():
             time.sleep(0.01)
-        child.kill()
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(300)
 
