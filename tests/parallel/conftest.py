@@ -1,8 +1,8 @@
 """Over what the ranks of a test's job are connected.
 
-What reaches the transport runs over TCP without MPI, and over MPI: test_jobs.py, test_backends.py,
-test_start.py and test_torch.py. The training of the other frameworks does not see the transport,
-and runs over TCP. What is about MPI itself runs under mpirun, with either transport.
+Jobs of the core and of each framework run over TCP without MPI, and over MPI. What is about MPI
+itself runs under mpirun, with either transport. Examples, pages and benchmarks run once, as they
+are started there.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 from tests.parallel.jobs import ranks, run_command
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize(
     ("size", "needed", "variables"),
     [

@@ -11,7 +11,7 @@ from tests.parallel.jobs import ranks, run_command
 
 pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
 LIMIT_SECONDS = 240  # to build graphs of hundreds of operations takes its time
-pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 20)
+pytestmark = [pytest.mark.timeout(LIMIT_SECONDS + 20), pytest.mark.usefixtures("transport")]
 
 
 def run(size: int, *arguments: str, lost: int = 0, **variables: str) -> None:

@@ -10,7 +10,7 @@ from tests.parallel.jobs import ranks, run_command
 
 pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
 LIMIT_SECONDS = 200
-pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 20)
+pytestmark = [pytest.mark.timeout(LIMIT_SECONDS + 20), pytest.mark.usefixtures("transport")]
 
 
 def test_training() -> None:
