@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hvdlite.launcher.signals import die_with_parent
 from tests.parallel.hosts import Hosts
 
 ROOT = Path(__file__).parent.parent.parent
@@ -89,6 +90,7 @@ def run_command(
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - it makes one system call
         )
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -96,4 +98,8 @@ def run_command(
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
             raise AssertionError(f"{command} did not end in {timeout} s:\n{output}") from None
+        finally:
+            if process.poll() is None:  # The test has run out of time.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     return subprocess.CompletedProcess(command, process.returncode, output, "")

@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 from typing import NamedTuple
+
+from hvdlite.launcher.signals import die_with_parent
 
 LOOPBACK = "127.0.0.1"
 
@@ -70,7 +73,9 @@ def main() -> int:
     where = [host for host in hosts for _ in range(host.slots)]
     ranks = [
         subprocess.Popen(
-            host.command(options.command), env={**os.environ, **common, "HVDLITE_RANK": str(rank)}
+            host.command(options.command),
+            env={**os.environ, **common, "HVDLITE_RANK": str(rank)},
+            preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - it makes one system call
         )
         for rank, host in enumerate(where)
     ]
