@@ -61,7 +61,9 @@ def place() -> None:
     total = int(hvd.allreduce(np.ones(1000) * (1 + hvd.rank()), op=hvd.Sum)[999])
     numbers = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(),
                hvd.cross_size())  # fmt: skip
-    print("PLACE", *numbers, socket.gethostname(), total, "mpi4py" in sys.modules, flush=True)
+    words = ("PLACE", *numbers, socket.gethostname(), total, "mpi4py" in sys.modules)
+    # Written at once, so that the lines of ranks that share a pipe do not mix.
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
     hvd.shutdown()
 
 
