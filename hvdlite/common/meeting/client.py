@@ -68,7 +68,7 @@ class ServerExchange:
         self._world_rank, self._world_size = rank, size
         self._secret, self._job = secret, job
         self._patience = Patience(rank, size, deadline)
-        self._frames = wire.Frames(size * (wire.BODY_BYTES + 64) + wire.FRAME_BYTES)
+        self._frames = wire.answers(size)
         self._round = 0
         self._connection: socket.socket | None = None
         self._connect()
@@ -77,8 +77,7 @@ class ServerExchange:
 
     def allgather(self, body: bytes) -> list[bytes]:
         """See `Exchange.allgather`."""
-        if len(body) > wire.BODY_BYTES:
-            raise ValueError(f"{len(body)} bytes are too many for a meeting")
+        wire.check_body(body)
         while True:
             try:
                 return self._allgather(body)

@@ -52,12 +52,11 @@ class HostedExchange:
         self._patience = Patience(rank, size, deadline)
         self._server = MeetingServer(listener, range(size), size, secret, job=job)
         self._server.join(self._own)
-        self._frames = wire.Frames(size * (wire.BODY_BYTES + 64) + wire.FRAME_BYTES)
+        self._frames = wire.answers(size)
 
     def allgather(self, body: bytes) -> list[bytes]:
         """See `Exchange.allgather`."""
-        if len(body) > wire.BODY_BYTES:
-            raise ValueError(f"{len(body)} bytes are too many for a meeting")
+        wire.check_body(body)
         self._server.give(self._own, bytes(body))
         while not self._own.inbox:
             self._server.wait(self._patience.seconds())

@@ -143,6 +143,17 @@ class Frames:
             yield _message(body)
 
 
+def answers(size: int) -> Frames:
+    """Return the `Frames` of what a server sends: at most the bodies of `size` ranks."""
+    return Frames(size * (BODY_BYTES + 64) + FRAME_BYTES)
+
+
+def check_body(body: bytes) -> None:
+    """Raise `ValueError` for a body that is too long for one allgather."""
+    if len(body) > BODY_BYTES:
+        raise ValueError(f"{len(body)} bytes are too many for a meeting")
+
+
 def _message(body: bytes) -> list[Any]:
     try:
         message = msgpack.unpackb(body, use_list=True)
