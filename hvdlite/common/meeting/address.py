@@ -46,19 +46,27 @@ def parse_address(text: str, source: str) -> Address:
 
 def connect(address: Address, seconds: float) -> socket.socket:
     """Return a connection to `address`, tried for `seconds`. Raises `OSError`."""
-    if not address.path:
-        connection = socket.create_connection((address.host, address.port), timeout=seconds)
+    if address.path:
+        return _connect_to_path(address.path, seconds)
+    connection = socket.create_connection((address.host, address.port), timeout=seconds)
+    try:
+        # This raises where the other end has reset the connection already.
         if connection.getsockname() == connection.getpeername():
             # TCP may connect a port of the system's choice with itself while nobody listens there.
-            connection.close()
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect_to_path(path: str, seconds: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(seconds)
-        with _short(address.path) as path:
-            connection.connect(path)
+        with _short(path) as short:
+            connection.connect(short)
     except BaseException:
         connection.close()
         raise

@@ -20,9 +20,9 @@ from hvdlite.common.base.errors import (
     HorovodVersionMismatchError,
     ProtocolError,
 )
-from hvdlite.common.meeting import wire
-from hvdlite.common.meeting.address import Address, connect, parse_address
-from hvdlite.common.meeting.handshake import CONNECTS, LISTENS, new_nonce, proof, proves
+from hvdlite.common.meeting import handshake, wire
+from hvdlite.common.meeting.address import Address, connect
+from hvdlite.common.meeting.participant import Participant
 from hvdlite.common.meeting.patience import Patience, Presence
 
 ATTEMPT_SECONDS = 5.0  # The longest time for one connection and its handshake.
@@ -40,35 +40,17 @@ class Refused(Exception):  # noqa: N818 - not an error yet
 
 
 class ServerExchange:
-    """The exchange of world rank `rank` at a server; see `Exchange`.
-
-    `address` is an address or its text, or several of them, at one of which the server listens.
-    `members` are the world ranks that meet, in the order of their new numbers; None is all of
-    `size`. `deadline` is in monotonic seconds. `job` is that of the server.
+    """The exchange of `me` at the server that listens at one of `addresses`; see `Exchange`.
 
     Raises `HorovodInternalError` when the server cannot be reached or refuses this rank, and
     `HorovodVersionMismatchError`.
     """
 
-    def __init__(
-        self,
-        address: str | Address | Sequence[Address],
-        rank: int,
-        size: int,
-        secret: bytes,
-        deadline: float,
-        members: Sequence[int] | None = None,
-        *,
-        job: bytes = bytes(wire.JOB_BYTES),
-    ) -> None:
-        self.rank = rank if members is None else members.index(rank)
-        self.size = size if members is None else len(members)
-        self._addresses = _addresses(address)
-        self._members = list(members or ())
-        self._world_rank, self._world_size = rank, size
-        self._secret, self._job = secret, job
-        self._patience = Patience(rank, size, deadline)
-        self._frames = wire.answers(size)
+    def __init__(self, addresses: Sequence[Address], me: Participant) -> None:
+        self.rank, self.size = me.place
+        self._me, self._addresses = me, addresses
+        self._patience = Patience(me.rank, me.size, me.deadline)
+        self._frames = wire.answers(me.size)
         self._round = 0
         self._connection: socket.socket | None = None
         self._connect()
@@ -87,8 +69,8 @@ class ServerExchange:
                         f"the server of the meeting at {self._where()} ended while the ranks of "
                         f"this job connected ({error})"
                     ) from error
-                # Nobody has answered yet: the server was that of an earlier meeting.
-                self._connect()
+                # Nobody has answered yet: the server was that of an earlier meeting or attempt.
+                self._connect(str(error))
 
     def _allgather(self, body: bytes) -> list[bytes]:
         self._send(wire.GATHER, self._round, bytes(body))
@@ -97,17 +79,22 @@ class ServerExchange:
                 case [wire.BODIES, int(number), [*bodies]] if number == self._round:
                     self._round += 1
                     return bodies
-                case [wire.PRESENCE, [*missing], [*waiting], [*left], [*notes]]:
-                    presence = Presence(missing, waiting, left, notes)
-                    if self._patience.over:
-                        raise self._patience.error(presence.spell())
-                    if self._world_rank == presence.speaker:
-                        self._patience.log(presence.spell())
+                case [wire.PRESENCE, *presence]:
+                    self._wait_for(Presence(*presence))
                 case [wire.FAIL, str(text), rank]:
                     raise HorovodInternalError(text, rank)
+                case [wire.GIVE_UP, str(text)]:
+                    raise ConnectionError(text)
                 case _:
                     raise ProtocolError(f"the server of the meeting sent {str(message)[:80]}")
         raise AssertionError("the messages of a server do not end")
+
+    def _wait_for(self, presence: Presence) -> None:
+        """Log who is missing; raise the error of a rank that has waited for too long."""
+        if self._patience.over:
+            raise self._patience.error(presence.spell())
+        if self._me.rank == presence.speaker:
+            self._patience.log(presence.spell())
 
     def _messages(self) -> Iterator[list[Any]]:
         """Yield the server's messages; ask who is missing now and then, and at the deadline."""
@@ -151,21 +138,25 @@ class ServerExchange:
     def _where(self) -> str:
         return " or ".join(map(str, self._addresses))
 
-    def _connect(self) -> None:
-        """Connect to the server, and prove who we are; retry what may come right."""
+    def _connect(self, before: str = "") -> None:
+        """Connect to the server, and prove who we are; retry what may come right.
+
+        `before` is why the server ended to which this rank was connected before.
+        """
         self._hang_up()
         patience, began, pause = self._patience, time.monotonic(), FIRST_PAUSE_SECONDS
         for address in cycle(self._addresses):
             try:
                 self._connection = self._attempt(address)
+                self._frames = wire.Frames(self._frames.limit)
+                self._send(wire.JOIN, list(self._me.members or ()))
+                return
             except (OSError, ProtocolError, Refused) as error:
                 if isinstance(error, Refused):
                     self._check(error, time.monotonic() - began)
                 who = f"the server of the meeting at {address} cannot be reached ({error})"
-            else:
-                self._frames = wire.Frames(self._frames.limit)
-                self._send(wire.JOIN, self._members)
-                return
+                who += f"; it has ended before: {before}" * bool(before)
+                self._hang_up()
             if patience.over:
                 raise patience.error(who)
             if patience.line_is_due():
@@ -184,19 +175,22 @@ class ServerExchange:
             return
         raise HorovodInternalError(
             f"the server of the meeting at {self._where()} refuses this rank: {refused}",
-            self._world_rank,
+            self._me.rank,
         )
 
     def _attempt(self, address: Address) -> socket.socket:
         """Return a connection over which both ends have proven that they know the secret."""
+        me = self._me
         end = time.monotonic() + max(0.1, min(ATTEMPT_SECONDS, self._patience.deadline_seconds()))
         connection = connect(address, end - time.monotonic())
         try:
             greeting = wire.unpack_greeting(_read(connection, wire.GREETING.size, end))
-            nonce = new_nonce()
+            nonce = handshake.new_nonce()
             nonces = greeting.nonce + nonce
-            claim = wire.pack_claim(self._job, self._world_rank, self._world_size, nonce)
-            connection.sendall(claim + proof(self._secret, CONNECTS, nonces, claim))
+            claim = wire.pack_claim(me.job, me.rank, me.size, nonce)
+            connection.sendall(
+                claim + handshake.proof(me.secret, handshake.CONNECTS, nonces, claim)
+            )
             reply, length = wire.REPLY.unpack(_read(connection, wire.REPLY.size, end))
             rest = _read(connection, min(length, wire.SENTENCE_BYTES), end)
             if reply == wire.OTHER_VERSION:
@@ -205,7 +199,7 @@ class ServerExchange:
                 )
             if reply != wire.ACCEPTED:
                 raise Refused(reply, rest.decode(errors="replace"))
-            if not proves(rest, self._secret, LISTENS, nonces, claim):
+            if not handshake.proves(rest, me.secret, handshake.LISTENS, nonces, claim):
                 raise Refused(wire.OTHER_SECRET, "the server does not know the secret of this job")
         except BaseException:
             connection.close()
@@ -216,12 +210,6 @@ class ServerExchange:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def _addresses(given: str | Address | Sequence[Address]) -> list[Address]:
-    if isinstance(given, str):
-        return [parse_address(given, "HVDLITE_RENDEZVOUS")]
-    return [given] if isinstance(given, Address) else list(given)
 
 
 def _read(connection: socket.socket, length: int, end: float) -> bytes:

@@ -12,8 +12,9 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.meeting.address import Address, is_here, listen
 from hvdlite.common.meeting.client import ServerExchange
 from hvdlite.common.meeting.exchange import Exchange
-from hvdlite.common.meeting.host import HostedExchange
+from hvdlite.common.meeting.hosted import HostedExchange
 from hvdlite.common.meeting.launch import SLURM, TORCH_AGENT, TORCH_GROUP, Launch
+from hvdlite.common.meeting.participant import Participant
 from hvdlite.common.meeting.wire import JOB_BYTES, job_digest
 
 # How long the end of a program that has the port may take, such as an earlier start of this job.
@@ -31,16 +32,11 @@ def meet(launch: Launch, members: Sequence[int] | None, secret: bytes, deadline:
     if launch.source in (TORCH_AGENT, TORCH_GROUP):
         return _meet_in_store(launch, members, deadline)
     first = 0 if members is None else min(members)
-    job = _job(launch, first)
+    me = Participant(launch.rank, launch.size, secret, deadline, members, _job(launch, first))
     addresses = [_shifted(each, launch, first) for each in launch.addresses]
     if launch.rank_0_serves and launch.rank == first:
-        listener = _listen(addresses, launch, members, deadline)
-        return HostedExchange(
-            listener, launch.rank, launch.size, secret, deadline, members, job=job
-        )
-    return ServerExchange(
-        addresses, launch.rank, launch.size, secret, deadline, members, job=job
-    )  # fmt: skip
+        return HostedExchange(_listen(addresses, launch, members, deadline), me)
+    return ServerExchange(addresses, me)
 
 
 def _meet_in_store(launch: Launch, members: Sequence[int] | None, deadline: float) -> Exchange:

@@ -72,6 +72,8 @@ class Presence(NamedTuple):
     waiting: list[int]
     left: list[int]  # Those who came and did not wait for the end.
     notes: list[str]  # Sentences about ranks that were refused.
+    # Those of other hosts that came; None where only the ranks of this host are known.
+    elsewhere: list[int] | None
 
     @property
     def speaker(self) -> int | None:
@@ -80,7 +82,9 @@ class Presence(NamedTuple):
 
     def spell(self) -> str:
         """Return the sentence that names the ranks that did not come."""
-        seen = f"(seen: {spell_ranks([*self.waiting, *self.left]) or 'none'})"
+        where = "" if self.elsewhere is not None else " on this host"
+        came = [*self.waiting, *self.left, *(self.elsewhere or ())]
+        seen = f"(seen{where}: {spell_ranks(came) or 'none'})"
         if self.missing:
             sentence = f"these ranks did not come: {spell_ranks(self.missing)} {seen}"
         elif self.left:

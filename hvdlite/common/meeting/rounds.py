@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.meeting.wire import BODIES, FAIL, pack_frame
+from hvdlite.common.meeting.wire import BODIES, FAIL, GIVE_UP, pack_frame
 
 
 class Key(NamedTuple):
@@ -38,10 +38,17 @@ Withdrawn = Callable[[Key], None]
 
 
 class Rounds:
-    """The meetings of those of `ranks` who are here, `size` being the number of all ranks."""
+    """The meetings of those of `ranks` who are here, `size` being the number of all ranks.
+
+    See `MeetingServer` for `gathered` and `withdrawn`.
+    """
 
     def __init__(
-        self, ranks: Collection[int], size: int, gathered: Gathered, withdrawn: Withdrawn
+        self,
+        ranks: Collection[int],
+        size: int,
+        gathered: Gathered | None = None,
+        withdrawn: Withdrawn | None = None,
     ) -> None:
         self.ranks = sorted(ranks)
         self.size = size
@@ -52,6 +59,8 @@ class Rounds:
         self.missing_elsewhere: dict[tuple[int, ...], list[int]] = {}
         self._gathered, self._withdrawn = gathered, withdrawn
         self._bodies: dict[Key, dict[int, bytes]] = {}
+        # Ranks that have left at any time, in that order: others leave because the first one has.
+        self._gone: dict[int, None] = {}
         # Ranks that gave to a round and left before its answer.
         self._left: dict[Key, set[int]] = {}
 
@@ -73,12 +82,15 @@ class Rounds:
         bodies[guest.rank] = body
         self._left.get(key, set()).discard(guest.rank)
         local = self._local(key.members)
-        for rank in local:
-            if not self._takes_part(rank, key):
-                self._fail_round(key, rank)
-                return
+        absent = [rank for rank in local if not self._takes_part(rank, key)]
+        if absent:
+            self._fail_round(key, next((rank for rank in self._gone if rank in absent), absent[0]))
+            return
         if len(bodies) == len(local):
-            self._gathered(key, dict(bodies))
+            if self._gathered is None:
+                self.deliver(key, [bodies[rank] for rank in key.members or self.ranks])
+            else:
+                self._gathered(key, dict(bodies))
 
     def deliver(self, key: Key, bodies: Sequence[bytes]) -> None:
         """Answer a round with the bodies of all its ranks, in rank order."""
@@ -93,11 +105,13 @@ class Rounds:
         if self.guests.get(guest.rank) is not guest:
             return
         del self.guests[guest.rank]
+        self._gone.pop(guest.rank, None)
+        self._gone[guest.rank] = None
         for key in [key for key in self._bodies if key.members == guest.members]:
             bodies = self._bodies[key]
             if bodies.pop(guest.rank, None) is not None:
                 self._left.setdefault(key, set()).add(guest.rank)
-                if len(bodies) + 1 == len(self._local(key.members)):
+                if self._withdrawn and len(bodies) + 1 == len(self._local(key.members)):
                     self._withdrawn(key)
                 if not bodies:
                     del self._bodies[key], self._left[key]
@@ -106,8 +120,16 @@ class Rounds:
 
     def fail(self, text: str, rank: int | None = None, keys: Collection[Key] | None = None) -> None:
         """Raise an error in all ranks that wait (in `keys`, if given); `rank` is at fault."""
-        frame = pack_frame(FAIL, text, rank)
-        for key in list(self._bodies) if keys is None else keys:
+        self._end(list(self._bodies) if keys is None else keys, pack_frame(FAIL, text, rank))
+
+    def give_up(self, text: str) -> None:
+        """End all rounds because the server ends: ranks in round 0 may meet at another server."""
+        self._end([key for key in self._bodies if key.number == 0], pack_frame(GIVE_UP, text))
+        self.fail(text)
+
+    def _end(self, keys: Collection[Key], frame: bytes) -> None:
+        """Send `frame` to all ranks that wait in `keys`."""
+        for key in keys:
             self._left.pop(key, None)
             for waiting in self._bodies.pop(key, ()):
                 self.guests[waiting].send(frame)
@@ -120,6 +142,13 @@ class Rounds:
         local = self._local(key.members)
         elsewhere = {*self.missing_elsewhere.get(key.members, ())} - {*local}
         return sorted({rank for rank in local if rank not in came} | elsewhere)
+
+    def came_elsewhere(self, key: Key) -> list[int] | None:
+        """Return the ranks of other hosts that have come to `key`; None where nobody has told."""
+        others = {*(key.members or range(self.size))} - {*self.ranks}
+        if others and key.members not in self.missing_elsewhere:
+            return None
+        return sorted(others - {*self.missing_elsewhere.get(key.members, ())})
 
     def incomplete(self) -> dict[Key, list[int]]:
         """Return who waits in the rounds that not all ranks here have given their body to."""

@@ -195,7 +195,7 @@ class TorchStoreExchange:
         return min(2 * seconds, LONGEST_PAUSE_SECONDS)
 
     def _presence(self) -> Presence:
-        presence = Presence([], [], [], [])
+        presence = Presence([], [], [], [], [])
         for rank in self._members:
             number = self._read(rank)[1]
             kinds = {LEFT: presence.missing, GAVE_UP: presence.left}

@@ -6,7 +6,7 @@
                  <- reply: ACCEPTED and the server's proof, or a refusal and a sentence
     frames: JOIN members; GATHER number body; WHO; LEAVE ->
                  <- frames: BODIES number [body, ...]; PRESENCE missing waiting left notes;
-                            FAIL text rank
+                            FAIL text rank; GIVE_UP text
 
 Greeting and claim have a fixed size and are not parsed further before the proof holds. A frame is
 its length and a msgpack array. This module never sends.
@@ -42,6 +42,8 @@ FRAME_BYTES = BODY_BYTES + (1 << 16)  # The longest frame from a rank.
 
 JOIN, GATHER, WHO, LEAVE = "join", "gather", "who", "leave"
 BODIES, PRESENCE, FAIL = "bodies", "presence", "fail"
+# The server ends before anybody has been answered: another one may follow at the same address.
+GIVE_UP = "give up"
 
 
 class Greeting(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import struct
 import time
 from typing import Any
 
@@ -13,6 +15,7 @@ from hvdlite.common.meeting import address as module
 from hvdlite.common.meeting.address import Address, connect, is_here, listen, parse_address
 from hvdlite.common.meeting.launch import MASTER, Launch
 from hvdlite.common.meeting.meet import meet
+from tests.common.meeting.exchanges import all_sockets_closed
 
 
 def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
@@ -68,3 +71,21 @@ def test_a_part_of_the_ranks_without_rank_0_needs_a_server(monkeypatch: pytest.M
     launch = Launch(MASTER, 2, 4, addresses=(Address("node1", 29500),), rank_0_serves=True)
     with pytest.raises(ConfigError, match=r"comm=\[2, 3\] leaves out rank 0.*hvdlite-run or torch"):
         meet(launch, [2, 3], b"", time.monotonic() + 5)
+
+
+def test_a_connection_that_is_reset_at_once_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a server that ends, or by one whose queue is full."""
+    with listen(Address("127.0.0.1", 0)) as listener:
+        create = socket.create_connection
+
+        def create_and_reset(*arguments: Any, **options: Any) -> socket.socket:
+            connection = create(*arguments, **options)
+            accepted, _ = listener.accept()
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            accepted.close()
+            select.select([connection], [], [], 10)
+            return connection
+
+        monkeypatch.setattr(module.socket, "create_connection", create_and_reset)
+        with all_sockets_closed(), pytest.raises(OSError):
+            connect(Address("127.0.0.1", listener.getsockname()[1]), 5)

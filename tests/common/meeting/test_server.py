@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import resource
+import select
 import socket
 import struct
 import threading
@@ -18,14 +19,14 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, HorovodVersionMismatchError
+from hvdlite.common.meeting import handshake, wire
 from hvdlite.common.meeting import server as server_module
-from hvdlite.common.meeting import wire
 from hvdlite.common.meeting.address import Address, listen
 from hvdlite.common.meeting.client import ServerExchange
-from hvdlite.common.meeting.handshake import CONNECTS, NONCE_BYTES, new_nonce, proof
-from hvdlite.common.meeting.host import HostedExchange
-from hvdlite.common.meeting.server import Key, MeetingServer
+from hvdlite.common.meeting.rounds import Key
+from hvdlite.common.meeting.server import MeetingServer
 from hvdlite.common.meeting.serving import ServedMeeting
+from tests.common.meeting.exchanges import all_sockets_closed, at_server, hosting
 from tests.ranks import run_threads
 
 SECRET = b"only this job knows it"
@@ -92,7 +93,7 @@ def expected(size: int, rounds: int = 3) -> list[list[bytes]]:
 def test_every_rank_gets_every_body_in_rank_order(size: int) -> None:
     with serving(size) as (address, _):
         results = run_threads(
-            size, lambda rank: meet(ServerExchange(address, rank, size, SECRET, soon()))
+            size, lambda rank: meet(at_server(address, rank, size, SECRET, soon()))
         )
     assert results == [expected(size)] * size
 
@@ -105,9 +106,7 @@ def test_a_unix_socket_with_a_long_path(tmp_path: Path) -> None:
         lambda: MeetingServer(listen(Address(path=f"{folder}/meeting")), range(2), 2, SECRET)
     )
     try:
-        results = run_threads(
-            2, lambda rank: meet(ServerExchange(address, rank, 2, SECRET, soon()))
-        )
+        results = run_threads(2, lambda rank: meet(at_server(address, rank, 2, SECRET, soon())))
     finally:
         driver.close()
     assert results == [expected(2)] * 2
@@ -124,8 +123,8 @@ def test_rank_0_serves_while_it_waits(host: str) -> None:
 
     def rank_main(rank: int) -> Any:
         if rank == 0:
-            return meet(HostedExchange(listener, 0, 3, SECRET, soon()))
-        return meet(ServerExchange(str(Address(host, port)), rank, 3, SECRET, soon()))
+            return meet(hosting(listener, 0, 3, SECRET, soon()))
+        return meet(at_server(str(Address(host, port)), rank, 3, SECRET, soon()))
 
     assert run_threads(3, rank_main) == [expected(3)] * 3
     with socket.create_server(("", port)):  # Torch's store can have the port now.
@@ -137,7 +136,7 @@ def test_a_part_of_the_ranks_meets_in_the_order_of_its_list() -> None:
 
     def rank_main(rank: int) -> Any:
         part = members if rank in members else [0, 2]
-        exchange = ServerExchange(address, rank, 4, SECRET, soon(), part)
+        exchange = at_server(address, rank, 4, SECRET, soon(), part)
         assert (exchange.rank, exchange.size) == (part.index(rank), 2)
         return meet(exchange)
 
@@ -148,7 +147,7 @@ def test_a_part_of_the_ranks_meets_in_the_order_of_its_list() -> None:
 def test_a_thousand_meetings_one_after_the_other() -> None:
     def rank_main(rank: int) -> None:
         for _ in range(1000):
-            assert meet(ServerExchange(address, rank, 2, SECRET, soon()), 1) == expected(2, 1)
+            assert meet(at_server(address, rank, 2, SECRET, soon()), 1) == expected(2, 1)
 
     with serving(2) as (address, driver):
         run_threads(2, rank_main)
@@ -163,9 +162,9 @@ def test_a_thousand_meetings_that_rank_0_serves() -> None:
         for _ in range(300):
             if rank == 0:
                 listener = listeners.pop() if listeners else listen(address)
-                exchange: Any = HostedExchange(listener, 0, 2, SECRET, soon())
+                exchange: Any = hosting(listener, 0, 2, SECRET, soon())
             else:
-                exchange = ServerExchange(address, 1, 2, SECRET, soon())
+                exchange = at_server(address, 1, 2, SECRET, soon())
             assert meet(exchange, 2) == expected(2, 2)
 
     run_threads(2, rank_main)
@@ -175,7 +174,7 @@ def test_large_bodies_arrive_whole_and_too_large_ones_are_refused_at_the_call() 
     body = os.urandom(wire.BODY_BYTES)
 
     def rank_main(rank: int) -> None:
-        exchange = ServerExchange(address, rank, 3, SECRET, soon())
+        exchange = at_server(address, rank, 3, SECRET, soon())
         with pytest.raises(ValueError, match="too many for a meeting"):
             exchange.allgather(body + b"x")
         assert exchange.allgather(body) == [body] * 3
@@ -211,9 +210,22 @@ def test_the_servers_of_two_hosts_gather_for_whoever_merges_them() -> None:
         drivers += [a, b]
         results = run_threads(
             4,
-            lambda rank: meet(ServerExchange((first, second)[rank // 2], rank, 4, SECRET, soon())),
+            lambda rank: meet(at_server((first, second)[rank // 2], rank, 4, SECRET, soon())),
         )
     assert results == [expected(4)] * 4
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_of_several_hosts_those_are_named_that_are_known_here(told: bool) -> None:
+    """Of ranks 0 and 1 here, 0 has come; of 2 to 4 elsewhere, all but 3."""
+    with serving(5, ranks=(0, 1), gathered=lambda *_: None) as (address, driver):
+        if told:
+            with driver.lock:
+                driver.server.note_missing((), [1, 3])
+        with pytest.raises(HorovodInternalError) as raised:
+            meet(at_server(address, 0, 5, SECRET, soon(0.3)))
+    known = "1, 3 (seen: 0, 2, 4)" if told else "1 (seen on this host: 0)"
+    assert f"these ranks did not come: {known}" in str(raised.value)
 
 
 # -- ranks that are late or lost
@@ -243,8 +255,8 @@ def test_the_server_may_come_later_and_its_name_may_resolve_later(
         if rank == 0:
             while failures >= 0:
                 time.sleep(0.001)
-            return meet(HostedExchange(listen(Address("127.0.0.1", port)), 0, 2, SECRET, soon()))
-        return meet(ServerExchange(f"job-0.service.invalid:{port}", 1, 2, SECRET, soon()))
+            return meet(hosting(listen(Address("127.0.0.1", port)), 0, 2, SECRET, soon()))
+        return meet(at_server(f"job-0.service.invalid:{port}", 1, 2, SECRET, soon()))
 
     assert run_threads(2, rank_main) == [expected(2)] * 2
 
@@ -254,7 +266,7 @@ def test_nobody_who_listens_is_named_with_the_cause_at_the_deadline() -> None:
     address = port_of(listener)
     listener.close()
     with pytest.raises(HorovodInternalError) as raised:
-        ServerExchange(address, 1, 2, SECRET, soon(0.3))
+        at_server(address, 1, 2, SECRET, soon(0.3))
     assert f"the server of the meeting at {address} cannot be reached" in str(raised.value)
     assert "Connection refused" in str(raised.value)
     assert "HVDLITE_START_TIMEOUT (seconds)" in str(raised.value)
@@ -269,12 +281,12 @@ def test_a_rank_that_never_comes_is_named_by_all_others(
     driver = None if hosted else Driver(lambda: MeetingServer(listener, range(4), 4, SECRET))
 
     def rank_main(rank: int) -> str:
-        deadline = soon(1.5 if rank == 0 else LIMIT) if hosted else soon(1.5)
+        deadline = soon(1.5 if rank == 0 else 2.0) if hosted else soon(1.5)
         with pytest.raises(HorovodInternalError) as raised:
             if hosted and rank == 0:
-                meet(HostedExchange(listener, 0, 4, SECRET, deadline))
+                meet(hosting(listener, 0, 4, SECRET, deadline))
             else:
-                meet(ServerExchange(address, rank, 4, SECRET, deadline))
+                meet(at_server(address, rank, 4, SECRET, deadline))
         return str(raised.value)
 
     with caplog.at_level(logging.WARNING, "hvdlite"):
@@ -285,8 +297,53 @@ def test_a_rank_that_never_comes_is_named_by_all_others(
         assert "these ranks did not come: 3 (seen: 0, 1, 2)" in error, error
     assert "rank 0 of 4 has waited" in errors[0] and "HVDLITE_START_TIMEOUT" in errors[0]
     lines = [record.getMessage() for record in caplog.records]
+    lines = [line for line in lines if "ended before" not in line]
     assert lines and all("rank 0 of 4 has waited" in line for line in lines), lines
     assert any("these ranks did not come: 3 (seen: 0, 1, 2)" in line for line in lines), lines
+
+
+def test_who_has_time_waits_for_the_next_meeting_when_rank_0_gives_up() -> None:
+    """Rank 1 has come when the time of rank 0 was nearly over, and meets it when it comes again."""
+    first = listen(Address("127.0.0.1", 0))
+    address = port_of(first)
+    gave_up = threading.Event()
+
+    def rank_main(rank: int) -> Any:
+        if rank == 1:
+            return meet(at_server(address, 1, 3, SECRET, soon()))
+        if rank == 2:
+            assert gave_up.wait(LIMIT)
+            return meet(at_server(address, 2, 3, SECRET, soon()))
+        exchange = hosting(first, 0, 3, SECRET, soon(0.5))
+        with pytest.raises(HorovodInternalError, match=r"did not come: 2 \(seen: 0, 1\)"):
+            meet(exchange)
+        gave_up.set()
+        return meet(hosting(listen(address), 0, 3, SECRET, soon()))
+
+    assert run_threads(3, rank_main) == [expected(3)] * 3
+
+
+def test_who_was_answered_fails_when_rank_0_gives_up_later() -> None:
+    listener = listen(Address("127.0.0.1", 0))
+    address = port_of(listener)
+    over = threading.Barrier(3)
+
+    def rank_main(rank: int) -> None:
+        exchange: Any = (
+            at_server(address, rank, 3, SECRET, soon())
+            if rank
+            else hosting(listener, 0, 3, SECRET, soon(1.0))
+        )
+        exchange.allgather(b"")
+        began = time.monotonic()
+        if rank < 2:
+            with pytest.raises(HorovodInternalError, match=r"did not come: 2 \(seen: 0, 1\)"):
+                exchange.allgather(b"")
+            assert time.monotonic() - began < LIMIT / 2
+        over.wait(LIMIT)
+        exchange.close()
+
+    run_threads(3, rank_main)
 
 
 def test_who_gave_up_can_come_again_and_meet_who_was_late() -> None:
@@ -297,9 +354,9 @@ def test_who_gave_up_can_come_again_and_meet_who_was_late() -> None:
             assert gave_up.wait(LIMIT)
         else:
             with pytest.raises(HorovodInternalError, match="did not come: 2 "):
-                meet(ServerExchange(address, rank, 3, SECRET, soon(0.3)))
+                meet(at_server(address, rank, 3, SECRET, soon(0.3)))
             gave_up.set()
-        return meet(ServerExchange(address, rank, 3, SECRET, soon()))
+        return meet(at_server(address, rank, 3, SECRET, soon()))
 
     with serving(3) as (address, _):
         assert run_threads(3, rank_main) == [expected(3)] * 3
@@ -314,9 +371,9 @@ def test_a_rank_that_is_lost_in_the_middle_ends_the_wait_of_the_others(hosted: b
     def rank_main(rank: int) -> None:
         exchange: Any
         if rank == 0 and hosted:
-            exchange = HostedExchange(listener, 0, 3, SECRET, soon())
+            exchange = hosting(listener, 0, 3, SECRET, soon())
         else:
-            exchange = ServerExchange(address, rank, 3, SECRET, soon())
+            exchange = at_server(address, rank, 3, SECRET, soon())
         exchange.allgather(b"")
         if rank == 2:
             exchange._connection.close()  # As the end of its process does.
@@ -333,22 +390,43 @@ def test_a_rank_that_is_lost_in_the_middle_ends_the_wait_of_the_others(hosted: b
         driver.close()
 
 
+def test_the_first_that_left_is_blamed_also_when_others_have_left_since() -> None:
+    left = threading.Barrier(3)
+
+    def rank_main(rank: int) -> None:
+        exchange = at_server(address, rank, 3, SECRET, soon())
+        exchange.allgather(b"")
+        for leaving in (2, 0):
+            if rank == leaving:
+                exchange.close()
+            while driver.server._rounds.guests.get(leaving) is not None:
+                time.sleep(0.001)
+            left.wait(LIMIT)
+        if rank == 1:
+            with pytest.raises(HorovodInternalError, match="rank 2 has left"):
+                exchange.allgather(b"")
+        exchange.close()
+
+    with serving(3) as (address, driver):
+        run_threads(3, rank_main)
+
+
 def test_a_rank_that_begins_again_in_the_middle_does_not_mix_two_meetings() -> None:
     second = threading.Event()
 
     def rank_main(rank: int) -> Any:
-        exchange = ServerExchange(address, rank, 2, SECRET, soon())
+        exchange = at_server(address, rank, 2, SECRET, soon())
         exchange.allgather(b"")
         if rank == 0:
             exchange.close()
-            exchange = ServerExchange(address, rank, 2, SECRET, soon())
+            exchange = at_server(address, rank, 2, SECRET, soon())
             second.set()
             return meet(exchange)
         assert second.wait(LIMIT)
         with pytest.raises(HorovodInternalError, match="rank 0 has left"):
             exchange.allgather(b"")
         exchange.close()
-        return meet(ServerExchange(address, rank, 2, SECRET, soon()))
+        return meet(at_server(address, rank, 2, SECRET, soon()))
 
     with serving(2) as (address, _):
         assert run_threads(2, rank_main) == [expected(2)] * 2
@@ -356,7 +434,7 @@ def test_a_rank_that_begins_again_in_the_middle_does_not_mix_two_meetings() -> N
 
 def test_the_server_makes_all_that_wait_fail() -> None:
     def rank_main(rank: int) -> None:
-        exchange = ServerExchange(address, rank, 3, SECRET, soon())
+        exchange = at_server(address, rank, 3, SECRET, soon())
         with pytest.raises(HorovodInternalError, match="node2 is lost"):
             exchange.allgather(b"")
         exchange.close()
@@ -376,9 +454,25 @@ def test_the_server_makes_all_that_wait_fail() -> None:
         teller.join()
 
 
+def test_a_connection_that_is_lost_before_the_first_round_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send, lost = ServerExchange._send, [ConnectionResetError("reset by peer")]
+
+    def send_later(exchange: ServerExchange, *message: Any) -> None:
+        if message[0] == wire.JOIN and lost:
+            raise lost.pop()
+        send(exchange, *message)
+
+    monkeypatch.setattr(ServerExchange, "_send", send_later)
+    with serving(2) as (address, _), all_sockets_closed():
+        results = run_threads(2, lambda rank: meet(at_server(address, rank, 2, SECRET, soon())))
+    assert results == [expected(2)] * 2 and not lost
+
+
 def test_a_server_that_ends_between_two_rounds_is_named() -> None:
     with serving(1) as (address, driver):
-        exchange = ServerExchange(address, 0, 1, SECRET, soon())
+        exchange = at_server(address, 0, 1, SECRET, soon())
         exchange.allgather(b"")
         driver.close()
         with pytest.raises(HorovodInternalError, match="ended while the ranks of this job connect"):
@@ -393,7 +487,7 @@ def test_a_wrong_rank_is_told_and_does_not_disturb_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving(2) as (address, driver):
-        first = ServerExchange(address, 0, 2, SECRET, soon())
+        first = at_server(address, 0, 2, SECRET, soon())
         wrong: list[tuple[int, int, bytes, str]] = [
             (1, 3, SECRET, "rank 1 counts 3 ranks in the job, and .* counts 2"),
             (2, 2, SECRET, "rank 2 does not meet here: the ranks here are 0, 1"),
@@ -401,11 +495,11 @@ def test_a_wrong_rank_is_told_and_does_not_disturb_the_others(
         ]
         for rank, size, secret, text in wrong:
             with pytest.raises(HorovodInternalError, match=f"refuses this rank: .*{text}"):
-                ServerExchange(address, rank, size, secret, soon())
+                at_server(address, rank, size, secret, soon())
         with monkeypatch.context() as patched:
             patched.setattr("hvdlite.common.meeting.client.DUPLICATE_SECONDS", 0.1)
             with pytest.raises(HorovodInternalError, match="rank 0 is here already: two processes"):
-                ServerExchange(address, 0, 2, SECRET, soon())
+                at_server(address, 0, 2, SECRET, soon())
         with monkeypatch.context() as patched:
             packed = wire.pack_claim
             patched.setattr(
@@ -414,30 +508,30 @@ def test_a_wrong_rank_is_told_and_does_not_disturb_the_others(
                 lambda *args: (raw := packed(*args))[:8] + struct.pack("<I", 999) + raw[12:],
             )
             with pytest.raises(HorovodVersionMismatchError, match=r"\(protocol 999\) is installed"):
-                ServerExchange(address, 1, 2, SECRET, soon())
+                at_server(address, 1, 2, SECRET, soon())
         notes = " | ".join(driver.server.notes())
         assert "rank 1 counts 3" in notes and "protocol 999" in notes, notes
-        second = ServerExchange(address, 1, 2, SECRET, soon())
+        second = at_server(address, 1, 2, SECRET, soon())
         assert run_threads(2, lambda rank: meet((first, second)[rank])) == [expected(2)] * 2
 
 
 def test_those_who_wait_hear_why_a_rank_was_refused() -> None:
     with serving(2) as (address, _):
         with pytest.raises(HorovodInternalError, match="refuses"):
-            ServerExchange(address, 1, 3, SECRET, soon())
+            at_server(address, 1, 3, SECRET, soon())
         with pytest.raises(HorovodInternalError, match=r"come: 1 .*rank 1 counts 3 ranks"):
-            meet(ServerExchange(address, 0, 2, SECRET, soon(0.2)))
+            meet(at_server(address, 0, 2, SECRET, soon(0.2)))
 
 
 def test_a_rank_that_comes_again_before_its_end_is_seen_is_let_in() -> None:
     with serving(2) as (address, _):
-        first = ServerExchange(address, 0, 2, SECRET, soon())
+        first = at_server(address, 0, 2, SECRET, soon())
         first.allgather  # noqa: B018 - it has joined and waits for nobody
         closer = threading.Timer(0.2, first.close)
         closer.start()
-        again = ServerExchange(address, 0, 2, SECRET, soon())
+        again = at_server(address, 0, 2, SECRET, soon())
         closer.join()
-        other = ServerExchange(address, 1, 2, SECRET, soon())
+        other = at_server(address, 1, 2, SECRET, soon())
         assert run_threads(2, lambda rank: meet((again, other)[rank])) == [expected(2)] * 2
 
 
@@ -449,9 +543,9 @@ def test_ranks_of_another_start_of_the_job_wait_for_their_own_server() -> None:
 
     def rank_main(rank: int) -> Any:
         if rank == 1:
-            return meet(ServerExchange(address, 1, 2, SECRET, soon(), job=new))
+            return meet(at_server(address, 1, 2, SECRET, soon(), job=new))
         assert closed.wait(LIMIT)
-        return meet(HostedExchange(listen(address), 0, 2, SECRET, soon(), job=new))
+        return meet(hosting(listen(address), 0, 2, SECRET, soon(), job=new))
 
     driver = Driver(lambda: MeetingServer(listener, range(2), 2, SECRET, job=old))
     closer = threading.Timer(0.3, lambda: (driver.close(), closed.set()))
@@ -472,7 +566,7 @@ def test_of_several_ports_the_one_of_the_job_is_found() -> None:
         chatty.start()
         addresses = [Address("127.0.0.1", silent.getsockname()[1]), theirs, ours]
         results = run_threads(
-            2, lambda rank: meet(ServerExchange(addresses, rank, 2, b"this job", soon()))
+            2, lambda rank: meet(at_server(addresses, rank, 2, b"this job", soon()))
         )
     assert results == [expected(2)] * 2
 
@@ -503,9 +597,9 @@ def proven(rank: int, size: int, frames: bytes, address: Address) -> bytes:
     """What the server says to `frames` of a rank that has the secret."""
     with socket.create_connection(address[:2], timeout=LIMIT) as connection:
         greeting = wire.unpack_greeting(connection.recv(wire.GREETING.size, socket.MSG_WAITALL))
-        nonce = new_nonce()
+        nonce = handshake.new_nonce()
         claim = wire.pack_claim(bytes(wire.JOB_BYTES), rank, size, nonce)
-        mine = proof(SECRET, CONNECTS, greeting.nonce + nonce, claim)
+        mine = handshake.proof(SECRET, handshake.CONNECTS, greeting.nonce + nonce, claim)
         connection.sendall(claim + mine + frames)
         answer = b""
         with contextlib.suppress(ConnectionResetError):
@@ -517,7 +611,7 @@ def proven(rank: int, size: int, frames: bytes, address: Address) -> bytes:
 def test_strangers_are_dropped_and_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "SILENCE_SECONDS", 0.3)
     with serving(2) as (address, _):
-        first = ServerExchange(address, 0, 2, SECRET, soon())
+        first = at_server(address, 0, 2, SECRET, soon())
         garbage = [
             b"GET / HTTP/1.1\r\n\r\n",
             b"\0" * 4096,
@@ -528,8 +622,8 @@ def test_strangers_are_dropped_and_the_ranks_meet(monkeypatch: pytest.MonkeyPatc
         for data in garbage:
             answer = stranger(address, data)
             assert answer[: wire.GREETING.size].startswith(wire.MAGIC)
-            assert proof(SECRET, b"listens", b"", b"") not in answer
-        second = ServerExchange(address, 1, 2, SECRET, soon())
+            assert handshake.proof(SECRET, b"listens", b"", b"") not in answer
+        second = at_server(address, 1, 2, SECRET, soon())
         assert run_threads(2, lambda rank: meet((first, second)[rank])) == [expected(2)] * 2
 
 
@@ -555,9 +649,7 @@ def test_a_rank_that_breaks_the_protocol_is_dropped_and_can_come_right(frames: b
     with serving(2) as (address, driver):
         proven(0, 2, frames, address)  # returns: the server closes
         assert any("was closed" in note for note in driver.server.notes())
-        results = run_threads(
-            2, lambda rank: meet(ServerExchange(address, rank, 2, SECRET, soon()))
-        )
+        results = run_threads(2, lambda rank: meet(at_server(address, rank, 2, SECRET, soon())))
     assert results == [expected(2)] * 2
 
 
@@ -566,8 +658,10 @@ def test_a_proof_that_was_overheard_does_not_serve_again() -> None:
     with serving(2) as (address, driver):
         with socket.create_connection(address[:2], timeout=LIMIT) as connection:
             greeting = wire.unpack_greeting(connection.recv(wire.GREETING.size, socket.MSG_WAITALL))
-            claim = wire.pack_claim(bytes(wire.JOB_BYTES), 0, 2, bytes(NONCE_BYTES))
-            overheard = claim + proof(SECRET, CONNECTS, greeting.nonce + bytes(NONCE_BYTES), claim)
+            claim = wire.pack_claim(bytes(wire.JOB_BYTES), 0, 2, bytes(handshake.NONCE_BYTES))
+            overheard = claim + handshake.proof(
+                SECRET, handshake.CONNECTS, greeting.nonce + bytes(handshake.NONCE_BYTES), claim
+            )
         answer = stranger(address, overheard)
         assert answer[wire.GREETING.size] == wire.OTHER_SECRET
         assert driver.server.missing() == [0, 1]
@@ -579,7 +673,7 @@ def test_a_false_server_is_not_believed() -> None:
 
         def accept_all() -> None:
             connection, _ = listener.accept()
-            connection.sendall(wire.pack_greeting(new_nonce()))
+            connection.sendall(wire.pack_greeting(handshake.new_nonce()))
             connection.recv(wire.CLAIM_BYTES, socket.MSG_WAITALL)
             connection.sendall(wire.pack_acceptance(b"a guess", b"", b""))
             connection.recv(1)
@@ -588,24 +682,91 @@ def test_a_false_server_is_not_believed() -> None:
         thread = threading.Thread(target=accept_all)
         thread.start()
         with pytest.raises(HorovodInternalError, match="does not know the secret of this job"):
-            ServerExchange(Address("127.0.0.1", listener.getsockname()[1]), 0, 1, SECRET, soon())
+            at_server(Address("127.0.0.1", listener.getsockname()[1]), 0, 1, SECRET, soon())
         thread.join()
 
 
 def test_a_flood_of_connections_leaves_the_ranks_alone() -> None:
     with serving(2) as (address, driver), contextlib.ExitStack() as flood:
-        first = ServerExchange(address, 0, 2, SECRET, soon())
+        first = at_server(address, 0, 2, SECRET, soon())
         for _ in range(300):
             flood.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
-        second = ServerExchange(address, 1, 2, SECRET, soon())
+        second = at_server(address, 1, 2, SECRET, soon())
         assert len(driver.server._connections) <= 2 + driver.server._most_strangers
         assert run_threads(2, lambda rank: meet((first, second)[rank])) == [expected(2)] * 2
+
+
+@contextlib.contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    """Let this process open no file more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)  # All lower ones are open.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def wakes(server: MeetingServer, seconds: float) -> int:
+    """Drive a server for some time; how often it had something to do."""
+    poller = select.poll()
+    poller.register(server, select.POLLIN)
+    count, end = 0, time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if poller.poll(left * 1000):
+            server.handle()
+            count += 1
+    return count
+
+
+def greeted(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+def test_a_server_without_free_descriptors_sleeps_until_a_connection_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener = listen(Address("127.0.0.1", 0))
+    address = port_of(listener)
+    server = MeetingServer(listener, range(2), 2, SECRET)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        first, second, third = (
+            stack.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
+            for _ in range(3)
+        )
+        with caplog.at_level(logging.WARNING, "hvdlite"), no_free_descriptor():
+            assert wakes(server, 0.3) < 5
+            assert not any(greeted(connection) for connection in (first, second, third))
+            assert wakes(server, 0.3) == 0
+        assert "Too many open files" in caplog.text and len(caplog.records) == 1, caplog.text
+        stack.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
+        wakes(server, 0.1)
+        assert all(greeted(connection) for connection in (first, second, third))
+
+
+def test_a_descriptor_that_gets_free_is_for_the_connection_that_waits() -> None:
+    listener = listen(Address("127.0.0.1", 0))
+    address = port_of(listener)
+    server = MeetingServer(listener, range(2), 2, SECRET)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        first, second = (socket.create_connection(address[:2], timeout=LIMIT) for _ in range(2))
+        stack.callback(second.close)
+        first.close()
+        server.handle()  # It has both.
+        third = stack.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
+        with no_free_descriptor():
+            wakes(server, 0.1)  # The first has ended, which is seen before the third is accepted.
+            assert greeted(third) and greeted(second)
 
 
 def test_the_server_leaves_no_descriptor_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
     with serving(3) as (address, _):
-        run_threads(3, lambda rank: meet(ServerExchange(address, rank, 3, SECRET, soon())))
+        run_threads(3, lambda rank: meet(at_server(address, rank, 3, SECRET, soon())))
         stranger_socket = socket.create_connection(address[:2])
     stranger_socket.close()
     assert set(os.listdir("/proc/self/fd")) <= before
@@ -625,16 +786,14 @@ def test_a_process_with_many_open_files_meets() -> None:
 
         def rank_main(rank: int) -> Any:
             if rank == 0:
-                return meet(HostedExchange(hosted, 0, 2, SECRET, soon()))
-            return meet(ServerExchange(address, rank, 2, SECRET, soon()))
+                return meet(hosting(hosted, 0, 2, SECRET, soon()))
+            return meet(at_server(address, rank, 2, SECRET, soon()))
 
         assert run_threads(2, rank_main) == [expected(2)] * 2
         served = listen(Address("127.0.0.1", 0))
         address = port_of(served)
         with contextlib.closing(ServedMeeting(served, 2, SECRET.decode())):
-            results = run_threads(
-                2, lambda rank: meet(ServerExchange(address, rank, 2, SECRET, soon()))
-            )
+            results = run_threads(2, lambda rank: meet(at_server(address, rank, 2, SECRET, soon())))
         assert results == [expected(2)] * 2
     finally:
         for descriptor in opened:
@@ -648,14 +807,14 @@ def test_the_secret_is_on_no_wire() -> None:
 
         def listen_in() -> None:
             connection, _ = listener.accept()
-            connection.sendall(wire.pack_greeting(new_nonce()))
+            connection.sendall(wire.pack_greeting(handshake.new_nonce()))
             heard.append(connection.recv(wire.CLAIM_BYTES, socket.MSG_WAITALL))
             connection.close()
 
         thread = threading.Thread(target=listen_in)
         thread.start()
         with pytest.raises(HorovodInternalError):
-            ServerExchange(Address("127.0.0.1", listener.getsockname()[1]), 0, 1, SECRET, soon(0.5))
+            at_server(Address("127.0.0.1", listener.getsockname()[1]), 0, 1, SECRET, soon(0.5))
         thread.join()
     assert len(heard[0]) == wire.CLAIM_BYTES and SECRET not in heard[0]
     assert not re.search(re.escape(SECRET.hex().encode()), heard[0])

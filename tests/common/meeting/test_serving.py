@@ -10,8 +10,8 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.meeting.address import Address, listen
-from hvdlite.common.meeting.client import ServerExchange
 from hvdlite.common.meeting.serving import ServedMeeting
+from tests.common.meeting.exchanges import at_server
 from tests.ranks import run_threads
 
 SIZE = 3
@@ -19,7 +19,7 @@ SIZE = 3
 
 def meet(address: str, rank: int, body: bytes, seconds: float = 20) -> list[bytes]:
     deadline = time.monotonic() + seconds
-    exchange = ServerExchange(address, rank, SIZE, b"secret", deadline)
+    exchange = at_server(address, rank, SIZE, b"secret", deadline)
     bodies = exchange.allgather(body)
     exchange.close()
     return bodies

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.meeting import wire
+from hvdlite.common.meeting.participant import Participant
 from hvdlite.common.meeting.patience import Patience
 from hvdlite.common.meeting.server import MeetingServer
 
@@ -28,31 +29,19 @@ class _Own:
 
 
 class HostedExchange:
-    """The exchange of world rank `rank`, which serves the meeting at `listener`.
+    """The exchange of `me`, which serves the meeting at `listener`; see `Exchange`.
 
     All ranks of the job may meet there, also those of another meeting. The port is closed by
-    `close`, when the others have left, so that another program can have it. See `ServerExchange`
-    for the arguments.
+    `close`, when the others have left, so that another program can have it.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        rank: int,
-        size: int,
-        secret: bytes,
-        deadline: float,
-        members: Sequence[int] | None = None,
-        *,
-        job: bytes = bytes(wire.JOB_BYTES),
-    ) -> None:
-        self.rank = rank if members is None else members.index(rank)
-        self.size = size if members is None else len(members)
-        self._own = _Own(rank, members or ())
-        self._patience = Patience(rank, size, deadline)
-        self._server = MeetingServer(listener, range(size), size, secret, job=job)
+    def __init__(self, listener: socket.socket, me: Participant) -> None:
+        self.rank, self.size = me.place
+        self._own = _Own(me.rank, me.members or ())
+        self._patience = Patience(me.rank, me.size, me.deadline)
+        self._server = MeetingServer(listener, range(me.size), me.size, me.secret, job=me.job)
         self._server.join(self._own)
-        self._frames = wire.answers(size)
+        self._frames = wire.answers(me.size)
 
     def allgather(self, body: bytes) -> list[bytes]:
         """See `Exchange.allgather`."""
@@ -71,13 +60,16 @@ class HostedExchange:
         raise AssertionError(f"the server of this process sent {message[0]}")
 
     def _say_who_is_missing(self) -> None:
-        """Log the missing ranks; at the deadline, end the wait of all ranks."""
+        """Log the missing ranks; at the deadline, end the wait of all ranks.
+
+        Those that have more time wait for another server: this rank may call init again.
+        """
         server, patience = self._server, self._patience
         who = server.presence(self._own).spell()
         if not patience.over:
             patience.log(who)
             return
-        server.fail(f"rank {self._own.rank} has given up to wait in init(): {who}")
+        server.give_up(f"rank {self._own.rank} has given up to wait in init(): {who}")
         self._own.inbox.clear()
         raise patience.error(who)
 
