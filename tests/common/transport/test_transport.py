@@ -362,6 +362,36 @@ def test_a_wait_for_an_array_asks_check(pair: list[Any]) -> None:
         pair[0].wait([pair[0].irecv(1, np.zeros(4))])
 
 
+@pytest.mark.parametrize("during", ["receive", "a wait for an array", "a wait for a signal"])
+def test_a_rank_that_is_closed_by_another_thread_does_not_hang(
+    pair: list[Any], during: str
+) -> None:
+    """As a test, or the end of a program, closes the connections of an engine that goes on."""
+    sleeps = threading.Event()
+    pair[0].call_while_waiting(sleeps.set)
+
+    def wait() -> None:
+        if during == "receive":
+            sleeps.set()
+            pair[0].receive(None)
+        elif during == "a wait for an array":
+            pair[0].wait([pair[0].irecv(1, np.zeros(4))])
+        else:
+            pair[0].await_signal(1)
+
+    def close() -> None:
+        assert sleeps.wait(10)
+        pair[0].close()
+        assert Incoming(0, None) in collect(pair[1], 1)
+
+    if during == "a wait for a signal" and len(pair[0].topology.hosts) > 1:
+        pytest.skip("signals are sent inside a host")
+    if during == "receive" and isinstance(pair[0], InProcessTransport):
+        pytest.skip("its messages still arrive")
+    with pytest.raises(HorovodInternalError):
+        at_once(wait, close)
+
+
 @pytest.fixture
 def in_process() -> tuple[InProcessTransport, InProcessTransport]:
     """Two ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -70,6 +71,8 @@ class TcpTransport:
         self._negotiate: Callable[[], None] = do_nothing
         self._local = frozenset(job.topology.peers(self.rank))
         self._closed = False
+        self._polling = 0  # The thread that is in `poll`.
+        self._to_close = threading.Lock()  # Is taken by the one thread that closes.
         self._one_host = len(job.topology.hosts) == 1
         # The links over which this rank sends, and those over which it only receives.
         self._control: dict[int, ControlLink] = {}
@@ -92,9 +95,23 @@ class TcpTransport:
                 self._connections.dial(Slot(rank, CONTROL))
         return link
 
-    def poll(self, seconds: float) -> None:
-        """Go on to connect, until something has occurred."""
-        self._poller.poll(seconds)
+    def poll(self, seconds: float | None) -> bool:
+        """Sleep until something occurs, at most `seconds`; return whether anything did.
+
+        Raises `HorovodInternalError` if another thread has closed this transport.
+        """
+        self._polling = threading.get_ident()
+        try:
+            if not self._closed:
+                return self._poller.poll(seconds)
+            return False
+        finally:
+            self._polling = 0
+            if self._closed:
+                self._close()
+                raise HorovodInternalError(
+                    f"rank {self.rank} has closed its connections", rank=self.rank
+                )
 
     def _new_control(self, rank: int) -> ControlLink:
         link = ControlLink(rank, self._poller, self._liveness, self._deliver)
@@ -159,6 +176,8 @@ class TcpTransport:
 
     def send(self, rank: int, body: bytes) -> None:
         """See `Transport.send`."""
+        if self._closed:
+            return
         if rank in self._local:
             if rank == self.rank:
                 self._to_self.append(Incoming(rank, bytes(body)))
@@ -203,15 +222,15 @@ class TcpTransport:
         """See `Transport.receive`."""
         mesh = self._mesh
         if timeout == 0:
-            self._poller.poll(0)
+            self.poll(0)
             return self._take()
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._poller.poll(0 if self._to_self or mesh.woken or mesh.incoming else timeout)
+        self.poll(0 if self._to_self or mesh.woken or mesh.incoming else timeout)
         while not (mesh.incoming or mesh.woken or self._to_self):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
-            self._poller.poll(left)
+            self.poll(left)
         mesh.woken = mesh.news = False
         return self._take()
 
@@ -238,7 +257,7 @@ class TcpTransport:
         Returns whether anything did. See [Note: negotiation while a collective waits] in engine.py.
         """
         mesh = self._mesh
-        occurred = self._poller.poll(CHECK_SECONDS)
+        occurred = self.poll(CHECK_SECONDS)
         if not occurred or mesh.incoming or mesh.news:
             mesh.news = False
             self._negotiate()
@@ -309,7 +328,7 @@ class TcpTransport:
     def _attend(self) -> None:
         """Move arrays between hosts, and negotiate, while this rank waits for a local one."""
         mesh = self._mesh
-        self._poller.poll(0)
+        self.poll(0)
         if mesh.incoming or mesh.news:
             mesh.news = False
             self._negotiate()
@@ -321,10 +340,20 @@ class TcpTransport:
     # -- closing
 
     def close(self) -> None:
-        """See `Transport.close`. Waits a little until remote ranks have all that was sent."""
-        if self._closed:
+        """See `Transport.close`. Waits a little until remote ranks have all that was sent.
+
+        Any thread may call it: one that is in `poll` meanwhile closes the connections itself.
+        """
+        if not self._closed:
+            self._closed = True
+            if self._polling in (0, threading.get_ident()):
+                self._close()
+            else:
+                self.wake()
+
+    def _close(self) -> None:
+        if not self._to_close.acquire(blocking=False):
             return
-        self._closed = True
         self._mesh.drain(GOODBYE_SECONDS)
         self._say_goodbye()
         self._mesh.close()
