@@ -378,14 +378,53 @@ def test_ranks_with_different_secrets_do_not_connect() -> None:
     run_threads(2, body)
 
 
+def make_room_for(guests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let so many connect that have not proved who they are, to each of two ranks."""
+    strangers = guests - 2 * connections.CONNECTIONS_PER_RANK
+    monkeypatch.setattr(connections, "MOST_STRANGERS", strangers)
+
+
+
+
+def ports_of_guests(transport: TcpTransport) -> set[int]:
+    """From where they connect that have not proved who they are."""
+    return {guest.connection.getpeername()[1] for guest in transport._connections._guests}
+
+
 def test_too_many_guests_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MOST_GUESTS", 3)
+    make_room_for(3, monkeypatch)
     with open_pair() as (transports, places):
         strangers = [socket.create_connection(places[0]) for _ in range(10)]
         for _ in strangers:
             transports[0].receive(0.01)
         assert len(transports[0]._connections._guests) == 3
         train(transports)
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_rank_that_is_pushed_out_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_room_for(1, monkeypatch)
+    with open_pair(neighbours=lambda topology, rank: ()) as (transports, places):
+        strangers: list[socket.socket] = []
+        transports[1].send(0, b"at last")
+        for _ in range(3):
+            while not ports_of_guests(transports[0]) - {s.getsockname()[1] for s in strangers}:
+                transports[1].receive(0.02)  # Dials.
+                transports[0].receive(0.02)  # Accepts.
+            strangers.append(socket.create_connection(places[0]))
+            while strangers[-1].getsockname()[1] not in ports_of_guests(transports[0]):
+                transports[0].receive(0.02)
+        got: list[list[Incoming]] = [[]]
+
+        def go_on(rank: int) -> None:
+            while not got[-1]:
+                messages = transports[rank].receive(0.05)
+                if rank == 0:
+                    got.append(messages)
+
+        run_threads(2, go_on)
+        assert got[-1] == [Incoming(1, b"at last")]
         for stranger in strangers:
             stranger.close()
 

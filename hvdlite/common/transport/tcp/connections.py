@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from hvdlite.common.transport.tcp.strangers import (
     CLAIM,
     CONTROL_ONE_WAY,
     GO,
+    MOST_STREAMS,
     Identity,
     Slot,
     Stranger,
@@ -39,7 +41,11 @@ from hvdlite.common.transport.tcp.strangers import (
 log = logging.getLogger("hvdlite")
 
 HANDSHAKE_SECONDS = 30.0  # How long one that does not prove who it is may stay connected.
-MOST_GUESTS = 512  # The oldest is closed when another one comes.
+# How many may be connected that have not proved who they are, beside all ranks of the job, which
+# may dial all their connections at once. The oldest is closed when another one comes.
+MOST_STRANGERS = 512
+CONNECTIONS_PER_RANK = 2 + MOST_STREAMS  # Control in both ways, and arrays.
+LINGER = struct.Struct("ii")
 PAUSE_SECONDS = 1.0  # Without descriptors left, a rank accepts again after this time.
 
 
@@ -120,8 +126,8 @@ class Connections:
             self._poller.call_at(time.monotonic() + PAUSE_SECONDS, self._listen)
             return
         connection.setblocking(False)
-        if len(self._guests) >= MOST_GUESTS:
-            next(iter(self._guests)).ended("there are too many")
+        if len(self._guests) >= MOST_STRANGERS + self.me.size * CONNECTIONS_PER_RANK:
+            next(iter(self._guests)).push_out()
         guest = _Guest(self, self._poller, connection)
         self._guests[guest] = None
         guest.greet()
@@ -208,11 +214,16 @@ class _Guest(Stranger):
         else:
             self.ended("it says what no rank says")
 
+    def push_out(self) -> None:
+        """Close the connection to make room. A reset tells a rank that it may try again."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER.pack(1, 0))
+        self.ended("there are too many")
+
     def _limit(self) -> None:
         if self.pending:
             self.ended("it did not prove who it is")
 
-    def ended(self, reason: str) -> None:
+    def ended(self, reason: str, *, reset: bool = False) -> None:
         """See `Stranger.ended`."""
         log.debug("rank %d closes a foreign connection: %s", self._host.me.rank, reason)
         self.close()

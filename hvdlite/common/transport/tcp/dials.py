@@ -26,9 +26,10 @@ from hvdlite.common.meeting.handshake import (
 )
 from hvdlite.common.transport.poller import WRITE, Poller
 from hvdlite.common.transport.tcp.addresses import Target
-from hvdlite.common.transport.tcp.strangers import GO, Identity, Slot, Stranger, why
+from hvdlite.common.transport.tcp.strangers import GO, RESETS, Identity, Slot, Stranger, why
 
 STAGGER_SECONDS = 0.25  # A dial waits so long for an address before it tries the next one as well.
+AGAIN_SECONDS = 0.1  # And so long before it tries one again that has reset the connection.
 
 
 class Limits(NamedTuple):
@@ -54,11 +55,14 @@ class Dial:
         self.failed: Callable[[Dial, str], None]
         self._left = list(reversed(targets))
         self._attempts: list[_Attempt] = []
+        self._again: list[Target] = []  # Have reset the connection, and are tried again soon.
+        self._last = 0.0  # Until when targets are tried again, in monotonic seconds.
         self._reasons: list[str] = []
         self._over = False
 
     def start(self) -> None:
         """Try the first target."""
+        self._last = time.monotonic() + self.limits.connect_seconds
         self._next()
 
     def _next(self) -> None:
@@ -76,15 +80,28 @@ class Dial:
             attempt.start()
             if self._left:
                 self.poller.call_at(time.monotonic() + STAGGER_SECONDS, self._next)
-        elif not self._attempts:
+        elif not self._attempts and not self._again:
             self._over = True
             self.failed(self, "; ".join(self._reasons) or "it has no address that fits")
 
-    def lost(self, attempt: _Attempt, reason: str) -> None:
-        """Note why `attempt` has failed, and try the next target."""
+    def lost(self, attempt: _Attempt, reason: str, *, reset: bool) -> None:
+        """Note why `attempt` has failed, and try the next target.
+
+        A rank on which many connect at once may `reset` a connection: it is tried again.
+        """
         self._attempts.remove(attempt)
+        now = time.monotonic()
+        if reset and now < self._last:
+            self._again.append(attempt.target)
+            self.poller.call_at(now + AGAIN_SECONDS, self._try_again)
+            self._next()
+            return
         origin = f" from {attempt.origin}" if attempt.origin else ""
         self._reasons.append(f"{attempt.target}{origin}: {reason}")
+        self._next()
+
+    def _try_again(self) -> None:
+        self._left.append(self._again.pop(0))
         self._next()
 
     def won(self, attempt: _Attempt) -> None:
@@ -138,7 +155,7 @@ class _Attempt(Stranger):
     def _on_connected(self, events: int) -> None:
         code = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            self.ended(os.strerror(code).lower())
+            self.ended(os.strerror(code).lower(), reset=code in RESETS)
             return
         self._answered = True
         self.expect(NONCE_BYTES, self._on_nonce)
@@ -157,10 +174,10 @@ class _Attempt(Stranger):
         else:
             self.ended("another program or another job answers there")
 
-    def ended(self, reason: str) -> None:
+    def ended(self, reason: str, *, reset: bool = False) -> None:
         """See `Stranger.ended`."""
         self.close()
-        self._dial.lost(self, reason)
+        self._dial.lost(self, reason, reset=reset)
 
 
 def _new_socket(family: int) -> socket.socket:

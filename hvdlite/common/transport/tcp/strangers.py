@@ -28,6 +28,7 @@ GO = b"g"
 # The channels. Off the control tree, the sender of a message dials a connection for itself.
 CONTROL, CONTROL_ONE_WAY, DATA = 0, 1, 2
 MOST_STREAMS = 16  # Of data between two ranks.
+RESETS = (errno.ECONNRESET, errno.EPIPE)
 REFUSES = "it closed the connection, so another program or another job answers there"
 
 
@@ -73,8 +74,11 @@ class Stranger:
         self._step: Callable[[bytes], None]
         self.pending = True  # Until it is closed, or released to be used.
 
-    def ended(self, reason: str) -> None:
-        """Close the connection, because of `reason`. Called at most once."""
+    def ended(self, reason: str, *, reset: bool = False) -> None:
+        """Close the connection, because of `reason`. Called at most once.
+
+        `reset` tells that the other end has reset it: one that has to make room for others does.
+        """
         self.close()
 
     def expect(self, nbytes: int, step: Callable[[bytes], None]) -> None:
@@ -88,7 +92,7 @@ class Stranger:
         except BlockingIOError:
             return
         except OSError as error:
-            self.ended(why(error))
+            self.ended(why(error), reset=error.errno in RESETS)
             return
         if not part:
             self.ended(REFUSES)
@@ -102,10 +106,9 @@ class Stranger:
         try:
             if self.connection.send(body, socket.MSG_NOSIGNAL) == len(body):
                 return True
-            reason = "it accepts no data"  # The buffer of a new connection holds all steps.
+            self.ended("it accepts no data")  # The buffer of a new connection holds all steps.
         except OSError as error:
-            reason = why(error)
-        self.ended(reason)
+            self.ended(why(error), reset=error.errno in RESETS)
         return False
 
     def release(self) -> socket.socket:
@@ -122,6 +125,6 @@ class Stranger:
 
 def why(error: OSError) -> str:
     """Return what `error` says of a connection."""
-    if error.errno in (errno.ECONNRESET, errno.EPIPE):
+    if error.errno in RESETS:
         return REFUSES
     return os.strerror(error.errno).lower() if error.errno else str(error)
