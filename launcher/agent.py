@@ -177,6 +177,8 @@ class Agent:
         except OSError as error:
             self.channel.send("refused", f"cannot enter {job['directory']}: {error.strerror}")
             return
+        if job["call"] is not None:
+            self.folder.link(job["call"])
         self._silence_seconds = job["silence_seconds"]
         self._variables = RankVariables(job, self.folder)
         self.loop.listen(self.folder.events_fd, lambda _fd: self._report_raised())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ class AgentConnection:
         ended: Callable[[AgentConnection], None],
     ) -> None:  # fmt: skip
         self.host = host
-        self.ready = False
+        self.ready = False  # It has accepted the job.
+        self.supplied = False  # It has the files that its ranks need.
         self.gone = False  # It ended while its ranks ran.
         self.folder = ""  # Its own, there.
         self.channel: Channel | None = None
@@ -60,6 +61,11 @@ class AgentConnection:
         """Send a message, where there is a channel."""
         if self.channel is not None:
             self.channel.send(kind, *fields)
+
+    def feed(self, messages: Iterator[tuple[Any, ...]], fed: Callable[[], None]) -> None:
+        """Send messages as the agent takes them; see `Channel.feed`."""
+        if self.channel is not None:
+            self.channel.feed(messages, fed)
 
     def let_end(self) -> None:
         """Let the agent end: it ends what is left of its ranks."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from hvdlite.common.plain.config import Config
-from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
+from hvdlite.launcher.agent_connection import AgentHost
 from hvdlite.launcher.channel import PART_BYTES
 from hvdlite.launcher.debug import terminals
 from hvdlite.launcher.launcher_choice import SRUN
@@ -44,6 +45,7 @@ class AgentJob:
             "token": self._token,
             "bind": binds_ranks(self._options.binding_args),
             "silence_seconds": self.silence_seconds if host.remote else 0.0,
+            "call": None if host.remote else self._options.call,
         }
 
     def for_rank(self, host: AgentHost, rank: int) -> dict[str, Any]:
@@ -93,14 +95,14 @@ class AgentJob:
 
     # -- hvdlite.run: the call goes there, and the answers come back
 
-    def send_files(self, agent: AgentConnection) -> None:
-        """Send the files of a call of `hvdlite.run`."""
-        if self._options.call is None:
+    def messages_of_files(self, host: AgentHost) -> Iterator[tuple[str, str, bytes]]:
+        """Yield the files of a call of `hvdlite.run` in parts, for a host that cannot see them."""
+        if self._options.call is None or not host.remote:
             return
         for entry in os.scandir(self._options.call):
             with open(entry.path, "rb") as file:
                 while part := file.read(PART_BYTES):
-                    agent.send("part", entry.name, part)
+                    yield "part", entry.name, part
 
     def keep_answer(self, rank: int, data: bytes) -> None:
         """Append a part of the answer of `rank` to the file that `hvdlite.run` reads."""

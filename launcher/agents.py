@@ -87,11 +87,15 @@ class Agents:
             )
             return
         agent.send("job", self._description.for_host(agent.host))
-        self._description.send_files(agent)
 
     def _ready(self, agent: AgentConnection) -> None:
         agent.ready = True
-        if not self._unready and not self._ending:
+        agent.feed(self._description.messages_of_files(agent.host), lambda: self._supplied(agent))
+
+    def _supplied(self, agent: AgentConnection) -> None:
+        """Start all ranks once each agent has the files that they need."""
+        agent.supplied = True
+        if not self._late and not self._ending:
             self._started = True
             for each in self.agents:
                 for rank in each.host.ranks:
@@ -243,8 +247,8 @@ class Agents:
                 agent.send("fail", str(failure), failure.rank)
 
     @property
-    def _unready(self) -> list[AgentConnection]:
-        return [agent for agent in self.agents if not agent.ready]
+    def _late(self) -> list[AgentConnection]:
+        return [agent for agent in self.agents if not agent.supplied]
 
     def signal(self, number: int) -> None:
         """See `Runner`."""
@@ -269,8 +273,8 @@ class Agents:
         self._starter.finish(end - time.monotonic())
 
     def late(self, missing: list[int]) -> list[int]:
-        """See `Runner`: ranks start when all agents are ready."""
-        return [rank for agent in self._unready for rank in agent.host.ranks] or missing
+        """See `Runner`: ranks start when all agents have their files."""
+        return [rank for agent in self._late for rank in agent.host.ranks] or missing
 
     def failure(self) -> StartFailure | None:
         """See `Runner`."""

@@ -1,7 +1,8 @@
 """The channel between the launcher and the agent of a host: messages over two descriptors.
 
 A message is a kind and its fields: a msgpack list behind its length. Both ends write without
-blocking, so neither can hold up the other; whoever produces much looks at `queued_bytes` and waits.
+blocking, so neither can hold up the other; whoever produces much looks at `queued_bytes` and waits,
+or lets the channel fetch its messages one by one.
 An end that has nothing to say sends a beat now and then, so that silence means a lost host.
 """
 
@@ -15,7 +16,7 @@ import stat
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
@@ -52,6 +53,8 @@ class Channel:
         self._prologue = prologue  # What is to be skipped, up to its end.
         self._input = bytearray()
         self._queue: deque[memoryview] = deque()
+        self._feed: Iterator[tuple[Any, ...]] | None = None
+        self._fed: Callable[[], None] = lambda: None
         self._closing = False  # Close the writing end when the queue is empty.
         for fd in (read_fd, write_fd):
             os.set_blocking(fd, False)
@@ -74,11 +77,22 @@ class Channel:
         left = self._write_some(memoryview(data))
         if left:
             self._enqueue(left)
-            self._loop.when_writable(self._write_fd, self._flush)
+            if self._feed is None:  # Else the loop waits already.
+                self._loop.when_writable(self._write_fd, self._flush)
 
     def _enqueue(self, data: memoryview) -> None:
         self._queue.append(data)
         self.queued_bytes += len(data)
+
+    def feed(self, messages: Iterator[tuple[Any, ...]], fed: Callable[[], None]) -> None:
+        """Send messages, each only when the one before it has gone; call `fed` after the last.
+
+        What else is sent meanwhile comes between them.
+        """
+        if self._write_fd >= 0:
+            if not self._queue:
+                self._loop.when_writable(self._write_fd, self._flush)
+            self._feed, self._fed = messages, fed
 
     def _write_some(self, data: memoryview) -> memoryview:
         """Write what can be written now; return the rest."""
@@ -101,9 +115,17 @@ class Channel:
                 self._queue.appendleft(left)
                 self.queued_bytes += len(left)
                 return
+        if self._feed is not None and not self._closing:
+            message = next(self._feed, None)
+            if message is not None:
+                self.send(*message)
+                return  # The loop serves others before the next one.
+        fed, self._feed = self._feed is not None, None
         self._loop.forget(self._write_fd)
         if self._closing:
             self._stop_writing()
+        elif fed:
+            self._fed()
 
     def _read(self, fd: int) -> None:
         try:
@@ -187,6 +209,7 @@ class Channel:
             self._write_fd = -1
             self._queue.clear()
             self.queued_bytes = 0
+            self._feed = None
 
     def close(self) -> None:
         """Close both directions at once."""

@@ -39,8 +39,9 @@ class Raised:
 
 def write_call(directory: str, call: tuple[Any, ...]) -> None:
     """Put ``(function, args, kwargs)`` where the ranks find it."""
-    origin = pickle.dumps((tuple(sys.version_info[:2]), sys.path), protocol=OLDEST_PROTOCOL)
-    Path(directory, CALL).write_bytes(origin + cloudpickle.dumps(call))
+    with Path(directory, CALL).open("wb") as file:
+        pickle.dump((tuple(sys.version_info[:2]), sys.path), file, protocol=OLDEST_PROTOCOL)
+        cloudpickle.dump(call, file)
 
 
 def read_answers(directory: str, num_proc: int) -> dict[int, Any]:

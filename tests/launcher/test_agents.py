@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from hvdlite.launcher.cores import cores
 from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import resolve
+from hvdlite.launcher.passed_variables import CALL_VARIABLE
 from hvdlite.launcher.start import run_job
 from tests.launcher.jobs import MARK, launch, processes, start
 from tests.launcher.other_hosts import HAVE_NAMES, agents, calls, make_ssh, python
@@ -86,6 +88,33 @@ def test_the_environment_travels_in_the_channel(ssh: dict[str, str], tmp_path: P
     assert "TOKEN" not in call
     assert "SECRET" not in call
     assert "BatchMode=yes" in call
+
+
+def test_a_large_call_takes_little_memory_of_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host gets the whole file, this one by its name; the launcher holds parts of it."""
+    size = 1 << 26
+    call = tmp_path / "call"
+    call.mkdir()
+    with (call / "call.pickle").open("wb") as file:
+        file.truncate(size)
+    monkeypatch.setenv("PATH", make_ssh(tmp_path)["PATH"])
+    script = (
+        f"path = os.environ['{CALL_VARIABLE}'] + '/call.pickle'\n"
+        "sys.exit(0 if (os.path.getsize(path), os.path.islink(path)) == "
+        f"({size}, rank == 0) else 9)"
+    )
+    words = ("-np", "3", "--no-check-hosts", "-H", "localhost:1,b:1,c:1", *python(script))
+    options = replace(resolve(parse_args(list(words)), os.environ), call=str(call))
+    tracemalloc.start()
+    try:
+        outcome = run_job(options, os.environ)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (outcome.code, outcome.sentence) == (0, "")
+    assert peak < 1 << 24
 
 
 def test_flags_of_ssh_are_passed_on(tmp_path: Path) -> None:

@@ -104,6 +104,45 @@ def test_sending_never_waits_and_nothing_is_lost(end: End) -> None:
     assert end.channel.queued_bytes == 0
 
 
+def test_a_feed_is_fetched_only_as_fast_as_it_is_read(end: End) -> None:
+    """A slow reader costs the memory of one message, however many there are."""
+    fetched, fed = [], []
+
+    def messages() -> Iterator[tuple[str, int, bytes]]:
+        for number in range(50):
+            fetched.append(number)
+            yield "part", number, b"z" * 300_000
+
+    end.channel.feed(messages(), lambda: fed.append(len(fetched)))
+    end.run()
+    assert (fetched, fed) == ([0], [])  # Nobody reads.
+    end.channel.send("signal", 15)
+    data = b""
+    most_queued = 0
+    while not fed:
+        end.loop.run_once(0.0)
+        most_queued = max(most_queued, end.channel.queued_bytes)
+        data += os.read(end.peer_read, 1 << 16)
+    assert fed == [50]
+    assert most_queued < 301_000
+    end.channel.send("start")
+    end.run()
+    data += os.read(end.peer_read, 1 << 20)
+    first, *rest = [frame("part", number, b"z" * 300_000) for number in range(50)]
+    assert data == b"".join([first, frame("signal", 15), *rest, frame("start")])
+
+
+def test_a_feed_ends_with_its_channel(end: End) -> None:
+    os.close(end.peer_read)
+    end.peer_read = -1
+    messages = iter([("part", 0, b"")] * 3)
+    end.channel.feed(messages, lambda: pytest.fail("all was sent"))
+    end.run()
+    assert len(list(messages)) == 2
+    end.channel.feed(iter(()), lambda: pytest.fail("all was sent"))
+    end.run()
+
+
 def test_names_that_are_no_text_are_sent(end: End) -> None:
     name = os.fsdecode(b"caf\xe9")
     end.channel.send("job", name)
