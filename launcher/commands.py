@@ -22,6 +22,7 @@ class Place:
 
     root: bool  # we are the superuser
     names: tuple[str, ...]  # environment variables to pass to other hosts
+    token: str = ""  # of the job, for marks of what its ranks print
 
 
 def build_command(mpi: Mpi, options: LaunchOptions, place: Place, rank_command: Sequence[str]
@@ -105,7 +106,9 @@ def _openmpi_network(options: LaunchOptions, daemon: str, new: bool) -> list[str
 def hydra_arguments(mpi: Mpi, options: LaunchOptions, place: Place) -> list[str]:
     """MPICH and Intel MPI; every variable of the environment is passed on."""
     # Without automatic clean-up the ranks that are left may say what happened.
-    arguments = ["-np", str(options.num_proc), "-prepend-rank", "-disable-auto-cleanup"]
+    arguments = ["-np", str(options.num_proc), "-disable-auto-cleanup"]
+    # A part of a line is marked as a whole one is, so a mark must be like nothing that ranks print.
+    arguments += ["-prepend-pattern", f"[{place.token}.%r] "]
     arguments += options.binding_args
     if options.hosts:
         arguments += ["-hosts", ",".join(map(str, options.hosts))]

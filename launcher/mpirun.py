@@ -57,7 +57,7 @@ class Mpirun:
 
     def command_line(self) -> list[str]:
         """Return the whole command that starts the job."""
-        place = Place(root=is_root(), names=self._names)
+        place = Place(root=is_root(), names=self._names, token=self.token)
         rank_command = self._shell().wrap(self.options.command)
         return build_command(self.mpi, self.options, place, rank_command)
 

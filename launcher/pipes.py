@@ -19,10 +19,12 @@ from hvdlite.launcher.unreachable import has_not_answered, silent_host
 
 READ_BYTES = 1 << 16
 HARMLESS = b"plm:ssh: Warning: setpgid("  # Of two that move a child to its group, one is late.
+# What stands before the words of a rank. That of MPICH, which has the job's token in the place of
+# TOKEN, comes before each part that it has read, which may begin within a line.
 MARK = {
-    OPENMPI: re.compile(rb"\[\d+,(\d+)\]<std\w+>: ?"),
-    HYDRA: re.compile(rb"\[(\d+)\] ?"),
-    SLURM: re.compile(rb" *(\d+): "),
+    OPENMPI: rb"^\[\d+,(\d+)\]<std\w+>: ?",
+    HYDRA: rb"\[TOKEN\.(\d+)\] ",
+    SLURM: rb"^ *(\d+): ",
 }
 
 
@@ -32,7 +34,7 @@ class Pipes:
     def __init__(self, directory: str, token: str, mpi_kind: str, job: JobContext) -> None:
         self.directory = directory
         self.token = token
-        self.mark = MARK[mpi_kind]
+        self.mark = re.compile(MARK[mpi_kind].replace(b"TOKEN", token.encode()))
         self.job = job
         self.first_failure = job.first_failure
         self.output = job.output
@@ -42,6 +44,7 @@ class Pipes:
         # reads it there finds the cause.
         self.said_early: list[bytes] | None = []
         self._unended: dict[int, bytes] = {}  # file descriptor -> the start of a line
+        self._parts: dict[tuple[int, str], bytes] = {}  # the same, of what a rank says by mpirun
         self._own: list[int] = []  # file descriptors to close
 
     def make(self, ranks: int) -> None:
@@ -145,18 +148,34 @@ class Pipes:
         if data is not None:
             for line in self._lines(fd, data):
                 self._mpirun_line(line, stream)
-            self.mpirun_streams -= not data
+            if not data:
+                self.mpirun_streams -= 1
+                for rank in [rank for rank, name in self._parts if name == stream]:
+                    self._end_line(rank, stream)
 
     def _mpirun_line(self, line: bytes, stream: str) -> None:
-        """Handle a line of mpirun's own, or of a rank on another host, which may be an event."""
-        mark = self.mark.match(line)
-        text = line[mark.end() :] if mark else line
-        text, token, rest = text.partition(self.token.encode())
+        """Handle a line of mpirun's own, or of ranks on other hosts: all but the last go on."""
+        own, *marked = self.mark.split(line)
+        for rank, text in zip(map(int, marked[::2]), marked[1::2], strict=True):
+            self._parts[rank, stream] = self._parts.get((rank, stream), b"") + text
+        if marked:
+            self._end_line(int(marked[-2]), stream)
+        if own or not marked:
+            self._own_line(own)
+
+    def _end_line(self, rank: int, stream: str) -> None:
+        """Handle a whole line of a rank on another host, in which there may be an event."""
+        text, token, rest = self._parts.pop((rank, stream)).partition(self.token.encode())
         if token:
             self._event(token + rest)
-        if mark and (text or not token):
-            self.output.feed(int(mark[1]), stream, text + b"\n")
-        elif mark or token or self.hush or HARMLESS in line or self._tells_of_lost_host(line):
+        if text or not token:
+            self.output.feed(rank, stream, text + b"\n")
+
+    def _own_line(self, line: bytes) -> None:
+        _, token, rest = line.partition(self.token.encode())
+        if token:  # What the mpirun has not marked, although a rank's shell says it.
+            self._event(token + rest)
+        elif self.hush or HARMLESS in line or self._tells_of_lost_host(line):
             return
         elif self.said_early is not None:
             self.said_early.append(line)

@@ -19,7 +19,7 @@ OMPI5 = Mpi(OPENMPI, "/opt/mpirun", "Open MPI 5.0.8", 5)
 OMPI4 = Mpi(OPENMPI, "/usr/bin/mpirun", "Open MPI 4.1.6", 4)
 MPICH = Mpi(HYDRA, "/opt/mpiexec", "MPICH 4.3.0", 4)
 SRUN = Mpi(SLURM, "/usr/bin/srun", "Slurm's srun", 0)
-USER = Place(root=False, names=("PATH", "LANG"))
+USER = Place(root=False, names=("PATH", "LANG"), token="t")
 
 
 def options(**given: Any) -> LaunchOptions:
@@ -102,7 +102,9 @@ def test_a_placement_of_the_user_is_the_only_one(mpi: Mpi) -> None:
 
 
 def test_mpich() -> None:
-    assert command(MPICH) == "/opt/mpiexec -np 4 -prepend-rank -disable-auto-cleanup CMD"
+    assert command(MPICH) == (
+        "/opt/mpiexec -np 4 -disable-auto-cleanup -prepend-pattern [t.%r]  CMD"
+    )
     words = command(MPICH, hosts=parse_hosts("a:2,b:2"), network_interfaces=("eth0",))
     assert words.endswith("-hosts a:2,b:2 -iface eth0 CMD")
     with pytest.raises(ConfigError, match="--network-interfaces"):

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 from hvdlite.launcher.mpi import HYDRA, find_all
 from tests.launcher.jobs import RANK, launch, start
+from tests.launcher.test_other_hosts import may_not_mount
 
 USED = next(find_all(os.environ), None)
-pytestmark = pytest.mark.skipif(
-    USED is None or USED.kind != HYDRA,
-    reason="MPICH is not the MPI here: make an environment with hvdlite[mpich]",
-)
+pytestmark = [
+    pytest.mark.usefixtures("with_mpirun"),
+    pytest.mark.skipif(
+        USED is None or USED.kind != HYDRA,
+        reason="MPICH is not the MPI here: make an environment with hvdlite[mpich]",
+    ),
+]
 
 
 def python(script: str) -> tuple[str, ...]:
@@ -57,6 +62,38 @@ def test_the_first_rank_that_fails_ends_the_job(end: str, code: int) -> None:
     assert done.returncode == code
     assert done.stdout.count("mine") == 2
     assert "hvdlite-run: rank 1 " in done.stderr
+
+
+# Called instead of ssh: OPTIONS HOST COMMAND. There, the launcher's directory does not exist.
+SSH = """\
+#!/bin/sh
+while [ "$1" != other ]; do shift; done
+shift
+exec unshare -m sh -c "mount -t tmpfs none '$TMPDIR' && $*"
+"""
+
+
+@pytest.mark.skipif(may_not_mount(), reason="may not mount in a namespace of its own")
+def test_lines_of_ranks_on_another_host_are_whole(tmp_path: Path) -> None:
+    """Each rank says its lines in parts, while others speak."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    script = (
+        "for line in range(30):\n"
+        "    for part in range(3):\n"
+        "        os.write(1, b'%d-%d-%d ' % (rank, line, part))\n"
+        "        time.sleep(0.002 * (rank + part) % 0.007)\n"
+        "    os.write(1, b'end\\n')"
+    )
+    words = ("-np", "4", "--no-check-hosts", "-H", "localhost:1,other:3")
+    done = launch(*words, f"--mpi-args=-launcher-exec {ssh}", *python(script))
+    whole = [
+        f"[{rank}]<stdout>:{''.join(f'{rank}-{line}-{part} ' for part in range(3))}end"
+        for rank in range(4) for line in range(30)
+    ]  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == sorted(whole)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", ["mpich", "MPICH", "impi"])

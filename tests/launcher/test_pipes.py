@@ -1,0 +1,106 @@
+"""What ranks of other hosts say through mpirun: whole lines of one rank each, and events."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from hvdlite.launcher.event_loop import EventLoop
+from hvdlite.launcher.first_failure import FirstFailure
+from hvdlite.launcher.mpi import HYDRA, OPENMPI
+from hvdlite.launcher.options import LaunchOptions
+from hvdlite.launcher.output import Output
+from hvdlite.launcher.pipes import Pipes
+from hvdlite.launcher.runner import JobContext
+
+TOKEN = "hvdlite-rank-0123"
+
+
+class Mpirun:
+    """Pipes that read what `say` writes in the place of an mpirun; `shown` is what is printed."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.shown: list[bytes] = []
+        self.heard = FirstFailure()
+        self.loop = EventLoop()
+        output = Output(2, None, timestamps=False)
+        output.write = lambda stream, text: self.shown.append(text)  # type: ignore[method-assign]
+        options: Any = LaunchOptions(
+            command=("true",), num_proc=2, variables={}, start_timeout_seconds=1.0
+        )
+        job = JobContext(options, {}, self.loop, self.heard, output)
+        self.pipes = Pipes(str(folder), TOKEN, kind, job)
+        read_fd, self._write_fd = os.pipe()
+        self._reader: IO[bytes] = os.fdopen(read_fd, "rb", buffering=0)
+        self.pipes.listen_to_mpirun("stderr", self._reader)
+
+    def say(self, data: bytes) -> None:
+        os.write(self._write_fd, data)
+        while self.loop.run_once(0.0):
+            pass
+
+    def end(self) -> None:
+        os.close(self._write_fd)
+        while self.loop.run_once(0.0):
+            pass
+        self.pipes.print_early()
+        self._reader.close()
+        self.loop.close()
+
+
+@pytest.fixture(params=[HYDRA, OPENMPI])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def mpich(tmp_path: Path) -> Iterator[Mpirun]:
+    made = Mpirun(HYDRA, tmp_path)
+    yield made
+    made.pipes.close()
+
+
+def mark(rank: int) -> bytes:
+    return f"[{TOKEN}.{rank}] ".encode()
+
+
+@pytest.mark.parametrize("bytes_at_once", [1, 7, 1000])
+def test_parts_of_lines_that_mpich_has_glued_come_apart(mpich: Mpirun, bytes_at_once: int) -> None:
+    """Recorded of MPICH 5.0.2, whose marks stand before parts of lines, too."""
+    said = (
+        mark(0) + b"rank 0 a," + mark(1) + b"rank 1 a," + mark(0) + b" b\n"
+        + mark(0) + b"[1] no mark," + mark(1) + b" b\n" + mark(0) + b"\n" + mark(1) + b"last"
+    )  # fmt: skip
+    for start in range(0, len(said), bytes_at_once):
+        mpich.say(said[start : start + bytes_at_once])
+    mpich.end()
+    assert mpich.shown == [
+        b"[0]<stderr>:rank 0 a, b\n",
+        b"[1]<stderr>:rank 1 a, b\n",
+        b"[0]<stderr>:[1] no mark,\n",
+        b"[1]<stderr>:last\n",
+    ]
+
+
+def test_events_are_found_in_what_is_glued(mpich: Mpirun) -> None:
+    token = TOKEN.encode()
+    mpich.say(mark(0) + token + b" sta" + mark(1) + token + b" start 1 12 there\n")
+    mpich.say(mark(0) + b"rt 0 11 there\n")
+    assert mpich.heard.started == {0: 11, 1: 12}
+    mpich.say(mark(0) + b"no end" + mark(1) + b"no end, too" + mark(1) + token + b" exit 1 0\n")
+    assert mpich.heard.codes == {1: 0}
+    mpich.end()
+    assert mpich.shown == [b"[1]<stderr>:no end, too\n", b"[0]<stderr>:no end\n"]
+
+
+def test_a_harmless_warning_of_open_mpi_is_dropped(kind: str, tmp_path: Path) -> None:
+    mpirun = Mpirun(kind, tmp_path)
+    mpirun.say(b"[a:1] plm:ssh: Warning: setpgid(7,7) failed in parent with errno=Permission\n")
+    mpirun.say(b"something that matters\n")
+    mpirun.end()
+    assert mpirun.shown == [b"something that matters\n"]
+    assert mpirun.pipes.mpirun_streams == 0
