@@ -17,6 +17,7 @@ The secret goes through the environment, never through a command line.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import select
@@ -46,6 +47,9 @@ STRANGER_SECONDS = 10.0
 TRY_SECONDS = 3.0  # To connect to one address.
 CALL_SECONDS = 30.0
 PROBE_PORT = 9  # Of datagrams that are never sent.
+# Why a connection that waits cannot be accepted now: there are too many open files, or no memory.
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+EXHAUSTED_SECONDS = 0.05  # To wait then, where nothing else can be done.
 
 
 class Loop(Protocol):
@@ -69,6 +73,7 @@ class Listener:
         self._strangers: dict[int, _Stranger] = {}
         self._listeners = [_listen(address) for address in own_addresses(hosts)]
         self._listeners = self._listeners or [listen_everywhere(0)]
+        self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         for listener in self._listeners:
             listener.setblocking(False)
             loop.listen(listener.fileno(), partial(self._accept, listener))
@@ -91,7 +96,9 @@ class Listener:
     def _accept(self, listener: socket.socket, _fd: int) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:  # It has gone again, or there are too many open files.
+        except OSError as error:  # Else it has gone again.
+            if error.errno in EXHAUSTED:
+                self._send_away(listener)
             return
         self._forget_the_late()
         if len(self._strangers) >= MOST_STRANGERS:
@@ -100,6 +107,21 @@ class Listener:
         stranger = _Stranger(connection, self.secret.encode())
         self._strangers[connection.fileno()] = stranger
         self._loop.listen(connection.fileno(), self._hear)
+
+    def _send_away(self, listener: socket.socket) -> None:
+        """Close a connection that cannot be served, or the loop would call again at once for it.
+
+        An agent tries again. The file descriptor for this moment is one that is held in reserve.
+        """
+        if self._reserve < 0:
+            time.sleep(EXHAUSTED_SECONDS)
+        else:
+            os.close(self._reserve)
+            self._reserve = -1
+            with contextlib.suppress(OSError):
+                listener.accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _hear(self, fd: int) -> None:
         stranger = self._strangers[fd]
@@ -127,6 +149,9 @@ class Listener:
             self._loop.forget(sock.fileno())
             sock.close()
         self._listeners, self._strangers = [], {}
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
 
 
 class _Stranger:

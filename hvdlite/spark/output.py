@@ -13,7 +13,7 @@ import threading
 from typing import Any, TextIO
 
 from hvdlite.common.meeting.address import Address, listen
-from hvdlite.launcher.call_back import answer, call
+from hvdlite.launcher.call_back import EXHAUSTED, EXHAUSTED_SECONDS, answer, call
 from hvdlite.launcher.console import Console
 from hvdlite.launcher.output import STREAMS, Output
 
@@ -84,6 +84,7 @@ class DriverOutput:
         self._secret = secret
         self._listener = listen(Address(host, 0))
         self.address = (host, self._listener.getsockname()[1])
+        self._closed = threading.Event()
         self._readers: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
@@ -92,8 +93,13 @@ class DriverOutput:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # close()
-                return
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                # Else the connection has gone again.
+                if error.errno in EXHAUSTED:
+                    self._closed.wait(EXHAUSTED_SECONDS)
+                continue
             reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
             self._readers.append(reader)
             reader.start()
@@ -110,6 +116,7 @@ class DriverOutput:
 
     def close(self) -> None:
         """Print what has come, and close; all ranks have ended."""
+        self._closed.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._accepting.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -17,6 +18,7 @@ from hvdlite.launcher import call_back
 from hvdlite.launcher.call_back import Listener, own_addresses
 from hvdlite.launcher.channel import LENGTH, Channel
 from hvdlite.launcher.event_loop import EventLoop
+from tests.launcher.descriptors import no_free_descriptor
 
 
 class Loop:
@@ -154,6 +156,31 @@ def test_silent_strangers_are_forgotten(
     assert isinstance(result[0], socket.socket)
     for each in (*silent, result[0]):
         each.close()
+
+
+@pytest.mark.parametrize("has_reserve", [True, False])
+def test_without_a_free_descriptor_the_launcher_does_not_spin(
+    loop: Loop, listener: Listener, has_reserve: bool
+) -> None:
+    """Those who knock are sent away, or wait; an agent that tries again comes in later."""
+    with contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(stranger(listener)) for _ in range(3)]
+        if not has_reserve:
+            os.close(listener._reserve)
+            listener._reserve = -1
+        with no_free_descriptor():
+            calls, end = 0, time.monotonic() + 0.5
+            while time.monotonic() < end:
+                for key, _ in loop.selector.select(0.01):
+                    key.data(key.fd)
+                    calls += 1
+        assert calls <= 12
+        if has_reserve:
+            assert [connection.recv(1) for connection in waiting] == [b""] * 3
+    result = call(listener)
+    loop.run(lambda: result and loop.came)
+    assert isinstance(result[0], socket.socket)
+    result[0].close()
 
 
 def test_an_agent_that_comes_byte_by_byte(loop: Loop, listener: Listener) -> None:

@@ -10,6 +10,7 @@ import threading
 from hvdlite.common.meeting.address import Address
 from hvdlite.launcher.call_back import call
 from hvdlite.spark.output import DriverOutput, RankOutput
+from tests.launcher.descriptors import no_free_descriptor
 
 SECRET = "0123456789abcdef" * 4
 
@@ -32,6 +33,20 @@ def test_the_driver_prints_what_ranks_write_and_nothing_of_others() -> None:
     assert sorted(err.getvalue().splitlines()) == [
         f"[{rank}]<stderr>:stderr of {rank}" for rank in range(2)
     ]
+
+
+def test_output_that_comes_while_no_file_may_be_opened_is_printed_later() -> None:
+    out = io.StringIO()
+    driver = DriverOutput(1, SECRET, "127.0.0.1", out, None, False)
+    with socket.socket() as early:
+        with no_free_descriptor():
+            early.connect(driver.address)
+            driver._accepting.join(0.3)
+        assert early.recv(1)
+    with contextlib.closing(RankOutput(driver.address, SECRET)) as output:
+        output.streams(0)["stdout"].sendall(b"late\n")
+    driver.close()
+    assert out.getvalue() == "[0]<stdout>:late\n"
 
 
 def test_the_secret_is_on_no_wire() -> None:
