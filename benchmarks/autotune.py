@@ -5,32 +5,29 @@
 
 A step hands over gradients one after another, as backward does on an accelerator (the ranks sleep
 meanwhile), and waits for all of them. When the job has ended, the samples of the best and of the
-defaults at the end of the log are compared: they were taken in turns. The simulated hosts need
-what those of `hosts.py` need.
+defaults at the end of the log are compared: they were taken in turns. See `simulated_hosts` for
+what the hosts need, and for their options.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import os
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from hosts import link
+from jobs import environment, hvdlite_run, run_command
 from measuring import Spread, make_parser, table, write
+from simulated_hosts import TCP, add_link_options, two_hosts
 
 import hvdlite.numpy as hvd
 from hvdlite.common.decisions.autotuner import DUELS, MEASUREMENTS
 
-ROOT = Path(__file__).parent.parent
 SINGLE = 4  # samples of what is tuned one by one, at most
 
 
@@ -51,19 +48,8 @@ def rank_main(plan: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> list[dict[str, str]]:
     """Run the job; return the lines of its log."""
-    sys.path.append(str(ROOT))
-    from tests.parallel.hosts import two_hosts
-    from tests.parallel.jobs import environment, mpirun
-
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        log = folder / "autotune.csv"
-        before: list[str] = []
-        options: list[str] = []
-        if args.two_hosts:
-            before, options, _ = stack.enter_context(two_hosts(folder, [2, 2]))
-            stack.enter_context(link(args))
-            options = [*options, "--mca", "mpi_yield_when_idle", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "autotune.csv"
         tuned = {
             "HVDLITE_AUTOTUNE": "1",
             "HVDLITE_AUTOTUNE_LOG": str(log),
@@ -71,11 +57,12 @@ def run(args: argparse.Namespace) -> list[dict[str, str]]:
             "HVDLITE_AUTOTUNE_STEPS_PER_SAMPLE": str(args.steps),
             "HVDLITE_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": str(args.samples),
         }
-        exported = [word for name in ("PYTHONPATH", "OMP_NUM_THREADS", *tuned)
-                    for word in ("-x", name)]  # fmt: skip
-        words = [sys.executable, __file__, *sys.argv[1:], "--rank"]
-        job = mpirun(4 if args.two_hosts else 2, *options, *exported, *words)
-        subprocess.run([*before, *job], env=environment(**tuned), check=True, cwd=os.getcwd())
+        command = [sys.executable, __file__, *sys.argv[1:], "--rank"]
+        if args.two_hosts:
+            with two_hosts(args) as hosts:
+                hosts.run(TCP, command, **tuned)
+        else:
+            run_command([*hvdlite_run(2), *command], folder, environment() | tuned)
         with log.open() as file:
             return list(csv.DictReader(file))
 
@@ -103,8 +90,7 @@ def main() -> None:
     parser = make_parser("--autotune against the defaults.", "autotune")
     add = parser.add_argument
     add("--two-hosts", action="store_true", help="simulated, two ranks on each")
-    add("--gbit", type=float, default=1, help="a second, each way, between the hosts")
-    add("--delay-ms", type=float, default=1, help="each way, between the hosts")
+    add_link_options(parser, ranks=2, gbit=1, delay_ms=1)
     add("--gradients", type=int, default=60)
     add("--kib", type=int, default=64, help="of each gradient")
     add("--backward-ms", type=float, default=20)
@@ -119,7 +105,7 @@ def main() -> None:
     lines = run(args)
     seconds = compare(lines, args.gradients * args.kib << 10)
     quartiles = {name: Spread.quartiles(each) for name, each in seconds.items()}
-    where = f"2 + 2 ranks, {args.gbit:g} Gbit/s" if args.two_hosts else "2 ranks"
+    where = f"two hosts, {args.gbit:g} Gbit/s" if args.two_hosts else "2 ranks"
     mib = args.gradients * args.kib / 1024
     print(f"{where}, {args.gradients} gradients, {mib:g} MiB, {args.backward_ms:g} ms backward\n")
     print(table(["", "step"], [[name, str(each)] for name, each in quartiles.items()]))

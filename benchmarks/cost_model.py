@@ -3,9 +3,10 @@
     python benchmarks/cost_model.py                              # predictions
     python benchmarks/cost_model.py --check slow.json fast.json  # against files of hosts.py
 
-The model and its assumptions are described in docs/scaling.md. To check it, measure the same tensor
-over a slow link and over one that is no limit (hosts.py --gbit 1 --json slow.json, and --gbit 100
---json fast.json): what the second takes is the work of the ranks.
+The model and its assumptions are described in docs/scaling.md. To check it, measure one size over a
+slow link and over one that is no limit (hosts.py --sizes '64 MiB' --transports tcp --entries
+'hvdlite ring' 'hvdlite hierarchical' --ranks-per-host 2 --gbit 1 --json slow.json, and the same
+with --gbit 0 --json fast.json): what the second takes is the work of the ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hvdlite.common.collectives.ring import PIECE_BYTES
 
 MIB = 1 << 20
 WIRE_SHARE = 1448 / 1514  # of an Ethernet frame, what is not a header
-CHECKED_RANKS_PER_HOST, CHECKED_HOSTS = 2, 2  # of benchmarks/hosts.py
+CHECKED_HOSTS = 2  # Of hosts.py.
 ENTRIES = {"hvdlite ring": "ring", "hvdlite hierarchical": "hierarchical"}
 
 
@@ -136,8 +137,14 @@ def print_predictions(records: list[dict[str, Any]]) -> None:
 
 
 def medians(path: Path) -> tuple[Mapping[str, float], dict[str, float]]:
-    """Read a file of hosts.py; return its link, and the seconds of each entry."""
+    """Read a file of hosts.py; return its link, and the seconds of each entry.
+
+    Ends the program where the file has several sizes or transports.
+    """
     records = json.loads(path.read_text())["records"]
+    cases = {(each["transport"], each["what"]) for each in records}
+    if len(cases) > 1:
+        raise SystemExit(f"{path} must have one size over one transport, and has {sorted(cases)}")
     return records[0], {each["entry"]: each["seconds"]["median"] for each in records}
 
 
@@ -146,7 +153,7 @@ def check(slow: Path, fast: Path) -> list[dict[str, Any]]:
     link, measured = medians(slow)
     _, work = medians(fast)
     machines = Machines(
-        CHECKED_HOSTS, CHECKED_RANKS_PER_HOST, link["gbit"], link["delay_ms"] / 1e3, 0, math.inf
+        CHECKED_HOSTS, link["ranks_per_host"], link["gbit"], link["delay_ms"] / 1e3, 0, math.inf
     )
     records: list[dict[str, Any]] = []
     for entry, name in ENTRIES.items():

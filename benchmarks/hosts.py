@@ -1,12 +1,13 @@
-"""Allreduce between two simulated hosts with two ranks each, and a slow link between them.
+"""Two simulated hosts over TCP and over MPI: init, allreduce, idle CPU, and other libraries.
 
-    python benchmarks/hosts.py                  # 64 MiB of float32, 1 Gbit/s, 1 ms each way
+    python benchmarks/hosts.py                             # no limit of the link, one rank a host
+    python benchmarks/hosts.py --gbit 1 --ranks-per-host 2
+    python benchmarks/hosts.py --gbit 1 --streams 1 2 4 --transports tcp
+    python benchmarks/hosts.py --gbit 1 --entries 'hvdlite ring' MPI_Allreduce gloo
 
-Needs root, iproute2 and the extra test: the hosts are network namespaces, made as the tests make
-them, and tc shapes the link; where the kernel has no netem, `cable` delays what goes over it. Each
-entry runs in jobs of its own, which are launched in turns. A host has to send every byte of the
-tensor once: that is the bound, without the headers of TCP and IP (5 %). `transports.py` compares
-TCP with MPI on the same hosts.
+See `simulated_hosts` for what it needs. Each entry and transport runs in jobs of its own, which are
+launched in turns. A host has to send every byte of the tensor once: that is the bound, without the
+headers of TCP and IP, for which a link needs another 4.4 % of its time.
 """
 
 from __future__ import annotations
@@ -15,41 +16,49 @@ import argparse
 import json
 import os
 import socket
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from cable import cable
+from collectives import SIZES
 from jobs import Record, in_turns, summarize
 from measuring import HVDLITE_RANKS, Ranks, Spread, Way, interleave, make_parser, table, write
 from peers import GlooRanks, Mpi
+from simulated_hosts import MPI, TCP, TwoHosts, add_link_options, describe, two_hosts
 
-ROOT = Path(__file__).parent.parent
-GRADIENT_ELEMENTS = 1 << 20  # what is compressed is compressed gradient by gradient
-Job = Callable[[str, Sequence[str]], Any]  # script, options -> what its rank 0 has measured
+GRADIENT_ELEMENTS = 1 << 20  # What is compressed is compressed gradient by gradient.
+SETTLE_SECONDS = 1.0  # Before idle CPU is measured.
+ALL_SIZES = [name for name, nbytes in SIZES.items() if nbytes]
+INIT, IDLE = "init", "idle CPU"
 Array = np.ndarray[Any, Any]
+MakeWay = Callable[[Array], Way]
 
 
 # -- what the ranks do
 
 
-def hvdlite_way(setting: str, array: Array, meeting: Path, size: int) -> tuple[Ranks, Way]:
-    """Return an allreduce by hvdlite with HVDLITE_ALLREDUCE=setting, which init reads."""
+def hvdlite_ranks(meeting: Path, size: int) -> Ranks:
+    """Connect the ranks by hvdlite."""
     import hvdlite.numpy as hvd
 
-    os.environ["HVDLITE_ALLREDUCE"] = setting
     hvd.init()
-    return HVDLITE_RANKS, lambda: hvd.allreduce_(array, name="data", op=hvd.Sum)
+    return HVDLITE_RANKS
 
 
-def bfloat16_way(compress: bool, array: Array, meeting: Path, size: int) -> tuple[Ranks, Way]:
+def hvdlite_way(array: Array) -> Way:
+    """Return an allreduce by hvdlite."""
+    import hvdlite.numpy as hvd
+
+    return lambda: hvd.allreduce_(array, name=f"data.{len(array)}", op=hvd.Sum)
+
+
+def bfloat16_way(compress: bool, array: Array) -> Way:
     """Return an allreduce by hvdlite of bfloat16 gradients, or of float32 ones compressed to it."""
     import torch
 
@@ -57,176 +66,203 @@ def bfloat16_way(compress: bool, array: Array, meeting: Path, size: int) -> tupl
 
     gradients = torch.from_numpy(array).split(GRADIENT_ELEMENTS)
     given = [gradient.bfloat16() for gradient in gradients]
-    cast = hvd.Compression.bf16.compress_into
+    name, cast = f"data.{len(array)}", hvd.Compression.bf16.compress_into
 
     def reduce() -> None:
         packed = [cast(memory, each) for memory, each in zip(given, gradients, strict=True)]
-        hvd.grouped_allreduce_(packed, name="data", op=hvd.Sum)
+        hvd.grouped_allreduce_(packed, name=name, op=hvd.Sum)
         for gradient, each in zip(gradients, packed, strict=True):
             gradient.copy_(each)
 
-    hvd.init()
-    if compress:
-        return HVDLITE_RANKS, reduce
-    return HVDLITE_RANKS, lambda: hvd.grouped_allreduce_(given, name="data", op=hvd.Sum)
+    return reduce if compress else lambda: hvd.grouped_allreduce_(given, name=name, op=hvd.Sum)
 
 
-def mpi_way(array: Array, meeting: Path, size: int) -> tuple[Ranks, Way]:
+def mpi_way(array: Array) -> Way:
     """Return the blocking allreduce of MPI."""
     peer = Mpi()
-    return peer, lambda: peer.starts["allreduce"](array, array, "data")
+    return lambda: peer.starts["allreduce"](array, array, "data")
 
 
-def gloo_way(array: Array, meeting: Path, size: int) -> tuple[Ranks, Way]:
+def gloo_ranks(meeting: Path, size: int) -> Ranks:
+    """Connect the ranks by torch.distributed over gloo."""
+    os.environ["GLOO_SOCKET_IFNAME"] = next(n for _, n in socket.if_nameindex() if n != "lo")
+    return GlooRanks(meeting, size)
+
+
+def gloo_way(array: Array) -> Way:
     """Return the allreduce of torch.distributed over gloo."""
     import torch
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = next(n for _, n in socket.if_nameindex() if n != "lo")
     tensor = torch.from_numpy(array)
-    return GlooRanks(meeting, size), lambda: dist.all_reduce(tensor)
+    return lambda: dist.all_reduce(tensor)
 
 
-# Each is given the tensor, the file in which the ranks may meet, and their number.
-WAYS: dict[str, Callable[[Array, Path, int], tuple[Ranks, Way]]] = {
-    "hvdlite hierarchical": partial(hvdlite_way, "hierarchical"),
-    "hvdlite ring": partial(hvdlite_way, "ring"),
-    "hvdlite mpi": partial(hvdlite_way, "mpi"),
-    "hvdlite, bfloat16": partial(bfloat16_way, False),
-    "hvdlite, bf16 compression": partial(bfloat16_way, True),
-    "MPI_Allreduce": mpi_way,
-    "gloo": gloo_way,
+class Entry(NamedTuple):
+    """What is measured: how its ranks are connected, its allreduce, and what it runs over."""
+
+    connect: Callable[[Path, int], Ranks]  # Is given a file for the meeting, and the ranks.
+    make_way: MakeWay  # Is given the tensor.
+    transports: tuple[str, ...] = (TCP, MPI)
+    allreduce: str = ""  # HVDLITE_ALLREDUCE
+
+
+HVDLITE = "hvdlite"  # Its start and its idle CPU are measured, too.
+ENTRIES = {
+    HVDLITE: Entry(hvdlite_ranks, hvdlite_way),
+    "hvdlite hierarchical": Entry(hvdlite_ranks, hvdlite_way, allreduce="hierarchical"),
+    "hvdlite ring": Entry(hvdlite_ranks, hvdlite_way, allreduce="ring"),
+    "hvdlite mpi": Entry(hvdlite_ranks, hvdlite_way, (MPI,), "mpi"),
+    "hvdlite, bfloat16": Entry(hvdlite_ranks, partial(bfloat16_way, False)),
+    "hvdlite, bf16 compression": Entry(hvdlite_ranks, partial(bfloat16_way, True)),
+    "MPI_Allreduce": Entry(lambda meeting, size: Mpi(), mpi_way, (MPI,)),
+    "gloo": Entry(gloo_ranks, gloo_way, (TCP,)),
 }
 
 
 def rank_main(plan: argparse.Namespace) -> None:
-    """Run one rank of a job; rank 0 writes the median of a few allreduces."""
-    (entry,) = plan.entries
-    array = np.zeros(plan.mib << 18, np.float32)
+    """Run one rank of a job; rank 0 writes what it has measured."""
+    (name,) = plan.entries
     meeting = plan.rank_file.with_suffix(".meeting")
-    ranks, way = WAYS[entry](array, meeting, 2 * plan.ranks_per_host)
-    way()  # connections are made, and memory is touched
-    (seconds,) = interleave({entry: way}, 0, ranks, least=2).values()
+    start = time.perf_counter()
+    ranks = ENTRIES[name].connect(meeting, 2 * plan.ranks_per_host)
+    found = {INIT: time.perf_counter() - start} if name == HVDLITE else {}
+    for size in plan.sizes:
+        found[size] = allreduce_seconds(ENTRIES[name].make_way, size, plan.seconds, ranks)
+    if name == HVDLITE and plan.idle_seconds:
+        found[IDLE] = idle_share(plan.idle_seconds, ranks)
     if ranks.rank == 0:
-        record = {"entry": entry, "mib": plan.mib, "seconds": median(seconds)}
-        plan.rank_file.write_text(json.dumps([record]))
+        records = [{"entry": name, "what": what, "seconds": s} for what, s in found.items()]
+        plan.rank_file.write_text(json.dumps(records))
+
+
+def allreduce_seconds(make_way: MakeWay, size: str, seconds: float, ranks: Ranks) -> float:
+    """Return the median of allreduces during `seconds`, and of a few at least; collective."""
+    way = make_way(np.zeros(SIZES[size] // 4, np.float32))
+    way()  # Connections are made, and memory is touched.
+    (measured,) = interleave({size: way}, seconds, ranks).values()
+    return median(measured)
+
+
+def idle_share(seconds: float, ranks: Ranks) -> float:
+    """Return the seconds of CPU a second while nothing is enqueued, highest of all ranks."""
+    ranks.barrier()
+    time.sleep(SETTLE_SECONDS)
+    used = time.process_time()
+    time.sleep(seconds)
+    (share,) = ranks.largest([(time.process_time() - used) / seconds])
+    return share
 
 
 # -- around them
 
 
-def ip(namespace: str, *words: str) -> None:
-    """Run ip in a namespace."""
-    subprocess.run(["ip", "-n", namespace, *words], check=True)
+class Column(NamedTuple):
+    """How jobs are connected: a column of the table."""
+
+    transport: str
+    variables: Mapping[str, str]
 
 
-def add_qdisc(namespace: str, device: str, *words: str) -> bool:
-    """Shape the traffic that leaves through `device`; return whether the kernel can."""
-    command = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root"]
-    return not subprocess.run([*command, *words], capture_output=True, check=False).returncode
+def make_columns(args: argparse.Namespace) -> dict[str, Column]:
+    """Return the columns by name; `args.streams` makes several of tcp."""
+    columns: dict[str, Column] = {}
+    for transport in args.transports:
+        if transport == TCP and args.streams:
+            for count in args.streams:
+                name = f"tcp, {count} stream{'s' * (count > 1)}"
+                columns[name] = Column(TCP, {"HVDLITE_TCP_STREAMS": str(count)})
+        else:
+            columns[transport] = Column(transport, {})
+    return columns
 
 
-@contextmanager
-def link(args: argparse.Namespace) -> Iterator[str]:
-    """Shape the link between the hosts as `args` say; yield what makes the delay.
-
-    netem does, where the kernel has it. Otherwise the link is replaced by a `cable`.
-    """
-    from tests.parallel.hosts import ADDRESSES, DEVICES, NAMES
-
-    if not args.gbit:
-        yield "nobody"
-        return
-    rate = ("rate", f"{args.gbit}gbit")
-    netem = ("netem", "delay", f"{args.delay_ms}ms", *rate, "limit", "10000")
-    hosts = list(zip(NAMES, DEVICES, ADDRESSES, strict=True))
-    if all(add_qdisc(name, device, *netem) for name, device, _ in hosts):
-        yield "netem"
-        return
-    with ExitStack() as stack:
-        if args.delay_ms:
-            ip(NAMES[0], "link", "del", DEVICES[0])
-            stack.enter_context(cable(DEVICES, args.delay_ms / 1000))
-            for name, device, address in hosts:
-                subprocess.run(["ip", "link", "set", device, "netns", name], check=True)
-                ip(name, "address", "add", f"{address}/24", "dev", device)
-                ip(name, "link", "set", device, "up")
-        for name, device, _ in hosts:
-            if not add_qdisc(name, device, "tbf", *rate, "burst", "128kb", "latency", "50ms"):
-                raise SystemExit("tc cannot shape the link: it needs netem or tbf")
-        yield "a cable in user space" if args.delay_ms else "nobody"
+def make_jobs(
+    hosts: TwoHosts, entries: Sequence[str], columns: Mapping[str, Column]
+) -> Iterator[tuple[tuple[str, str], Callable[[], list[Record]]]]:
+    """Yield a function that runs a job, for each entry and each column that it runs over."""
+    for name, (label, column) in product(entries, columns.items()):
+        entry = ENTRIES[name]
+        if column.transport in entry.transports:
+            variables = {"HVDLITE_ALLREDUCE": entry.allreduce} if entry.allreduce else {}
+            variables |= column.variables
+            words = [*sys.argv[1:], "--entries", name]
+            job = partial(hosts.measure, column.transport, __file__, words, **variables)
+            yield (name, label), job
 
 
-@contextmanager
-def hosts(args: argparse.Namespace) -> Iterator[tuple[Job, str]]:
-    """Make the hosts; yield a function that runs a job on them, and what makes the delay."""
-    sys.path.append(str(ROOT))
-    from tests.parallel.hosts import two_hosts
-    from tests.parallel.jobs import environment, mpirun
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        two_hosts(Path(folder), [args.ranks_per_host] * 2) as (before, options, _),
-        link(args) as delayed_by,
-    ):
-
-        def job(script: str, words: Sequence[str]) -> Any:
-            exported = ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
-            # MPI does not know that both hosts have the same cores: without this, its ranks that
-            # wait take them from those that work.
-            polite = ["--mca", "mpi_yield_when_idle", "1"]
-            with tempfile.TemporaryDirectory() as own:
-                file = Path(own) / "measured.json"
-                program = [sys.executable, script, *words, "--rank-file", str(file)]
-                ranks = 2 * args.ranks_per_host
-                command = mpirun(ranks, *options, *exported, *polite, *program)
-                subprocess.run([*before, *command], env=environment(), check=True)
-                return json.loads(file.read_text())
-
-        yield job, delayed_by
+def measure(hosts: TwoHosts, args: argparse.Namespace) -> list[Record]:
+    """Return a record for each figure, with what it depends on."""
+    jobs = in_turns(dict(make_jobs(hosts, args.entries, make_columns(args))), args.rounds)
+    link = {name: getattr(args, name) for name in ("gbit", "delay_ms", "ranks_per_host")}
+    records = []
+    for (_, column), runs in jobs.items():
+        for record in summarize(runs):
+            size = {"mib": SIZES[record["what"]] / 2**20} if record["what"] in SIZES else {}
+            records.append(link | size | {"transport": column} | record)
+    return records
 
 
-def add_link_options(parser: argparse.ArgumentParser, ranks: int, delay_ms: float) -> None:
-    """Add the options of `hosts`."""
-    parser.add_argument("--ranks-per-host", type=int, default=ranks)
-    parser.add_argument("--gbit", type=float, default=1, help="a second, each way; 0: no limit")
-    parser.add_argument("--delay-ms", type=float, default=delay_ms, help="each way")
-    parser.add_argument("--rank-file", type=Path, help=argparse.SUPPRESS)
-
-
-def print_table(records: Sequence[Record], bound_seconds: float) -> None:
-    """Print the times, and their share of the bound."""
-    rows = []
+def print_table(records: Sequence[Record]) -> None:
+    """Print a row for each figure, and a column for each transport."""
+    labels = list(dict.fromkeys(record["transport"] for record in records))
+    rows: dict[str, dict[str, Record]] = {}
     for record in records:
-        seconds = Spread(**record["seconds"])
-        rows.append([record["entry"], str(seconds), f"{bound_seconds / seconds.median:.0%}"])
-    print(table(["", "time", "bound / time"], rows))
+        entry, what = record["entry"], record["what"]
+        name = what if entry == HVDLITE else f"{entry}, {what}"
+        rows.setdefault(name, {})[record["transport"]] = record
+    first, *others = labels
+    head = ["", *labels, *(f"{first} / {other}" for other in others), f"bound / {first}"]
+    print(table(head, [[name, *cells(found, labels)] for name, found in rows.items()]))
+
+
+def cells(found: Mapping[str, Record], labels: Sequence[str]) -> Iterator[str]:
+    """Yield the figures of a row, the ratios of the first to the others, and the bound's share."""
+    spreads = {label: Spread(**record["seconds"]) for label, record in found.items()}
+    share = any(record["what"] == IDLE for record in found.values())
+    for label in labels:
+        spread = spreads.get(label)
+        yield f"{spread.median:.3%}" if spread and share else str(spread or "")
+    first, *others = map(spreads.get, labels)
+    for other in others:
+        yield f"{first.median / other.median:.2f}" if first and other and not share else ""
+    bound = bound_seconds(found[labels[0]]) if first else 0
+    yield f"{bound / first.median:.1%}" if first and bound > 1e-3 else ""
+
+
+def bound_seconds(record: Record) -> float:
+    """Return the time in which a host can send the tensor once; 0 where there is no limit."""
+    if not record["gbit"]:
+        return 0
+    return float(record.get("mib", 0)) * 2**20 * 8 / (record["gbit"] * 1e9)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser("Two simulated hosts over TCP and over MPI.", "hosts")
+    add = parser.add_argument
+    add("--entries", nargs="+", choices=ENTRIES, default=[HVDLITE], metavar="ENTRY",
+        help=", ".join(ENTRIES))  # fmt: skip
+    add("--sizes", nargs="+", choices=ALL_SIZES, default=["4 B", "16 MiB", "64 MiB"],
+        metavar="SIZE", help=", ".join(ALL_SIZES))  # fmt: skip
+    add("--transports", nargs="+", choices=(TCP, MPI), default=[TCP, MPI])
+    add("--streams", type=int, nargs="+", default=[], help="of TCP: a column for each number")
+    add("--rounds", type=int, default=3, help="jobs of each entry and column, in turns")
+    add("--seconds", type=float, default=0.5, help="of a job, for each size")
+    add("--idle-seconds", type=float, default=10, help="in which idle CPU is measured; 0: not")
+    add_link_options(parser)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = make_parser("Allreduce between two simulated hosts.", "hosts")
-    parser.add_argument("--entries", nargs="+", choices=WAYS, default=[*WAYS], metavar="ENTRY")
-    parser.add_argument("--mib", type=int, default=64, help="size of the tensor")
-    parser.add_argument("--rounds", type=int, default=5, help="jobs of each entry, in turns")
-    add_link_options(parser, ranks=2, delay_ms=1)
-    args = parser.parse_args()
+    args = parse_arguments()
     if args.rank_file:
         rank_main(args)
         return
-    with hosts(args) as (job, delayed_by):
-        ways = {
-            entry: partial(job, __file__, [*sys.argv[1:], "--entries", entry])
-            for entry in args.entries
-        }
-        records = [
-            each for jobs in in_turns(ways, args.rounds).values() for each in summarize(jobs)
-        ]
-    delay = f"{args.delay_ms:g} ms delay each way (by {delayed_by})"
-    print(f"{args.mib} MiB, {args.gbit:g} Gbit/s, {delay}, {args.ranks_per_host} ranks a host\n")
-    bound_seconds = (args.mib << 20) * 8 / (args.gbit * 1e9)
-    print_table(records, bound_seconds)
-    line = {"gbit": args.gbit, "delay_ms": args.delay_ms, "by": delayed_by}
-    write(args.json, [line | record for record in records])
+    with two_hosts(args) as hosts:
+        records = measure(hosts, args)
+    print(f"{describe(args, hosts.delayed_by)}, {args.rounds} jobs each\n")
+    print_table(records)
+    write(args.json, records)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """CPU share of every rank while nothing is enqueued, and while one waits for a slow peer.
 
     python benchmarks/idle_cpu.py             # 2 and 8 ranks, 10 seconds each
-    python benchmarks/idle_cpu.py --hosts     # 2 + 2 ranks on two simulated hosts
+    python benchmarks/idle_cpu.py --hosts     # 2 + 2 ranks on two simulated hosts, over TCP and MPI
 
-Prints, for each rank, the CPU time of the process (all threads) over the wall time, in percent. The
-hosts are network namespaces, as in `hosts.py`, and need the same.
+Prints, for each rank, the CPU time of the process (all threads) over the wall time, in percent. See
+`simulated_hosts` for what the hosts need.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import argparse
 import resource
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
+from jobs import hvdlite_run
+from simulated_hosts import MPI, TCP, add_link_options, describe, two_hosts
 
 import hvdlite.numpy as hvd
 
@@ -47,7 +47,7 @@ def rank_main(seconds: float) -> None:
         hvd.barrier()
         shares = hvd.allgather(np.array([share(seconds, wait)]), name="share")
         if hvd.rank() == 0:
-            print(f"{hvd.size()} ranks, {label}: " + "  ".join(f"{s:.2f} %" for s in shares))
+            print(f"{hvd.size()} ranks, {label}: " + "  ".join(f"{s:.3f} %" for s in shares))
 
 
 def main() -> None:
@@ -55,7 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
-    parser.add_argument("--hosts", action="store_true", help="two hosts with two ranks each")
+    parser.add_argument("--hosts", action="store_true", help="two simulated hosts")
+    parser.add_argument("--transports", nargs="+", choices=(TCP, MPI), default=[TCP, MPI])
+    add_link_options(parser, ranks=2)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -63,23 +65,13 @@ def main() -> None:
         return
     command = [sys.executable, __file__, "--rank", "--seconds", str(options.seconds)]
     if options.hosts:
-        run_on_two_hosts(command)
+        with two_hosts(options) as hosts:
+            for transport in options.transports:
+                print(f"{transport}, {describe(options, hosts.delayed_by)}:", flush=True)
+                hosts.run(transport, command)
         return
     for ranks in options.ranks:
-        launcher = [sys.executable, "-m", "hvdlite.launcher", "-np", str(ranks)]
-        subprocess.run([*launcher, *command], check=True)
-
-
-def run_on_two_hosts(command: list[str]) -> None:
-    """Run `command` as two ranks on each of two simulated hosts."""
-    sys.path.append(str(Path(__file__).parent.parent))
-    from tests.parallel.hosts import two_hosts
-    from tests.parallel.jobs import environment, mpirun
-
-    with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder), [2, 2]) as hosts:
-        before, options = hosts.before, hosts.options
-        job = mpirun(4, *options, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", *command)
-        subprocess.run([*before, *job], env=environment(), check=True)
+        subprocess.run([*hvdlite_run(ranks), *command], check=True)
 
 
 if __name__ == "__main__":

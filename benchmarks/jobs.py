@@ -71,9 +71,12 @@ def run_job(
         return json.loads(file.read_text())
 
 
-def run_command(command: Sequence[str], folder: str) -> None:
-    """Run a launcher in `folder`; see `run_job` for errors."""
-    with subprocess.Popen(command, cwd=folder, env=environment()) as process:
+def run_command(
+    command: Sequence[str], folder: str, environ: Mapping[str, str] | None = None
+) -> None:
+    """Run a launcher in `folder`, with all variables of `environ`; see `run_job` for errors."""
+    environ = environment() if environ is None else environ
+    with subprocess.Popen(command, cwd=folder, env=environ) as process:
         try:
             code = process.wait(JOB_SECONDS)
         except BaseException:  # also Ctrl-C: the launcher ends its ranks before itself

@@ -4,7 +4,7 @@
     python benchmarks/segmentation.py --quick             # the transformer, a few rounds
     python benchmarks/segmentation.py --picture docs/images/segmentation.png   # and the extra plot
 
-Needs root, iproute2 and the extras torch, examples and test: the hosts are those of hosts.py. All
+Needs what `simulated_hosts` needs, and the extras torch and examples. All
 ways train in the same processes, in turns. The tail is the time from the end of backward on all
 ranks until all gradients are reduced: what of the communication backward does not hide.
 """
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hosts import add_link_options, hosts
 from measuring import Spread, make_parser, parse, say, slowest, table, write
+from simulated_hosts import TCP, add_link_options, describe, two_hosts
 
 import hvdlite.torch as hvd
 from hvdlite.common.plain.entries import SegmentRun
@@ -204,16 +204,14 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--picture", type=Path, help="to draw; needs matplotlib")
-    add_link_options(parser, ranks=1, delay_ms=0)
+    add_link_options(parser, gbit=1)
     args = parse(parser, "the transformer, 5 rounds", networks=["gpt"], rounds=5)
     if args.rank_file:
         rank_main(args)
         return
-    with hosts(args) as (job, delayed_by):
-        records = job(__file__, sys.argv[1:])
-    title = f"2 hosts, {args.ranks_per_host} rank(s) each, {args.gbit:g} Gbit/s"
-    if args.delay_ms:
-        title += f", {args.delay_ms:g} ms each way (by {delayed_by})"
+    with two_hosts(args) as hosts:
+        records = hosts.measure(TCP, __file__, sys.argv[1:])
+    title = f"2 hosts, {describe(args, hosts.delayed_by)}"
     print(f"{title}\n")
     print_table(records)
     write(args.json, records)

@@ -120,13 +120,18 @@ def test_hosts(tmp_path: Path) -> None:
     with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
         pass
     path, script = tmp_path / "h.json", str(BENCHMARKS / "hosts.py")
-    entries = ["hvdlite ring", "MPI_Allreduce", "gloo"]
-    fast = ("--ranks-per-host", "1", "--gbit", "100", "--delay-ms", "0", "--mib", "1")
-    words = (*fast, "--rounds", "1", "--entries", *entries, "--json", str(path))
-    done = run_command([sys.executable, script, *words], timeout=100)
+    fast = ("--gbit", "100", "--sizes", "1 MiB", "--seconds", "0", "--idle-seconds", "0.1")
+    words = (*fast, "--rounds", "1", "--entries", "hvdlite", "MPI_Allreduce", "gloo")
+    done = run_command([sys.executable, script, *words, "--json", str(path)], timeout=100)
     assert done.returncode == 0, done.stdout
     records = json.loads(path.read_text())["records"]
-    assert [(each["entry"], each["mib"]) for each in records] == [(each, 1) for each in entries]
+    of_hvdlite = product(["hvdlite"], ["tcp", "mpi"], ["init", "1 MiB", "idle CPU"])
+    others = [("MPI_Allreduce", "mpi", "1 MiB"), ("gloo", "tcp", "1 MiB")]
+    found = [(each["entry"], each["transport"], each["what"]) for each in records]
+    assert found == [*of_hvdlite, *others]
+    assert re.search(r"\n\| +\| tcp +\| mpi +\| tcp / mpi \| bound / tcp \|\n", done.stdout)
+    (of_gloo,) = [line.split("|") for line in done.stdout.splitlines() if "| gloo" in line]
+    assert of_gloo[2].strip() and not of_gloo[3].strip()  # It does not run over MPI.
 
 
 def test_trace_cost(tmp_path: Path) -> None:
@@ -197,8 +202,9 @@ def test_cost_model(tmp_path: Path) -> None:
     assert best[64][1] == "hierarchical" and best[16384][1] == "tree"
 
     for file, seconds in (("slow", 0.5), ("fast", 0.1)):
-        measured = {"entry": "hvdlite ring", "seconds": {"median": seconds}}
-        link = {"gbit": 1, "delay_ms": 0, "mib": 32}
+        figure = {"transport": "tcp", "what": "32 MiB", "seconds": {"median": seconds}}
+        measured = {"entry": "hvdlite ring", **figure}
+        link = {"gbit": 1, "delay_ms": 0, "ranks_per_host": 2, "mib": 32}
         (tmp_path / file).write_text(json.dumps({"records": [link | measured]}))
     done = run_command([*command, "--check", str(tmp_path / "slow"), str(tmp_path / "fast")])
     assert done.returncode == 0, done.stdout
