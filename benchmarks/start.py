@@ -3,9 +3,9 @@
     python benchmarks/start.py                  # the import, and jobs of 8 ranks
 
 Every measurement is made in new processes, in turns: what `import hvdlite.torch` adds to
-`import torch` (left out where there is no torch); and the time from the start of hvdlite-run to the
-end of the first allreduce on all ranks, by each launcher, beside that of a bare mpirun with a
-program of mpi4py.
+`import torch` (left out where there is no torch); and the time from the start of the launcher to
+the end of the first allreduce on all ranks, of hvdlite-run as it chooses its launcher (its agents,
+on one host), of hvdlite-run with mpirun, and of a bare mpirun with a program of mpi4py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from jobs import Record, hvdlite_run, in_turns, run_command
+from jobs import hvdlite_run, in_turns, run_command
 from measuring import Spread, make_parser, say, table, write
 
 from hvdlite.launcher.mpi import OPENMPI, find_mpi
@@ -42,7 +42,8 @@ import numpy as np
 from mpi4py import MPI
 MPI.COMM_WORLD.Allreduce(np.ones(1), np.ones(1))
 """
-LAUNCHERS = {"agents": "ssh", "mpirun": "mpirun"}  # What is started -> --launcher.
+# What starts the ranks -> --launcher.
+LAUNCHERS = {"agents": "auto", "mpirun": "mpirun"}
 # The clock is that of the machine: all processes agree about it.
 NOTE_TIME = """
 import os, sys, time
@@ -91,8 +92,23 @@ def make_ways(ranks: list[int]) -> dict[str, Callable[[], float]]:
         for name, launcher in LAUNCHERS.items():
             command = [*hvdlite_run(count), "--launcher", launcher, sys.executable]
             ways[f"hvdlite-run -np {count}, {name}"] = partial(time_job, command, HVDLITE)
-        ways[f"mpirun -np {count}, mpi4py"] = partial(time_job, mpirun(count), MPI4PY)
+        ways[beside(count)] = partial(time_job, mpirun(count), MPI4PY)
     return ways
+
+
+def beside(ranks: int) -> str:
+    """Return the name of the job beside which those of hvdlite stand."""
+    return f"mpirun -np {ranks}, mpi4py"
+
+
+def print_table(found: Mapping[str, Spread], ranks: Sequence[int]) -> None:
+    """Print the times, and the ratio of each start of a job to that by mpirun alone."""
+    rows = []
+    for name, spread in found.items():
+        bases = [found[beside(count)].median for count in ranks if f"-np {count}," in name]
+        ratio = "".join(f"{spread.median / base:.2f}" for base in bases)  # none for the import
+        rows.append([name, str(spread), ratio])
+    print(table(["", "time", "to mpirun, mpi4py"], rows))
 
 
 def main() -> None:
@@ -104,12 +120,10 @@ def main() -> None:
     ways = make_ways(args.ranks)
     for way in ways.values():
         way()
-    records: list[Record] = []
-    for name, seconds in in_turns(ways, args.rounds).items():
-        records.append({"entry": name, "seconds": vars(Spread.quartiles(seconds))})
-    rows = [(each["entry"], str(Spread(**each["seconds"]))) for each in records]
-    print(table(["", "time"], rows))
-    write(args.json, records)
+    jobs = in_turns(ways, args.rounds)
+    found = {name: Spread.quartiles(seconds) for name, seconds in jobs.items()}
+    print_table(found, args.ranks)
+    write(args.json, [{"entry": name, "seconds": vars(each)} for name, each in found.items()])
 
 
 if __name__ == "__main__":
