@@ -21,6 +21,10 @@ import numpy as np
 from tests.parallel.rank_helpers import *
 """
 HVD = "import hvdlite.numpy as hvd\n"
+RESIDENT = """
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+"""
 
 
 def run(size: int, script: str, *, timeout: float = 60, **env: str) -> str:
@@ -37,10 +41,8 @@ def run(size: int, script: str, *, timeout: float = 60, **env: str) -> str:
 
 @both
 def test_sixty_jobs_in_one_process_keep_no_descriptor_and_no_memory() -> None:
-    run(3, HVD + """
+    run(3, HVD + RESIDENT + """
 gc.disable()  # what is let go must not wait for it
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 def cycle():
     hvd.init()
     hvd.allreduce(np.ones(300_000, np.float32), name="a")
@@ -55,6 +57,27 @@ assert wait_until(nothing_ends) and belongings() == before, (before, belongings(
 assert resident() - memory < 6 << 20, (resident() - memory) >> 20
 done()
 """)  # fmt: skip
+
+
+def test_a_thousand_jobs_in_one_process_keep_nothing() -> None:
+    run(2, HVD + RESIDENT + """
+from collections import Counter
+def cycles(count):
+    for number in range(count):
+        hvd.init()
+        total = hvd.allreduce(np.full(1000, rank + 1.0), name="a", op=hvd.Sum)
+        assert total.tolist() == [3.0] * 1000
+        hvd.shutdown()
+    assert wait_until(nothing_ends)
+    gc.collect()
+    return belongings(), len(gc.get_objects()), resident()
+before, objects, memory = cycles(20)
+after, objects_after, memory_after = cycles(1000)
+assert after == before, (Counter(after[0]) - Counter(before[0]), before[1], after[1])
+assert objects_after - objects < 200, objects_after - objects
+assert memory_after - memory < 8 << 20, (memory_after - memory) >> 10
+done()
+""", timeout=120)  # fmt: skip
 
 
 # -- MPI, started by whoever
