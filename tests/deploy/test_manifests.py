@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hvdlite.common.meeting.address import Address
-from hvdlite.common.meeting.launch import detect
+from hvdlite.common.meeting.detection import detect
 from hvdlite.launcher.flags import parse_args
 from tests.deploy.schemas import errors
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.decisions.control_tree import neighbours
-from hvdlite.common.meeting import launch as launches
+from hvdlite.common.meeting.detection import detect
 from hvdlite.common.meeting.exchange import Exchange
 from hvdlite.common.meeting.host_identity import host_identity
-from hvdlite.common.meeting.launch import Launch, detect
+from hvdlite.common.meeting.launch import MPI, SINGLE, Launch
 from hvdlite.common.meeting.meet import meet
 from hvdlite.common.meeting.torch_store import default_group
 from hvdlite.common.plain.config import Config
@@ -63,9 +63,9 @@ def connect(comm: Any, launch: Launch, config: Config) -> Membership:
             "give None, a list of world ranks, or an mpi4py communicator"
         )
     ranks = list(comm or ())
-    if launch.source == launches.MPI:
+    if launch.source == MPI:
         return _connect_started_by_mpi(ranks, launch, config)
-    if launch.source == launches.SINGLE:
+    if launch.source == SINGLE:
         if ranks not in ([], [0]):
             raise ValueError(f"comm={comm}: this job has rank 0 only; start it with hvdlite-run")
         return Membership(solo())
@@ -172,7 +172,7 @@ def _connect_ranks(mpi: Any, ranks: list[int], config: Config, watch: StartWatch
 
 
 def _connect_communicator(comm: Any, launch: Launch, config: Config) -> Membership:
-    me = launch if launch.source == launches.MPI else None
+    me = launch if launch.source == MPI else None
     with StartWatch(me, config.start_timeout_seconds) as watch:
         mpi = start_mpi(config, watch)
         if mpi.COMM_WORLD.size == 1 and launch.size > 1 and comm != mpi.COMM_SELF:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.meeting.launch import detect
+from hvdlite.common.meeting.detection import detect
 from hvdlite.common.runtime.rank_claim import RANK_PROCESS, claim_rank
 from tests.common.meeting.environments import (
     MASTER,

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.meeting import launch
 from hvdlite.common.meeting.address import Address
-from hvdlite.common.meeting.launch import WorldRank, detect
+from hvdlite.common.meeting.detection import detect
+from hvdlite.common.meeting.launch import WorldRank
+from hvdlite.common.meeting.slurm import PORTS
 from tests.common.meeting.environments import (
     BATCH,
     INDEXED_JOB,
@@ -263,7 +264,7 @@ def test_the_ports_of_slurm_are_ports_that_linux_gives_to_nobody() -> None:
         for step in (0, 1, 77, 5000):
             environ = {**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
             ports = [address.port for address in detect(environ).addresses]
-            assert len(set(ports)) == launch.SLURM_PORTS
+            assert len(set(ports)) == PORTS
             assert min(ports) > 60999 and max(ports) <= 65535
     following = {**SRUN, "SLURM_JOB_ID": "1235"}
     assert not set(detect(SRUN).addresses) & set(detect(following).addresses)
