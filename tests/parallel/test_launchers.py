@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.parallel.jobs import environment, run_command
+from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment, run_command
 from tests.parallel.start_ranks import free_port
 
 LIMIT_SECONDS = 60
@@ -83,6 +83,12 @@ def by_slurm(size: int) -> list[dict[str, str]]:
 def by_indexed_job(size: int) -> list[dict[str, str]]:
     common = {"HVDLITE_SIZE": str(size), "HVDLITE_RENDEZVOUS": f"127.0.0.1:{free_port()}"}
     return [{"JOB_COMPLETION_INDEX": str(rank), **common} for rank in range(size)]
+
+
+def by_hand(size: int) -> list[dict[str, str]]:
+    """The variables that hvdlite's own launchers set."""
+    common = {"HVDLITE_SIZE": str(size), "HVDLITE_RENDEZVOUS": f"127.0.0.1:{free_port()}"}
+    return [{"HVDLITE_RANK": str(rank), **common} for rank in range(size)]
 
 
 @pytest.mark.parametrize("starter", [by_master, by_slurm, by_indexed_job])
@@ -182,6 +188,47 @@ def test_two_launchers_that_disagree_are_named() -> None:
     environments = by_master(2, HVDLITE_RANK="0", HVDLITE_SIZE="4")
     for code, output in start(environments, SCRIPT):
         assert code == 1 and "two launchers disagree" in output and "HVDLITE_SIZE=4" in output
+
+
+@pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+@pytest.mark.parametrize("starter", [by_hand, by_master])
+def test_a_communicator_of_one_rank_is_no_job_of_one_rank(
+    starter: Callable[[int], list[dict[str, str]]],
+) -> None:
+    """MPI knows of one process only, where it has not started the ranks.
+
+    COMM_SELF says that this is meant; any other communicator is that of a script for mpirun, and
+    would become as many jobs as there are ranks.
+    """
+    script = """
+import os
+from mpi4py import MPI
+import numpy as np
+import hvdlite.numpy as hvd
+names = ("HVDLITE_RANK", "HVDLITE_SIZE", "RANK", "WORLD_SIZE")
+given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+for comm in (MPI.COMM_WORLD, MPI.COMM_WORLD.Dup(), MPI.COMM_SELF.Split(0)):
+    assert comm.size == 1
+    try:
+        hvd.init(comm=comm)
+    except ValueError as error:
+        assert "has 2 ranks" in str(error) and "--launcher mpirun" in str(error), error
+        assert all(each in str(error) for each in given) and len(given) == 2, error
+    else:
+        raise AssertionError("it has become a job of its own")
+    assert not hvd.is_initialized()
+def total(name):
+    return hvd.allreduce(np.ones(3), name=name, op=hvd.Sum).tolist()
+hvd.init(comm=MPI.COMM_SELF)
+assert (hvd.rank(), hvd.size(), total("alone")) == (0, 1, [1.0] * 3)
+hvd.shutdown()
+hvd.init()
+assert total("together") == [2.0] * 3
+os.write(1, f"rank {hvd.rank()} of {hvd.size()} done\\n".encode())
+"""
+    ended = start(starter(2), script)
+    for rank, (code, output) in enumerate(ended):
+        assert code == 0 and f"rank {rank} of 2 done" in output, ended
 
 
 def test_a_spawned_child_of_a_rank_is_no_rank() -> None:
