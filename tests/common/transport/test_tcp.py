@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
+from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, ProtocolError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import InProcessMeeting
 from hvdlite.common.meeting.handshake import CONNECTS, LISTENS, new_nonce, proof
@@ -313,6 +313,17 @@ def knock(place: tuple[str, int], key: bytes, claim: bytes) -> bytes:
     return b""
 
 
+def knock_on(transport: TcpTransport, key: bytes, claim: bytes) -> bytes:
+    """What a rank answers to a claim, while it goes on."""
+    answers: list[bytes] = []
+    place = transport._connections._listeners[0].getsockname()
+    knocking = threading.Thread(target=lambda: answers.append(knock(place, key, claim)))
+    knocking.start()
+    while knocking.is_alive():
+        transport.receive(0.01)
+    return answers[0]
+
+
 @pytest.mark.parametrize(
     ("change", "slot"),
     [
@@ -330,19 +341,50 @@ def knock(place: tuple[str, int], key: bytes, claim: bytes) -> bytes:
          "there already"],
 )  # fmt: skip
 def test_a_claim_must_be_right_in_every_word(change: dict[str, Any], slot: Slot) -> None:
-    with open_pair(epoch=7, secret=b"s") as (transports, places):
+    with open_pair(epoch=7, secret=b"s") as (transports, _):
         me = transports[1]._connections.me
         assert (me.rank, me.epoch) == (1, 7)
         false = Identity(**{**me._asdict(), **change})
-        answers: list[bytes] = []
-        knocking = threading.Thread(
-            target=lambda: answers.append(knock(places[0], false.key, false.claim(slot)))
-        )
-        knocking.start()
-        while knocking.is_alive():
-            transports[0].receive(0.01)
+        answer = knock_on(transports[0], false.key, false.claim(slot))
         right = not change and slot == Slot(0, DATA, 0)
-        assert len(answers[0]) == (32 if right else 0)
+        assert len(answer) == (32 if right else 0)
+
+
+def test_a_rank_of_another_epoch_is_refused_with_both_epochs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It knows the key of this world: the ranks have met, but count the worlds differently."""
+    with open_pair(epoch=7) as (transports, _):
+        me = transports[1]._connections.me
+        for epoch in (6, 8):
+            caplog.clear()
+            other = me._replace(epoch=epoch)
+            assert knock_on(transports[0], me.key, other.claim(Slot(0, DATA))) == b""
+            (record,) = (r for r in caplog.records if r.levelname == "WARNING")
+            text = record.getMessage()
+            assert f"rank 1 connects in epoch {epoch} of this job, rank 0 is in epoch 7" in text
+        train(transports)
+
+
+def test_worlds_follow_each_other_at_the_same_ports(caplog: pytest.LogCaptureFixture) -> None:
+    """What a rank of the world before sends late to the new one is closed unread."""
+    caplog.set_level("DEBUG", "hvdlite")
+    config = Config(tcp_ports=free_ports(2))
+    late: list[Identity] = []
+    ports = set()
+    for epoch in range(3):
+        world = TcpWorld(TWO_HOSTS, config, neighbours=rings, epoch=epoch, secret=b"s")
+        transports = run_threads(2, world.transport)
+        ports.add(tuple(t._connections._listeners[0].getsockname()[1] for t in transports))
+        for old in late:
+            caplog.clear()
+            assert knock_on(transports[0], old.key, old.claim(Slot(0, DATA))) == b""
+            assert "it does not know the secret of this job" in caplog.text
+            assert not transports[0]._connections._guests
+        train(transports)
+        late.append(transports[1]._connections.me)
+        run_threads(2, lambda rank, world=transports: world[rank].close())
+    assert len(ports) == 1
 
 
 def test_a_claim_that_is_changed_on_its_way_is_refused() -> None:
@@ -352,7 +394,8 @@ def test_a_claim_that_is_changed_on_its_way_is_refused() -> None:
     for position in range(CLAIM.size - 2):  # But for channel and stream, which the proof covers.
         changed = bytearray(claim)
         changed[position] ^= 1
-        assert Identity(0, 2, 0, b"k").read(bytes(changed)) is None, position
+        with pytest.raises(ProtocolError):
+            Identity(0, 2, 0, b"k").read(bytes(changed))
 
 
 @pytest.mark.parametrize("secret", [b"", b"s"])
@@ -382,8 +425,6 @@ def make_room_for(guests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let so many connect that have not proved who they are, to each of two ranks."""
     strangers = guests - 2 * connections.CONNECTIONS_PER_RANK
     monkeypatch.setattr(connections, "MOST_STRANGERS", strangers)
-
-
 
 
 def ports_of_guests(transport: TcpTransport) -> set[int]:

@@ -34,6 +34,7 @@ from hvdlite.common.transport.tcp.strangers import (
     GO,
     MOST_STREAMS,
     Identity,
+    OtherEpochError,
     Slot,
     Stranger,
 )
@@ -202,9 +203,15 @@ class _Guest(Stranger):
         if not proves(given, me.key, CONNECTS, nonces, claim):
             self.ended("it does not know the secret of this job")
             return
-        self.slot = me.read(claim)
-        if self.slot is None or not self._host.may_enter(self.slot):
-            self.ended("it means another rank, or another epoch")
+        try:
+            self.slot = me.read(claim)
+        except ProtocolError as error:
+            if isinstance(error, OtherEpochError):
+                log.warning("%s: the connection is closed", error)
+            self.ended(str(error))
+            return
+        if not self._host.may_enter(self.slot):
+            self.ended("it is connected already")
         elif self.say(proof(me.key, LISTENS, nonces, claim)):
             self.expect(len(GO), self._on_go)
 

@@ -19,6 +19,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
+from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
 from hvdlite.common.transport.poller import READ, Poller
 
@@ -30,6 +31,10 @@ CONTROL, CONTROL_ONE_WAY, DATA = 0, 1, 2
 MOST_STREAMS = 16  # Of data between two ranks.
 RESETS = (errno.ECONNRESET, errno.EPIPE)
 REFUSES = "it closed the connection, so another program or another job answers there"
+
+
+class OtherEpochError(ProtocolError):
+    """A rank of this job has proved itself that has not left an earlier world, or is ahead."""
 
 
 class Slot(NamedTuple):
@@ -53,13 +58,23 @@ class Identity(NamedTuple):
         names = (self.rank, slot.rank, slot.channel, slot.stream)
         return CLAIM.pack(MAGIC, PROTOCOL_VERSION, self.epoch, *names)
 
-    def read(self, claim: bytes) -> Slot | None:
-        """Return what a peer dials for; None unless it means this rank, in this epoch."""
+    def read(self, claim: bytes) -> Slot:
+        """Return what a peer dials for, whose proof holds.
+
+        Raises `ProtocolError` unless it means this rank, and `OtherEpochError`.
+        """
         magic, protocol, epoch, sender, receiver, channel, stream = CLAIM.unpack(claim)
-        expected = (MAGIC, PROTOCOL_VERSION, self.epoch, self.rank)
-        known = (magic, protocol, epoch, receiver) == expected and sender != self.rank
-        if not known or sender >= self.size or channel > DATA or stream >= MOST_STREAMS:
-            return None
+        if (magic, protocol) == (MAGIC, PROTOCOL_VERSION) and epoch != self.epoch:
+            raise OtherEpochError(
+                f"rank {sender} connects in epoch {epoch} of this job, rank {self.rank} is in "
+                f"epoch {self.epoch}",
+                sender,
+            )
+        known = (magic, protocol, receiver) == (MAGIC, PROTOCOL_VERSION, self.rank)
+        if not known or sender == self.rank or sender >= self.size:
+            raise ProtocolError("it means another rank")
+        if channel > DATA or stream >= MOST_STREAMS:
+            raise ProtocolError("it means a connection that there is not")
         return Slot(sender, channel, stream)
 
 
