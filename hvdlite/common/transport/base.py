@@ -99,7 +99,12 @@ class Transport(Protocol):
         """Return whether the local rank `rank` has closed, and nothing is left to read."""
 
     def close(self) -> None:
-        """Close all connections of this rank; peers receive an `Incoming` without body."""
+        """Close all connections; each rank at their other ends receives an `Incoming` without body.
+
+        Over TCP a rank is connected with those of its host and its neighbours in the control tree,
+        and with others once it has sent them a message. The control plane tells the rest: each rank
+        that hears of a loss passes it on, up and down the tree.
+        """
 
     def after_fork_in_child(self) -> None:
         """Close this process's copies of the connections, unseen by the parent and the peers.

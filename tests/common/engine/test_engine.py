@@ -19,9 +19,16 @@ from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Abort, Request, encode
 from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
+from tests.worlds import IN_PROCESS, TCP
 
 ONE_HOST: list[list[int]] | None = None
 TREE = [[0, 1], [2, 3]]
+THREE_HOSTS = [*TREE, [4, 5]]
+
+
+def size_of(hosts: list[list[int]] | None) -> int:
+    """The number of ranks."""
+    return sum(map(len, hosts)) if hosts else 4
 
 
 # Each: what the ranks call for one name, and the words that the error must have.
@@ -417,22 +424,34 @@ def test_a_rank_that_shuts_down_fails_what_needs_it_and_nothing_else() -> None:
     run_ranks(3, main)
 
 
-@pytest.mark.parametrize("hosts", [ONE_HOST, TREE])
-def test_a_lost_rank_fails_everybody_with_its_number(hosts: list[list[int]] | None) -> None:
-    ready = threading.Barrier(4)
+@pytest.mark.parametrize("transport", [IN_PROCESS, TCP])
+@pytest.mark.parametrize(
+    ("hosts", "victim"),
+    [
+        (hosts, victim)
+        for hosts in (ONE_HOST, TREE, THREE_HOSTS)
+        for victim in range(size_of(hosts))
+    ],
+)
+def test_a_lost_rank_fails_everybody_with_its_number(
+    hosts: list[list[int]] | None, victim: int, transport: str
+) -> None:
+    size = size_of(hosts)
+    ready = threading.Barrier(size)
 
     def main(rank: int) -> None:
         hvd.barrier()
         ready.wait(30)
-        if rank == 3:
+        if rank == victim:
             current().transport.close()  # as the kernel does when a process dies
             return
+        current().engine.departed.wait(10)  # an idle rank hears of it, too
         for attempt in range(2):
-            with pytest.raises(hvd.HorovodInternalError, match="rank 3 is gone") as failure:
+            with pytest.raises(hvd.HorovodInternalError, match=f"rank {victim} is gone") as failure:
                 hvd.allreduce(np.ones(2), name=f"t{attempt}")
-            assert failure.value.rank == 3
+            assert failure.value.rank == victim
 
-    run_ranks(4, main, hosts=hosts)
+    run_ranks(size, main, hosts=hosts, transport=transport)
 
 
 def test_a_foreign_control_message_ends_the_job_with_a_clear_error() -> None:
@@ -627,8 +646,11 @@ def test_a_failure_that_cannot_be_told_still_ends_the_engine(
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("transport", [IN_PROCESS, TCP])
 @pytest.mark.parametrize("backend", ["auto", "ring"])
-def test_the_rank_that_died_is_named_by_all_while_they_run_a_collective(backend: str) -> None:
+def test_the_rank_that_died_is_named_by_all_while_they_run_a_collective(
+    backend: str, transport: str
+) -> None:
     """Rank 3 dies inside a collective: no other rank is blamed, and no chain of texts grows."""
 
     class Dying(TensorOfOnes):
@@ -651,7 +673,7 @@ def test_the_rank_that_died_is_named_by_all_while_they_run_a_collective(backend:
         return failure.value.rank, str(failure.value)
 
     config = Config(data_plane=backend, allreduce=backend, native="off")
-    for rank, text in run_ranks(4, main, hosts=TREE, config=config):
+    for rank, text in run_ranks(4, main, hosts=TREE, config=config, transport=transport):
         assert rank == 3, text
         assert "could not run" not in text
 
