@@ -32,7 +32,7 @@ class AgentJob:
 
     def for_host(self, host: AgentHost) -> dict[str, Any]:
         """Return what the agent of `host` must know before it starts ranks."""
-        environ = self._environ
+        environ, pod = self._environ, self._options.torch_pod
         names = names_for_other_hosts(environ) if host.remote else environ
         return {
             "directory": self._directory,
@@ -40,8 +40,9 @@ class AgentJob:
             "inherit": host.remote,  # Its own environment is the base of that of the ranks.
             "host": host.name,
             "ranks": list(host.ranks),
-            "size": self._options.num_proc,
-            "secret": self._secret,
+            "size": self._options.size,
+            "secret": pod.secret if pod else self._secret,
+            "rendezvous": str(pod.master) if pod else "",  # Empty: at the agent.
             "token": self._token,
             "bind": binds_ranks(self._options.binding_args),
             "silence_seconds": self.silence_seconds if host.remote else 0.0,
@@ -67,21 +68,22 @@ class AgentJob:
     def _place(self, host: AgentHost, rank: int) -> dict[str, str]:
         """Return the variables that tell a rank its place in the job."""
         local_rank = host.ranks.index(rank)
+        pod = self._options.torch_pod
         peers = [each for each in self._hosts if len(each.ranks) > local_rank]
         place = {
             "RANK": rank,
-            "SIZE": self._options.num_proc,
+            "SIZE": self._options.size,
             "LOCAL_RANK": local_rank,
             "LOCAL_SIZE": len(host.ranks),
-            "CROSS_RANK": peers.index(host),
-            "CROSS_SIZE": len(peers),
+            "CROSS_RANK": pod.index if pod else peers.index(host),
+            "CROSS_SIZE": pod.pods if pod else len(peers),
         }
         prefixes = ("HVDLITE", "HOROVOD") if self._options.as_horovod else ("HVDLITE",)
         variables = {f"{prefix}_{name}": str(n) for prefix in prefixes for name, n in place.items()}
         if self._options.torchrun_env:
             variables |= {
                 "RANK": str(rank),
-                "WORLD_SIZE": str(self._options.num_proc),
+                "WORLD_SIZE": str(self._options.size),
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(len(host.ranks)),
             }

@@ -41,7 +41,7 @@ class Agents:
         ]
         self._starter = self._make_starter(launcher_environ)
         self._description = AgentJob(job, hosts)
-        self._meeting = MergedMeeting(job.options.num_proc)
+        self._meeting = MergedMeeting(job.options.size)
         self._started = False
         self._ending = False
         self._failing = False
@@ -188,7 +188,7 @@ class Agents:
             self._send_to(members, "missing", members, missing)
 
     def _send_to(self, members: list[int], kind: str, *fields: Any) -> None:
-        wanted = set(members or range(self.job.options.num_proc))
+        wanted = set(members or self.job.options.ranks)
         for each in self.agents:
             if wanted.intersection(each.host.ranks):
                 each.send(kind, *fields)

@@ -52,6 +52,8 @@ def _main(argv: Sequence[str]) -> int:
     pod = options.launcher_pod
     if pod is not None:
         say(f"{options.num_proc} ranks on the hosts of {pod.hostfile}, which {pod.source} tells of")
+    elif options.torch_pod is not None:
+        say(f"ranks {options.ranks[0]} to {options.ranks[-1]} of {options.size}, as PET_... say")
     elif options.allocation is not None:
         say(f"{options.num_proc} ranks on {options.allocation}")
     elif not args.num_proc and not options.hosts and options.num_proc > 1:

@@ -17,6 +17,7 @@ from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.launcher_choice import MPIRUN
 from hvdlite.launcher.options import LaunchOptions, resolve
 from hvdlite.launcher.start import run_job
+from hvdlite.launcher.torch_pod import PREFIX
 from hvdlite.launcher.worker import Raised, read_answers, write_call
 
 T = TypeVar("T")
@@ -114,7 +115,9 @@ def run(
     words += [flag for flag, on in switches.items() if on]
     words += ["--", executable or sys.executable, "-m", "hvdlite.launcher.worker"]
     environ = os.environ if env is None else env
-    options = resolve(parse_args(words), environ)
+    # The call has one caller, so that no other pod of a job can take part.
+    alone = {name: text for name, text in environ.items() if not name.startswith(PREFIX)}
+    options = resolve(parse_args(words), alone)
     for note in options.notes:
         flag = note.partition(" ")[0]
         warn_user(note.replace(flag, ARGUMENTS.get(flag, flag)))

@@ -31,7 +31,7 @@ class Job:
         self.signals = SignalInbox()
         self.console = Console(give_up=self._reader_is_slow)
         self.output = Output(
-            options.num_proc, options.output_filename, options.prefix_timestamp,
+            options.ranks, options.output_filename, options.prefix_timestamp,
             self.console, options.debug_rank, note_broken_pipe=self.signals.note_broken_pipe,
         )  # fmt: skip
         self.loop = EventLoop()
@@ -117,7 +117,7 @@ class Job:
         for rank, cause in self.output.causes().items():
             self.first_failure.causes.setdefault(rank, cause)
         started = self.first_failure.started
-        missing = [rank for rank in range(self.options.num_proc) if rank not in started]
+        missing = [rank for rank in self.options.ranks if rank not in started]
         end = End(
             late=self.runner.late(missing),
             runner=self.runner.name,

@@ -18,8 +18,9 @@ from hvdlite.launcher.debug import PATIENCE, check_debug_rank
 from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
 from hvdlite.launcher.jsrun import compute_hosts
 from hvdlite.launcher.kubernetes import LauncherPod, find_launcher_pod, with_own_pod_local
-from hvdlite.launcher.launcher_choice import GROUPS, JSRUN, MPIRUN, choose_launcher
+from hvdlite.launcher.launcher_choice import GROUPS, JSRUN, MPIRUN, SSH, choose_launcher
 from hvdlite.launcher.mpi_arguments import BINDING_FLAGS, flags_in
+from hvdlite.launcher.torch_pod import TorchPod, find_torch_pod
 
 # Flags that become fields of `Options` as they are.
 AS_GIVEN = ("ssh_port", "ssh_identity_file", "tcp", "as_horovod", "torchrun_env", "debug_rank",
@@ -47,6 +48,7 @@ class LaunchOptions:
     ssh_identity_file: str | None = None
     ssh_args: tuple[str, ...] = ()  # further arguments of ssh; those above win
     launcher_pod: LauncherPod | None = None  # the hosts are those of its hostfile
+    torch_pod: TorchPod | None = None  # this pod runs some ranks of a job of several
     network_interfaces: tuple[str, ...] = ()
     peer_timeout_seconds: float = 10.0  # how long a host may be silent
     check_hosts: bool = True  # look at several hosts before the start
@@ -69,6 +71,17 @@ class LaunchOptions:
         return ranks_per_host(self.hosts, self.num_proc) if self.hosts else (self.num_proc,)
 
     @property
+    def ranks(self) -> range:
+        """The ranks that are started from here."""
+        first = self.torch_pod.first_rank if self.torch_pod else 0
+        return range(first, first + self.num_proc)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of the job, also of those that are started elsewhere."""
+        return self.torch_pod.size if self.torch_pod else self.num_proc
+
+    @property
     def remote(self) -> bool:
         """A rank runs on another host."""
         return any(host.remote for host in self.hosts)
@@ -83,7 +96,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         raise ConfigError("no command given, such as: hvdlite-run -np 4 python train.py")
     pod = None if _gives_hosts(args) else find_launcher_pod(environ)
     given = _hosts(args, pod)
-    allocation = None if given else find_allocation(environ)
+    torch_pod = None if given else find_torch_pod(environ, args.num_proc)
+    allocation = None if given or torch_pod else find_allocation(environ)
     hosts = given or _hosts_of(allocation, args.num_proc)
     notes = list(args.notes)
     _join_interfaces(args)
@@ -112,7 +126,12 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     options = LaunchOptions(
         launcher=launcher,
         command=tuple(args.command),
-        num_proc=args.num_proc or _default_num_proc(hosts, allocation),
+        num_proc=(
+            torch_pod.ranks_per_pod
+            if torch_pod
+            else args.num_proc or _default_num_proc(hosts, allocation)
+        ),
+        torch_pod=torch_pod,
         hosts=hosts,
         allocation=allocation,
         variables=variables,
@@ -222,8 +241,13 @@ def _check(options: LaunchOptions, config: Config) -> None:
             f"--thread-affinity names {len(affinity)} cores, and a host has {local_ranks} ranks: "
             "name one core for each local rank"
         )
+    if options.torch_pod is not None and options.launcher != SSH:
+        raise ConfigError(
+            f"--launcher {options.launcher}: in the pods of a torch policy of Kubeflow Trainer "
+            "(PET_NNODES) each pod starts its own ranks: leave out --launcher and flags of MPI"
+        )
     if options.debug_rank is not None:
-        check_debug_rank(options.debug_rank, options.num_proc, options.hosts)
+        check_debug_rank(options.debug_rank, options.size, options.hosts)
     if options.binding_args and flags_in(options.mpi_args) & BINDING_FLAGS:
         raise ConfigError("--binding-args contradicts --mpi-args, which binds ranks, too")
     if options.launcher != MPIRUN and flags_in(options.binding_args) - AGENT_BINDING_FLAGS:

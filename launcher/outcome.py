@@ -53,7 +53,7 @@ def conclude(end: End, first_failure: FirstFailure, options: LaunchOptions) -> J
     """Return the outcome: a signal comes before a rank's failure, and that before the runner's."""
     if end.signal is not None:
         return signal_outcome(end.signal)
-    missing = [rank for rank in range(options.num_proc) if rank not in first_failure.started]
+    missing = [rank for rank in options.ranks if rank not in first_failure.started]
     if end.timed_out:
         return JobOutcome(NOT_STARTED_CODE, _timeout_sentence(end.late, options))
     failure = first_failure.failure()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,7 +29,7 @@ class Output:
     """
 
     def __init__(
-        self, num_proc: int, directory: str | None, timestamps: bool,
+        self, ranks: Sequence[int], directory: str | None, timestamps: bool,
         console: Console | None = None, raw_rank: int | None = None,
         note_broken_pipe: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
@@ -44,12 +44,12 @@ class Output:
         self._files: dict[Key, BinaryIO] = {}
         self._warned = False
         if directory is not None:
-            self._open_files(Path(directory), num_proc)
+            self._open_files(Path(directory), ranks)
 
-    def _open_files(self, directory: Path, num_proc: int) -> None:
-        width = len(str(num_proc - 1))
+    def _open_files(self, directory: Path, ranks: Sequence[int]) -> None:
+        width = len(str(max(ranks)))
         try:
-            for rank in range(num_proc):
+            for rank in ranks:
                 folder = directory / f"rank.{rank:0{width}}"
                 folder.mkdir(parents=True, exist_ok=True)
                 for stream in STREAMS:

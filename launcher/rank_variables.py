@@ -21,7 +21,7 @@ class RankVariables:
         environ = without_step(environ | job["variables"])  # The step is that of an agent.
         environ |= {
             "HOME": home_directory(environ) or folder.path,
-            "HVDLITE_RENDEZVOUS": f"unix:{folder.socket}",
+            "HVDLITE_RENDEZVOUS": job["rendezvous"] or f"unix:{folder.socket}",
             "HVDLITE_SECRET": job["secret"],
             "HVDLITE_HOST_NAME": job["host"],
             CALL_VARIABLE: folder.path,

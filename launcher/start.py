@@ -91,7 +91,7 @@ def _mpi(options: LaunchOptions, environ: Mapping[str, str]) -> Mpi | None:
 def agent_hosts(options: LaunchOptions) -> tuple[AgentHost, ...]:
     """Return the hosts that get ranks, filled in their order."""
     if not options.hosts:
-        return (AgentHost(socket.gethostname(), False, tuple(range(options.num_proc))),)
+        return (AgentHost(socket.gethostname(), False, tuple(options.ranks)),)
     hosts, first = [], 0
     for host, count in zip(options.hosts, options.counts, strict=True):
         if count:

@@ -23,6 +23,11 @@ def torchrun_variables(
     if not options.torchrun_env:
         yield {}
         return
+    if options.torch_pod is not None:
+        # Where rank 0 serves the meeting of hvdlite only until all ranks have come.
+        master = options.torch_pod.master
+        yield {"MASTER_ADDR": master.host, "MASTER_PORT": str(master.port)}
+        return
     with socket.socket() as reservation:
         # Bound, but not listening: the system gives this port to nobody who asks for any, and lets
         # rank 0 have it, whose store asks for it by number and with the same option.

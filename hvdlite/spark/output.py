@@ -79,7 +79,7 @@ class DriverOutput:
         self, size: int, secret: str, host: str, stdout: Any, stderr: Any, timestamps: bool
     ) -> None:
         console = _GivenStreams({"stdout": stdout, "stderr": stderr})
-        self._output = Output(size, None, timestamps, console)
+        self._output = Output(range(size), None, timestamps, console)
         self._feeding = threading.Lock()  # guards _output
         self._secret = secret
         self._listener = listen(Address(host, 0))

@@ -22,7 +22,7 @@ each_launcher = pytest.mark.usefixtures("launcher")
 
 
 def test_lines_are_whole_and_carry_their_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    output = Output(2, None, timestamps=False)
+    output = Output(range(2), None, timestamps=False)
     output.feed(0, "stdout", b"one\ntw")
     output.feed(1, "stdout", b"other\n")
     output.feed(0, "stdout", b"o\nthree")
@@ -34,7 +34,7 @@ def test_lines_are_whole_and_carry_their_rank(capfd: pytest.CaptureFixture[str])
 
 
 def test_a_progress_bar_moves_on_its_line(capfd: pytest.CaptureFixture[str]) -> None:
-    output = Output(1, None, timestamps=False)
+    output = Output(range(1), None, timestamps=False)
     output.feed(0, "stdout", b"10%\r20%\r")
     output.feed(0, "stdout", b"\nend\r\n")
     out, _ = capfd.readouterr()
@@ -42,7 +42,7 @@ def test_a_progress_bar_moves_on_its_line(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_time_comes_before_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    Output(1, None, timestamps=True).feed(0, "stdout", b"x\n")
+    Output(range(1), None, timestamps=True).feed(0, "stdout", b"x\n")
     out, _ = capfd.readouterr()
     when, _, rest = out.partition("[")
     assert len(when) == len("Mon Nov 21 04:06:00 2026")
@@ -50,7 +50,7 @@ def test_time_comes_before_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_files_hold_the_bytes_of_each_rank(tmp_path: Path) -> None:
-    output = Output(11, str(tmp_path / "logs"), timestamps=False)
+    output = Output(range(11), str(tmp_path / "logs"), timestamps=False)
     output.feed(3, "stderr", b"raw\x00\xff no end")
     output.close()
     assert (tmp_path / "logs" / "rank.03" / "stderr").read_bytes() == b"raw\x00\xff no end"
@@ -60,13 +60,13 @@ def test_files_hold_the_bytes_of_each_rank(tmp_path: Path) -> None:
 def test_files_that_cannot_be_written_are_found_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--output-filename"):
-        Output(2, str(tmp_path / "file"), timestamps=False)
+        Output(range(2), str(tmp_path / "file"), timestamps=False)
 
 
 def test_a_line_that_is_redrawn_is_printed_once_in_its_last_state(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    output = Output(2, None, timestamps=False)
+    output = Output(range(2), None, timestamps=False)
     for percent in range(0, 101, 10):  # as tqdm does: the return comes first
         output.feed(0, "stderr", f"\r{percent}% rank 0".encode())
         output.feed(1, "stderr", f"\r{percent}% rank 1".encode())
@@ -77,7 +77,7 @@ def test_a_line_that_is_redrawn_is_printed_once_in_its_last_state(
 
 
 def test_a_bar_that_is_wiped_away_leaves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    output = Output(1, None, timestamps=False)
+    output = Output(range(1), None, timestamps=False)
     output.feed(0, "stderr", b"\r90%\r100%\r    \r")
     output.feed(0, "stderr", b"done\n")
     output.feed(0, "stderr", b"\r5%")
@@ -90,7 +90,7 @@ def test_a_long_bar_is_printed_now_and_then(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(output_module.time, "monotonic", lambda: now)
-    output = Output(1, None, timestamps=False)
+    output = Output(range(1), None, timestamps=False)
     for second in range(25):
         now = float(second)
         output.feed(0, "stderr", f"\r{second}".encode())
@@ -120,7 +120,7 @@ class Terminal(Console):
 
 def test_a_terminal_shows_the_bar_of_the_lowest_rank_alone() -> None:
     terminal = Terminal()
-    output = Output(2, None, timestamps=False, console=terminal)
+    output = Output(range(2), None, timestamps=False, console=terminal)
     for rank, data in ((0, b"\r1%"), (1, b"\r2%"), (0, b"\r3%"), (0, b"\n"), (1, b"\r4%")):
         output.feed(rank, "stderr", data)
     assert terminal.seen == [
@@ -133,14 +133,14 @@ def test_a_terminal_shows_the_bar_of_the_lowest_rank_alone() -> None:
 
 
 def test_memory_does_not_grow_with_the_states_of_a_line() -> None:
-    output = Output(1, None, timestamps=False, console=Terminal())
+    output = Output(range(1), None, timestamps=False, console=Terminal())
     for number in range(1000):
         output.feed(0, "stderr", b"\r" + b"#" * 1000 + str(number).encode())
     assert sum(map(len, output._rest.values())) < 2000
 
 
 def test_a_rank_that_is_debugged_prints_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
-    output = Output(2, None, timestamps=False, raw_rank=1)
+    output = Output(range(2), None, timestamps=False, raw_rank=1)
     output.feed(1, "stdout", b"(Pdb) ")
     output.feed(0, "stdout", b"x\n")
     assert capfd.readouterr().out == "(Pdb) [0]<stdout>:x\n"

@@ -27,7 +27,7 @@ class Mpirun:
         self.shown: list[bytes] = []
         self.heard = FirstFailure()
         self.loop = EventLoop()
-        output = Output(2, None, timestamps=False)
+        output = Output(range(2), None, timestamps=False)
         output.write = lambda stream, text: self.shown.append(text)  # type: ignore[method-assign]
         options: Any = LaunchOptions(
             command=("true",), num_proc=2, variables={}, start_timeout_seconds=1.0
