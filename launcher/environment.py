@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import socket
 from collections.abc import Mapping
 
+from hvdlite.common.base.bridges import BRIDGE, USUAL_BRIDGES
 from hvdlite.common.base.fabric import has_fabric
 from hvdlite.launcher.allocation import is_task
 from hvdlite.launcher.commands import build_environment, keep_alive_arguments
@@ -16,12 +16,8 @@ from hvdlite.launcher.openmpi import own_agent, parameter_given
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.passed_variables import of_another_job
 
-# What Open MPI leaves out by itself, and bridges of container engines and virtual machines.
-NOT_BETWEEN_HOSTS = (
-    "127.0.0.1/8", "sppp",
-    "docker0", "podman0", "virbr0", "lxcbr0", "lxdbr0", "cni0", "flannel.1",
-)  # fmt: skip
-BRIDGE = re.compile(r"br-[0-9a-f]{12}")  # of a network of Docker; its name differs on each host
+# What Open MPI leaves out by itself, the overlay of pods, and bridges.
+NOT_BETWEEN_HOSTS = ("127.0.0.1/8", "sppp", "flannel.1", *USUAL_BRIDGES)
 
 
 def rank_environment(
@@ -103,8 +99,11 @@ def _without_bridges(
     chosen = parameter_given(include, environ, options.mpi_args, mpi.program)
     if chosen or options.network_interfaces:
         return {}
-    names = [name for _, name in socket.if_nameindex() if BRIDGE.fullmatch(name)]
-    return {"btl_tcp_if_exclude": ",".join([*NOT_BETWEEN_HOSTS, *names])}
+    names = {name for _, name in socket.if_nameindex()}
+    inner = sorted(name for name in names if BRIDGE.fullmatch(name))
+    if not names.difference(inner, ("lo",)):  # The only link of a container may have such a name.
+        inner = []
+    return {"btl_tcp_if_exclude": ",".join(dict.fromkeys((*NOT_BETWEEN_HOSTS, *inner)))}
 
 
 def most_local_ranks(environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions) -> int:

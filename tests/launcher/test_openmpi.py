@@ -83,14 +83,18 @@ def test_parameter_files_of_the_user_win(tmp_path: Path) -> None:
 def test_between_hosts_open_mpi_notices_a_lost_link_and_leaves_bridges_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = ["lo", "eth0", "br-0123456789ab", "br-lan"]
+    names = ["lo", "eth0", "br-0123456789ab", "br-lan", "veth1a2b", "docker0"]
     monkeypatch.setattr(environment.socket, "if_nameindex", lambda: list(enumerate(names, 1)))
     hosts = parse_hosts("a:2,b:2")
     given = rank_environment({}, OMPI5, options(hosts=hosts))
     assert given["OMPI_MCA_mpi_ft_detector"] == "1"
     excluded = given["OMPI_MCA_btl_tcp_if_exclude"].split(",")
-    assert {"127.0.0.1/8", "sppp", "docker0", "br-0123456789ab"} <= {*excluded}
+    assert {"127.0.0.1/8", "sppp", "docker0", "br-0123456789ab", "veth1a2b"} <= {*excluded}
     assert not {"eth0", "br-lan"} & {*excluded}
+    assert len(excluded) == len({*excluded})
+    monkeypatch.setattr(environment.socket, "if_nameindex", lambda: [(1, "lo"), (2, "veth0")])
+    container = rank_environment({}, OMPI5, options(hosts=hosts))
+    assert "veth0" not in container["OMPI_MCA_btl_tcp_if_exclude"]
     alone = rank_environment({}, OMPI5, options())
     assert not {"OMPI_MCA_mpi_ft_detector", "OMPI_MCA_btl_tcp_if_exclude"} & {*alone}
     # Open MPI refuses both lists.

@@ -6,20 +6,13 @@ This module never opens a socket.
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from hvdlite.common.base.bridges import BRIDGE
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.transport.tcp.interfaces import Interface
-
-# Bridges that container and virtual machine managers make inside a host. They lead to no other
-# host, and often have the same address on all of them.
-INNER = re.compile(
-    r"docker\d+|docker_gwbridge|br-[0-9a-f]{12}|virbr\d+.*|lxcbr\d+|lxdbr\d+|podman\d+|cni\d+"
-    r"|cni-podman\d+|kube-bridge|kube-ipvs\d+|veth.*|vnet\d+"
-)
 
 
 class Endpoint(NamedTuple):
@@ -69,7 +62,7 @@ def choose(
             "the job runs on several hosts, but this one has no network: the interfaces that are "
             f"up are {_listed(usable)}"
         )
-    return _without_link_local([each for each in outer if not INNER.fullmatch(each.name)] or outer)
+    return _without_link_local([each for each in outer if not BRIDGE.fullmatch(each.name)] or outer)
 
 
 def _matches(interface: Interface, word: str) -> bool:
