@@ -134,6 +134,16 @@ def test_hosts(tmp_path: Path) -> None:
     assert of_gloo[2].strip() and not of_gloo[3].strip()  # It does not run over MPI.
 
 
+def test_a_job_on_hosts_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
+    """And the number of streams is that of the ranks: they refuse 0."""
+    with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
+        pass
+    words = ("--transports", "tcp", "--streams", "0", "--json", str(tmp_path / "h.json"))
+    done = run_command([sys.executable, str(BENCHMARKS / "hosts.py"), *words], timeout=60)
+    assert done.returncode == 1 and "HVDLITE_TCP_STREAMS" in done.stdout, done.stdout
+    assert not (tmp_path / "h.json").exists()
+
+
 def test_trace_cost(tmp_path: Path) -> None:
     output, records = run(tmp_path / "t.json", "trace_cost.py", "--networks", "tiny")
     assert [each["clock"] for each in records] == ["time", "CPU time"], output

@@ -321,7 +321,8 @@ class Config:
     )  # fmt: skip
     tcp_streams: int = setting(
         1, "TCP_STREAMS", number(int, 1, "connections", 16),
-        "Connections for large tensors between two ranks of different hosts; that of rank 0 holds.",
+        "Connections for large tensors between two ranks of different hosts; that of rank 0 holds. "
+        "More than 1 help only where the network limits each connection.",
         flag="--tcp-streams", alias=False,
     )  # fmt: skip
     peer_timeout_seconds: float = setting(
