@@ -6,7 +6,6 @@ import shlex
 import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from hvdlite.launcher.agent_connection import AgentConnection
 from hvdlite.launcher.event_loop import EventLoop
@@ -18,11 +17,12 @@ TIDY_SECONDS = 3.0
 MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
 
 
-class AgentStarter(Protocol):
-    """Starts the agents of a job."""
+class AgentStarter:
+    """Starts the agents of a job. What is not overridden does nothing."""
 
     def describe(self) -> list[str]:
         """Return the command lines."""
+        return []
 
     def start(self) -> None:
         """Begin to start the agents."""
@@ -35,9 +35,11 @@ class AgentStarter(Protocol):
 
     def busy(self) -> bool:
         """Return whether something is running or waiting that is no agent's own."""
+        return False
 
     def failure(self) -> str | None:
-        """Return why agents that have not come will never come."""
+        """Return why agents that have not come will never come, where that can be known."""
+        return None
 
     def abandon(self) -> None:
         """Kill what is left of it."""
@@ -52,7 +54,7 @@ class AgentStarter(Protocol):
         """Leave nothing behind."""
 
 
-class SpawnedAgents:
+class SpawnedAgents(AgentStarter):
     """A process for each agent: itself on this host, an ssh for another one. See `AgentStarter`."""
 
     def __init__(
@@ -99,10 +101,6 @@ class SpawnedAgents:
         """See `AgentStarter`."""
         return bool(self._waiting)
 
-    def failure(self) -> str | None:
-        """See `AgentStarter`: the end of a process is the end of its agent's channel."""
-        return None
-
     def tidy(self, agent: AgentConnection, groups: list[int]) -> None:
         """See `AgentStarter`: its ranks have died with it, but not their child processes."""
         kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in groups)
@@ -112,12 +110,3 @@ class SpawnedAgents:
         ssh = LeadingProcess(command, self._environ, self._loop)
         ssh.wait(TIDY_SECONDS)
         ssh.close()
-
-    def abandon(self) -> None:
-        """See `AgentStarter`."""
-
-    def finish(self, seconds: float) -> None:
-        """See `AgentStarter`."""
-
-    def close(self) -> None:
-        """See `AgentStarter`."""

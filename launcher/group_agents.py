@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlite.launcher.agent_connection import AgentConnection
+from hvdlite.launcher.agent_starters import AgentStarter
 from hvdlite.launcher.call_back import NAMED_BY_VARIABLE, Listener
 from hvdlite.launcher.event_loop import EventLoop
 from hvdlite.launcher.leading_process import LeadingProcess
@@ -33,7 +34,7 @@ class Group:
     clean_up: Callable[[], None] = lambda: None  # when all agents are there; may come twice
 
 
-class GroupAgents:
+class GroupAgents(AgentStarter):
     """See `AgentStarter`."""
 
     def __init__(self, agents: Sequence[AgentConnection], group: Group, loop: EventLoop) -> None:
@@ -72,9 +73,6 @@ class GroupAgents:
 
     def _absent(self) -> list[str]:
         return [agent.host.name for agent in self._agents if agent.channel is None]
-
-    def agent_came(self) -> None:
-        """See `AgentStarter`."""
 
     def stop(self) -> None:
         """See `AgentStarter`."""
@@ -117,9 +115,6 @@ class GroupAgents:
         """See `AgentStarter`."""
         if self._program is not None:
             self._program.signal(signal.SIGKILL)
-
-    def tidy(self, agent: AgentConnection, groups: list[int]) -> None:
-        """See `AgentStarter`: the batch system ends what is left of a step."""
 
     def finish(self, seconds: float) -> None:
         """See `AgentStarter`."""
