@@ -53,7 +53,7 @@ def _srun(
 def _jsrun(program: str, hosts: Sequence[Host], environ: Mapping[str, str]) -> Group:
     descriptor, path = tempfile.mkstemp(prefix="hvdlite-jsrun-")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(resource_file(hosts, [1] * len(hosts), threads_per_core()))
+        file.write(resource_file(hosts, threads_per_core()))
     return Group(
         name="jsrun",
         command=lambda agent: jsrun_command(program, path, agent),
