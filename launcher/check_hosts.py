@@ -23,7 +23,8 @@ from typing import Any
 
 import hvdlite
 from hvdlite.launcher.cores import print_cores_script
-from hvdlite.launcher.host_report import PACKAGES, Attempt, Facts, HostReport
+from hvdlite.launcher.host_facts import PACKAGES, Attempt, Facts
+from hvdlite.launcher.host_report import HostReport
 from hvdlite.launcher.hosts import Host
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.probe import MARK

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from hvdlite.launcher.host_report import Address, Attempt, Facts, HostReport
+from hvdlite.launcher.host_facts import Address, Attempt, Facts
+from hvdlite.launcher.host_report import HostReport
 from hvdlite.launcher.probe import OTHER_HOST, try_all
 from hvdlite.launcher.unreachable import explain_agent, explain_silence
 
