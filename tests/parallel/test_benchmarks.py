@@ -144,6 +144,31 @@ def test_a_job_on_hosts_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
     assert not (tmp_path / "h.json").exists()
 
 
+def test_idle_cpu(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
+        pass
+    words = ("--hosts", "--seconds", "0.2", "--ranks-per-host", "1")
+    done = run_command([sys.executable, str(BENCHMARKS / "idle_cpu.py"), *words], timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert re.findall(r"^(tcp|mpi), .+, 1 rank a host:$", done.stdout, re.M) == ["tcp", "mpi"]
+    assert len(re.findall(r"^2 ranks, .+: [\d.]+ %  [\d.]+ %$", done.stdout, re.M)) == 4
+
+
+def test_start(tmp_path: Path) -> None:
+    """Each launcher stands beside a bare mpirun, whose program imports no hvdlite."""
+    path, script = tmp_path / "s.json", str(BENCHMARKS / "start.py")
+    words = ("--ranks", "2", "--rounds", "1", "--json", str(path))
+    done = run_command([sys.executable, script, *words], timeout=60)
+    assert done.returncode == 0, done.stdout
+    seconds = {
+        each["entry"]: each["seconds"]["median"] for each in json.loads(path.read_text())["records"]
+    }
+    mpirun_alone = seconds["mpirun -np 2, mpi4py"]
+    for launcher in ("agents", "mpirun"):
+        ratio = seconds[f"hvdlite-run -np 2, {launcher}"] / mpirun_alone
+        assert re.search(rf"hvdlite-run -np 2, {launcher} +\| .+ \| {ratio:.2f} +\|", done.stdout)
+
+
 def test_trace_cost(tmp_path: Path) -> None:
     output, records = run(tmp_path / "t.json", "trace_cost.py", "--networks", "tiny")
     assert [each["clock"] for each in records] == ["time", "CPU time"], output
