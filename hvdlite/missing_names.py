@@ -44,6 +44,8 @@ def module_getattr(module: str) -> Callable[[str], NoReturn]:
 def reason_for(name: str) -> str:
     """Return why hvdlite lacks what has this full name in Horovod; empty where it has no reason."""
     _, *parts = name.split(".")
+    if parts[:2] == ["launcher", ELASTIC]:
+        return ""
     if ELASTIC in parts or parts in (["spark", "run_elastic"], ["ray", "ElasticRayExecutor"]):
         return NO_ELASTIC
     return NO_ESTIMATORS if parts[:1] == ["spark"] and ESTIMATORS & {*parts[1:2]} else ""

@@ -21,6 +21,7 @@ ROOT = PACKAGE.parent
 FLOORS = [
     ["hvdlite.ray", "hvdlite.spark"],
     ["hvdlite.launcher"],
+    ["hvdlite.launcher.elastic.decisions"],
     ["hvdlite.tools", "hvdlite.bench"],
     ["hvdlite.keras"],
     ["hvdlite.torch", "hvdlite.tf", "hvdlite.numpy", "hvdlite.data"],
@@ -46,7 +47,11 @@ FLOORS = [
 # The one call upwards: TensorFlow's DistributedOptimizer hands on an optimizer of Keras.
 UPWARDS = {("hvdlite.tf.optimizer", "hvdlite.keras.optimizer.DistributedOptimizer")}
 # Packages whose modules do no I/O, read no clock and start no thread; and the exceptions to it.
-PURE = ["hvdlite.common.decisions", "hvdlite.common.segmentation"]
+PURE = [
+    "hvdlite.common.decisions",
+    "hvdlite.common.segmentation",
+    "hvdlite.launcher.elastic.decisions",
+]
 NOT_PURE = {"hvdlite.common.segmentation.saved_results"}
 IMPURE = {"os", "time", "socket", "threading", "select", "asyncio", "subprocess", "logging"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "ray", "pyspark"}
@@ -55,6 +60,7 @@ IMPORTS_TORCH = "hvdlite.common.meeting.torch_store"
 # The launcher starts ranks and is none: it must work where the engine could not even be imported.
 LAUNCHER_IMPORTS = {
     "hvdlite.launcher",
+    "hvdlite.launcher.elastic.decisions",
     "hvdlite.common.base",
     "hvdlite.common.meeting",
     "hvdlite.common.plain",

@@ -1,0 +1,1 @@
+"""Elastic jobs: workers come and go, and the others train on."""
