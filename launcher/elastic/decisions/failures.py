@@ -1,0 +1,71 @@
+"""When a failed slot is tried again, and when it has failed too often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WINDOW_SECONDS = 60.0
+LONGEST_DELAY_SECONDS = 30.0
+# A host whose workers broke that many worlds of the window, without a commit in between, is given
+# up; so is a host without a rank that has failed to start a worker in one slot that many times.
+WORLDS_BROKEN = 5
+STARTS_FAILED = 3
+# The same script fails at the same batch: so many resets are tried.
+RESETS_AFTER_EXCEPTIONS = 3
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker of a slot failed at a `time`, when `epoch` was the last world."""
+
+    host: str
+    slot: int
+    epoch: int
+    time: float
+    was_member: bool
+    exception: bool
+
+
+class Failures:
+    """The failures since the last commit. `exception`: the script failed, and not the machine."""
+
+    def __init__(self) -> None:
+        self._failures: list[Failure] = []
+        self._script_failed_in: set[int] = set()
+
+    def add(self, failure: Failure) -> None:
+        """Count a failure."""
+        self._failures.append(failure)
+        if failure.exception and failure.was_member:
+            self._script_failed_in.add(failure.epoch)
+
+    def progressed(self, epoch: int) -> None:
+        """Forget what failed before world `epoch`: the ranks committed something in it."""
+        self._failures = [each for each in self._failures if each.epoch >= epoch]
+        self._script_failed_in = {each for each in self._script_failed_in if each >= epoch}
+
+    def retry_time(self, host: str, slot: int, now: float) -> float:
+        """Return when the slot's next worker may start: at once, then after 1, 2, 4... seconds."""
+        times = [each.time for each in self._recent(host, now) if each.slot == slot]
+        if len(times) < 2:
+            return now
+        return min(times[-1] + min(2.0 ** (len(times) - 2), LONGEST_DELAY_SECONDS), now + 60)
+
+    def cannot_start(self, host: str, now: float) -> bool:
+        """Return whether the host, which has no rank, has failed to start workers too often."""
+        slots = [each.slot for each in self._recent(host, now) if not each.was_member]
+        return any(slots.count(slot) >= STARTS_FAILED for slot in set(slots))
+
+    def breaks_worlds(self, host: str, now: float) -> bool:
+        """Return whether workers of the host broke too many worlds by more than an exception."""
+        recent = self._recent(host, now)
+        broken = {each.epoch for each in recent if each.was_member and not each.exception}
+        return len(broken) >= WORLDS_BROKEN
+
+    def script_fails(self) -> bool:
+        """Return whether exceptions have undone too many worlds without a commit in between."""
+        return len(self._script_failed_in) > RESETS_AFTER_EXCEPTIONS
+
+    def _recent(self, host: str, now: float) -> list[Failure]:
+        start = now - WINDOW_SECONDS
+        return [each for each in self._failures if each.host == host and each.time > start]

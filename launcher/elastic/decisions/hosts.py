@@ -1,0 +1,132 @@
+"""The hosts: which discovery shows, which are away, and where an agent runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hvdlite.launcher.elastic.decisions.cooldowns import FOREVER, Cooldowns
+
+LONGEST_DELAY_SECONDS = 60.0
+
+
+class Stand(Enum):
+    """Whether a host has an agent."""
+
+    ABSENT = "absent"
+    COMING = "coming"
+    UP = "up"
+
+
+@dataclass
+class Agent:
+    """The agent of a host. `losses` counts those in a row that failed to come, or were lost."""
+
+    stand: Stand = Stand.ABSENT
+    since: float = 0.0
+    losses: int = 0
+    retry_at: float = 0.0
+
+
+class Hosts:
+    """What is known of each host."""
+
+    def __init__(self, cooldowns: Cooldowns, start_timeout: float) -> None:
+        self.found: dict[str, int] | None = None  # None: discovery has not answered yet.
+        self.cooldowns = cooldowns
+        self._start_timeout = start_timeout
+        self._agents: dict[str, Agent] = {}
+        self._leaving: dict[str, str] = {}
+
+    def agent(self, host: str) -> Agent:
+        """Return the agent of a host."""
+        return self._agents.setdefault(host, Agent())
+
+    def discover(self, hosts: dict[str, int]) -> None:
+        """Take an answer of discovery; a host that has left may come back after that."""
+        self.found = dict(hosts)
+        self._leaving = {host: why for host, why in self._leaving.items() if host in hosts}
+
+    def leave(self, host: str, why: str) -> None:
+        """Note that a host will go."""
+        self._leaving[host] = why
+
+    def shown(self, host: str) -> bool:
+        """Return whether discovery shows the host, and it will not go."""
+        return host in (self.found or {}) and host not in self._leaving
+
+    def why_gone(self, host: str) -> str:
+        """Return why a host is no longer used."""
+        return self._leaving.get(host, "discovery no longer shows it")
+
+    def usable(self, now: float) -> dict[str, int]:
+        """Return the slots of the hosts on which workers may run, in the order of discovery."""
+        return {
+            host: slots
+            for host, slots in (self.found or {}).items()
+            if host not in self._leaving
+            and not self.cooldowns.excluded(host, now)
+            and now >= self.agent(host).retry_at
+        }
+
+    def may_return(self, host: str, now: float) -> bool:
+        """Return whether the host is usable, or will be after some seconds."""
+        excluded = self.cooldowns.excluded(host, now)
+        return self.shown(host) and not (excluded and self.cooldowns.until(host) == FOREVER)
+
+    def counts(self, host: str) -> bool:
+        """Return whether slots of the host are capacity: its agent is there, or first comes."""
+        agent = self.agent(host)
+        return agent.stand is Stand.UP or agent.losses == 0
+
+    def start(self, host: str, now: float) -> None:
+        """Note that an agent was started."""
+        agent = self.agent(host)
+        agent.stand, agent.since = Stand.COMING, now
+
+    def came(self, host: str) -> bool:
+        """Note that an agent can start workers; return whether one was expected."""
+        agent = self.agent(host)
+        if agent.stand is not Stand.COMING:
+            return False
+        agent.stand, agent.losses = Stand.UP, 0
+        return True
+
+    def end(self, host: str) -> None:
+        """Note that the host has no agent any more."""
+        self.agent(host).stand = Stand.ABSENT
+
+    def lose(self, host: str, now: float) -> float:
+        """Keep away from a host whose agent was lost; return for how long, in seconds."""
+        agent = self.agent(host)
+        agent.stand = Stand.ABSENT
+        agent.losses += 1
+        delay = min(2.0 ** (agent.losses - 1), LONGEST_DELAY_SECONDS)
+        agent.retry_at = now + delay
+        return delay
+
+    def with_agents(self) -> list[str]:
+        """Return the hosts whose agents were started and have not ended."""
+        return [host for host, each in self._agents.items() if each.stand is not Stand.ABSENT]
+
+    def coming(self) -> list[str]:
+        """Return the hosts whose agents were started and have not come yet."""
+        return [host for host, each in self._agents.items() if each.stand is Stand.COMING]
+
+    def overdue(self, now: float) -> list[str]:
+        """Return the hosts whose agents have not come within the start timeout."""
+        return [host for host, end in self._start_ends() if now >= end]
+
+    def _start_ends(self) -> list[tuple[str, float]]:
+        return [
+            (host, agent.since + self._start_timeout)
+            for host, agent in self._agents.items()
+            if agent.stand is Stand.COMING
+        ]
+
+    def next_change(self, now: float) -> float | None:
+        """Return when the next host becomes usable, or its agent overdue."""
+        times = [end for _, end in self._start_ends()]
+        times += [agent.retry_at for agent in self._agents.values() if agent.retry_at > now]
+        times += filter(None, [self.cooldowns.next_end(now)])
+        return min(times, default=None)

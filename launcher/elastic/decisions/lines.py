@@ -1,0 +1,122 @@
+"""The lines about an elastic job on the terminal: one for each change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hvdlite.launcher.elastic.decisions.roster import Worker
+from hvdlite.launcher.elastic.decisions.worlds import World
+
+MOST_PARTS = 6  # A longer list of ranks is cut.
+
+
+def count(number: int, thing: str) -> str:
+    """Return "1 rank", "2 ranks" and so on."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Return numbers as text: "0-2, 5"."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return _cut(["-".join(map(str, part)) for part in parts])
+
+
+def _cut(parts: Sequence[str], separator: str = ", ") -> str:
+    more = len(parts) - MOST_PARTS
+    return separator.join(parts[:MOST_PARTS]) + (f"{separator}{more} more" if more > 0 else "")
+
+
+def name(worker: Worker, world: World | None) -> str:
+    """Return the name of a worker: its rank in the world, or the slot in which it starts."""
+    if world is not None and worker.number in world.members:
+        return f"rank {world.rank(worker.number)} (host {worker.host})"
+    return f"the worker of host {worker.host}, slot {worker.slot}"
+
+
+def lost(workers: Sequence[Worker], world: World | None) -> str:
+    """Return who was lost and why."""
+    whys: dict[tuple[str, str], list[Worker]] = {}
+    for worker in workers:
+        whys.setdefault((worker.host, worker.why), []).append(worker)
+    parts = []
+    for (host, why), group in whys.items():
+        ranks = [
+            world.rank(each.number) for each in group if world and each.number in world.members
+        ]
+        if len(ranks) < 2:
+            names = _cut([name(each, world) for each in group], " and ")
+        else:
+            names = f"ranks {spans(ranks)} (host {host})"
+        parts.append(f"{names} {'was' if len(group) == 1 else 'were'} lost: {why}")
+    return _cut(parts, "; ")
+
+
+def placed(world: World) -> str:
+    """Return which ranks are on which host."""
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(world.hosts):
+        hosts.setdefault(host, []).append(rank)
+    return _cut([f"{host}: {spans(ranks)}" for host, ranks in hosts.items()])
+
+
+def renumbered(old: World, new: World) -> str:
+    """Return which ranks have other numbers now, and which are new."""
+    moves: list[tuple[list[int], list[int]]] = []
+    for rank, number in enumerate(new.members):
+        before = old.rank(number) if number in old.members else rank
+        if before == rank:
+            continue
+        if moves and moves[-1][1][-1] == rank - 1 and moves[-1][0][-1] == before - 1:
+            moves[-1][0].append(before)
+            moves[-1][1].append(rank)
+        else:
+            moves.append(([before], [rank]))
+    parts = [f"{_ranks(before)} now {spans(after)}" for before, after in moves]
+    fresh = [rank for rank, number in enumerate(new.members) if number not in old.members]
+    if fresh:
+        parts.append(f"{_ranks(fresh)} new")
+    return _cut(parts)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {spans(ranks)} are"
+
+
+def first_world(world: World) -> str:
+    """Return the line for the first world."""
+    return f"world {world.epoch} has {count(len(world.members), 'rank')} ({placed(world)})"
+
+
+def next_world(old: World, new: World, cause: str, seconds: float, redone: bool) -> str:
+    """Return the line for a world that follows another."""
+    parts = [f"after {seconds:.3g} s, world {new.epoch} has {count(len(new.members), 'rank')}"]
+    parts += filter(None, [renumbered(old, new)])
+    if not redone:
+        parts.append("nothing is redone")
+    elif new.commit:
+        parts.append(f"what followed commit {new.commit} is redone")
+    else:
+        parts.append("all is redone, as there was no commit")
+    return f"{cause}; {'; '.join(parts)}"
+
+
+def removed(workers: Sequence[Worker], world: World) -> str:
+    """Return which ranks leave because discovery no longer shows their slots."""
+    return _with_hosts(workers, world) + " removed"
+
+
+def returned(workers: Sequence[Worker], world: World) -> str:
+    """Return which ranks have returned already."""
+    return _with_hosts(workers, world) + " done, and kept"
+
+
+def _with_hosts(workers: Sequence[Worker], world: World) -> str:
+    hosts = ", ".join(dict.fromkeys(worker.host for worker in workers))
+    ranks = sorted(world.rank(worker.number) for worker in workers)
+    verb = "was" if len(ranks) == 1 else "were"
+    return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks)} (host {hosts}) {verb}"

@@ -1,0 +1,86 @@
+"""The workers of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Stage(Enum):
+    """What has become of a worker."""
+
+    LIVING = "living"  # It is a rank, or may become one.
+    LEAVING = "leaving"  # It was told to end; how it ends does not matter.
+    RETURNED = "returned"  # It has ended with code 0, which counts.
+    LOST = "lost"  # It has failed, or was given up.
+    DISMISSED = "dismissed"  # It has ended as it was told.
+
+
+@dataclass
+class Worker:
+    """A process; `number` is never used twice. `epoch` is the last world that it was told of."""
+
+    number: int
+    host: str
+    slot: int
+    start_rank: int
+    replaces: bool = False  # It took the slot of a worker that had failed.
+    stage: Stage = Stage.LIVING
+    running: bool = True
+    closed_at: float | None = None  # When its connection ended; it is about to end, too.
+    greeted: bool = False
+    ready: bool = False
+    commit: int = 0
+    epoch: int = 0
+    counts: bool = False  # It returned as a rank, or before there was a world.
+    terminate_at: float | None = None
+    kill_at: float | None = None
+    why: str = ""
+    code: int = 0
+
+    @property
+    def living(self) -> bool:
+        """It is a rank, or may become one."""
+        return self.stage is Stage.LIVING
+
+    @property
+    def holds_slot(self) -> bool:
+        """No other worker may start in its slot."""
+        if self.stage is Stage.LEAVING:
+            return self.running
+        return self.stage in (Stage.LIVING, Stage.RETURNED)
+
+
+class Roster:
+    """All workers that were ever started, by number."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, Worker] = {}
+
+    def __getitem__(self, number: int) -> Worker:
+        return self._workers[number]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def get(self, number: int) -> Worker | None:
+        """Return a worker, or None if there never was one of this number."""
+        return self._workers.get(number)
+
+    def start(self, host: str, slot: int, start_rank: int) -> Worker:
+        """Return a new worker with the next number."""
+        lost = (each for each in self.on(host) if each.stage is Stage.LOST)
+        before = any(each.slot == slot for each in lost)
+        worker = Worker(len(self._workers), host, slot, start_rank, replaces=before)
+        self._workers[worker.number] = worker
+        return worker
+
+    def living(self, numbers: Iterable[int] | None = None) -> list[Worker]:
+        """Return the living workers, all or those of `numbers`, in this order."""
+        workers = self if numbers is None else (self[number] for number in numbers)
+        return [worker for worker in workers if worker.living]
+
+    def on(self, host: str) -> list[Worker]:
+        """Return all workers of a host, in the order of their start."""
+        return [worker for worker in self if worker.host == host]

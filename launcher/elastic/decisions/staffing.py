@@ -1,0 +1,194 @@
+"""Where agents and workers are started, and which workers are not needed any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hvdlite.launcher.elastic.decisions.commands import (
+    Command,
+    DropAgent,
+    EndWorker,
+    StartAgent,
+    StartWorker,
+    Tell,
+)
+from hvdlite.launcher.elastic.decisions.failures import Failures
+from hvdlite.launcher.elastic.decisions.host_order import order_hosts, places
+from hvdlite.launcher.elastic.decisions.hosts import Hosts, Stand
+from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
+
+# How long a worker that was told to end may take, until SIGTERM and until SIGKILL.
+TERMINATE_SECONDS = 10.0
+KILL_SECONDS = 15.0
+# A stopped worker may be continued, and then says why it ends.
+STOPPED_KILL_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Vacancy:
+    """A slot that should have a worker, from the time `start_at` on."""
+
+    host: str
+    slot: int
+    start_at: float
+
+
+class Staffing:
+    """Gives each usable slot a worker, up to the most that the job may have."""
+
+    def __init__(
+        self,
+        plan: ElasticPlan,
+        hosts: Hosts,
+        roster: Roster,
+        failures: Failures,
+        order: Callable[[Command], None],
+    ) -> None:
+        self._plan = plan
+        self._hosts = hosts
+        self._roster = roster
+        self._failures = failures
+        self._order = order
+        self.assigned: Sequence[str] = ()  # The hosts of the last world, each once.
+        self.members: Sequence[int] = ()  # The workers of the last world, in rank order.
+
+    # -- who may stay
+
+    def hosts_in_order(self, now: float) -> list[str]:
+        """Return the usable hosts, those of the last world first."""
+        return order_hosts(self.assigned, self._hosts.usable(now))
+
+    def unwanted(self, now: float) -> list[Worker]:
+        """Return the living workers whose slots have gone: the last ones of their hosts."""
+        usable = self._hosts.usable(now)
+        result = []
+        for host in {worker.host: None for worker in self._roster.living()}:
+            result += self.in_order(host)[usable.get(host, 0) :]
+        return result
+
+    def in_order(self, host: str) -> list[Worker]:
+        """Return the living workers of a host: its ranks in their order, then the newcomers."""
+        living = [worker for worker in self._roster.on(host) if worker.living]
+        ranks = {number: rank for rank, number in enumerate(self.members)}
+        return sorted(living, key=lambda each: (ranks.get(each.number, len(ranks)), each.number))
+
+    def in_expected_order(self, now: float) -> list[Worker]:
+        """Return the living workers that may stay, in the order of their ranks in a next world."""
+        usable = self._hosts.usable(now)
+        hosts = self.hosts_in_order(now)
+        return [each for host in hosts for each in self.in_order(host)[: usable[host]]]
+
+    # -- who is missing
+
+    def vacancies(self, now: float) -> list[Vacancy]:
+        """Return the slots that should have a worker and have none, in the order of hosts."""
+        usable = self._hosts.usable(now)
+        unwanted = {worker.number for worker in self.unwanted(now)}
+        holders = [each for each in self._roster if each.holds_slot]
+        room = self._most() - sum(each.number not in unwanted for each in holders)
+        result = []
+        for host in self.hosts_in_order(now):
+            taken = {each.slot for each in holders if each.host == host}
+            free = [slot for slot in range(usable[host]) if slot not in taken]
+            # A worker beyond the slots of its host holds one of them until it has ended.
+            for slot in free[: max(0, usable[host] - len(taken))]:
+                if room > 0:
+                    start_at = self._failures.retry_time(host, slot, now)
+                    result.append(Vacancy(host, slot, start_at))
+                    room -= 1
+        return result
+
+    def _most(self) -> int:
+        return self._plan.max_np if self._plan.max_np is not None else 2**31
+
+    def planned_hosts(self, now: float) -> dict[str, int]:
+        """Return how many workers each host has, or should have: the assignment."""
+        unwanted = {worker.number for worker in self.unwanted(now)}
+        hosts = [each.host for each in self._roster.living() if each.number not in unwanted]
+        hosts += [each.host for each in self.vacancies(now)]
+        return {host: hosts.count(host) for host in self.hosts_in_order(now) if host in hosts}
+
+    # -- orders
+
+    def fill(self, now: float) -> None:
+        """Start the agents and the workers that are missing."""
+        due = [each for each in self.vacancies(now) if each.start_at <= now]
+        starts = []
+        for vacancy in due:
+            agent = self._hosts.agent(vacancy.host)
+            if agent.stand is Stand.ABSENT:
+                self._hosts.start(vacancy.host, now)
+                self._order(StartAgent(vacancy.host))
+            elif agent.stand is Stand.UP:
+                starts.append(vacancy)
+        if starts:
+            expected = self._expected(now)
+            for vacancy in starts:
+                self._start(vacancy, expected)
+
+    def _expected(self, now: float) -> list[tuple[str, int]]:
+        """Return host and slot of each rank of a world in which all slots have workers."""
+        unwanted = {worker.number for worker in self.unwanted(now)}
+        vacancies = self.vacancies(now)
+        result = []
+        for host in self.hosts_in_order(now):
+            staying = [each for each in self.in_order(host) if each.number not in unwanted]
+            result += [(host, each.slot) for each in staying]
+            result += [(host, each.slot) for each in vacancies if each.host == host]
+        return result
+
+    def _start(self, vacancy: Vacancy, expected: Sequence[tuple[str, int]]) -> None:
+        rank = expected.index((vacancy.host, vacancy.slot))
+        place = places([host for host, _ in expected])[rank]
+        worker = self._roster.start(vacancy.host, vacancy.slot, rank)
+        self._order(StartWorker(worker.number, worker.host, worker.slot, rank, place))
+
+    def dismiss(self, worker: Worker, sentence: str, now: float) -> None:
+        """Tell a worker that it is not needed any more: how it ends does not matter."""
+        worker.stage = Stage.LEAVING
+        if worker.greeted:
+            self._order(Tell((worker.number,), ["end", 0, sentence]))
+            worker.terminate_at, worker.kill_at = now + TERMINATE_SECONDS, now + KILL_SECONDS
+        else:
+            self._order(EndWorker(worker.number, kill=False))
+            worker.kill_at = now + KILL_SECONDS - TERMINATE_SECONDS
+
+    def give_up(self, worker: Worker, sentence: str, now: float) -> None:
+        """Tell a worker that does not answer that it is out; it is killed later."""
+        if worker.greeted:
+            self._order(Tell((worker.number,), ["end", 1, sentence]))
+        worker.kill_at = now + STOPPED_KILL_SECONDS
+
+    def drop_host(self, host: str) -> None:
+        """End the agent of a host, and all workers there."""
+        if self._hosts.agent(host).stand is not Stand.ABSENT:
+            self._order(DropAgent(host))
+            self._hosts.end(host)
+        for worker in self._roster.on(host):
+            worker.running = False
+
+    def end_late_ones(self, now: float) -> None:
+        """End what was told to end and has not, and the agents of hosts that are not used."""
+        for worker in self._roster:
+            if not worker.running:
+                continue
+            if worker.kill_at is not None and now >= worker.kill_at:
+                worker.kill_at = worker.terminate_at = None
+                self._order(EndWorker(worker.number, kill=True))
+            elif worker.terminate_at is not None and now >= worker.terminate_at:
+                worker.terminate_at = None
+                self._order(EndWorker(worker.number, kill=False))
+        usable = self._hosts.usable(now)
+        for host in self._hosts.with_agents():
+            if host not in usable and not any(each.running for each in self._roster.on(host)):
+                self.drop_host(host)
+
+    def next_time(self, now: float) -> float | None:
+        """Return when a worker may start, or has had its time to end."""
+        times = [each.start_at for each in self.vacancies(now) if each.start_at > now]
+        for worker in self._roster:
+            if worker.running:
+                times += filter(None, (worker.terminate_at, worker.kill_at))
+        return min(times, default=None)

@@ -1,0 +1,207 @@
+"""One world after another: when a world is over, what the next one waits for, and who is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hvdlite.common.base.host_update import HostUpdateResult
+from hvdlite.launcher.elastic.decisions import lines
+from hvdlite.launcher.elastic.decisions.check_agreement import CheckAgreement
+from hvdlite.launcher.elastic.decisions.commands import Command, Say, Tell
+from hvdlite.launcher.elastic.decisions.exchange_rounds import ExchangeRounds
+from hvdlite.launcher.elastic.decisions.failures import Failures
+from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.elastic.decisions.reset import Reset
+from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
+from hvdlite.launcher.elastic.decisions.staffing import Staffing
+from hvdlite.launcher.elastic.decisions.worlds import World, keep_order, make_world
+
+# How long a rank that has left its world is not told to the others: who was lost is known then.
+BROKEN_SECONDS = 0.05
+# The same for a rank that may have left an older world.
+OLDER_SECONDS = 1.0
+
+
+class Succession:
+    """The world that runs, and the reset that leads to the next one, if there is any."""
+
+    def __init__(
+        self,
+        plan: ElasticPlan,
+        roster: Roster,
+        staffing: Staffing,
+        failures: Failures,
+        order: Callable[[Command], None],
+    ) -> None:
+        self._plan = plan
+        self._roster = roster
+        self._staffing = staffing
+        self._failures = failures
+        self._order = order
+        self.world: World | None = None
+        self.reset: Reset | None = None
+        self.resets = 0
+        self.committed = 0  # The highest number of a commit that a worker has told.
+        self.line: list[int] = []  # The ranks, with those that have returned at their places.
+        self._rounds = ExchangeRounds(())
+        self._counter = 0
+
+    # -- who is who
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the ranks, in their order."""
+        return self.world.members if self.world else ()
+
+    def living_members(self) -> list[Worker]:
+        """Return the ranks that live, in their order."""
+        return self._roster.living(self.members)
+
+    def newcomers(self) -> list[Worker]:
+        """Return the living workers that are no ranks."""
+        return [each for each in self._roster.living() if each.number not in self.members]
+
+    def kept(self) -> list[Worker]:
+        """Return the workers that have returned, and whose results count."""
+        return [each for each in self._roster if each.stage is Stage.RETURNED and each.counts]
+
+    # -- what workers say
+
+    def hello(self, worker: Worker, now: float) -> None:
+        """Take in a worker, or tell it that the running world does not wait for it."""
+        worker.greeted = True
+        if self.world is None:
+            worker.ready = True
+            return
+        hosts = self._staffing.in_expected_order(now)
+        members = [[each.number, each.host] for each in hosts]
+        rank = hosts.index(worker) if worker in hosts else 0
+        self._order(Tell((worker.number,), ["newcomer", rank, members or [[0, worker.host]]]))
+
+    def ready(self, worker: Worker, epoch: int, commit: int, now: float) -> None:
+        """Note that a worker wants the next world, and which commit it holds."""
+        worker.ready = True
+        worker.commit = commit if worker.epoch else 0
+        if worker.number not in self.members or self.world is None:
+            return
+        if commit > self.committed:
+            self.committed = commit
+            self._failures.progressed(epoch)
+        if self.reset is not None and self.reset.complete:
+            if not self.reset.interrupted:
+                self.reset.interrupted = True
+                if not self.reset.losses:
+                    self.reset.since = now
+            return
+        self.reset = self.reset or Reset(now)
+        wait = BROKEN_SECONDS if epoch == self.world.epoch else OLDER_SECONDS
+        if self.reset.regroup_at is None:
+            self.reset.regroup_at = now + wait
+
+    def gather(self, worker: Worker, epoch: int, round_: int, body: bytes) -> None:
+        """Take a rank's part of a round of the world's meeting."""
+        over = self.reset is not None and self.reset.regrouped
+        if self.world is None or epoch != self.world.epoch or over:
+            return
+        if worker.number in self.members:
+            bodies = self._rounds.add(worker.number, round_, body)
+            if bodies is not None:
+                self._order(Tell(self.members, ["bodies", epoch, round_, bodies]))
+
+    def checks(self, worker: Worker, counter: int, passed: int) -> None:
+        """Note how many checks a rank has passed."""
+        if self.reset is not None and self.reset.agreement is not None:
+            self.reset.agreement.answer(worker.number, counter, passed)
+            self._raise_if_agreed(self.reset)
+
+    # -- the end of a world
+
+    def lose(self, worker: Worker, now: float) -> None:
+        """End the world of a rank that was lost."""
+        self.reset = self.reset or Reset(now)
+        if not self.reset.losses and not self.reset.interrupted:
+            self.reset.since = min(self.reset.since, now)
+        self.reset.losses.append(worker)
+        assert self.world is not None  # The worker is one of its ranks.
+        self._regroup(self.reset, lines.lost([worker], self.world), self.world.rank(worker.number))
+
+    def leave_out(self, worker: Worker) -> None:
+        """Do not wait for the check of a rank that has returned."""
+        if self.reset is not None and self.reset.agreement is not None:
+            self.reset.agreement.leave_out(worker.number)
+            self._raise_if_agreed(self.reset)
+
+    def _regroup(self, reset: Reset, sentence: str, rank: int | None) -> None:
+        assert self.world is not None
+        if reset.regrouped:
+            return
+        reset.regrouped, reset.agreement, reset.regroup_at = True, None, None
+        numbers = tuple(each.number for each in self.living_members() if not each.ready)
+        if numbers:
+            self._order(Tell(numbers, ["regroup", self.world.epoch, sentence, rank]))
+
+    def regroup_if_broken(self, now: float) -> None:
+        """Tell the others of a rank that has left the world, if nobody was lost meanwhile."""
+        reset = self.reset
+        if reset is None or reset.regroup_at is None or now < reset.regroup_at:
+            return
+        left = [each for each in self.living_members() if each.ready]
+        if self.world is not None and left:
+            sentence = f"{lines.name(left[0], self.world)} has left the world: it lost a peer"
+            self._regroup(reset, sentence, None)
+
+    def tell_seen(self, kind: HostUpdateResult) -> None:
+        """Tell the ranks that hosts have changed."""
+        numbers = tuple(each.number for each in self.living_members())
+        if numbers:
+            self._counter += 1
+            self._order(Tell(numbers, ["seen", self._counter, int(kind)]))
+
+    def interrupt(self, kind: HostUpdateResult, now: float) -> None:
+        """Let the ranks agree on the check that raises in all of them."""
+        numbers = tuple(each.number for each in self.living_members())
+        self._counter += 1
+        agreement = CheckAgreement(self._counter, numbers)
+        self.reset = Reset(now, agreement, int(kind))
+        self._order(Tell(numbers, ["notice", self._counter, int(kind)]))
+
+    def _raise_if_agreed(self, reset: Reset) -> None:
+        if reset.agreement is None or reset.agreement.check is None:
+            return
+        if reset.regroup_at is not None:  # A rank has undone its work, so the others must, too.
+            return
+        frame = ["raise", reset.agreement.counter, reset.agreement.check, reset.kind]
+        reset.agreement, reset.raised = None, True
+        numbers = tuple(each.number for each in self.living_members())
+        if numbers:
+            self._order(Tell(numbers, frame))
+
+    # -- the next world
+
+    def publish(self, chosen: Sequence[Worker], cause: str, now: float) -> None:
+        """Make the chosen workers the next world, in their order. Raises `NoStateError`."""
+        old, reset = self.world, self.reset
+        world = make_world(old.epoch + 1 if old else 1, chosen, self.committed)
+        kept = [each.number for each in self.kept()]
+        self.line = keep_order(self.line or kept, kept, world.members)
+        self.world, self.reset = world, None
+        self._rounds = ExchangeRounds(world.members)
+        self._staffing.members = world.members
+        self._staffing.assigned = list(dict.fromkeys(world.hosts))
+        for rank, worker in enumerate(chosen):
+            worker.ready, worker.epoch = False, world.epoch
+            self._order(Tell((worker.number,), world.frame(rank)))
+        if old is None or reset is None:
+            self._order(Say(lines.first_world(world)))
+        else:
+            seconds = now - reset.since
+            line = lines.next_world(old, world, cause, seconds, redone=reset.regrouped)
+            self._order(Say(line))
+
+    def results(self) -> tuple[int, ...]:
+        """Return the workers that have returned, in rank order of the last world."""
+        kept = {each.number for each in self.kept()}
+        if self.world is None:
+            order = sorted(kept, key=lambda number: self._roster[number].start_rank)
+            return tuple(order)
+        return tuple(number for number in self.line if number in kept)
