@@ -34,6 +34,7 @@ def test_a_killed_rank_is_restarted_and_taken_in_when_it_is_ready() -> None:
 
 def test_a_new_host_is_taken_in() -> None:
     job = Simulation({"a": 2}, num_proc=2, min_np=1)
+    job.commit(3)
     job.discover({"a": 2, "b": 2})
     assert job.processes[0].last("seen") == ["seen", 1, 2]
     assert job.processes[2].start.start_rank == 2

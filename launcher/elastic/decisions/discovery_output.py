@@ -6,7 +6,7 @@ import re
 
 from hvdlite.common.base.errors import ConfigError
 
-LINE = re.compile(r"([\w.-]+)(?::(\d+))?")
+LINE = re.compile(r"([\w.-]+)(?::(\d+))?", re.ASCII)
 
 
 def parse_discovery(text: str, default_slots: int) -> dict[str, int]:

@@ -45,7 +45,7 @@ class Driver:
         self._roster = Roster()
         self._failures = Failures()
         self._hosts = Hosts(Cooldowns(plan.cooldown, uniform), plan.start_timeout)
-        order = self._commands.append
+        order = self._order
         self._staffing = Staffing(plan, self._hosts, self._roster, self._failures, order)
         self._succession = Succession(plan, self._roster, self._staffing, self._failures, order)
         self._first_hosts: set[str] = set()  # Those of the first start; empty before it.
@@ -293,7 +293,7 @@ class Driver:
 
     def _end_overdue(self, now: float) -> None:
         for host in self._hosts.overdue(now):
-            self._commands.append(DropAgent(host))
+            self._order(DropAgent(host))
             why = f"its agent has not come within {self.plan.start_timeout:g} s"
             self._lose_host(host, why, True, now)
         for worker in self._roster.living():
@@ -544,19 +544,20 @@ class Driver:
 
     # -- the end
 
+    def _order(self, command: Command) -> None:
+        """Add a command; nothing comes after the end of the job."""
+        if not self._finished:
+            self._commands.append(command)
+
     def _succeed(self) -> None:
         self._finish(0, "", self._succession.results())
 
     def _finish(self, code: int, sentence: str, results: tuple[int, ...] = ()) -> None:
-        if self._finished:
-            return
-        self._finished = True
         numbers = tuple(each.number for each in self._roster.living() if each.greeted)
         if numbers:
-            why = sentence or "the job has ended"
-            self._commands.append(Tell(numbers, ["end", code, why]))
-        self._commands.append(Finish(code, sentence, results))
+            self._order(Tell(numbers, ["end", code, sentence or "the job has ended"]))
+        self._order(Finish(code, sentence, results))
+        self._finished = True
 
     def _say(self, line: str) -> None:
-        if not self._finished:
-            self._commands.append(Say(line))
+        self._order(Say(line))

@@ -1,0 +1,235 @@
+"""Hosts come and go while a job runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlite.launcher.elastic.decisions.host_order import places
+from tests.elastic_driver.simulation import Simulation
+
+
+def running(hosts: dict[str, int], **plan: object) -> Simulation:
+    job = Simulation(hosts, **{"min_np": 1, **plan})
+    job.commit(4)
+    return job
+
+
+def grow(job: Simulation) -> None:
+    job.newcomers_ready()
+    job.pass_checks()
+
+
+def test_a_host_beyond_max_np_is_not_told() -> None:
+    job = running({"a": 2}, max_np=2)
+    job.discover({"a": 2, "b": 2})
+    assert "b" not in job.agents
+    assert job.processes[0].last("seen") is None
+    assert len(job.worlds) == 1
+
+
+def test_hosts_are_filled_up_to_max_np() -> None:
+    job = running({"a": 2, "b": 4}, num_proc=4, max_np=5)
+    assert job.hosts == "aabbb"
+    starts = [job.processes[number].start.place for number in job.members]
+    assert starts == places(list("aabbb"))
+
+
+def test_more_slots_of_a_host_are_like_a_new_host() -> None:
+    job = running({"a": 1, "b": 1}, num_proc=2)
+    job.discover({"a": 2, "b": 1})
+    assert job.processes[0].last("seen") == ["seen", 1, 2]
+    assert job.processes[2].start.start_rank == 1
+    grow(job)
+    assert (job.hosts, job.members) == ("aab", [0, 2, 1])
+    assert job.worlds[-1][2:] == [0, [1], 4]
+
+
+def test_fewer_slots_of_a_host_end_its_last_rank() -> None:
+    job = running({"a": 2, "b": 1}, num_proc=3)
+    job.discover({"a": 1, "b": 1})
+    assert job.processes[2].last("notice") == ["notice", 2, 1]
+    job.pass_checks()
+    assert (job.members, job.worlds[-1][3]) == ([0, 2], [])
+    assert job.processes[1].last("end") is not None
+    assert job.processes[1].last("end")[:2] == ["end", 0]  # type: ignore[index]
+    job.end(1, 15)
+    job.return_all()
+    assert job.finish is not None
+    assert job.finish.code == 0
+
+
+def test_a_removed_host_is_not_a_failure() -> None:
+    job = running({"a": 2, "b": 2}, num_proc=4)
+    job.discover({"a": 2})
+    assert all(job.processes[number].last("regroup") is None for number in range(4))
+    job.commit(7)
+    job.pass_checks()
+    assert job.worlds[-1] == [2, [0, 1], 0, [], 7]  # no weights are sent
+    assert "ranks 2-3 (host b) were removed" in job.lines[-1]
+    assert "nothing is redone" in job.lines[-1]
+    job.wait(20)  # its workers do not obey
+    assert [job.processes[number].ended for number in (2, 3)] == [[False, True]] * 2
+    job.end(2, 0)
+    assert "b" in job.agents
+    job.kill(3)
+    assert "b" not in job.agents
+    assert len(job.worlds) == 2
+
+
+def test_the_host_of_rank_0_is_removed_and_another_is_added() -> None:
+    job = running({"a": 2, "b": 2, "c": 2}, num_proc=6)
+    job.discover({"b": 2, "c": 2, "d": 2})
+    job.newcomers_ready()
+    job.pass_checks()
+    job.newcomers_ready()
+    job.pass_checks()
+    assert (job.hosts, job.members) == ("bbccdd", [2, 3, 4, 5, 6, 7])
+    assert job.worlds[-1][2:] == [0, [4, 5], 4]
+
+
+def test_hosts_that_are_replaced_one_by_one_keep_the_order() -> None:
+    job = running({"a": 2, "b": 2, "c": 2}, num_proc=6)
+    job.discover({"d": 2, "c": 2, "a": 2})
+    job.pass_checks()
+    grow(job)
+    assert (job.hosts, job.members) == ("aaccdd", [0, 1, 4, 5, 6, 7])
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_discovery_shows_a_then_both_then_b(limit: int) -> None:
+    job = running({"a": 2}, reset_limit=limit)
+    job.discover({"a": 2, "b": 2})
+    grow(job)
+    assert (job.hosts, job.worlds[-1][2:4]) == ("aabb", [0, [2, 3]])
+    job.discover({"b": 2})
+    job.pass_checks()
+    if limit == 1:
+        assert job.finish is not None
+        assert job.finish.code == 1
+        assert "number of resets exceeded limit 1" in job.finish.sentence
+        return
+    assert (job.hosts, job.members) == ("bb", [2, 3])
+    assert job.processes[2].start.start_rank == 2
+    job.return_all()
+    assert job.finish is not None
+    assert (job.finish.code, job.finish.results) == (0, (2, 3))
+
+
+def test_all_hosts_are_replaced_at_once() -> None:
+    job = running({"a": 2})
+    job.discover({"b": 2})
+    job.newcomers_ready()
+    job.pass_checks()
+    assert job.finish is not None
+    assert (job.finish.code, job.finish.sentence) == (1, "No hosts from previous set remaining")
+
+
+def test_old_hosts_serve_until_a_newcomer_has_their_state() -> None:
+    job = running({"a": 1}, max_np=2)
+    job.discover({"a": 1, "b": 1})
+    job.wait(5)
+    assert job.processes[0].last("notice") is None  # the newcomer still imports
+    grow(job)
+    job.discover({"b": 1})
+    job.pass_checks()
+    assert (job.hosts, job.worlds[-1][2:]) == ("b", [0, [], 4])
+
+
+def test_a_commit_waits_for_newcomers_when_it_is_to() -> None:
+    job = running({"a": 2}, admit="wait")
+    job.slow_hosts.add("b")
+    job.discover({"a": 2, "b": 1})
+    assert job.processes[0].last("raise") == ["raise", 2, 1, 2]
+    job.pass_checks()
+    job.agent("b")
+    assert len(job.worlds) == 1
+    job.newcomers_ready()
+    assert job.worlds[-1] == [2, [0, 1, 2], 0, [2], 4]
+
+
+def test_a_host_that_does_not_come_is_skipped() -> None:
+    job = running({"a": 2}, start_timeout=5)
+    job.slow_hosts.add("b")
+    job.discover({"a": 2, "b": 1})
+    job.wait(5.5)
+    assert (
+        "host b was lost: its agent has not come within 5 s; it is tried again in 1 s"
+        in "".join(job.lines)
+    )
+    assert len(job.worlds) == 1
+    job.slow_hosts.clear()
+    job.wait(1)
+    grow(job)
+    assert job.hosts == "aab"
+
+
+def test_a_host_that_will_go_is_drained() -> None:
+    job = running({"a": 1, "b": 1}, num_proc=2)
+    job.event("agent_leaving", "b", "its agent got SIGTERM")
+    job.pass_checks()
+    assert (job.hosts, job.worlds[-1][3]) == ("a", [])
+    assert "its agent got SIGTERM" in job.processes[1].last("end")[2]  # type: ignore[index]
+    job.end(1, 0)
+    assert job.agents == {"a"}
+
+
+def test_a_removal_is_undone_in_time() -> None:
+    job = running({"a": 1, "b": 1}, num_proc=2)
+    job.discover({"a": 1})
+    job.discover({"a": 1, "b": 1})
+    job.pass_checks()
+    assert (job.members, job.finish) == ([0, 1], None)
+
+
+def test_a_newcomer_on_a_host_that_is_removed_ends() -> None:
+    job = running({"a": 1})
+    job.discover({"a": 1, "b": 1})
+    job.discover({"a": 1})
+    assert job.processes[1].last("end")[:2] == ["end", 0]  # type: ignore[index]
+    job.end(1, 0)
+    assert (job.agents, len(job.worlds), job.finish) == ({"a"}, 1, None)
+
+
+# -- discovery
+
+
+def test_a_first_discovery_that_fails_is_fatal() -> None:
+    job = Simulation(num_proc=1)
+    job.event("discovery_failed", "exit code 3")
+    assert job.finish is not None
+    assert (job.finish.code, job.finish.results) == (1, ())
+    assert "exit code 3" in job.finish.sentence
+
+
+def test_a_later_discovery_that_fails_is_a_warning() -> None:
+    job = running({"a": 2})
+    for _ in range(3):
+        job.event("discovery_failed", "exit code 3")
+    job.discover({"a": 2, "b": 1})
+    assert [line for line in job.lines if "discovery" in line] == [
+        "discovery failed, so the hosts are taken to be as they were: exit code 3",
+        "discovery answers again",
+    ]
+    grow(job)
+    assert job.hosts == "aab"
+
+
+def test_the_first_start_waits_for_enough_slots() -> None:
+    job = Simulation({"a": 1}, num_proc=3, min_np=1, elastic_timeout=30)
+    job.wait(10)
+    assert job.agents == set()
+    assert job.lines == ["the next world waits for slots: 2 slots missing (1 of 3 are there)"]
+    job.discover({"a": 1, "b": 3})
+    assert job.hosts == "abbb"
+
+
+def test_the_first_start_does_not_wait_for_ever() -> None:
+    job = Simulation({"a": 1}, num_proc=3, min_np=1, elastic_timeout=30)
+    job.wait(30.1)
+    assert job.finish is not None
+    assert job.finish.code == 1
+    assert "2 slots missing (1 of 3 are there) for 30 s" in job.finish.sentence
+
+
+def test_order_of_discovery_is_kept() -> None:
+    assert running({"z": 1, "a": 1, "m": 1}).hosts == "zam"
