@@ -10,6 +10,7 @@ A package imports from itself and from packages below it, never upwards:
     decisions       coordinator, aggregator, response cache, fusion: pure functions of messages
     collectives     the table of collectives, and the backends that run them
     transport       control messages, shared memory and arrays between ranks
+    membership      the driver of an elastic job and its workers: who is in which world
     meeting         how ranks find each other: the exchange, its sources, proofs of identity
     plain           messages, settings, entries, handles: data without behaviour
     segmentation    strategies that cut a list of gradients into segments: pure

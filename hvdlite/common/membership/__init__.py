@@ -1,0 +1,1 @@
+"""The connection between a worker of an elastic job and its driver."""

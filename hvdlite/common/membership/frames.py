@@ -1,0 +1,133 @@
+"""The messages between a worker of an elastic job and its driver.
+
+A worker is a process with a number that is never used twice in a job. A world is an epoch, which is
+a number that grows, and workers in rank order. Connections begin with the greeting, the claim and
+the reply of a meeting (meeting/wire.py), with `CLAIM_JOB` for the job, and the worker's number for
+the rank; both ends prove that they know the job's secret. Then come frames of a meeting:
+
+| worker -> driver | |
+|---|---|
+| HELLO pid | The first frame: the worker is in `init` and waits for a world. Counts as READY 0 0, unless it is answered by NEWCOMER. |
+| READY epoch commit | The worker wants the next world. `epoch` is that of the last world that was given to it (0: none), `commit` the number of the commit that it holds (0: none). |
+| GATHER epoch round body | One round of the exchange by which the ranks of the world meet; rounds are numbered from 0. |
+| CHECKS counter count | The answer to NOTICE: how many checks of its world the worker has passed. |
+| BEAT | Sent every `BEAT_SECONDS`. The server takes it, and tells nobody. |
+
+| driver -> worker | |
+|---|---|
+| NEWCOMER rank members | The answer to HELLO while a world runs that does not wait for the worker. It says READY later. Rank and members (see WORLD) are the expected ones. |
+| WORLD epoch rank members root behind commit | The next world; see `World`. |
+| BODIES epoch round bodies | The bodies of a round in rank order. |
+| REGROUP epoch sentence rank | The world is over, because of `rank` (or nil). |
+| SEEN counter kind | The hosts have changed; for scripts that look at it. |
+| NOTICE counter kind | Another world is wanted: checks wait from now on until RAISE comes. |
+| RAISE counter check kind | The interrupt is raised in check number `check` of the world (1 is the first): the largest count of all CHECKS, plus 1. |
+| END code sentence | The worker ends with `code`: it is not needed any more, or the job has ended. |
+
+This module never sends.
+"""  # noqa: E501 - tables
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.meeting.wire import job_digest
+
+HELLO, READY, GATHER, CHECKS, BEAT = "hello", "ready", "gather", "checks", "beat"
+NEWCOMER, WORLD, BODIES, REGROUP = "newcomer", "world", "bodies", "regroup"
+SEEN, NOTICE, RAISE, END = "seen", "notice", "raise", "end"
+
+CLAIM_JOB = job_digest("hvdlite elastic membership")
+BEAT_SECONDS = 1.0
+MOST_NUMBER = (1 << 32) - 1  # A claim has 32 bits for it.
+
+Member = tuple[int, str]  # The number of a worker, and the discovery name of its host.
+
+
+class World(NamedTuple):
+    """One world, as one of its members sees it."""
+
+    epoch: int
+    rank: int
+    members: tuple[Member, ...]  # In rank order.
+    root: int  # The rank whose state the ranks `behind` receive.
+    behind: tuple[int, ...]  # Empty: nothing is sent.
+    commit: int  # The number of the commit of `root`.
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.members)
+
+    @property
+    def host(self) -> str:
+        """The discovery name of this rank's host."""
+        return self.members[self.rank][1]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the workers, in rank order."""
+        return tuple(number for number, _ in self.members)
+
+    def frame(self) -> list[Any]:
+        """Return the WORLD message."""
+        members = [list(member) for member in self.members]
+        return [WORLD, self.epoch, self.rank, members, self.root, list(self.behind), self.commit]
+
+
+class Newcomer(NamedTuple):
+    """The place that a worker will probably have in the world that takes it in."""
+
+    rank: int
+    members: tuple[Member, ...]
+
+
+def read_world(message: Sequence[Any]) -> World:
+    """Return the world of a WORLD message. Raises `ProtocolError`."""
+    match message:
+        case [_, int(epoch), int(rank), [*raw], int(root), [*behind], int(commit)]:
+            members = read_members(raw)
+            ranks = range(len(members))
+            if rank in ranks and root in ranks and all(each in ranks for each in behind):
+                return World(epoch, rank, members, root, tuple(behind), commit)
+    raise _unreadable(message)
+
+
+def read_newcomer(message: Sequence[Any]) -> Newcomer:
+    """Return the place of a NEWCOMER message. Raises `ProtocolError`."""
+    match message:
+        case [_, int(rank), [*raw]] if 0 <= rank < len(raw):
+            return Newcomer(rank, read_members(raw))
+    raise _unreadable(message)
+
+
+def read_members(raw: Iterable[Any]) -> tuple[Member, ...]:
+    """Return the members of a message. Raises `ProtocolError`."""
+    members = []
+    for each in raw:
+        match each:
+            case [int(number), str(host)]:
+                members.append((number, host))
+            case _:
+                raise _unreadable(each)
+    return tuple(members)
+
+
+def is_from_worker(message: Sequence[Any]) -> bool:
+    """Return whether a worker may send `message`."""
+    match message:
+        case [str(kind), int()] if kind == HELLO:
+            return True
+        case [str(kind), int(), int()] if kind in (READY, CHECKS):
+            return True
+        case [str(kind), int(), int(), bytes()] if kind == GATHER:
+            return True
+        case [str(kind)] if kind == BEAT:
+            return True
+    return False
+
+
+def _unreadable(message: object) -> ProtocolError:
+    return ProtocolError(f"the driver of the job sent what cannot be read: {str(message)[:80]}")

@@ -1,0 +1,272 @@
+"""The driver's side of the connections to the workers of an elastic job.
+
+The server is driven by events and starts no thread: whoever has one waits until `fileno` is
+readable, by a selector of its own, and calls `handle`, which never blocks. A connection is a
+stranger's until its claim is proven; strangers are dropped when they are silent, and when there are
+too many of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.meeting import wire
+from hvdlite.common.meeting.handshake import CONNECTS, new_nonce, proves
+from hvdlite.common.membership import frames
+from hvdlite.common.plain.messages import PROTOCOL_VERSION
+
+SILENCE_SECONDS = 5.0  # A stranger that has not proven its claim after this time is dropped.
+MOST_STRANGERS = 256  # The oldest is dropped when another one comes.
+READ_BYTES = 1 << 16
+
+Said = Callable[[int, list[Any]], None]
+Ended = Callable[[int], None]
+
+log = logging.getLogger("hvdlite")
+
+
+class WorkerServer:
+    """The connections of the workers that dial `listener`, which the server closes.
+
+    ``said(number, message)`` is called with each message of a worker but its BEATs, and
+    ``ended(number)`` when the connection of a worker has ended. ``expects(number)`` says which
+    workers may connect; by default all may that know the secret, each once at a time.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        said: Said,
+        ended: Ended,
+        *,
+        expects: Callable[[int], bool] = lambda number: True,
+    ) -> None:
+        self._secret, self._said, self._ended, self._expects = secret, said, ended, expects
+        self._connections: dict[int, _Connection] = {}  # By descriptor.
+        self._strangers: deque[_Connection] = deque()  # In the order of their arrival.
+        self._workers: dict[int, _Connection] = {}  # By number.
+        self._listener = listener
+        listener.setblocking(False)
+        self._epoll = select.epoll()
+        # By the edge: a connection that cannot be accepted wakes the server once, not all the time.
+        self._epoll.register(listener, select.EPOLLIN | select.EPOLLET)
+
+    # -- for whoever drives the server
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when `handle` has something to do."""
+        return self._epoll.fileno()
+
+    def handle(self) -> None:
+        """Do all that can be done without waiting."""
+        for descriptor, events in self._epoll.poll(0):
+            connection = self._connections.get(descriptor)
+            if connection is not None:
+                self._serve(connection, events)
+        self._accept_all()
+        oldest = time.monotonic() - SILENCE_SECONDS
+        while self._strangers and self._strangers[0].heard_at < oldest:
+            self._close(self._strangers[0])
+
+    def send(self, number: int, message: Sequence[Any]) -> None:
+        """Send a message to a worker; never blocks. Without effect where it is not connected."""
+        worker = self._workers.get(number)
+        if worker is not None:
+            worker.send(wire.pack_frame(*message))
+
+    def numbers(self) -> list[int]:
+        """Return the workers that are connected."""
+        return list(self._workers)
+
+    def silence(self) -> dict[int, float]:
+        """Return for how many seconds each worker has sent nothing; a BEAT is due every second."""
+        now = time.monotonic()
+        return {number: now - worker.heard_at for number, worker in self._workers.items()}
+
+    def drop(self, number: int) -> None:
+        """Close the connection of a worker as soon as all is sent; `ended` is not called."""
+        worker = self._workers.pop(number, None)
+        if worker is not None:
+            worker.number, worker.ends = -1, True
+            if worker.idle:
+                self._close(worker)
+
+    def close(self) -> None:
+        """Stop to listen, and close all connections; `ended` is not called."""
+        self._listener.close()
+        self._workers.clear()
+        for connection in list(self._connections.values()):
+            self._close(connection)
+        self._epoll.close()
+
+    def after_fork_in_child(self) -> None:
+        """Close this process's copies of all descriptors."""
+        self._epoll.close()
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.socket.close()
+
+    # -- connections
+
+    def _accept_all(self) -> None:
+        while self._listener.fileno() >= 0:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:  # There is none, it was reset, or no descriptor is left.
+                return
+            connection = _Connection(accepted, self._epoll)
+            self._connections[accepted.fileno()] = connection
+            self._strangers.append(connection)
+            connection.send(wire.pack_greeting(connection.nonce))
+            if len(self._strangers) > MOST_STRANGERS:
+                self._close(self._strangers[0])
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        if events & select.EPOLLOUT:
+            connection.flush()
+        if events & ~select.EPOLLOUT:
+            data = connection.read()
+            try:
+                if data:
+                    self._take(connection, data)
+            except ProtocolError as error:
+                log.warning("the connection of %s was closed: %s", connection, error)
+                data = b""
+            if data == b"":
+                self._close(connection)
+        if connection.ends and connection.idle:
+            self._close(connection)
+
+    def _take(self, connection: _Connection, data: bytes) -> None:
+        if connection.ends:
+            return
+        if connection.number < 0:
+            room = wire.CLAIM_BYTES - len(connection.claim)
+            connection.claim += data[:room]
+            data = data[room:]
+            if not wire.MAGIC.startswith(connection.claim[: len(wire.MAGIC)]):
+                raise ProtocolError(f"it says {bytes(connection.claim[:8])!r}")
+            if len(connection.claim) < wire.CLAIM_BYTES or not self._admit(connection):
+                return
+        connection.heard_at = time.monotonic()
+        for message in connection.frames.add(data):
+            if not frames.is_from_worker(message):
+                raise ProtocolError(f"it sent {str(message)[:80]}")
+            if message[0] != frames.BEAT and connection.number >= 0:
+                self._said(connection.number, message)
+
+    def _admit(self, connection: _Connection) -> bool:
+        """Accept or refuse the worker whose claim is complete; return whether it is accepted."""
+        raw = bytes(connection.claim[: wire.CLAIM.size])
+        given = bytes(connection.claim[wire.CLAIM.size :])
+        claim = wire.unpack_claim(raw)
+        nonces = connection.nonce + claim.nonce
+        if not proves(given, self._secret, CONNECTS, nonces, raw):
+            refusal = wire.OTHER_SECRET, "this process has another HVDLITE_SECRET than the job"
+        else:
+            refusal = self._judge(claim)
+        if refusal[0] != wire.ACCEPTED:
+            log.debug("a worker was refused: %s", refusal[1])
+            connection.ends = True
+            connection.send(wire.pack_refusal(*refusal))
+            return False
+        self._strangers.remove(connection)
+        connection.number = claim.rank
+        self._workers[claim.rank] = connection
+        connection.send(wire.pack_acceptance(self._secret, nonces, raw))
+        return True
+
+    def _judge(self, claim: wire.Claim) -> tuple[int, str]:
+        """Return the reply to a worker that has the secret, and the reason of a refusal."""
+        if claim.protocol != PROTOCOL_VERSION:
+            return wire.OTHER_VERSION, (
+                f"worker {claim.rank} runs hvdlite {claim.version} (protocol {claim.protocol}), "
+                f"and this job has protocol {PROTOCOL_VERSION}"
+            )
+        if claim.job != frames.CLAIM_JOB:
+            return wire.OTHER_JOB, "no meeting is served here: this is the driver of a job"
+        if claim.rank in self._workers:
+            return wire.DUPLICATE, f"worker {claim.rank} is connected already"
+        if not self._expects(claim.rank):
+            return wire.REFUSED, f"worker {claim.rank} was given up, or is of another job"
+        return wire.ACCEPTED, ""
+
+    def _close(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.socket.fileno(), None) is None:
+            return
+        with contextlib.suppress(ValueError):
+            self._strangers.remove(connection)
+        connection.close()
+        if self._workers.get(connection.number) is connection:
+            del self._workers[connection.number]
+            self._ended(connection.number)
+
+
+class _Connection:
+    """One accepted connection: a stranger at first, then the worker `number`."""
+
+    def __init__(self, accepted: socket.socket, epoll: select.epoll) -> None:
+        accepted.setblocking(False)
+        if accepted.family != socket.AF_UNIX:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = accepted
+        self.heard_at = time.monotonic()
+        self.nonce = new_nonce()
+        self.claim = bytearray()
+        self.frames = wire.Frames(wire.FRAME_BYTES)
+        self.ends = False  # Whether the connection is closed as soon as all is sent.
+        self.number = -1
+        self._epoll = epoll
+        self._outbox: deque[memoryview] = deque()
+        epoll.register(accepted, select.EPOLLIN)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame, or keep it until there is room."""
+        self._outbox.append(memoryview(frame))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what fits into the socket, and have the rest sent when there is room."""
+        try:
+            while self._outbox:
+                sent = self.socket.send(self._outbox[0], socket.MSG_NOSIGNAL)
+                self._outbox[0] = self._outbox[0][sent:]
+                if not self._outbox[0]:
+                    self._outbox.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:  # Reading tells of the end of the connection.
+            self._outbox.clear()
+        room = select.EPOLLOUT if self._outbox else 0
+        self._epoll.modify(self.socket, select.EPOLLIN | room)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all is sent."""
+        return not self._outbox
+
+    def read(self) -> bytes | None:
+        """Return what has arrived; empty at the end of the connection, None where nothing has."""
+        try:
+            return self.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._epoll.unregister(self.socket)
+        self.socket.close()
+
+    def __str__(self) -> str:
+        return f"worker {self.number}" if self.number >= 0 else "a stranger"
