@@ -61,6 +61,8 @@ class ControlPlane:
     ) -> None:
         # The orders that this rank has yet to execute, in sequence.
         self.orders: deque[Order] = deque()
+        # Set by `Engine.abandon`, from any thread: every `receive` raises it.
+        self.abandoned: HorovodInternalError | None = None
         # How far the monotonic clock of rank 0 is ahead; 0 until `ask_clock` is answered.
         self.clock_offset_seconds = 0.0
         self._rank = transport.rank
@@ -101,9 +103,16 @@ class ControlPlane:
         return not self.orders and self._tree.subtree <= self._departed
 
     def receive(self, timeout: float | None) -> None:
-        """Sleep until a message comes, at most `timeout` seconds, and handle all that are there."""
+        """Sleep until a message comes, at most `timeout` seconds, and handle all that are there.
+
+        Raises `HorovodInternalError` where the job fails, also by `Engine.abandon`.
+        """
+        if self.abandoned is not None:
+            raise self.abandoned
         for rank, body in self._transport.receive(timeout):
             self._handle(rank, body)
+        if self.abandoned is not None:
+            raise self.abandoned
 
     def report(self, reports: Sequence[Report]) -> None:
         """Count what this rank or a rank below has ready, or pass it to the parent."""
@@ -296,7 +305,10 @@ class ControlPlane:
         deadline = self._clock() + BLAME_SECONDS
         try:
             while lost.rank not in self._lost and (left := deadline - self._clock()) > 0:
-                for rank, body in self._transport.receive(left):
+                messages = self._transport.receive(left)
+                if self.abandoned is not None:
+                    return self.abandoned
+                for rank, body in messages:
                     message = None if body is None else decode(body, rank)
                     if isinstance(message, Abort):
                         return _reason_of(message)

@@ -127,6 +127,16 @@ class Engine:
         self._transport.wake()
         self.departed.wait()
 
+    def abandon(self, error: HorovodInternalError) -> None:
+        """Fail all handles, pending and later ones, with `error`; any thread, never waits.
+
+        Waits of the engine thread end within `CHECK_SECONDS`, also when the peer is only silent.
+        The connections are closed. Without effect after the first call, and after a failure.
+        """
+        if self._control_plane.abandoned is None:
+            self._control_plane.abandoned = error
+            self._transport.wake()
+
     @property
     def finished(self) -> bool:
         """Whether the thread has finished, since no other rank needs this engine any more."""
@@ -151,6 +161,8 @@ class Engine:
 
     def _reason(self, error: BaseException) -> HorovodInternalError:
         """Return the error for the handles of all ranks, which names the rank at fault."""
+        if self._control_plane.abandoned is not None:
+            return self._control_plane.abandoned
         if isinstance(error, PeerLostError):
             return self._control_plane.blame(error)
         if not isinstance(error, HorovodInternalError):

@@ -2,6 +2,7 @@
 
 | source | rank and size from | the ranks meet |
 |---|---|---|
+| ELASTIC | the driver, later than ``HVDLITE_RANK`` | through ``HVDLITE_ELASTIC_DRIVER`` |
 | MPI | ``OMPI_COMM_WORLD_*``, ``PMIX_RANK``, ``PMI_*``, or MPI that runs | over MPI |
 | OWN | ``HVDLITE_RANK``, ``HVDLITE_SIZE`` | at ``HVDLITE_RENDEZVOUS`` |
 | TORCH_GROUP | the default process group of torch.distributed | in its store |
@@ -10,9 +11,9 @@
 | SLURM | ``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` | at a port of the step's first node |
 | SINGLE | | one rank, which meets nobody |
 
-The first of the table that is there counts. One that comes after it must say the same rank and
-size, since a rank that believes the wrong one waits for others that do not exist. Slurm is the
-exception: a launcher may well run inside a Slurm task.
+The first of the table that is there counts, and nothing else is looked at after ELASTIC. One that
+comes after it must say the same rank and size, since a rank that believes the wrong one waits for
+others that do not exist. Slurm is the exception: a launcher may well run inside a Slurm task.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from dataclasses import replace
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.meeting.address import parse_address
 from hvdlite.common.meeting.launch import (
+    DRIVER,
+    ELASTIC,
     MASTER,
     MPI,
     OWN,
@@ -31,6 +34,7 @@ from hvdlite.common.meeting.launch import (
     SLURM,
     TORCH_AGENT,
     TORCH_GROUP,
+    WORKER,
     Launch,
     WorldRank,
 )  # fmt: skip
@@ -56,6 +60,8 @@ def detect(
     the default group of torch.distributed, where there is one. Raises `ConfigError` for variables
     with impossible values, and for two sources that disagree, naming both.
     """
+    if environ.get(DRIVER):
+        return _elastic(environ)
     candidates = list(_candidates(environ, mpi, torch))
     if not candidates:
         _check_that_numbers_are_whole(environ)
@@ -122,6 +128,23 @@ def _spell(launch: Launch) -> str:
 
 
 # -- the sources
+
+
+def _elastic(environ: Mapping[str, str]) -> Launch:
+    """Return the launch of a worker, whose rank is the one at its start."""
+    if not environ.get(WORKER, "").isdecimal():
+        raise ConfigError(
+            f"{DRIVER}={environ[DRIVER]} is set, but {WORKER} is not the number of a worker: start "
+            "elastic jobs with hvdlite-run --min-np"
+        )
+    return Launch(
+        ELASTIC,
+        int(environ.get("HVDLITE_RANK") or 0),
+        int(environ.get("HVDLITE_SIZE") or 1),
+        job=f"worker {environ[WORKER]}",
+        addresses=(parse_address(environ[DRIVER], DRIVER),),
+        evidence=spell(environ, DRIVER, WORKER),
+    )
 
 
 def _mpi(environ: Mapping[str, str]) -> Launch | None:

@@ -30,6 +30,16 @@ class Exchange(Protocol):
         """Leave the meeting. All ranks have received what they waited for."""
 
 
+class Interrupt(Protocol):
+    """Ends waits of a meeting that are no allgather, such as those for connections."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read when `raise_if_over` raises."""
+
+    def raise_if_over(self) -> None:
+        """Raise `HorovodInternalError` if the meeting is over, as one of its ranks is lost."""
+
+
 class InProcessMeeting:
     """The meeting of `size` ranks that are threads of one process."""
 

@@ -9,7 +9,9 @@ from hvdlite.common.meeting.address import Address
 
 MPI, OWN, TORCH_GROUP, TORCH_AGENT = "MPI", "hvdlite", "torch.distributed", "torchrun"
 MASTER, SLURM, SINGLE = "MASTER_ADDR", "Slurm", "nobody"
+ELASTIC = "the driver of an elastic job"
 RENDEZVOUS = "HVDLITE_RENDEZVOUS"
+DRIVER, WORKER = "HVDLITE_ELASTIC_DRIVER", "HVDLITE_WORKER"  # Of a worker of an elastic job.
 
 
 class WorldRank(NamedTuple):

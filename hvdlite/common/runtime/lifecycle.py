@@ -11,15 +11,20 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import report_uncaught
+from hvdlite.common.meeting import launch as launches
+from hvdlite.common.meeting.launch import Launch
+from hvdlite.common.membership.frames import Newcomer, World
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.logs import set_up_log
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
-from hvdlite.common.runtime.connect import connect, find_launch
+from hvdlite.common.runtime.connect import Membership, connect, find_launch
+from hvdlite.common.runtime.elastic_worker import ElasticWorker
 from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, skip_mpi_finalize
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set, is_communicator
 from hvdlite.common.runtime.rank_claim import claim_rank
 from hvdlite.common.runtime.runtime import DYNAMIC, Runtime
 from hvdlite.common.runtime.state import current, not_initialized, this_process
+from hvdlite.common.runtime.transport_choice import check_without_mpi
 
 log = logging.getLogger("hvdlite")
 
@@ -56,7 +61,14 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
     set_up_log(config)
     report_uncaught()
     _forget_finished()
-    membership = connect(comm, launch, config)
+    if launch.source == launches.ELASTIC:
+        _enter_a_world(comm, sets, launch, config)
+    else:
+        _begin(connect(comm, launch, config), comm, sets, config)
+
+
+def _begin(membership: Membership, comm: Any, sets: Sequence[ProcessSet], config: Config) -> None:
+    """Start the runtime of this process. After an error, there is none."""
     this_process.runtime = runtime = Runtime(membership.transport, config, membership.mpi_group)
     try:
         this_process.comm = comm
@@ -66,10 +78,53 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
         atexit.register(_at_exit)
         global_process_set._bind(GLOBAL_ID, range(runtime.topology.size))
         global_process_set.mpi_comm = comm if is_communicator(comm) else None
-        runtime.begin(sets, first=True)
+        if this_process.worker is not None:
+            this_process.worker.follow(runtime.engine)
+        if not is_waiting():
+            runtime.begin(sets, first=True)
     except BaseException:
         shutdown()
         raise
+
+
+# -- elastic jobs
+
+
+def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config: Config) -> None:
+    """Join the next world of an elastic job, or wait outside of it as a newcomer."""
+    if comm is not None:
+        raise ValueError(
+            f"comm={comm}: the driver of an elastic job decides which ranks it has: call init() "
+            "without comm, and make process sets for parts of the ranks"
+        )
+    check_without_mpi(launch, config)
+    worker = this_process.worker = this_process.worker or ElasticWorker()
+
+    def join(offer: World | Newcomer) -> None:
+        for runtime in this_process.shut_down:  # All ranks of their worlds have left, or are lost.
+            runtime.engine.abandon(HorovodInternalError("the world of this engine is over"))
+        _begin(Membership(worker.connect(offer, config)), comm, sets, config)
+
+    worker.enter(join, config.peer_timeout_seconds)
+
+
+def is_waiting() -> bool:
+    """Return whether this process is a worker of an elastic job that is in no world yet."""
+    return this_process.worker is not None and this_process.worker.world is None
+
+
+def restart() -> None:
+    """Shut down, and start again with the same arguments: in the next world of an elastic job.
+
+    A world that no check has interrupted is broken, or this rank must leave it alone: then the
+    other ranks learn that it is lost, and nobody waits for anybody.
+    """
+    worker, runtime, comm = this_process.worker, this_process.runtime, this_process.comm
+    if worker is not None and runtime is not None and not worker.interrupted:
+        text = f"rank {runtime.rank} has left world {worker.epoch}"
+        runtime.engine.abandon(HorovodInternalError(text, rank=runtime.rank))
+    shutdown()
+    init(comm)
 
 
 def _warn_of_other(comm: Any) -> None:
@@ -147,7 +202,7 @@ def _forget_finished() -> None:
     for runtime in [r for r in this_process.shut_down if r.engine.finished]:
         this_process.shut_down.remove(runtime)
         runtime.release()
-        if runtime.engine.failed:
+        if runtime.engine.failed and this_process.worker is None:
             skip_mpi_finalize()
 
 
@@ -157,12 +212,15 @@ def _at_exit() -> None:
     for runtime in this_process.shut_down:
         runtime.engine.join()
     _forget_finished()
+    if this_process.worker is not None:
+        this_process.worker.link.close()
 
 
 def _after_fork_in_child() -> None:
     """Close the connections of the parent: the child is no rank, and must not hide its death."""
     # A thread that does not exist in the child may hold the lock.
     this_process.initializing = threading.RLock()
+    this_process.worker = None
     runtime, this_process.runtime = this_process.runtime, None
     if runtime is not None:
         this_process.forked_from = runtime.rank

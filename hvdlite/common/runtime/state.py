@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hvdlite.common.base.errors import HorovodInternalError
 
 if TYPE_CHECKING:
+    from hvdlite.common.runtime.elastic_worker import ElasticWorker
     from hvdlite.common.runtime.runtime import Runtime
 
 _NOT_INITIALIZED = "hvdlite has not been initialized; use hvd.init()"
@@ -29,6 +30,8 @@ class ProcessState:
         self.shut_down: list[Runtime] = []
         # In a forked child of a rank: the number of that rank.
         self.forked_from: int | None = None
+        # Set by the first init of a worker of an elastic job, for the life of the process.
+        self.worker: ElasticWorker | None = None
         # Held by the thread that is in init. Reentrant, because a signal handler may call init.
         self.initializing = threading.RLock()
 

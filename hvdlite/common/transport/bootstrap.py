@@ -17,7 +17,7 @@ from hvdlite.common.base.errors import (
 )
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.base.version import installed_version
-from hvdlite.common.meeting.exchange import Exchange
+from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
 from hvdlite.common.transport.local import LocalMesh, create_memory
 from hvdlite.common.transport.rendezvous import TOKEN_BYTES, Meeting, Peer, listen, meet
@@ -45,19 +45,27 @@ def exchange_versions(exchange: Exchange) -> None:
             )
 
 
-def find_hosts(exchange: Exchange, host: str, deadline: float) -> tuple[Topology, LocalMesh]:
+def find_hosts(
+    exchange: Exchange,
+    host: str,
+    deadline: float,
+    *,
+    interrupt: Interrupt | None = None,
+    folder: str | None = None,
+) -> tuple[Topology, LocalMesh]:
     """Return which ranks share a host, and the connections of this rank inside its host.
 
     Ranks that give the same `host`, but do not see each other's files, count as hosts of their own.
-    Raises `HorovodInternalError` on all ranks when one does not connect inside its host by
-    `deadline` (monotonic seconds).
+    The ranks of a host meet in `folder`, by default that of temporary files. Raises
+    `HorovodInternalError` on all ranks when one does not connect inside its host by `deadline`
+    (monotonic seconds), and as `interrupt`.
     """
     hosts: dict[bytes, list[int]] = {}
     for rank, name in enumerate(exchange.allgather(host.encode())):
         hosts.setdefault(name, []).append(rank)
     ranks = hosts[host.encode()]
     with ExitStack() as stack:
-        meeting = _invite(exchange, ranks, stack)
+        meeting = _invite(exchange, ranks, folder, stack)
         listener = None if meeting is None else _listen(meeting, exchange.rank, stack)
         alone = len(ranks) == 1
         listens = exchange.allgather(b"1" if alone or listener is not None else b"0")
@@ -70,15 +78,18 @@ def find_hosts(exchange: Exchange, host: str, deadline: float) -> tuple[Topology
                 ", ".join(map(str, ranks)), tempfile.gettempdir(),
             )  # fmt: skip
         peers = tuple(rank for rank in together if rank != exchange.rank)
-        return topology, _meet(exchange, meeting, listener, peers, deadline)
+        place = None if meeting is None or listener is None else (meeting, listener)
+        return topology, _meet(exchange, place, peers, deadline, interrupt)
 
 
-def _invite(exchange: Exchange, ranks: Sequence[int], stack: ExitStack) -> Meeting | None:
+def _invite(
+    exchange: Exchange, ranks: Sequence[int], folder: str | None, stack: ExitStack
+) -> Meeting | None:
     """Return the place where `ranks` meet, which the first of them makes; None if it cannot."""
     body = b""
     if len(ranks) > 1 and exchange.rank == ranks[0]:
         with suppress(OSError):
-            meeting = Meeting.new()
+            meeting = Meeting.new(folder)
             stack.callback(meeting.close)
             body = meeting.token + os.fsencode(meeting.directory)
     body = exchange.allgather(body)[ranks[0]]
@@ -106,19 +117,19 @@ def _split(hosts: Iterable[Sequence[int]], listens: Sequence[bytes]) -> Topology
 
 def _meet(
     exchange: Exchange,
-    meeting: Meeting | None,
-    listener: socket.socket | None,
+    place: tuple[Meeting, socket.socket] | None,
     peers: tuple[int, ...],
     deadline: float,
+    interrupt: Interrupt | None,
 ) -> LocalMesh:
-    """Connect to `peers`, the other ranks of the host."""
+    """Connect to `peers`, the other ranks of the host, which meet at `place`."""
     memory = create_memory()
     links: dict[int, Peer] = {}
     failure: HorovodInternalError | None = None
     try:
-        if peers and meeting is not None and listener is not None:
+        if peers and place is not None:
             try:
-                links = meet(meeting, listener, exchange.rank, peers, memory, deadline)
+                links = meet(*place, exchange.rank, peers, memory, deadline, interrupt)
             except HorovodInternalError as error:
                 failure = error
         raise_first(exchange, failure)

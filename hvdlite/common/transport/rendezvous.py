@@ -8,6 +8,7 @@ directory is removed: nothing is left on disk, whatever kills the job.
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import socket
 import struct
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.meeting.exchange import Interrupt
 
 HELLO = struct.Struct("<8s16sIIB")  # MAGIC, token of the job, from rank, to rank, channel.
 MAGIC = b"hvdlite1"
@@ -40,6 +42,23 @@ class Peer(NamedTuple):
         os.close(self.memory)
 
 
+class Patience(NamedTuple):
+    """For how long to wait for other ranks: until `deadline` (monotonic seconds), or less."""
+
+    deadline: float
+    interrupt: Interrupt | None = None
+
+    def wait_for_input(self, connection: socket.socket) -> None:
+        """Sleep until something can be read, or until the deadline. Raises as `Interrupt`."""
+        if self.interrupt is None:
+            return
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        poll.register(self.interrupt.fileno(), select.POLLIN)
+        poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000)
+        self.interrupt.raise_if_over()
+
+
 class Meeting(NamedTuple):
     """The directory in which the ranks of one host meet; the leader makes it for all."""
 
@@ -47,9 +66,9 @@ class Meeting(NamedTuple):
     token: bytes
 
     @classmethod
-    def new(cls) -> Meeting:
-        """Make a new directory that only this user may enter. Raises `OSError`."""
-        return cls(tempfile.mkdtemp(prefix="hvdlite-"), os.urandom(TOKEN_BYTES))
+    def new(cls, folder: str | None = None) -> Meeting:
+        """Make a new directory that only this user may enter, in `folder`. Raises `OSError`."""
+        return cls(tempfile.mkdtemp(prefix="hvdlite-", dir=folder), os.urandom(TOKEN_BYTES))
 
     @contextmanager
     def path(self, rank: int) -> Iterator[str]:
@@ -85,24 +104,27 @@ def meet(
     peers: tuple[int, ...],
     memory: int,
     deadline: float,
+    interrupt: Interrupt | None = None,
 ) -> dict[int, Peer]:
     """Connect `rank` to `peers` (itself left out), all of which listen; `listener` is closed.
 
-    `memory` is the memfd that is handed to everyone; `deadline` is in `time.monotonic` seconds.
-    Raises `HorovodInternalError` when a peer does not come, `ProtocolError` for a stranger.
+    `memory` is the memfd that is handed to everyone; `deadline` is in `time.monotonic` seconds, and
+    `interrupt` ends all waits before it. Raises `HorovodInternalError` when a peer does not come,
+    `ProtocolError` for a stranger.
     """
+    patience = Patience(deadline, interrupt)
     sockets: dict[tuple[int, int], socket.socket] = {}
     try:
         with listener:
             for peer in (lower for lower in peers if lower < rank):
                 for channel in (CONTROL, SIGNAL):
-                    sockets[peer, channel] = _connect(meeting, rank, peer, channel, deadline)
+                    sockets[peer, channel] = _connect(meeting, rank, peer, channel, patience)
             expected = {(p, channel) for p in peers if p > rank for channel in (CONTROL, SIGNAL)}
             while expected:
-                key, connection = _accept(meeting, listener, rank, expected, deadline)
+                key, connection = _accept(meeting, listener, rank, expected, patience)
                 expected.remove(key)
                 sockets[key] = connection
-        return _exchange_memory(sockets, peers, memory, deadline)
+        return _exchange_memory(sockets, peers, memory, patience)
     except BaseException:
         for connection in sockets.values():
             connection.close()
@@ -110,11 +132,11 @@ def meet(
 
 
 def _connect(
-    meeting: Meeting, rank: int, peer: int, channel: int, deadline: float
+    meeting: Meeting, rank: int, peer: int, channel: int, patience: Patience
 ) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with _until(connection, deadline, f"rank {peer} does not answer on its socket"):
+        with _until(connection, patience, f"rank {peer} does not answer on its socket"):
             with meeting.path(peer) as path:
                 connection.connect(path)
             check_credentials(connection)
@@ -130,14 +152,16 @@ def _accept(
     listener: socket.socket,
     rank: int,
     expected: set[tuple[int, int]],
-    deadline: float,
+    patience: Patience,
 ) -> tuple[tuple[int, int], socket.socket]:
     missing = ", ".join(str(peer) for peer in sorted({peer for peer, _ in expected}))
-    with _until(listener, deadline, f"these ranks of this host did not connect: {missing}"):
+    with _until(listener, patience, f"these ranks of this host did not connect: {missing}"):
+        patience.wait_for_input(listener)
         connection, _ = listener.accept()
     try:
         check_credentials(connection)
-        with _until(connection, deadline, "a local rank connected and said nothing"):
+        with _until(connection, patience, "a local rank connected and said nothing"):
+            patience.wait_for_input(connection)
             hello = connection.recv(HELLO.size + 1)
         if len(hello) != HELLO.size:
             raise ProtocolError(f"a stranger connected to rank {rank}: {len(hello)} bytes of hello")
@@ -155,7 +179,7 @@ def _exchange_memory(
     sockets: dict[tuple[int, int], socket.socket],
     peers: tuple[int, ...],
     memory: int,
-    deadline: float,
+    patience: Patience,
 ) -> dict[int, Peer]:
     for peer in peers:
         socket.send_fds(sockets[peer, SIGNAL], [b"m"], [memory])
@@ -163,7 +187,8 @@ def _exchange_memory(
     try:
         for peer in peers:
             signal = sockets[peer, SIGNAL]
-            with _until(signal, deadline, f"rank {peer} did not hand over its shared memory"):
+            with _until(signal, patience, f"rank {peer} did not hand over its shared memory"):
+                patience.wait_for_input(signal)
                 data, descriptors, *_ = socket.recv_fds(signal, 1, 1)
             received.update((peer, descriptor) for descriptor in descriptors)
             if data != b"m" or len(descriptors) != 1:
@@ -192,9 +217,9 @@ def check_credentials(connection: socket.socket) -> None:
 
 
 @contextmanager
-def _until(connection: socket.socket, deadline: float, failure: str) -> Iterator[None]:
-    """Let a blocking call on `connection` fail with `failure` at `deadline`."""
-    connection.settimeout(max(0.001, deadline - time.monotonic()))
+def _until(connection: socket.socket, patience: Patience, failure: str) -> Iterator[None]:
+    """Let a blocking call on `connection` fail with `failure` at the deadline."""
+    connection.settimeout(max(0.001, patience.deadline - time.monotonic()))
     try:
         yield
     except (TimeoutError, ConnectionError, FileNotFoundError) as error:

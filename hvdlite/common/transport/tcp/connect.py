@@ -6,15 +6,16 @@ import hashlib
 import hmac
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.meeting.exchange import Exchange
+from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.meeting.host_identity import THREAD_NETWORK, boot_id, network_namespace
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.bootstrap import exchange_versions, find_hosts, raise_first
+from hvdlite.common.transport.poller import READ, Poller
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose
 from hvdlite.common.transport.tcp.cards import AddressBook, Card, exchange_cards
 from hvdlite.common.transport.tcp.connections import Connections
@@ -38,17 +39,20 @@ def connect(
     host: str,
     secret: bytes = b"",
     epoch: int = 0,
+    interrupt: Interrupt | None = None,
+    folder: str | None = None,
 ) -> TcpTransport:
     """Return the transport of this rank; collective over the ranks of `exchange`.
 
     `neighbours(topology, rank)` are the ranks with which a rank exchanges control messages: these
     are connected at once, others at first use. Ranks with the same `host` share memory. `secret` is
     what the ranks of the job know and others do not; `epoch` tells a job that has started again
-    from the one before. Raises `HorovodInternalError` when ranks are not connected by `deadline`
-    (monotonic seconds), and `HorovodVersionMismatchError`.
+    from the one before. `interrupt` ends all waits when a rank is lost; the ranks of a host meet in
+    `folder`. Raises `HorovodInternalError` when ranks are not connected by `deadline` (monotonic
+    seconds), and `HorovodVersionMismatchError`.
     """
     exchange_versions(exchange)
-    topology, mesh = find_hosts(exchange, host, deadline)
+    topology, mesh = find_hosts(exchange, host, deadline, interrupt=interrupt, folder=folder)
     with ExitStack() as stack:
         stack.callback(mesh.close)
         card, listeners = _listen(exchange, topology, config, stack)
@@ -70,9 +74,24 @@ def connect(
             needed = set(neighbours(topology, exchange.rank)) - {*topology.peers(exchange.rank)}
             # Whoever dials has failed by then, unless it is connected.
             patience = time.monotonic() + 2 * config.peer_timeout_seconds
-            _connect_neighbours(exchange, transport, needed, min(deadline, patience))
+            with _interrupted_by(interrupt, mesh.poller):
+                _connect_neighbours(exchange, transport, needed, min(deadline, patience))
         stack.pop_all()
     return transport
+
+
+@contextmanager
+def _interrupted_by(interrupt: Interrupt | None, poller: Poller) -> Iterator[None]:
+    """Let waits of `poller` raise as `interrupt` does within this context."""
+    if interrupt is None:
+        yield
+        return
+    descriptor = interrupt.fileno()
+    poller.watch(descriptor, READ, lambda events: interrupt.raise_if_over())
+    try:
+        yield
+    finally:
+        poller.forget(descriptor)
 
 
 def _listen(

@@ -1,0 +1,394 @@
+"""A worker's side of the connection to the driver of its job, for the life of the process.
+
+One thread reads and writes, so that regroups end waits, notices are answered and beats are sent
+whatever the script does. The end of the connection ends the process: without a driver there is no
+next world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.meeting import wire
+from hvdlite.common.meeting.address import parse_address
+from hvdlite.common.membership import frames
+from hvdlite.common.membership.checks import Checks
+from hvdlite.common.membership.dial import dial
+from hvdlite.common.membership.frames import Newcomer, World
+
+LINE_SECONDS = 10.0  # The time between two lines of a worker that waits.
+END_SECONDS = 1.5  # How long the script may take to end after the driver has.
+READ_BYTES = 1 << 18
+
+log = logging.getLogger("hvdlite")
+
+
+class DriverLink:
+    """The connection of worker `number` to the driver at `address`; `secret` is the job's.
+
+    Raises `HorovodInternalError` when the driver cannot be reached or refuses the worker.
+    """
+
+    def __init__(self, address: str, number: int, secret: bytes) -> None:
+        self.number = number
+        # Called on the link thread: with the epoch and the error when a world is over (0 when the
+        # driver has gone: every world is), and with counter and kind when hosts have changed.
+        self.on_regroup: Callable[[int, HorovodInternalError], None] = lambda epoch, error: None
+        self.on_seen: Callable[[int, int], None] = lambda counter, kind: None
+        # Called on the link thread with the exit code when the driver has gone.
+        self.on_lost: Callable[[int], None] = self._end_process
+        # Guards all below that two threads use, and tells of changes. Reentrant, as signal handlers
+        # may use the link.
+        self._changed = threading.Condition()
+        self._offer: World | Newcomer | None = None
+        self._epoch = 0  # Of the last world that was offered.
+        self._over: HorovodInternalError | None = None  # Why that world is over.
+        self._bodies: tuple[int, int, list[bytes]] | None = None
+        self._checks = Checks()
+        self._end: tuple[int, str] | None = None  # The exit code, and why there is no next world.
+        self._closing = False
+        self._outbox: deque[memoryview] = deque()
+        self._frames = wire.Frames(wire.FRAME_BYTES)
+        self._socket = dial(parse_address(address, "HVDLITE_ELASTIC_DRIVER"), number, secret)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Readable while the world that was offered last is over.
+        self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="hvdlite-elastic", daemon=True)
+        _links.add(self)
+        self._thread.start()
+        self._send(frames.HELLO, os.getpid())
+
+    # -- called by the script's thread
+
+    def ready(self, epoch: int, commit: int) -> None:
+        """Ask for the next world; `epoch` was the last one, and the worker holds `commit`."""
+        self._send(frames.READY, epoch, commit)
+
+    def wait_for_world(self) -> World | Newcomer:
+        """Return the next world, or the expected place if the answer to the hello says to wait.
+
+        Says every 10 s that it waits. Raises `SystemExit` where no world will come.
+        """
+        with self._changed:
+            self._wait(lambda: self._offer is not None, "the next world of the job")
+            offer, self._offer = self._offer, None
+            assert offer is not None  # The wait has ended for this.
+            return offer
+
+    def check(self) -> int | None:
+        """Pass a check of the world; return the kind of the change if the script is interrupted.
+
+        See [Note: agreement on a check] in checks.py. Raises `HorovodInternalError` where the world
+        is over, and `SystemExit` where the job is.
+        """
+        with self._changed:
+            if self._checks.held or self._over is not None:
+                self._wait(
+                    lambda: not self._checks.held or self._over is not None,
+                    "the driver's decision on the next world",
+                )
+                self._raise_if_over(self._epoch)
+            return self._checks.enter()
+
+    def exchange(self, world: World) -> LinkExchange:
+        """Return the exchange by which the ranks of `world` meet."""
+        return LinkExchange(self, world)
+
+    def over(self, epoch: int) -> HorovodInternalError | None:
+        """Return why the world `epoch` is over, None while it is not."""
+        with self._changed:
+            if epoch == self._epoch:
+                return self._over
+            return HorovodInternalError(f"the world {epoch} is over: world {self._epoch} began")
+
+    def wait_until_over(self, epoch: int, seconds: float) -> bool:
+        """Return whether the world is over, after at most `seconds`. Raises `SystemExit`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._over is not None or epoch != self._epoch or self._end is not None,
+                seconds,
+            )
+            self._raise_if_ended()
+            return self._over is not None or epoch != self._epoch
+
+    def gather(self, epoch: int, number: int, body: bytes) -> list[bytes]:
+        """Return the bodies of round `number`; `HorovodInternalError` if the world is over."""
+        self._send(frames.GATHER, epoch, number, body)
+
+        def answered() -> bool:
+            return self._bodies is not None and self._bodies[:2] == (epoch, number)
+
+        with self._changed:
+            self._wait(
+                lambda: answered() or self._over is not None or epoch != self._epoch,
+                f"all ranks of world {epoch} (round {number} of their meeting)",
+            )
+            if not answered():
+                self._raise_if_over(epoch)
+            assert self._bodies is not None  # It is answered.
+            bodies, self._bodies = self._bodies[2], None
+            return bodies
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read while the world that was offered last is over."""
+        return self._interrupt
+
+    def raise_if_over(self) -> None:
+        """Raise `HorovodInternalError` if the world that was offered last is over."""
+        with self._changed:
+            self._raise_if_over(self._epoch)
+
+    def close(self) -> None:
+        """End the connection, as this process ends."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        _links.discard(self)
+        self._close_descriptors()
+
+    def after_fork_in_child(self) -> None:
+        """Close this process's copies of all descriptors: they would hide the end of the parent."""
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        self._socket.close()
+        os.close(self._wake)
+        os.close(self._interrupt)
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait with the lock held. Raises `SystemExit` where the job is over."""
+        began = time.monotonic()
+        self._raise_if_ended()
+        while not self._changed.wait_for(lambda: condition() or self._end is not None,
+                                         LINE_SECONDS):  # fmt: skip
+            seconds = time.monotonic() - began
+            log.warning("worker %d has waited %.0f s for %s", self.number, seconds, what)
+        self._raise_if_ended()
+
+    def _raise_if_over(self, epoch: int) -> None:
+        error = self.over(epoch)
+        if error is not None:
+            raise HorovodInternalError(str(error), rank=error.rank)
+
+    def _raise_if_ended(self) -> None:
+        if self._end is not None:
+            code, sentence = self._end
+            if code and sentence:
+                print(sentence, file=sys.stderr, flush=True)
+                self._end = code, ""  # It is printed once.
+            raise SystemExit(code)
+
+    # -- bytes
+
+    def _send(self, *message: Any) -> None:
+        """Send a message, or keep it until there is room."""
+        with self._changed:
+            self._outbox.append(memoryview(wire.pack_frame(*message)))
+            if not self._flush():
+                os.eventfd_write(self._wake, 1)
+
+    def _flush(self) -> bool:
+        """Send what fits into the socket; return whether that is all."""
+        with self._changed:
+            try:
+                while self._outbox:
+                    sent = self._socket.send(self._outbox[0], socket.MSG_NOSIGNAL)
+                    self._outbox[0] = self._outbox[0][sent:]
+                    if not self._outbox[0]:
+                        self._outbox.popleft()
+            except BlockingIOError:
+                return False
+            except OSError:  # Reading tells of the end of the connection.
+                self._outbox.clear()
+            return True
+
+    # -- the thread
+
+    def _run(self) -> None:
+        reason = "it closed the connection"
+        try:
+            while not self._closing:
+                if self._turn():
+                    break
+        except (OSError, ProtocolError) as error:
+            reason = str(error)
+        except Exception as error:
+            log.exception("the link of worker %d to its driver failed", self.number)
+            reason = str(error)
+        if not self._closing:
+            self._on_lost(reason)
+
+    def _turn(self) -> bool:
+        """Sleep until something occurs, and handle it; return whether the connection has ended."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        beat_at = time.monotonic() + frames.BEAT_SECONDS
+        while not self._closing:
+            room = select.POLLOUT if self._outbox else 0
+            poll.register(self._socket, select.POLLIN | room)
+            ready = poll.poll(max(0.0, beat_at - time.monotonic()) * 1000)
+            if not ready:
+                self._send(frames.BEAT)
+                return False
+            for descriptor, events in ready:
+                if descriptor == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+                elif events & select.POLLOUT:
+                    self._flush()
+                if descriptor != self._wake and events & ~select.POLLOUT and not self._read():
+                    return True
+        return False
+
+    def _read(self) -> bool:
+        """Handle what has arrived; return whether the connection goes on."""
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return True
+        for message in self._frames.add(data):
+            self._obey(message)
+        return bool(data)
+
+    def _obey(self, message: list[Any]) -> None:
+        match message:
+            case [frames.BODIES, int(epoch), int(number), [*bodies]]:
+                with self._changed:
+                    self._bodies = epoch, number, bodies
+                    self._changed.notify_all()
+            case [frames.REGROUP, int(epoch), str(sentence), rank]:
+                self._on_regroup(epoch, HorovodInternalError(sentence, rank=rank))
+            case [frames.SEEN, int(counter), int(kind)]:
+                self.on_seen(counter, kind)
+            case [frames.NOTICE, int(counter), int()]:
+                with self._changed:
+                    self._checks.hold(counter)
+                    self._send(frames.CHECKS, counter, self._checks.passed)
+            case [frames.RAISE, int(counter), int(check), int(kind)]:
+                with self._changed:
+                    self._checks.decide(counter, check, kind)
+                    self._changed.notify_all()
+            case [frames.END, int(code), str(sentence)]:
+                self._on_end(code, sentence)
+            case [frames.WORLD, *_]:
+                self._on_world(frames.read_world(message))
+            case [frames.NEWCOMER, *_]:
+                with self._changed:
+                    self._offer = frames.read_newcomer(message)
+                    self._changed.notify_all()
+            case _:
+                raise ProtocolError(f"the driver of the job sent {str(message)[:80]}")
+
+    def _on_world(self, world: World) -> None:
+        with self._changed:
+            if world.epoch <= self._epoch:
+                return
+            self._epoch, self._offer, self._over, self._bodies = world.epoch, world, None, None
+            self._checks = Checks()
+            self._frames.limit = wire.answers(world.size).limit
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._interrupt)
+            self._changed.notify_all()
+
+    def _on_regroup(self, epoch: int, error: HorovodInternalError) -> None:
+        with self._changed:
+            if epoch != self._epoch or self._over is not None:
+                return
+            self._set_over(error)
+        self.on_regroup(epoch, error)
+
+    def _set_over(self, error: HorovodInternalError) -> None:
+        self._over = error
+        os.eventfd_write(self._interrupt, 1)
+        self._changed.notify_all()
+
+    def _on_end(self, code: int, sentence: str) -> None:
+        log.log(logging.INFO if code == 0 else logging.DEBUG, "%s", sentence)
+        with self._changed:
+            self._end = code, sentence
+            self._changed.notify_all()
+
+    # -- the end of the driver
+
+    def _on_lost(self, reason: str) -> None:
+        """End all waits, and this process: by `SystemExit` in its main thread, or without it."""
+        with self._changed:
+            if self._end is None:
+                text = f"worker {self.number}: the driver of the job has gone ({reason})"
+                print(f"{text}: this worker ends", file=sys.stderr, flush=True)
+                self._end = 1, ""
+            code, _ = self._end
+            error = HorovodInternalError("the driver of the job has gone")
+            if self._over is None:
+                self._set_over(error)
+            self._changed.notify_all()
+        self.on_regroup(0, error)
+        self.on_lost(code)
+
+    def _end_process(self, code: int) -> None:
+        end_main_thread(code)
+        end = time.monotonic() + END_SECONDS
+        while not self._closing and time.monotonic() < end:
+            time.sleep(0.01)
+        if not self._closing:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(code)
+
+
+def end_main_thread(code: int) -> None:
+    """Raise `SystemExit` in the main thread, as soon as it runs Python code."""
+
+    class JobIsOver(SystemExit):
+        def __init__(self) -> None:
+            super().__init__(code)
+
+    ident = ctypes.c_ulong(threading.main_thread().ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(JobIsOver))
+
+
+class LinkExchange:
+    """The exchange of the ranks of one world, over their links; see `Exchange`."""
+
+    def __init__(self, link: DriverLink, world: World) -> None:
+        self.rank, self.size = world.rank, world.size
+        self._link, self._epoch = link, world.epoch
+        self._round = 0
+
+    def allgather(self, body: bytes) -> list[bytes]:
+        """See `Exchange.allgather`. There is no limit: the driver ends a world that cannot meet."""
+        wire.check_body(body)
+        number, self._round = self._round, self._round + 1
+        return self._link.gather(self._epoch, number, bytes(body))
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+
+
+_links: weakref.WeakSet[DriverLink] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for link in list(_links):
+        link.after_fork_in_child()
+    _links.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
