@@ -129,3 +129,24 @@ def test_the_end_of_the_driver_ends_the_workers(tmp_path: Path) -> None:
         for number in (0, 1):
             assert workers.output(number).count("this worker ends") == 1
             assert "Traceback" not in workers.output(number)
+
+
+@pytest.mark.parametrize(("hosts", "resets"), [("", 300), ("a,b", 100)])
+def test_resets_leave_nothing_behind(tmp_path: Path, hosts: str, resets: int) -> None:
+    """Every second world breaks, the others are left in order."""
+    with job(tmp_path, 2, "worker_resets", hosts=hosts) as workers:
+        driver = workers.driver
+        for epoch in range(1, resets + 1):
+            for number in (0, 1):
+                workers.wait_for(number, in_world(epoch, step=-1))
+            if epoch % 2:
+                driver.do(lambda: driver._regroup("nobody is lost", None))
+            else:
+                driver.notice(2)
+        driver.wait_for_world(resets + 1)
+        stop(workers)
+        for number in (0, 1):
+            held = {line["epoch"]: line for line in workers.lines(number)}
+            for name, growth in (("descriptors", 0), ("threads", 0), ("resident_kib", 2048)):
+                values = [held[epoch][name] for epoch in range(resets // 3, resets + 1)]
+                assert max(values) - values[0] <= growth, (name, values)

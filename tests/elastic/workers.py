@@ -24,6 +24,7 @@ class Workers:
     def __init__(self, folder: Path, driver: FakeDriver) -> None:
         self.folder, self.driver = folder, driver
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._parsed: dict[int, tuple[list[Line], int]] = {}
 
     def start(self, number: int, module: str, **variables: str) -> None:
         """Start a worker that runs a module of this folder."""
@@ -47,19 +48,27 @@ class Workers:
 
     def lines(self, number: int) -> list[Line]:
         """The whole lines of JSON that a worker has written."""
-        written = self.output(number)
-        whole = written[: written.rfind("\n") + 1].splitlines()
-        return [json.loads(line) for line in whole if line.startswith("{")]
+        parsed, end = self._parsed.setdefault(number, ([], 0))
+        with open(self.folder / f"worker{number}", "rb") as output:
+            output.seek(end)
+            new = output.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        parsed += [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
+        self._parsed[number] = parsed, end + len(whole)
+        return parsed
 
     def wait_for(self, number: int, fits: Callable[[Line], bool], seconds: float = 20.0) -> Line:
         """The first line of a worker that fits, as soon as there is one."""
         end = time.monotonic() + seconds
+        seen = 0
         while time.monotonic() < end:
-            for line in self.lines(number):
+            lines = self.lines(number)
+            for line in lines[seen:]:
                 if fits(line):
                     return line
+            seen = len(lines)
             assert self.processes[number].poll() in (None, 0), self.output(number)
-            time.sleep(0.01)
+            time.sleep(0.002)
         raise AssertionError(f"worker {number} did not write it: {self.output(number)[-2000:]}")
 
     def codes(self, seconds: float = 20.0) -> dict[int, int]:

@@ -104,6 +104,7 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
         for runtime in this_process.shut_down:  # All ranks of their worlds have left, or are lost.
             runtime.engine.abandon(HorovodInternalError("the world of this engine is over"))
         _begin(Membership(worker.connect(offer, config)), comm, sets, config)
+        _forget_finished()
 
     worker.enter(join, config.peer_timeout_seconds)
 

@@ -19,6 +19,7 @@ from hvdlite.common.membership import dial as dial_module
 from hvdlite.common.membership import frames
 from hvdlite.common.membership.frames import Newcomer, World
 from hvdlite.common.membership.link import DriverLink
+from hvdlite.common.plain.messages import PROTOCOL_VERSION
 from tests.elastic.fake_driver import SECRET, FakeDriver
 from tests.ranks import run_threads
 
@@ -243,7 +244,7 @@ def test_a_second_process_of_a_worker_and_one_that_was_given_up_are_refused(
 
 
 def test_another_version_is_refused(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "PROTOCOL_VERSION", wire.PROTOCOL_VERSION + 1)
+    monkeypatch.setattr("hvdlite.common.meeting.wire.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
     with pytest.raises(HorovodVersionMismatchError, match="protocol"):
         connect(driver, 0)
 
