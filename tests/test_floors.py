@@ -27,6 +27,7 @@ FLOORS = [
     ["hvdlite.torch", "hvdlite.tf", "hvdlite.numpy", "hvdlite.data"],
     ["hvdlite.common.iterations"],
     ["hvdlite.common.gradients"],
+    ["hvdlite.common.elastic"],
     ["hvdlite.common.api"],
     ["hvdlite.common.runtime"],
     ["hvdlite.common.engine"],

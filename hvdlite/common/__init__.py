@@ -4,6 +4,7 @@ A package imports from itself and from packages below it, never upwards:
 
     iterations      what every rank did in every training iteration, as a trace
     gradients       buckets of gradients: names, delays, groups, segments, reduction
+    elastic         states, and the loop that trains on when ranks come and go
     api             the public forms of the collectives, written once for all frameworks
     runtime         init and shutdown, rank and size, process sets: the module-level state
     engine          the engine thread: drain, negotiate, run, complete

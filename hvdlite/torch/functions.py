@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,13 +59,27 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
+
+    def send(blocks: list[torch.Tensor]) -> None:
+        named = [(f"optimizer_state.{index}", block) for index, block in enumerate(blocks)]
+        broadcast_parameters(named, root_rank, process_set)
+
+    share_optimizer_state(optimizer, root_rank, process_set, send)
+
+
+def share_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    process_set: ProcessSet,
+    send: Callable[[list[torch.Tensor]], None],
+) -> None:
+    """Do the work of `broadcast_optimizer_state`; `send` broadcasts blocks of bytes in place."""
     is_root = mpi_ops.rank() == root_rank
     state = OptimizerState.of(optimizer) if is_root else None
     state = broadcast_object(state, root_rank, "optimizer_state", process_set)
     if not is_root:
         state.allocate(optimizer)
-    named = [(f"optimizer_state.{index}", block) for index, block in enumerate(state.memory)]
-    broadcast_parameters(named, root_rank, process_set)
+    send(state.memory)
     if not is_root:
         state.install(optimizer)
     leave_zero_gradients(optimizer)

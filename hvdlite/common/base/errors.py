@@ -34,6 +34,19 @@ class ProtocolError(HorovodInternalError):
     """A peer sent a message that this version of hvdlite cannot have sent."""
 
 
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - the name of Horovod
+    """Hosts have come or gone: raised on all ranks at the same point, and nothing is undone.
+
+    `skip_sync` says that ranks have only left, so that those who stay hold all state.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
+        # Whether the values were saved just before, so that saving them again is needless.
+        self.values_are_saved = False
+
+
 class HorovodVersionMismatchError(ImportError):
     """Two versions of hvdlite take part in one job."""
 

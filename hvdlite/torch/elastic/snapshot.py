@@ -1,0 +1,93 @@
+"""Copies of tensors that stay allocated, so that a commit is one pass over memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdlite.common.elastic.trees import map_leaves
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of a tensor in a tree: its number among the copies."""
+
+    number: int
+
+
+class Snapshot:
+    """A copy in host memory of a tree, such as a state dict; `take` replaces it in place."""
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+        self._tree: Any = None
+
+    @torch.no_grad()
+    def take(self, tree: Any) -> None:
+        """Copy the tensors of the tree into the kept buffers, and deep-copy all other leaves."""
+        tensors: list[Tensor] = []
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return copy.deepcopy(leaf)
+            tensors.append(leaf.detach())
+            return _Place(len(tensors) - 1)
+
+        tree = map_leaves(tree, place)
+        kept = [*self._copies, *[None] * (len(tensors) - len(self._copies))]
+        copies = [
+            old if old is not None and _fits(old, tensor) else _buffer(tensor)
+            for old, tensor in zip(kept, tensors, strict=False)
+        ]
+        _copy(copies, tensors)
+        self._copies, self._tree = copies, tree
+
+    @torch.no_grad()
+    def tree(self) -> Any:
+        """Return the tree that was taken last, with tensors of its own, in host memory."""
+        return map_leaves(
+            self._tree,
+            lambda leaf: (
+                self._copies[leaf.number].clone()
+                if isinstance(leaf, _Place)
+                else copy.deepcopy(leaf)
+            ),
+        )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _fits(kept: Tensor, tensor: Tensor) -> bool:
+    return (
+        _is_plain(tensor)
+        and kept.shape == tensor.shape
+        and kept.dtype == tensor.dtype
+        and kept.stride() == tensor.stride()
+    )
+
+
+def _buffer(tensor: Tensor) -> Tensor:
+    """Return host memory for a copy; page-locked for a tensor on a GPU, so that it is fast."""
+    if not _is_plain(tensor):
+        return tensor.cpu().clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def _copy(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    plain = [number for number, tensor in enumerate(tensors) if _is_plain(tensor)]
+    if plain:
+        torch._foreach_copy_(
+            [copies[number] for number in plain],
+            [tensors[number] for number in plain],
+            non_blocking=True,
+        )
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
