@@ -46,8 +46,13 @@ FLOORS = [
     ["hvdlite.module_aliases"],
     ["hvdlite.missing_names"],
 ]
-# The one call upwards: TensorFlow's DistributedOptimizer hands on an optimizer of Keras.
-UPWARDS = {("hvdlite.tf.optimizer", "hvdlite.keras.optimizer.DistributedOptimizer")}
+# The calls upwards: TensorFlow's DistributedOptimizer hands on an optimizer of Keras, and its
+# states of elastic training have one for models of Keras among them.
+UPWARDS = {
+    ("hvdlite.tf.optimizer", "hvdlite.keras.optimizer.DistributedOptimizer"),
+    ("hvdlite.tf.elastic", "hvdlite.keras.elastic"),
+    ("hvdlite.tf.elastic", "hvdlite.keras.elastic.TensorFlowKerasState"),
+}
 # Packages whose modules do no I/O, read no clock and start no thread; and the exceptions to it.
 PURE = [
     "hvdlite.common.decisions",

@@ -43,7 +43,7 @@ from hvdlite.common.runtime.basics import (
 )
 from hvdlite.common.runtime.lifecycle import add_process_set, init, remove_process_set, shutdown
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.keras import callbacks
+from hvdlite.keras import callbacks, elastic
 from hvdlite.keras.framework import adapter
 from hvdlite.keras.models import load_model
 from hvdlite.keras.mpi_ops import (
@@ -97,6 +97,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -93,8 +93,13 @@ def broadcast_values(
 
 def build_optimizer(model: Any) -> None:
     """Make the variables that a first step would make, if the model has been built."""
-    optimizer = model.optimizer
-    if not model.built or getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+    if model.built:
+        build_optimizer_for(model.optimizer, model)
+
+
+def build_optimizer_for(optimizer: Any, model: Any) -> None:
+    """Make the variables of an optimizer for a model that is built, unless they are there."""
+    if getattr(optimizer, "built", getattr(optimizer, "_built", False)):
         return
     legacy = getattr(optimizer, "_create_all_weights", None)  # Keras 2.
     build = getattr(optimizer, "build", legacy)

@@ -42,6 +42,7 @@ from hvdlite.common.runtime.basics import (
 from hvdlite.common.runtime.lifecycle import add_process_set, init, remove_process_set, shutdown
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.missing_names import module_getattr
+from hvdlite.numpy import elastic
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -111,6 +112,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -19,7 +19,7 @@ from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.runtime.lifecycle import add_process_set, remove_process_set
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.missing_names import attribute_error
-from hvdlite.tf import data
+from hvdlite.tf import data, elastic
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.functions import (
     allgather_object,
@@ -141,6 +141,7 @@ __all__ = [
     "cuda_built",
     "data",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

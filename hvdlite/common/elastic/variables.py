@@ -1,0 +1,102 @@
+"""States of variables: those of Keras, of any backend, and of TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.api.objects import broadcast_object
+from hvdlite.common.elastic.agreement import check_same_tensors
+from hvdlite.common.elastic.arrays import broadcast_arrays
+from hvdlite.common.elastic.source import sync_source
+from hvdlite.common.elastic.state import ObjectState
+from hvdlite.common.runtime.basics import rank
+
+
+class VariablesState(ObjectState):
+    """The base of states with variables; a subclass says which, in `_variables`.
+
+    All keywords are plain objects as in `ObjectState`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        # The saved values, in the order of the variables.
+        self._saved_values: list[np.ndarray[Any, Any]] = []
+        super().__init__(broadcast_object, rank, **kwargs)
+        self._save_variables()
+
+    def _variables(self) -> Sequence[Any]:
+        """Return the variables, which come in the same order on all ranks."""
+        raise NotImplementedError
+
+    def _values(self, variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
+        """Return the values of the variables, which may share their memory."""
+        return [np.asarray(variable.numpy()) for variable in variables]
+
+    def _assign(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Give the variables these values, which may change later."""
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+    def save(self) -> None:
+        """Copy the values of the variables and of the attributes to host memory."""
+        self._save_variables()
+        super().save()
+
+    def _save_variables(self) -> None:
+        kept = self._saved_values
+        values = self._values(self._variables())
+        self._saved_values = [
+            _copied(value, kept[index] if index < len(kept) else None)
+            for index, value in enumerate(values)
+        ]
+
+    def restore(self) -> None:
+        """Go back to the last save. Variables that were made since begin with zeros."""
+        variables = self._variables()
+        saved = [value.copy() for value in self._saved_values]
+        for variable in variables[len(saved) :]:
+            saved.append(np.zeros(tuple(variable.shape), self._values([variable])[0].dtype))
+        self._assign(variables, saved)
+        super().restore()
+
+    def sync(self) -> None:
+        """Make all ranks equal to rank 0: its variables as they are, objects as saved last.
+
+        Raises `ValueError` where ranks have other variables.
+        """
+        source = sync_source()
+        if source.takes_part:
+            variables = self._variables()
+            values = self._values(variables)
+            kinds = {
+                f"{index}: {getattr(variable, 'path', variable.name)}": (
+                    f"{value.dtype.name} of shape {value.shape}"
+                )
+                for index, (variable, value) in enumerate(zip(variables, values, strict=True))
+            }
+            check_same_tensors(kinds, "variables", source)
+            received = broadcast_arrays(values, "elastic.variables", source)
+            if rank() != source.root_rank:
+                self._assign(variables, received)
+        super().sync()
+        self._save_variables()
+
+    def _variables_to_compare(self) -> Sequence[Any]:
+        """Return the variables that are equal on all ranks, bit by bit."""
+        return self._variables()
+
+    def _tensors_to_compare(self) -> Iterator[tuple[str, Any]]:
+        variables = self._variables_to_compare()
+        for index, value in enumerate(self._values(variables)):
+            name = getattr(variables[index], "path", variables[index].name)
+            yield f"{name} ({index})", np.ravel(value).view(np.uint8)
+
+
+def _copied(value: np.ndarray[Any, Any], kept: np.ndarray[Any, Any] | None) -> Any:
+    if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
+        return value.copy()
+    np.copyto(kept, value)
+    return kept

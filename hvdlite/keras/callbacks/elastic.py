@@ -1,0 +1,192 @@
+"""Callbacks that count epochs and batches in a state of elastic training, and commit it.
+
+Their order does not matter: a commit lets the callbacks that count for the same state in the same
+`fit` count first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlite.keras.callbacks.base import Callback
+
+Logs = dict[str, Any] | None
+
+
+class CompletedBatch(int):
+    """The number of a batch that is done, unlike a plain number, which is that of batches done."""
+
+
+class StateCallback(Callback):
+    """The base of these callbacks, for one state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Let commits of the state find this callback."""
+        others = [callback for callback in self.callbacks() if callback is not self]
+        self.state._callbacks = [*others, self]
+
+    def callbacks(self) -> list[StateCallback]:
+        """Return the callbacks for this state that take part in the same `fit`."""
+        known: list[StateCallback] = vars(self.state).get("_callbacks", [])
+        return [callback for callback in known if callback.params is self.params]
+
+    def count_batch(self, batch: int) -> None:
+        """Write down that a batch is done; may be called again for the same one."""
+
+    def count_epoch(self, epoch: int) -> None:
+        """Write down that an epoch is done; may be called again for the same one."""
+
+
+class CommitStateCallback(StateCallback):
+    """Commits `state` after every `batches_per_commit` batches, and at the end of each epoch.
+
+    It may raise `HostsUpdatedInterrupt`, which ends `fit`. Raises `ValueError` unless
+    `batches_per_commit` is a positive integer.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__(state)
+        if batches_per_commit < 1:
+            raise ValueError(f"batches_per_commit={batches_per_commit}: it must be at least 1")
+        self.batches_per_commit = batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Count batches from the beginning."""
+        super().on_train_begin(logs)
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Commit if it is time."""
+        self.batches_remaining -= 1
+        if self.batches_remaining > 0:
+            return
+        self.batches_remaining = self.batches_per_commit
+        for callback in self.callbacks():
+            callback.count_batch(batch)
+        self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Commit."""
+        for callback in self.callbacks():
+            callback.count_epoch(epoch)
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(StateCallback):
+    """Keeps the number of the last batch of this epoch in ``state.batch``.
+
+    After a reset the first epoch has only the batches that are left of it: `fit` then ends it
+    early, if Keras knows how many batches an epoch has, and their numbers go on. At the end of an
+    epoch ``state.batch`` is 0. A number that you have set yourself is that of batches done.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(state)
+        # How many batches of the current epoch were done before this `fit`.
+        self._done_before = 0
+        # How many batches an epoch has; None: Keras does not know.
+        self._steps: int | None = None
+        self._end = _EndOfEpoch()
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Find out how long an epoch is."""
+        super().on_train_begin(logs)
+        self._steps = (self.params or {}).get("steps")
+        self._done_before = 0
+        # An earlier `fit` may have been left before the batch that was to be skipped.
+        train = self.model.train_function
+        self.model.train_function = getattr(train, "instead_of", train)
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Plan the batches that are left."""
+        self._done_before = 0
+        if self._steps is None or self.params is None:
+            return
+        batch = self.state.batch
+        self._done_before = batch + 1 if isinstance(batch, CompletedBatch) else batch
+        self.params["steps"] = max(self._steps - self._done_before, 0)  # What Keras shows.
+        if self._done_before >= self._steps:
+            self._skip_one_batch()
+
+    def _skip_one_batch(self) -> None:
+        """Let the epoch, whose batches are all done, pass without training: Keras begins one."""
+        model, train = self.model, self.model.train_function
+
+        def skip(iterator: Any) -> dict[str, Any]:
+            model.train_function = train
+            return {}
+
+        skip.instead_of = train  # type: ignore[attr-defined]
+        model.train_function = skip
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Count, and end an epoch that has begun in an earlier `fit`."""
+        self.count_batch(batch)
+        if self._done_before and self._done_before + batch + 1 >= (self._steps or 0):
+            self._end.is_reached = True
+            if not self.model.stop_training:
+                self.model.stop_training = self._end
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Begin the next epoch with its first batch."""
+        self._end.is_reached = False
+        self.count_epoch(epoch)
+
+    def count_batch(self, batch: int) -> None:
+        """See `StateCallback`."""
+        if self._steps is None or self._done_before < self._steps:
+            self.state.batch = CompletedBatch(self._done_before + batch)
+
+    def count_epoch(self, epoch: int) -> None:
+        """See `StateCallback`."""
+        self.state.batch = 0
+
+
+class _EndOfEpoch:
+    """What ``model.stop_training`` is to end an epoch: true after its last batch only.
+
+    Keras asks once after each batch and once after each epoch. Another callback that wants to end
+    the training replaces it by True.
+    """
+
+    is_reached = False
+
+    def __bool__(self) -> bool:
+        return self.is_reached
+
+
+class UpdateEpochStateCallback(StateCallback):
+    """Keeps the number of epochs that are done in ``state.epoch``.
+
+    `fit` gets either ``epochs=total - state.epoch`` or ``initial_epoch=state.epoch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(state)
+        self.initial_epoch = 0
+        # The number that Keras gives to the first epoch of this `fit`.
+        self._first: int | None = None
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Remember how many epochs were done before."""
+        super().on_train_begin(logs)
+        self.initial_epoch, self._first = self.state.epoch, None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Notice from which number Keras counts."""
+        if self._first is None:
+            self._first = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Count."""
+        self.count_epoch(epoch)
+
+    def count_epoch(self, epoch: int) -> None:
+        """See `StateCallback`."""
+        first = epoch if self._first is None else self._first
+        self.state.epoch = self.initial_epoch + epoch - first + 1

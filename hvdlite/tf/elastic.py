@@ -1,0 +1,111 @@
+"""Elastic training with TensorFlow: go on when ranks are lost, and let new ones join.
+
+@hvd.elastic.run
+def train(state):
+    while state.step < steps:
+        train_step(...)
+        state.step += 1
+        state.commit()
+
+train(hvd.elastic.TensorFlowState(model.variables + optimizer.variables, step=0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite.common.base.errors import DEPARTED
+from hvdlite.common.elastic.run import is_loss
+from hvdlite.common.elastic.run import run as run_elastic
+from hvdlite.common.elastic.variables import VariablesState
+from hvdlite.common.runtime import worlds
+from hvdlite.missing_names import attribute_error
+
+if TYPE_CHECKING:
+    from hvdlite.keras.elastic import TensorFlowKerasState
+
+R = TypeVar("R")
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Return `func` as elastic training runs it: ``func(state, *args, **kwargs)``.
+
+    After a change of the job's ranks the function is called again, with the state that all of them
+    share. What it returns is returned, and errors of the script are raised. Errors of TensorFlow
+    are those of the script unless this rank's world is over.
+    """
+    return run_elastic(func, is_loss_in_tensorflow)
+
+
+def is_loss_in_tensorflow(error: Exception) -> bool:
+    """Return whether an error means that the world is over, and not that the script is wrong.
+
+    An operation in a graph fails with an error of TensorFlow that is none of ours; whether a rank
+    was lost is then what the engine knows, whatever the text says.
+    """
+    if not isinstance(error, tf.errors.OpError):
+        return is_loss(error)
+    return worlds.world_is_broken() or (worlds.elastic() and DEPARTED in str(error))
+
+
+class TensorFlowState(VariablesState):
+    """The state of training with TensorFlow: variables and plain objects.
+
+    `variables` are those of TensorFlow or Keras; all global variables of the graph by default.
+    With a `session`, or while a graph is built in the default one, values are read and set there.
+    Each further keyword becomes an attribute that is saved, restored and synced, too.
+
+    The constructor does not communicate; `sync` broadcasts each time. Raises `ValueError` without
+    variables when executing eagerly, where there are no global ones.
+    """
+
+    def __init__(
+        self, variables: Iterable[Any] | None = None, session: Any = None, **kwargs: Any
+    ) -> None:
+        if variables is None and tf.executing_eagerly():
+            raise ValueError(
+                "TensorFlowState does not know its variables: when executing eagerly there are no "
+                "global ones, so give model.variables, and those of the optimizer"
+            )
+        if variables is None:
+            variables = tf.compat.v1.global_variables()
+        self.variables = list(variables)
+        self.session = session
+        super().__init__(**kwargs)
+
+    def _variables(self) -> Sequence[Any]:
+        return self.variables
+
+    def _values(self, variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
+        session = self._session()
+        if session is None:
+            return super()._values(variables)
+        return [np.asarray(value) for value in session.run(list(variables))]
+
+    def _assign(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        session = self._session()
+        if session is None:
+            super()._assign(variables, values)
+            return
+        for variable, value in zip(variables, values, strict=True):
+            variable.load(value, session)
+
+    def _session(self) -> Any:
+        if self.session is not None or tf.executing_eagerly():
+            return self.session
+        return tf.compat.v1.get_default_session()
+
+
+def __getattr__(name: str) -> Any:
+    """`TensorFlowKerasState` is made when it is asked for: Keras is not imported before."""
+    if name == "TensorFlowKerasState":
+        return import_module("hvdlite.keras.elastic").TensorFlowKerasState
+    raise attribute_error(__name__, name)
+
+
+__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
