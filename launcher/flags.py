@@ -9,17 +9,7 @@ from typing import Any, NoReturn
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Setting, settings
-from hvdlite.missing_names import NO_ELASTIC
 
-# Flags of horovodrun that would change what the job does: they are refused.
-REFUSED = dict.fromkeys(
-    [
-        "--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host",
-        "--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range",
-        "--host-discovery-script",
-    ],
-    NO_ELASTIC,
-)  # fmt: skip
 BY_ITSELF = "choose with --allreduce and --data-plane, or leave it out"
 # Flags of horovodrun that have no meaning here: the number of their values, and what to do instead.
 IGNORED = {
@@ -68,15 +58,6 @@ class Parser(argparse.ArgumentParser):
         return ConfigError(f"unknown flag {flag}: {hint}")
 
 
-class Refuse(argparse.Action):
-    """A flag that is refused with a sentence that says what replaces it."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse."""
-        flag = self.option_strings[0]
-        raise ConfigError(f"{flag}: {REFUSED[flag]}")
-
-
 class Ignore(argparse.Action):
     """A flag that only leaves a note."""
 
@@ -111,6 +92,7 @@ def make_parser() -> Parser:
     )
     _add_job_flags(parser)
     _add_host_flags(parser)
+    _add_elastic_flags(parser)
     _add_mpi_flags(parser)
     _add_output_flags(parser)
     _add_setting_flags(parser)
@@ -134,11 +116,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_flags_of_horovodrun(parser: Parser) -> None:
-    """Accept or refuse the flags of horovodrun that hvdlite-run does not have."""
+    """Accept the flags of horovodrun that hvdlite-run does not have."""
     parser.set_defaults(notes=[])
     hidden: dict[str, Any] = {"dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    for flag in REFUSED:
-        parser.add_argument(flag, action=Refuse, nargs="?", **hidden)
     for flag, (values, _) in IGNORED.items():
         parser.add_argument(flag, action=Ignore, nargs=values, **hidden)
     for flag in RENAMED:
@@ -170,6 +150,8 @@ def _add_host_flags(parser: Parser) -> None:
         metavar="FILE",
         help="lines of: name slots=number, or name:number",
     )
+    hosts.add_argument("--host-discovery-script", metavar="FILE",
+        help="prints lines of name:slots, once a second; makes the job elastic")  # fmt: skip
     group.add_argument("-p", "--ssh-port", type=positive, metavar="PORT")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE")
     group.add_argument(
@@ -181,6 +163,22 @@ def _add_host_flags(parser: Parser) -> None:
         help="print what is found on the hosts and between them, and exit")  # fmt: skip
     check.add_argument("--no-check-hosts", action="store_true",
         help="start on several hosts without looking at them first")  # fmt: skip
+
+
+def _add_elastic_flags(parser: Parser) -> None:
+    add = parser.add_argument_group("elastic training").add_argument
+    add("--min-np", "--min-num-proc", dest="min_np", type=positive, metavar="N",
+        help="fewest ranks to train with; makes the job elastic; default: -np")  # fmt: skip
+    add("--max-np", "--max-num-proc", dest="max_np", type=positive, metavar="N",
+        help="most ranks; default: all slots")  # fmt: skip
+    add("--slots-per-host", type=positive, metavar="N",
+        help="slots of hosts that the discovery script prints without a number; default: 1",
+    )  # fmt: skip
+    add("--reset-limit", type=rank_number, metavar="N",
+        help="how often the ranks may change; default: without a limit")  # fmt: skip
+    add("--blacklist-cooldown-range", dest="cooldown", type=int, nargs=2, metavar=("LOW", "HIGH"),
+        help="a failed host comes back after so many seconds; failures count against the host",
+    )  # fmt: skip
 
 
 def _add_mpi_flags(parser: Parser) -> None:

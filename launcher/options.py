@@ -15,6 +15,12 @@ from hvdlite.launcher.allocation import SLURM, Allocation, find_allocation
 from hvdlite.launcher.config_file import read_config_file
 from hvdlite.launcher.cores import cores
 from hvdlite.launcher.debug import PATIENCE, check_debug_rank
+from hvdlite.launcher.elastic.options import (
+    ElasticOptions,
+    check_not_elastic,
+    elastic_options,
+    is_elastic,
+)
 from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
 from hvdlite.launcher.jsrun import compute_hosts
 from hvdlite.launcher.kubernetes import LauncherPod, find_launcher_pod, with_own_pod_local
@@ -62,6 +68,7 @@ class LaunchOptions:
     prefix_timestamp: bool = False
     verbose: bool = False
     notes: tuple[str, ...] = ()  # warnings for the user
+    elastic: ElasticOptions | None = None  # None: the ranks stay as they are
     launcher: str = MPIRUN  # SSH (agents, here and on other hosts), SRUN, JSRUN, MPIRUN
     call: str | None = None  # of hvdlite.run: the folder with the call, and for the answers
 
@@ -95,9 +102,13 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
     if not args.command and not args.check_hosts:
         raise ConfigError("no command given, such as: hvdlite-run -np 4 python train.py")
     pod = None if _gives_hosts(args) else find_launcher_pod(environ)
+    elastic = is_elastic(args)
+    if not elastic:
+        check_not_elastic(args)
     given = _hosts(args, pod)
-    torch_pod = None if given else find_torch_pod(environ, args.num_proc)
-    allocation = None if given or torch_pod else find_allocation(environ)
+    named = given or args.host_discovery_script is not None
+    torch_pod = None if named or elastic else find_torch_pod(environ, args.num_proc)
+    allocation = None if named or torch_pod else find_allocation(environ)
     hosts = given or _hosts_of(allocation, args.num_proc)
     notes = list(args.notes)
     _join_interfaces(args)
@@ -107,30 +118,21 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         raise ConfigError("--timeline-mark-cycles needs --timeline-filename")
     if args.debug_rank is not None:
         variables |= _patience(config)
-    launcher = choose_launcher(
-        config,
-        {
-            "--mpi": args.mpi,
-            "--gloo": args.gloo,
-            "--mpi-args": args.mpi_args is not None,
-            "--binding-args": args.binding_args is not None,
-        },
-        allocation,
-        environ,
-    )
+    launcher = SSH if elastic else _launcher(args, config, allocation, environ)
     allocation = _usable(allocation, launcher)
     if launcher != MPIRUN and allocation is not None:
         hosts = _with_ranks(allocation, args.num_proc)  # The agents must know them.
+    if elastic and allocation is not None:
+        hosts = allocation.hosts  # Those without a rank at the start take part when others fail.
     if args.gloo:
         variables["HVDLITE_TRANSPORT"] = "tcp"
+    num_proc = args.num_proc or _default_num_proc(args, hosts, allocation)
+    if torch_pod:
+        num_proc = torch_pod.ranks_per_pod
     options = LaunchOptions(
         launcher=launcher,
         command=tuple(args.command),
-        num_proc=(
-            torch_pod.ranks_per_pod
-            if torch_pod
-            else args.num_proc or _default_num_proc(hosts, allocation)
-        ),
+        num_proc=num_proc,
         torch_pod=torch_pod,
         hosts=hosts,
         allocation=allocation,
@@ -144,10 +146,24 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         mpi_args=_words(args.mpi_args, "--mpi-args"),
         binding_args=_words(args.binding_args, "--binding-args"),
         notes=tuple(notes),
+        elastic=elastic_options(args, config, num_proc) if elastic else None,
         **{name: getattr(args, name) for name in AS_GIVEN},
     )
     _check(options, config)
     return options
+
+
+def _launcher(
+    args: argparse.Namespace, config: Config, allocation: Allocation | None,
+    environ: Mapping[str, str],
+) -> str:  # fmt: skip
+    given = {
+        "--mpi": args.mpi,
+        "--gloo": args.gloo,
+        "--mpi-args": args.mpi_args is not None,
+        "--binding-args": args.binding_args is not None,
+    }
+    return choose_launcher(config, given, allocation, environ)
 
 
 def _patience(config: Config) -> dict[str, str]:
@@ -165,7 +181,7 @@ def _hosts(args: argparse.Namespace, pod: LauncherPod | None) -> tuple[Host, ...
         return parse_hosts(args.hosts)
     if args.hostfile is not None:
         return read_hostfile(args.hostfile)
-    if pod is not None:
+    if pod is not None and args.host_discovery_script is None:
         return with_own_pod_local(read_hostfile(pod.hostfile, pod.source), socket.gethostname())
     return ()
 
@@ -190,10 +206,16 @@ def _with_ranks(allocation: Allocation, num_proc: int | None) -> tuple[Host, ...
     return tuple(host for host, count in zip(allocation.hosts, counts, strict=True) if count)
 
 
-def _default_num_proc(hosts: tuple[Host, ...], allocation: Allocation | None) -> int:
+def _default_num_proc(
+    args: argparse.Namespace, hosts: tuple[Host, ...], allocation: Allocation | None
+) -> int:
+    if args.host_discovery_script is not None:
+        return args.min_np or 1
     if hosts:
-        return sum(host.slots for host in hosts)
-    return allocation.slots if allocation else cores()
+        number = sum(host.slots for host in hosts)
+    else:
+        number = allocation.slots if allocation else cores()
+    return min(number, args.max_np or number)
 
 
 def _variables(args: argparse.Namespace, notes: list[str]) -> dict[str, str]:

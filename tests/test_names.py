@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.launcher.flags import NO_ELASTIC as SAID_BY_THE_LAUNCHER
 from hvdlite.missing_names import NO_ELASTIC
 from hvdlite.module_aliases import OWN_NAMES, own_name
 from tests.parallel.jobs import environment
@@ -110,10 +109,6 @@ def test_elastic_training_is_refused_with_a_sentence(adapter: str, needed: str) 
         importlib.import_module(f"{adapter}.elastic")
     with pytest.raises(ImportError, match=re.escape(NO_ELASTIC)):
         exec(f"from {adapter} import elastic")
-
-
-def test_elastic_training_is_refused_in_the_words_of_the_launcher() -> None:
-    assert NO_ELASTIC == SAID_BY_THE_LAUNCHER
 
 
 def test_horovods_modules_of_elastic_training_are_refused() -> None:

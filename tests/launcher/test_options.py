@@ -10,7 +10,7 @@ import pytest
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import settings
 from hvdlite.launcher.cores import cores
-from hvdlite.launcher.flags import IGNORED, REFUSED, RENAMED, make_parser, parse_args
+from hvdlite.launcher.flags import IGNORED, RENAMED, make_parser, parse_args
 from hvdlite.launcher.options import LaunchOptions, resolve
 
 
@@ -55,12 +55,6 @@ def test_a_batch_system_gives_the_hosts_unless_flags_do() -> None:
 @pytest.mark.parametrize("number", ["0", "-1", "two", "1.5", ""])
 def test_a_bad_number_of_ranks_is_refused(number: str) -> None:
     assert error(f"--num-proc={number}").startswith("-np/--num-proc: ")
-
-
-@pytest.mark.parametrize("flag", sorted(REFUSED))
-def test_flags_of_elastic_training_are_refused(flag: str) -> None:
-    assert error(flag, "2") == f"{flag}: {REFUSED[flag]}"
-    assert error(f"{flag}=2") == f"{flag}: {REFUSED[flag]}"
 
 
 @pytest.mark.parametrize("flag", sorted(IGNORED))
@@ -166,7 +160,8 @@ def test_each_flag_sets_its_variable(entry) -> None:  # type: ignore[no-untyped-
         return
     text = VALUES.get(entry.name, "7")
     expected = text if entry.flag_scale == 1 else str(7 * entry.flag_scale)
-    assert options("-np", "1", entry.flag, text).variables == {entry.variable: expected}
+    elastic = ["--min-np", "1"] if entry.name == "elastic_timeout_seconds" else []
+    assert options("-np", "1", *elastic, entry.flag, text).variables == {entry.variable: expected}
 
 
 CONFIG = """
@@ -265,7 +260,6 @@ def test_help_is_complete() -> None:
     for entry in settings():
         assert not entry.flag or entry.flag in text
     assert "--disable-cache" not in text
-    assert "--min-np" not in text
 
 
 @pytest.mark.parametrize("flag", ["-c", "-n", "-host", "--verbos"])

@@ -282,7 +282,7 @@ def test_ranks_that_do_not_start_in_time_end_the_job(tmp_path: Path) -> None:
 
 
 def test_nothing_is_started_when_something_is_wrong(tmp_path: Path) -> None:
-    for words in (["--bogus"], ["-np", "0"], ["--cycle-time-ms", "x"], ["--min-np=2"]):
+    for words in (["--bogus"], ["-np", "0"], ["--cycle-time-ms", "x"], ["--max-np=2"]):
         done = launch(*words, "touch", str(tmp_path / "started"))
         assert done.returncode == 2
         assert done.stderr.startswith("hvdlite-run: ")

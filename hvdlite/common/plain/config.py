@@ -171,6 +171,7 @@ DATA_PLANES = ("auto", "shm", "ring", "mpi")
 ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "mpi")
 LAUNCHERS = ("auto", "ssh", "srun", "jsrun", "mpirun")
 TRANSPORTS = ("auto", "tcp", "mpi")
+ADMISSIONS = ("ready", "wait")
 NATIVE = ("auto", "on", "off")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
@@ -329,6 +330,32 @@ class Config:
         10.0, "PEER_TIMEOUT", number(float, 2, "seconds"),
         "How long another host may be silent before its ranks count as lost.",
         flag="--peer-timeout", alias=False,
+    )  # fmt: skip
+    elastic_timeout_seconds: float = setting(
+        600.0, "ELASTIC_TIMEOUT", number(float, 0, "seconds"),
+        "Elastic training: how long fewer slots than --min-np may last, at the start and later.",
+        flag="--elastic-timeout",
+    )  # fmt: skip
+    elastic_admit: str = setting(
+        "ready", "ELASTIC_ADMIT", choice(*ADMISSIONS),
+        "Elastic training: admit new ranks when they are ready, or let the next commit wait for "
+        "them as soon as their host is seen; --as-horovod means wait.",
+        alias=False,
+    )  # fmt: skip
+    elastic_host_timeout_seconds: float = setting(
+        1.0, "ELASTIC_HOST_TIMEOUT", number(float, 0.2, "seconds"),
+        "Elastic training: how long another host may be silent before its ranks count as lost.",
+        alias=False,
+    )  # fmt: skip
+    elastic_worker_timeout_seconds: float = setting(
+        10.0, "ELASTIC_WORKER_TIMEOUT", number(float, 2, "seconds"),
+        "Elastic training: how long a rank may be silent before it counts as lost.",
+        alias=False,
+    )  # fmt: skip
+    elastic_check: bool = setting(
+        False, "ELASTIC_CHECK", boolean,
+        "Elastic training: compare the state of all ranks after each reset, bit by bit.",
+        alias=False,
     )  # fmt: skip
     mpi_threads_disable: bool = setting(
         False, "MPI_THREADS_DISABLE", boolean,

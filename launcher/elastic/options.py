@@ -1,0 +1,113 @@
+"""The options of an elastic job, checked against each other before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.plain.config import Config
+
+LONGEST_COOLDOWN_SECONDS = 3600
+# Flags that mean nothing without one of those that make a job elastic.
+ONLY_ELASTIC = {
+    "max_np": "--max-np",
+    "slots_per_host": "--slots-per-host",
+    "elastic_timeout_seconds": "--elastic-timeout",
+    "reset_limit": "--reset-limit",
+    "cooldown": "--blacklist-cooldown-range",
+}
+WITHOUT_MPI = "an elastic job runs without MPI, since its ranks outlive the loss of others"
+NOT_ELASTIC = {
+    "mpi": ("--mpi", WITHOUT_MPI),
+    "mpi_args": ("--mpi-args", WITHOUT_MPI),
+    "torchrun_env": ("--torchrun-env", "WORLD_SIZE and RANK change in an elastic job"),
+    "debug_rank": ("--debug-rank", "no rank of an elastic job keeps its number"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticOptions:
+    """What makes a job elastic. Times are in seconds; None is no limit, or none was given."""
+
+    min_np: int
+    max_np: int | None = None
+    discovery_script: str | None = None
+    slots_per_host: int = 1  # of hosts that the script prints without a number
+    reset_limit: int | None = None
+    cooldown: tuple[int, int] | None = None
+    timeout_seconds: float = 600.0
+    host_timeout_seconds: float = 1.0
+    worker_timeout_seconds: float = 10.0
+    admit: str = "ready"
+
+
+def is_elastic(args: argparse.Namespace) -> bool:
+    """Return whether the flags ask for an elastic job."""
+    return args.min_np is not None or args.host_discovery_script is not None
+
+
+def check_not_elastic(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for a flag of elastic jobs in a job that is none."""
+    for name, flag in ONLY_ELASTIC.items():
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{flag} needs --min-np or --host-discovery-script, which make a job "
+                              "elastic")  # fmt: skip
+
+
+def elastic_options(args: argparse.Namespace, config: Config, num_proc: int) -> ElasticOptions:
+    """Return the options of an elastic job that starts with `num_proc` ranks.
+
+    Raises `ConfigError` for flags that contradict each other.
+    """
+    for name, (flag, reason) in NOT_ELASTIC.items():
+        if getattr(args, name) is not None and getattr(args, name) is not False:
+            raise ConfigError(f"{flag} contradicts --min-np and --host-discovery-script: {reason}")
+    if "mpi" in (config.transport, config.allreduce, config.data_plane):
+        raise ConfigError(f"--transport, --allreduce and --data-plane must not be mpi: "
+                          f"{WITHOUT_MPI}")  # fmt: skip
+    if config.launcher not in ("auto", "ssh"):
+        raise ConfigError(f"--launcher {config.launcher}: the agents of an elastic job are started "
+                          "by ssh; leave --launcher out")  # fmt: skip
+    min_np = args.min_np or num_proc
+    _check_numbers(min_np, num_proc, args.max_np)
+    return ElasticOptions(
+        min_np=min_np,
+        max_np=args.max_np,
+        discovery_script=args.host_discovery_script,
+        slots_per_host=args.slots_per_host or 1,
+        reset_limit=args.reset_limit,
+        cooldown=_cooldown(args.cooldown),
+        timeout_seconds=config.elastic_timeout_seconds,
+        host_timeout_seconds=config.elastic_host_timeout_seconds,
+        worker_timeout_seconds=config.elastic_worker_timeout_seconds,
+        admit=_admission(args, config),
+    )
+
+
+def _check_numbers(min_np: int, num_proc: int, max_np: int | None) -> None:
+    if min_np > num_proc:
+        raise ConfigError(f"--min-np {min_np} is more than -np {num_proc}, with which the job "
+                          "starts: give at least as many to -np")  # fmt: skip
+    if max_np is not None and max_np < num_proc:
+        raise ConfigError(f"--max-np {max_np} is less than -np {num_proc}, with which the job "
+                          "starts: give at most as many to -np")  # fmt: skip
+
+
+def _cooldown(given: list[int] | None) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    low, high = given
+    if not 1 <= low <= high <= LONGEST_COOLDOWN_SECONDS:
+        raise ConfigError(
+            f"--blacklist-cooldown-range {low} {high}: must be two numbers of seconds, the second "
+            f"not below the first, from 1 to {LONGEST_COOLDOWN_SECONDS}"
+        )
+    return low, high
+
+
+def _admission(args: argparse.Namespace, config: Config) -> str:
+    """Return whom a commit waits for: scripts for Horovod expect that it waits for new hosts."""
+    if args.as_horovod and "elastic_admit" not in config.given:
+        return "wait"
+    return config.elastic_admit

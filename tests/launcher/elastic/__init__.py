@@ -1,0 +1,1 @@
+"""Tests of elastic jobs: the launcher's part."""
