@@ -19,10 +19,15 @@ since each start waits for it.
 | deliver MEMBERS ROUND [BODIES]          | gathered MEMBERS ROUND {RANK: BODY}     |
 | missing MEMBERS [RANKS], fail TEXT RANK | came MEMBERS ROUND [RANKS]              |
 |                                         | withdrawn MEMBERS ROUND                 |
+| tell [NUMBERS] MESSAGE                  | said NUMBER MESSAGE, stopped NUMBER     |
+|                                         | silent NUMBER TEXT, closed NUMBER       |
+|                                         | leaving TEXT                            |
 | beat                                    | beat                                    |
 
-NUMBER is the launcher's name of a process. It is never used twice, so a rank that is started again
-is told from its predecessor. CODE is an exit code, or minus the signal that ended the process.
+Workers of an elastic job meet by `tell` and `said` (see elastic/relay.py), ranks of other jobs by
+`deliver` and `gathered`. NUMBER is the launcher's name of a process. It is never used twice, so a
+rank that is started again is told from its predecessor. CODE is an exit code, or minus the signal
+that ended the process.
 """
 
 from __future__ import annotations
@@ -34,14 +39,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdlite.launcher.agent_folder import AgentFolder
-from hvdlite.launcher.channel import MUCH_BYTES, PART_BYTES, PROLOGUE, VERSION, Channel
+from hvdlite.launcher.channel import BEATS, MUCH_BYTES, PART_BYTES, PROLOGUE, VERSION, Channel
 from hvdlite.launcher.event_loop import EventLoop
 from hvdlite.launcher.host_meeting import HostMeeting
 from hvdlite.launcher.rank_process import RankProcess, RankStart
 from hvdlite.launcher.rank_variables import RankVariables
+
+if TYPE_CHECKING:
+    from hvdlite.launcher.elastic.relay import WorkerRelay
 
 TERMINATE_SECONDS = 1.0  # From SIGTERM to SIGKILL, when the launcher has gone.
 TOLD_SECONDS = 2.0  # The same, when the agent itself was told to end.
@@ -66,6 +74,9 @@ class Agent:
         self._reported: set[int] = set()
         self._variables: RankVariables | None = None
         self._meeting: HostMeeting | None = None
+        self._relay: WorkerRelay | None = None  # Of an elastic job, in the place of a meeting.
+        self._asked_to_leave = False  # By SIGTERM; the next signal ends the ranks.
+        self._told_to_leave = False  # The same, and the launcher does not know it yet.
         self._look_at = 0.0  # When the meeting is looked at again.
         self._silence_seconds = 0.0  # After which the launcher counts as lost; 0: never.
         self._kill_at: float | None = None
@@ -98,6 +109,11 @@ class Agent:
         if self._meeting is not None and now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             self._meeting.tell_who_came()
+        if self._relay is not None:
+            self._relay.look()
+            if self._told_to_leave:
+                self._told_to_leave = False
+                self.channel.send("leaving", "is shut down: its agent got SIGTERM")
 
     def _launcher_lives(self, now: float) -> bool:
         limit = self._silence_seconds
@@ -118,7 +134,7 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in TOLD:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: self._end_ranks(TOLD_SECONDS))
+                signal.signal(number, lambda number, _: self._leave(number))
 
         def drain(_fd: int) -> None:
             with contextlib.suppress(BlockingIOError):
@@ -126,10 +142,20 @@ class Agent:
 
         self.loop.listen(reader.fileno(), drain)
 
+    def _leave(self, number: int) -> None:
+        """End the ranks; those of an elastic job can end in order when the host is shut down."""
+        if self._relay is None or number != signal.SIGTERM or self._asked_to_leave:
+            self._end_ranks(TOLD_SECONDS)
+        else:
+            self._asked_to_leave = self._told_to_leave = True
+
     def _patience(self) -> float:
+        longest = LOOK_SECONDS
+        if self._silence_seconds:
+            longest = min(longest, self._silence_seconds / (2 * BEATS))
         if self._kill_at is not None:
-            return max(0.0, min(LOOK_SECONDS, self._kill_at - time.monotonic()))
-        return LOOK_SECONDS
+            return max(0.0, min(longest, self._kill_at - time.monotonic()))
+        return longest
 
     def _running(self) -> bool:
         return any(rank.code is None for rank in self._ranks.values())
@@ -141,6 +167,9 @@ class Agent:
                 self._reported.add(number)
                 rank.drain()
                 self._report_raised()
+                if self._relay is not None:
+                    self._relay.finish(number)
+                    rank.end_group()
                 self.folder.begin_answer(number)
         while self.channel.queued_bytes < MUCH_BYTES:
             ended, part = self.folder.next_answer_part(PART_BYTES)
@@ -182,11 +211,21 @@ class Agent:
         self._silence_seconds = job["silence_seconds"]
         self._variables = RankVariables(job, self.folder)
         self.loop.listen(self.folder.events_fd, lambda _fd: self._report_raised())
+        self._let_meet(job)
+        self.channel.send("ready")
+
+    def _let_meet(self, job: dict[str, Any]) -> None:
+        """Open the socket at which the ranks meet, or by which workers talk with the driver."""
+        if job["elastic"]:
+            from hvdlite.launcher.elastic.relay import WorkerRelay
+
+            self._relay = WorkerRelay(job, self.folder, self.loop, self.channel, self._ranks)
+            self._handlers["tell"] = self._relay.tell
+            return
         self._meeting = meeting = HostMeeting(job, self.folder, self.loop, self.channel)
         self._handlers |= {
             "deliver": meeting.deliver, "missing": meeting.note_missing, "fail": meeting.fail,
         }  # fmt: skip
-        self.channel.send("ready")
 
     def _part(self, name: str, data: bytes) -> None:
         self.folder.append(name, data)

@@ -46,6 +46,7 @@ class AgentJob:
             "token": self._token,
             "bind": binds_ranks(self._options.binding_args),
             "silence_seconds": self.silence_seconds if host.remote else 0.0,
+            "elastic": False,
             "call": None if host.remote else self._options.call,
         }
 

@@ -87,6 +87,7 @@ class RankProcess:
         else:
             self._loop.forget(fd)
             del self._pipes[stream]
+            getattr(self._process, stream).close()
         return len(data)
 
     def has_ended(self) -> bool:
@@ -107,6 +108,14 @@ class RankProcess:
         if self.pid and self.code != 0:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
+
+    def end_group(self) -> None:
+        """Kill the children of a process that has failed; nothing is signalled any more.
+
+        Its number may be that of another process later.
+        """
+        self.signal(signal.SIGKILL)
+        self.pid = 0
 
 
 def _spawn(start: RankStart, targets: Sequence[Any]) -> subprocess.Popen[bytes]:

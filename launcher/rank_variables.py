@@ -11,6 +11,8 @@ from hvdlite.launcher.cores import cores
 from hvdlite.launcher.passed_variables import CALL_VARIABLE, home_directory, of_another_job
 from hvdlite.launcher.slurm_step import without_step
 
+MEETING = {False: "HVDLITE_RENDEZVOUS", True: "HVDLITE_ELASTIC_DRIVER"}
+
 
 class RankVariables:
     """What is common to the ranks of the host; `job` is the launcher's description of it."""
@@ -21,7 +23,7 @@ class RankVariables:
         environ = without_step(environ | job["variables"])  # The step is that of an agent.
         environ |= {
             "HOME": home_directory(environ) or folder.path,
-            "HVDLITE_RENDEZVOUS": job["rendezvous"] or f"unix:{folder.socket}",
+            MEETING[job["elastic"]]: job["rendezvous"] or f"unix:{folder.socket}",
             "HVDLITE_SECRET": job["secret"],
             "HVDLITE_HOST_NAME": job["host"],
             CALL_VARIABLE: folder.path,
