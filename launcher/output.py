@@ -109,21 +109,34 @@ class Output:
                 left = left[self._files[key].write(left) :]
         except OSError as error:
             self._files.pop(key).close()
-            if not self._warned:
-                self._warned = True
-                text = f"hvdlite-run: --output-filename: rank {key[0]}: {error}; the job goes on\n"
-                self.write("stderr", text.encode(errors="replace"))
+            self._note_unsaved(key[0], error)
+
+    def _note_unsaved(self, rank: int, error: OSError) -> None:
+        """Say once that what a rank prints cannot be written to its file."""
+        if not self._warned:
+            self._warned = True
+            who = f"rank {self._label(rank)}"
+            text = f"hvdlite-run: --output-filename: {who}: {error}; the job goes on\n"
+            self.write("stderr", text.encode(errors="replace"))
+
+    def _label(self, rank: int) -> int:
+        """Return the number before the lines of a rank."""
+        return rank
 
     def _prefix(self, rank: int, stream: str) -> bytes:
         now = time.ctime() if self.timestamps else ""
-        return f"{now}[{rank}]<{stream}>:".encode()
+        return f"{now}[{self._label(rank)}]<{stream}>:".encode()
 
     def finish(self) -> None:
         """Print the lines that were never ended."""
-        for key, rest in list(self._rest.items()):
+        for key in list(self._rest):
+            self._end_line(key)
+
+    def _end_line(self, key: Key) -> None:
+        rest = self._rest.pop(key, None)
+        if rest is not None:
             self._end_progress(key)
             self.write(key[1], self._prefix(*key) + _last_state(rest) + b"\n")
-        self._rest.clear()
 
     def close(self) -> None:
         """Close the files."""
