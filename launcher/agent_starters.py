@@ -83,9 +83,11 @@ class SpawnedAgents(AgentStarter):
 
     def agent_came(self) -> None:
         """See `AgentStarter`: another one may start in its place."""
-        if not self._waiting:
-            return
-        agent = self._waiting.popleft()
+        if self._waiting:
+            self.begin(self._waiting.popleft())
+
+    def begin(self, agent: AgentConnection) -> None:
+        """Start one agent, and connect with it."""
         command = self._command(agent)
         if agent.host.remote:
             agent.follow(LeadingProcess(command, self._environ, self._loop, signal.SIGHUP))

@@ -36,6 +36,7 @@ class JobOutcome:
     sentence: str = ""
     failure: Failure | None = None
     signal: int | None = None
+    results: tuple[int, ...] = ()  # Of an elastic job: the workers whose answers count, in order.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agent_connection import AgentHost
 from hvdlite.launcher.agents import Agents
 from hvdlite.launcher.console import say
+from hvdlite.launcher.elastic.job import ElasticJob
 from hvdlite.launcher.environment import rank_environment
 from hvdlite.launcher.job import Job
 from hvdlite.launcher.launcher_choice import GROUPS, MPIRUN
@@ -35,6 +36,8 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
         failure = _wait_for_names(options)
         if failure is not None:
             return failure
+    if options.elastic is not None:
+        return _run_elastic(options, environ)
     mpi = _mpi(options, environ)
     report = check_before_start(options, environ, mpi)
     if report is not None:
@@ -57,6 +60,16 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
         if options.verbose:
             _explain(job.runner, passed, environ, options.num_proc)
         return job.run()
+
+
+def _run_elastic(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
+    assert options.elastic is not None
+    passed = rank_environment(environ, None, options)
+    passed["HVDLITE_ELASTIC_ADMIT"] = options.elastic.admit
+    options = replace(options, command=_command(options, passed))
+    if options.verbose:
+        say(f"sets {_changes(passed, environ)}")
+    return ElasticJob(options, passed, environ).run()
 
 
 def _wait_for_names(options: LaunchOptions) -> JobOutcome | None:
@@ -105,11 +118,16 @@ def agent_hosts(options: LaunchOptions) -> tuple[AgentHost, ...]:
 def _explain(
     runner: Runner, passed: Mapping[str, str], environ: Mapping[str, str], ranks: int
 ) -> None:
-    changed = {k: v for k, v in sorted(passed.items()) if v != environ.get(k)}
     say(f"{runner.name}, {ranks} ranks")
-    say(f"sets {shlex.join(f'{name}={value}' for name, value in changed.items())}")
+    say(f"sets {_changes(passed, environ)}")
     for line in runner.describe():
         say(f"runs {line}")
+
+
+def _changes(passed: Mapping[str, str], environ: Mapping[str, str]) -> str:
+    """Return what ranks get beside the environment of the user."""
+    changed = {k: v for k, v in sorted(passed.items()) if v != environ.get(k)}
+    return shlex.join(f"{name}={value}" for name, value in changed.items())
 
 
 def _command(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,0 +1,387 @@
+"""The agents of an elastic job: they come and go with their hosts, while the job runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
+from hvdlite.launcher.agent_job import AgentJob
+from hvdlite.launcher.agent_starters import MOST_AT_ONCE, SpawnedAgents
+from hvdlite.launcher.channel import BEATS, VERSION
+from hvdlite.launcher.elastic.decisions.commands import StartWorker
+from hvdlite.launcher.elastic.options import ElasticOptions
+from hvdlite.launcher.elastic.output import ElasticOutput
+from hvdlite.launcher.elastic.worker_variables import worker_variables
+from hvdlite.launcher.hosts import Host
+from hvdlite.launcher.leading_process import LeadingProcess
+from hvdlite.launcher.runner import JobContext
+from hvdlite.launcher.ssh import ssh_command
+from hvdlite.launcher.unreachable import (
+    explain_agent,
+    explain_silence,
+    has_not_answered,
+    spell_end,
+)
+
+LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to end.
+LAST_SECONDS = 1.0  # How long processes that have closed their output may take to end.
+
+
+class Events(Protocol):
+    """What is told of agents and workers; see `Driver`."""
+
+    def agent_came(self, host: str, now: float) -> None: ...
+    def agent_lost(self, host: str, why: str, may_return: bool, now: float) -> None: ...
+    def agent_leaving(self, host: str, why: str, now: float) -> None: ...
+    def worker_said(self, number: int, message: list[Any], now: float) -> None: ...
+    def worker_stopped(self, number: int, now: float) -> None: ...
+    def worker_closed(self, number: int, now: float) -> None: ...
+    def worker_lost(self, number: int, why: str, now: float) -> None: ...
+    def worker_ended(
+        self, number: int, code: int, cause: str | None, by_signal: bool, now: float
+    ) -> None: ...
+
+
+@dataclass
+class _Worker:
+    """A worker that has not ended, as far as the launcher knows."""
+
+    agent: AgentConnection
+    pid: int = 0
+    cause: str | None = None  # The exception that it has reported.
+
+
+class HostAgents:
+    """Starts and ends agents, and their workers; `events` are told what becomes of them."""
+
+    def __init__(
+        self, job: JobContext, output: ElasticOutput, slots: Callable[[str], int],
+        launcher_environ: Mapping[str, str], events: Events,
+    ) -> None:  # fmt: skip
+        assert job.options.elastic is not None
+        self._elastic: ElasticOptions = job.options.elastic
+        self._job, self._output, self._events, self._slots = job, output, events, slots
+        self._description = AgentJob(job, ())
+        self._environ = launcher_environ
+        self._starter = SpawnedAgents((), job.options, launcher_environ, job.loop)
+        self._agents: dict[str, AgentConnection] = {}  # The present one of each host.
+        self._waiting: deque[AgentConnection] = deque()  # To be started.
+        self._deadlines: dict[AgentConnection, float] = {}  # Of those that have to come, or to go.
+        self._leaving: list[AgentConnection] = []
+        self._tidying: list[LeadingProcess] = []
+        self.workers: dict[int, _Worker] = {}  # Those that have not ended, by number.
+        self._handlers: dict[str, Callable[..., None]] = {
+            "hello": self._hello, "ready": self._ready, "refused": self._refused,
+            "started": self._started, "output": self._feed_output, "raised": self._raised,
+            "part": self._part, "exit": self._exit, "said": self._said,
+            "stopped": self._stopped, "silent": self._silent, "closed": self._closed,
+            "leaving": self._leaves,
+        }  # fmt: skip
+
+    # -- commands of the driver
+
+    def start_agent(self, host: str) -> None:
+        """Start an agent on a host."""
+        slots = tuple(range(self._slots(host)))
+        known = AgentHost(host, Host(host, 1).remote, slots)
+        agent = AgentConnection(known, self._job.loop, self._received, self._lost)
+        self._agents[host] = agent
+        self._waiting.append(agent)
+        self._start_next()
+
+    def _start_next(self) -> None:
+        coming = sum(not agent.folder for agent in self._deadlines)
+        while self._waiting and coming < MOST_AT_ONCE:
+            agent = self._waiting.popleft()
+            seconds = self._job.options.start_timeout_seconds
+            self._deadlines[agent] = time.monotonic() + seconds
+            self._starter.begin(agent)
+            coming += 1
+
+    def drop_agent(self, host: str) -> None:
+        """End the agent of a host, which ends its workers; nobody is told of their end."""
+        agent = self._agents.pop(host, None)
+        if agent is None:
+            return
+        if agent in self._waiting:
+            self._waiting.remove(agent)
+        for number in self._workers_of(agent):
+            self._forget(number)
+        self._leaving.append(agent)
+        self._deadlines[agent] = time.monotonic() + LEAVE_SECONDS
+        if agent.folder:
+            agent.let_end()
+        else:
+            agent.kill()
+
+    def start_worker(self, worker: StartWorker) -> None:
+        """Start a worker by the agent of its host."""
+        agent = self._agents.get(worker.host)
+        if agent is None:  # It was lost a moment ago, of which the driver is told next.
+            return
+        self.workers[worker.number] = _Worker(agent)
+        self._output.begin(worker.number, worker.start_rank)
+        agent.send("start", worker.number, {
+            "rank": worker.number,
+            "local_rank": worker.slot,
+            "command": list(self._job.options.command),
+            "variables": worker_variables(worker, self._job.options.as_horovod),
+            "terminals": {},
+        })  # fmt: skip
+
+    def signal_worker(self, number: int, signal_number: int) -> None:
+        """Signal a worker, and its children."""
+        if number in self.workers:
+            self.workers[number].agent.send("signal", int(signal_number), [number])
+
+    def signal_all(self, signal_number: int) -> None:
+        """Signal all workers, and what is still about to start some."""
+        self._waiting.clear()
+        for agent in list(self._agents.values()):
+            if agent.folder:
+                agent.send("signal", int(signal_number), [])
+            else:
+                self.drop_agent(agent.host.name)
+
+    def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
+        """Send a frame to workers."""
+        by_agent: dict[AgentConnection, list[int]] = {}
+        for number in numbers:
+            if number in self.workers:
+                by_agent.setdefault(self.workers[number].agent, []).append(number)
+        for agent, present in by_agent.items():
+            agent.send("tell", present, frame)
+
+    # -- what agents say
+
+    def _received(self, agent: AgentConnection, kind: str, fields: list[Any]) -> None:
+        handler = self._handlers.get(kind)
+        if handler is not None and agent not in self._leaving:
+            handler(agent, *fields)
+
+    def _hello(self, agent: AgentConnection, hello: dict[str, Any]) -> None:
+        agent.folder = hello["folder"]
+        self._start_next()
+        theirs, ours = tuple(hello["python"][:2]), tuple(sys.version_info[:2])
+        if hello["channel"] != VERSION:
+            self._refuse(agent, "has another version of hvdlite: install the same on all hosts")
+        elif theirs != ours and self._job.options.call is not None:
+            self._refuse(agent, f"has Python {_dotted(theirs)}, and the function comes from Python "
+                                f"{_dotted(ours)}: install the same minor version")  # fmt: skip
+        else:
+            agent.send("job", self._description.for_host(agent.host) | {
+                "elastic": True,
+                "silence_seconds": self._silence_seconds(agent),
+                "worker_silence_seconds": self._elastic.worker_timeout_seconds,
+            })  # fmt: skip
+
+    def _silence_seconds(self, agent: AgentConnection) -> float:
+        return self._elastic.host_timeout_seconds if agent.host.remote else 0.0
+
+    def _refused(self, agent: AgentConnection, text: str) -> None:
+        remedy = "make the same folder there, or share it between the hosts"
+        self._refuse(agent, f"{text}. Remedy: {remedy}")
+
+    def _refuse(self, agent: AgentConnection, why: str) -> None:
+        self.drop_agent(agent.host.name)
+        self._events.agent_lost(agent.host.name, why, False, time.monotonic())
+
+    def _ready(self, agent: AgentConnection) -> None:
+        agent.ready = True
+        agent.feed(self._description.messages_of_files(agent.host), lambda: self._supplied(agent))
+
+    def _supplied(self, agent: AgentConnection) -> None:
+        if self._agents.get(agent.host.name) is agent:
+            agent.supplied = True
+            self._deadlines.pop(agent, None)
+            self._events.agent_came(agent.host.name, time.monotonic())
+
+    def _started(self, _agent: AgentConnection, number: int, pid: int) -> None:
+        if number in self.workers:
+            self.workers[number].pid = pid
+
+    def _feed_output(self, _agent: AgentConnection, number: int, stream: str, data: bytes) -> None:
+        if number in self.workers:
+            self._output.feed(number, stream, data)
+
+    def _raised(self, _agent: AgentConnection, number: int, words: str) -> None:
+        if number in self.workers:
+            self.workers[number].cause = words.partition(" ")[2]  # The first word: its own, or not.
+
+    def _part(self, _agent: AgentConnection, number: int, data: bytes) -> None:
+        self._description.keep_answer(number, data)
+
+    def _exit(self, _agent: AgentConnection, number: int, code: int) -> None:
+        if number not in self.workers:
+            return
+        cause = self._forget(number)
+        by_signal = code < 0
+        if by_signal:
+            cause = f"killed by {_signal_name(-code)}"
+        self._events.worker_ended(
+            number, 128 - code if by_signal else code, cause if code else None, by_signal,
+            time.monotonic(),
+        )  # fmt: skip
+
+    def _said(self, _agent: AgentConnection, number: int, message: list[Any]) -> None:
+        self._events.worker_said(number, message, time.monotonic())
+
+    def _stopped(self, _agent: AgentConnection, number: int) -> None:
+        self._events.worker_stopped(number, time.monotonic())
+
+    def _silent(self, _agent: AgentConnection, number: int, why: str) -> None:
+        self._events.worker_lost(number, why, time.monotonic())
+
+    def _closed(self, _agent: AgentConnection, number: int) -> None:
+        self._events.worker_closed(number, time.monotonic())
+
+    def _leaves(self, agent: AgentConnection, why: str) -> None:
+        self._events.agent_leaving(agent.host.name, why, time.monotonic())
+
+    # -- the loss of an agent
+
+    def _lost(self, agent: AgentConnection) -> None:
+        """Look why the channel of an agent has ended."""
+        if agent in self._leaving:
+            self._leaving.remove(agent)
+            self._deadlines.pop(agent, None)
+            self._clean_up(agent, [])
+            return
+        name, leader = agent.host.name, agent.leader
+        said, code = (leader.said(), leader.code) if leader else ("", None)
+        if not agent.folder:
+            why = explain_agent(name, said, code).removeprefix(f"host {name} ")
+        elif agent.host.remote:
+            why = f"has closed its connection: {said.strip() or 'its agent has ended'}"
+        else:
+            why = f"has lost its agent: it {spell_end(code)}"
+        self._lose(agent, why)
+
+    def _lose(self, agent: AgentConnection, why: str) -> None:
+        """Give an agent up, with all of its workers."""
+        name = agent.host.name
+        self._agents.pop(name, None)
+        self._deadlines.pop(agent, None)
+        groups = [self.workers[number].pid for number in self._workers_of(agent)]
+        for number in self._workers_of(agent):
+            self._forget(number)
+        self._clean_up(agent, groups)
+        self._start_next()
+        self._events.agent_lost(name, why, True, time.monotonic())
+
+    def _workers_of(self, agent: AgentConnection) -> list[int]:
+        return [number for number, worker in self.workers.items() if worker.agent is agent]
+
+    def _forget(self, number: int) -> str | None:
+        """Forget a worker that has ended or is lost; return the exception that it ended by."""
+        worker = self.workers.pop(number)
+        printed = self._output.end(number)
+        return worker.cause or printed
+
+    def _clean_up(self, agent: AgentConnection, groups: list[int]) -> None:
+        """Remove what an agent that has ended may have left: process groups, and its folder."""
+        abandoned = agent.leader is not None and agent.leader.code != 0
+        agent.close()
+        if not agent.folder or not abandoned:
+            return
+        if not agent.host.remote:
+            for group in filter(None, groups):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
+            shutil.rmtree(agent.folder, ignore_errors=True)
+            return
+        kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in filter(None, groups))
+        there = f"{kill}rm -rf {shlex.quote(agent.folder)}"
+        command = ssh_command(agent.host.name, there, self._job.options, self._environ.get("PATH"))
+        self._tidying.append(LeadingProcess(command, self._environ, self._job.loop))
+
+    # -- time
+
+    @property
+    def look_seconds(self) -> float:
+        """The time between two calls of `look`, in which the silence of a host is noticed."""
+        return min(1.0, self._elastic.host_timeout_seconds / (2 * BEATS))
+
+    def look(self, now: float) -> None:
+        """Send beats, and give up agents that are silent or late."""
+        for agent in [*self._agents.values()]:
+            silence = self._silence_seconds(agent)
+            channel = agent.channel
+            if not (silence and agent.ready and channel is not None and channel.open):
+                continue
+            if not channel.beat(now, silence):
+                self._lose(agent, has_not_answered(silence))
+        for agent, deadline in [*self._deadlines.items()]:
+            if now < deadline:
+                continue
+            if agent in self._leaving:
+                agent.kill()
+                self._lost(agent)
+            else:
+                self._give_up_start(agent)
+        for process in [*self._tidying]:
+            if process.code is not None:
+                process.close()
+                self._tidying.remove(process)
+
+    def _give_up_start(self, agent: AgentConnection) -> None:
+        name, seconds = agent.host.name, self._job.options.start_timeout_seconds
+        text = explain_silence(name, seconds, runs=bool(agent.folder))
+        self._lose(agent, text.removeprefix(f"host {name} "))
+
+    def keep_alive(self) -> None:
+        """Send beats while nothing else can be done."""
+        now = time.monotonic()
+        for agent in self._agents.values():
+            if agent.ready and agent.channel is not None:
+                agent.channel.beat(now, self._silence_seconds(agent) or LAST_SECONDS)
+
+    # -- the end
+
+    def let_end(self) -> None:
+        """Let all agents end."""
+        for host in list(self._agents):
+            self.drop_agent(host)
+
+    def running(self) -> bool:
+        """Return whether an agent may still say something."""
+        return any(agent.connected for agent in (*self._agents.values(), *self._leaving))
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        end = time.monotonic() + LAST_SECONDS
+        self._waiting.clear()
+        for agent in (*self._agents.values(), *self._leaving):
+            if agent.leader is not None and not agent.connected:
+                agent.leader.wait(end - time.monotonic())
+            self._clean_up(agent, [self.workers[n].pid for n in self._workers_of(agent)])
+        end = time.monotonic() + LEAVE_SECONDS
+        for process in self._tidying:
+            process.wait(end - time.monotonic())
+            process.close()
+        for number in list(self.workers):
+            self._forget(number)
+        self._agents.clear()
+        self._leaving.clear()
+        self._tidying.clear()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
