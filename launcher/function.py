@@ -16,9 +16,10 @@ from hvdlite.common.base.warn import warn_user
 from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.launcher_choice import MPIRUN
 from hvdlite.launcher.options import LaunchOptions, resolve
+from hvdlite.launcher.outcome import JobOutcome
 from hvdlite.launcher.start import run_job
 from hvdlite.launcher.torch_pod import PREFIX
-from hvdlite.launcher.worker import Raised, read_answers, write_call
+from hvdlite.launcher.worker import Raised, read_answers, read_failures, write_call
 
 T = TypeVar("T")
 # Flags whose warnings have to name an argument of `run`.
@@ -71,8 +72,12 @@ def run(
     results are sent by cloudpickle, so it may be defined in ``__main__`` or a notebook; it calls
     ``init()`` itself. `start_timeout` is in seconds; `env` replaces ``os.environ``; `executable` is
     the Python of the ranks. The other arguments are flags of hvdlite-run; `disable_cache` has no
-    meaning here and warns, and those of elastic training raise. With `hosts` on other machines and
-    ``launcher="mpirun"``, the working directory must be one that all hosts share.
+    meaning here and warns. With `hosts` on other machines and ``launcher="mpirun"``, the working
+    directory must be one that all hosts share.
+
+    `min_num_proc` (or `min_np`) and `host_discovery_script` make the job elastic, which then needs
+    hosts or a script. The results are those of the first `min_num_proc` ranks of the last world;
+    `cooldown_range` is two numbers of seconds.
 
     An exception on a rank is raised here as itself; its ``__cause__`` is a `RemoteError` with the
     rank and the traceback there. Where several ranks raise, it is the first that is not merely a
@@ -86,8 +91,13 @@ def run(
         raise ConfigError(f"num_proc={num_proc} contradicts np={np}: give one of them")
     if isinstance(network_interfaces, Sequence) and not isinstance(network_interfaces, str):
         network_interfaces = ",".join(network_interfaces)
+    least = _first(min_num_proc, min_np)
+    elastic = least is not None or host_discovery_script is not None
+    if elastic and not (hosts or hostfile or host_discovery_script):
+        raise ConfigError("min_num_proc needs hosts, hostfile or host_discovery_script, such as "
+                          "hosts='localhost:2'")  # fmt: skip
     flags = {
-        "--num-proc": _first(num_proc, np, None if hosts or hostfile else 1),
+        "--num-proc": _first(num_proc, np, None if hosts or hostfile or elastic else 1),
         "--hosts": hosts,
         "--hostfile": hostfile,
         "--start-timeout": start_timeout,
@@ -98,11 +108,10 @@ def run(
         "--mpi-args": mpi_args,
         "--network-interface": network_interface,
         "--network-interfaces": network_interfaces,
-        "--min-np": _first(min_num_proc, min_np),
+        "--min-np": least,
         "--max-np": _first(max_num_proc, max_np),
         "--slots-per-host": slots,
         "--reset-limit": reset_limit,
-        "--blacklist-cooldown-range": cooldown_range,
         "--host-discovery-script": host_discovery_script,
     }
     switches = {
@@ -112,6 +121,8 @@ def run(
         "--disable-cache": disable_cache,
     }
     words = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
+    if cooldown_range is not None:
+        words += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
     words += [flag for flag, on in switches.items() if on]
     words += ["--", executable or sys.executable, "-m", "hvdlite.launcher.worker"]
     environ = os.environ if env is None else env
@@ -134,17 +145,37 @@ def _run(options: LaunchOptions, environ: Mapping[str, str], call: tuple[Any, ..
     try:
         write_call(directory, call)
         outcome = run_job(replace(options, call=directory), environ)
-        answers = read_answers(directory, options.num_proc)
+        if options.elastic is None:
+            answers = read_answers(directory, range(options.num_proc))
+        else:
+            answers = _elastic_answers(directory, options.elastic.min_np, outcome)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     if outcome.signal is not None:
         _act_on(outcome.signal)
+    if options.elastic is not None:
+        options = replace(options, num_proc=min(options.elastic.min_np, len(outcome.results)))
     raise_first(answers)
     if outcome.code or len(answers) < options.num_proc:
         silent = [rank for rank in range(options.num_proc) if rank not in answers]
         rank = outcome.failure.rank if outcome.failure else silent[0] if silent else None
         raise HorovodInternalError(outcome.sentence or f"rank {rank} returned no result", rank)
     return [answers[rank] for rank in range(options.num_proc)]
+
+
+def _elastic_answers(directory: str, min_np: int, outcome: JobOutcome) -> dict[int, Any]:
+    """Return the answers of the first `min_np` ranks of the last world, or what ended the job.
+
+    What a worker has raised does not count where the job went on without it.
+    """
+    if outcome.code:
+        return {
+            number: raised for number, raised in read_failures(directory).items()
+            if type(raised.error).__name__ in outcome.sentence
+        }  # fmt: skip
+    counted = outcome.results[:min_np]
+    answers = read_answers(directory, counted)
+    return {rank: answers[number] for rank, number in enumerate(counted) if number in answers}
 
 
 def _act_on(number: int) -> None:

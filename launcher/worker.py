@@ -6,12 +6,14 @@ Agents have such a directory on each host; under mpirun it is one that all hosts
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from hvdlite.launcher.passed_variables import CALL_VARIABLE
 
 CALL = "call.pickle"
 RANK_VARIABLE = "HVDLITE_RANK"
+WORKER_VARIABLE = "HVDLITE_WORKER"  # Of an elastic job, whose ranks change: its number.
 OLDEST_PROTOCOL = 2  # Of pickle: each Python 3 reads it.
 
 
@@ -44,12 +47,26 @@ def write_call(directory: str, call: tuple[Any, ...]) -> None:
         cloudpickle.dump(call, file)
 
 
-def read_answers(directory: str, num_proc: int) -> dict[int, Any]:
-    """Return each rank's result, or `Raised`; ranks that gave no answer are left out."""
-    paths = {rank: _answer_path(directory, rank) for rank in range(num_proc)}
+def read_answers(directory: str, ranks: Iterable[int]) -> dict[int, Any]:
+    """Return each rank's result, or `Raised`; ranks that gave no answer are left out.
+
+    The ranks of an elastic job are workers by number here.
+    """
+    paths = {rank: _answer_path(directory, rank) for rank in ranks}
     return {
         rank: pickle.loads(path.read_bytes()) for rank, path in paths.items() if path.exists()
     }  # fmt: skip
+
+
+def read_failures(directory: str) -> dict[int, Raised]:
+    """Return what was raised, by worker; parts of answers from hosts that were lost are no use."""
+    found = {}
+    for path in Path(directory).glob("answer.*.pickle"):
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            answer = pickle.loads(path.read_bytes())
+            if isinstance(answer, Raised):
+                found[int(path.name.split(".")[1])] = answer
+    return found
 
 
 def _answer_path(directory: str, rank: int) -> Path:
@@ -59,7 +76,7 @@ def _answer_path(directory: str, rank: int) -> Path:
 def main() -> int:
     """Call the function, and leave the answer; 1 when it raised."""
     directory = os.environ[CALL_VARIABLE]
-    rank = int(os.environ[RANK_VARIABLE])
+    rank = int(os.environ.get(WORKER_VARIABLE) or os.environ[RANK_VARIABLE])
     try:
         answer, code = cloudpickle.dumps(_call(directory)), 0
     except Exception as error:
