@@ -27,6 +27,7 @@ from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
 from hvdlite.common.meeting.serving import ServedMeeting
 from tests.common.meeting.exchanges import all_sockets_closed, at_server, hosting
+from tests.launcher.descriptors import no_free_descriptor
 from tests.ranks import run_threads
 
 SECRET = b"only this job knows it"
@@ -347,15 +348,13 @@ def test_who_was_answered_fails_when_rank_0_gives_up_later() -> None:
 
 
 def test_who_gave_up_can_come_again_and_meet_who_was_late() -> None:
-    gave_up = threading.Event()
+    gave_up = threading.Barrier(3)  # Both have: the first attempt of one may meet no second.
 
     def rank_main(rank: int) -> Any:
-        if rank == 2:
-            assert gave_up.wait(LIMIT)
-        else:
+        if rank != 2:
             with pytest.raises(HorovodInternalError, match="did not come: 2 "):
                 meet(at_server(address, rank, 3, SECRET, soon(0.3)))
-            gave_up.set()
+        gave_up.wait(LIMIT)
         return meet(at_server(address, rank, 3, SECRET, soon()))
 
     with serving(3) as (address, _):
@@ -694,19 +693,6 @@ def test_a_flood_of_connections_leaves_the_ranks_alone() -> None:
         second = at_server(address, 1, 2, SECRET, soon())
         assert len(driver.server._connections) <= 2 + driver.server._most_strangers
         assert run_threads(2, lambda rank: meet((first, second)[rank])) == [expected(2)] * 2
-
-
-@contextlib.contextmanager
-def no_free_descriptor() -> Iterator[None]:
-    """Let this process open no file more."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptor = os.open(os.devnull, os.O_RDONLY)
-    os.close(descriptor)  # All lower ones are open.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def wakes(server: MeetingServer, seconds: float) -> int:
