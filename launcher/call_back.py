@@ -17,7 +17,6 @@ The secret goes through the environment, never through a command line.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import select
@@ -27,17 +26,10 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from hvdlite.common.meeting.address import Address, connect, listen, listen_everywhere
+from hvdlite.common.meeting import handshake
+from hvdlite.common.meeting.address import EXHAUSTED, Address, connect, listen, listen_everywhere
 from hvdlite.common.meeting.address import parse_address as parse
-from hvdlite.common.meeting.handshake import (
-    CONNECTS,
-    LISTENS,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    new_nonce,
-    proof,
-    proves,
-)
+from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
 
 SECRET_VARIABLE = "HVDLITE_LAUNCHER_SECRET"
 NAMED_BY_VARIABLE = "HVDLITE_LAUNCHER_NAMED_BY"  # The variable by whose text an agent calls itself.
@@ -47,8 +39,6 @@ STRANGER_SECONDS = 10.0
 TRY_SECONDS = 3.0  # To connect to one address.
 CALL_SECONDS = 30.0
 PROBE_PORT = 9  # Of datagrams that are never sent.
-# Why a connection that waits cannot be accepted now: there are too many open files, or no memory.
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 EXHAUSTED_SECONDS = 0.05  # To wait then, where nothing else can be done.
 
 
@@ -161,7 +151,7 @@ class _Stranger:
         self.connection = connection
         self.open = True
         self.deadline = time.monotonic() + STRANGER_SECONDS
-        self._secret, self._nonce, self._input = secret, new_nonce(), b""
+        self._secret, self._nonce, self._input = secret, handshake.new_nonce(), b""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send(self._nonce)
@@ -192,9 +182,9 @@ class _Stranger:
     def _prove(self) -> str | None:
         nonces = self._nonce + self._input[:NONCE_BYTES]
         claim, given = self._input[HELLO_BYTES:-PROOF_BYTES], self._input[-PROOF_BYTES:]
-        self.open = proves(given, self._secret, CONNECTS, nonces, claim)
+        self.open = handshake.proves(given, self._secret, handshake.CONNECTS, nonces, claim)
         if self.open:
-            self._send(proof(self._secret, LISTENS, nonces, claim))
+            self._send(handshake.proof(self._secret, handshake.LISTENS, nonces, claim))
         return os.fsdecode(claim) if self.open else None
 
 
@@ -269,12 +259,12 @@ def call(address: Address, secret: str, name: str, seconds: float = TRY_SECONDS)
     """
     connection = connect(address, seconds)
     try:
-        own, claim, key = new_nonce(), os.fsencode(name), secret.encode()
+        own, claim, key = handshake.new_nonce(), os.fsencode(name), secret.encode()
         nonces = _read(connection, NONCE_BYTES) + own
-        connection.sendall(
-            b"".join((own, bytes([len(claim)]), claim, proof(key, CONNECTS, nonces, claim)))
-        )
-        if not proves(_read(connection, PROOF_BYTES), key, LISTENS, nonces, claim):
+        own_proof = handshake.proof(key, handshake.CONNECTS, nonces, claim)
+        connection.sendall(b"".join((own, bytes([len(claim)]), claim, own_proof)))
+        given = _read(connection, PROOF_BYTES)
+        if not handshake.proves(given, key, handshake.LISTENS, nonces, claim):
             raise ConnectionRefusedError("who answers is not the launcher of this job")
     except BaseException:
         connection.close()

@@ -12,8 +12,8 @@ import socket
 import threading
 from typing import Any, TextIO
 
-from hvdlite.common.meeting.address import Address, listen
-from hvdlite.launcher.call_back import EXHAUSTED, EXHAUSTED_SECONDS, answer, call
+from hvdlite.common.meeting.address import EXHAUSTED, Address, listen
+from hvdlite.launcher.call_back import EXHAUSTED_SECONDS, answer, call
 from hvdlite.launcher.console import Console
 from hvdlite.launcher.output import STREAMS, Output
 

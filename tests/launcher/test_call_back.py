@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from hvdlite.common.meeting import handshake
 from hvdlite.launcher import call_back
 from hvdlite.launcher.call_back import Listener, own_addresses
 from hvdlite.launcher.channel import LENGTH, Channel
@@ -109,9 +110,9 @@ def test_an_agent_does_not_believe_a_listener_without_the_secret() -> None:
         def answer() -> None:
             connection, _ = other.accept()
             with connection:
-                connection.sendall(os.urandom(call_back.NONCE_BYTES))
+                connection.sendall(os.urandom(handshake.NONCE_BYTES))
                 connection.recv(1000)
-                connection.sendall(os.urandom(call_back.PROOF_BYTES))
+                connection.sendall(os.urandom(handshake.PROOF_BYTES))
 
         threading.Thread(target=answer, daemon=True).start()
         address = f"127.0.0.1:{other.getsockname()[1]}"
@@ -187,9 +188,9 @@ def test_an_agent_that_comes_byte_by_byte(loop: Loop, listener: Listener) -> Non
     secret = listener.secret.encode()
     with stranger(listener) as connection:
         loop.run(lambda: len(loop.selector.get_map()) == 2)  # it was accepted
-        nonces = connection.recv(call_back.NONCE_BYTES) + bytes(call_back.NONCE_BYTES)
-        own = call_back.proof(secret, call_back.CONNECTS, nonces, b"n")
-        for byte in bytes(call_back.NONCE_BYTES) + b"\1n" + own:
+        nonces = connection.recv(handshake.NONCE_BYTES) + bytes(handshake.NONCE_BYTES)
+        own = handshake.proof(secret, handshake.CONNECTS, nonces, b"n")
+        for byte in bytes(handshake.NONCE_BYTES) + b"\1n" + own:
             connection.send(bytes([byte]))
             for key, _ in loop.selector.select(1):
                 key.data(key.fd)

@@ -15,6 +15,8 @@ from hvdlite.common.base.errors import ConfigError
 UNIX = "unix:"
 BACKLOG = 4096  # All ranks of a job may connect at once. The kernel limits it further.
 LARGEST_PORT = 65535
+# Why a connection that waits cannot be accepted now: there are too many open files, or no memory.
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Address(NamedTuple):

@@ -9,7 +9,6 @@ too many of them. A rank that is refused is told why, and the others go on.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import select
 import socket
@@ -20,14 +19,13 @@ from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.meeting import wire
+from hvdlite.common.meeting.address import EXHAUSTED
 from hvdlite.common.meeting.admission import Admission
 from hvdlite.common.meeting.connection import Connection
 from hvdlite.common.meeting.patience import Presence
 from hvdlite.common.meeting.rounds import Gathered, Guest, Key, Rounds, Withdrawn
 
 SILENCE_SECONDS = 5.0  # A stranger that has not proven its claim after this time is dropped.
-# What `accept` says where no descriptor, or no memory for one, is left.
-FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 NOTES = 8  # The most refusals that are remembered for those who wait.
 
 log = logging.getLogger("hvdlite")
@@ -190,7 +188,7 @@ class MeetingServer:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                if error.errno not in FULL or not self._strangers:
+                if error.errno not in EXHAUSTED or not self._strangers:
                     self._log_full(error)
                     return False
                 self._close(self._strangers.popleft())

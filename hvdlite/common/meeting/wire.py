@@ -23,7 +23,8 @@ import msgpack
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.base.version import installed_version
-from hvdlite.common.meeting.handshake import LISTENS, NONCE_BYTES, PROOF_BYTES, proof
+from hvdlite.common.meeting import handshake
+from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
 
 MAGIC = b"hvdmeet\0"
@@ -111,7 +112,9 @@ def pack_refusal(reply: int, sentence: str) -> bytes:
 
 def pack_acceptance(secret: bytes, nonces: bytes, claim: bytes) -> bytes:
     """Return the reply to a rank that takes part; it holds the proof of the server."""
-    return REPLY.pack(ACCEPTED, PROOF_BYTES) + proof(secret, LISTENS, nonces, claim)
+    return REPLY.pack(ACCEPTED, PROOF_BYTES) + handshake.proof(
+        secret, handshake.LISTENS, nonces, claim
+    )
 
 
 def pack_frame(*message: Any) -> bytes:

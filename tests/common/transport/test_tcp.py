@@ -17,8 +17,8 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, ProtocolError
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.meeting import handshake
 from hvdlite.common.meeting.exchange import InProcessMeeting
-from hvdlite.common.meeting.handshake import CONNECTS, LISTENS, new_nonce, proof
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.poller import Poller
@@ -306,8 +306,10 @@ def test_a_half_open_connection_that_leaves_disturbs_nothing() -> None:
 def knock(place: tuple[str, int], key: bytes, claim: bytes) -> bytes:
     """What a rank answers to a claim that is proved with `key`."""
     with socket.create_connection(place, timeout=10) as connection:
-        theirs, mine = connection.recv(16), new_nonce()
-        connection.sendall(mine + claim + proof(key, CONNECTS, theirs + mine, claim))
+        theirs, mine = connection.recv(16), handshake.new_nonce()
+        connection.sendall(
+            mine + claim + handshake.proof(key, handshake.CONNECTS, theirs + mine, claim)
+        )
         with suppress(ConnectionError):
             return connection.recv(100)
     return b""
@@ -776,12 +778,12 @@ def test_who_listens_must_prove_itself_too(honest: bool) -> None:
     def answer(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
-            nonce = new_nonce()
+            nonce = handshake.new_nonce()
             connection.sendall(nonce)
             said = connection.recv(16 + CLAIM.size + 32, socket.MSG_WAITALL)
             claim = said[16 : 16 + CLAIM.size]
             key = me.key if honest else b"guess"
-            connection.sendall(proof(key, LISTENS, nonce + said[:16], claim))
+            connection.sendall(handshake.proof(key, handshake.LISTENS, nonce + said[:16], claim))
             connection.recv(1)
 
     def connected(dial: Dial, connection: socket.socket, target: Target) -> None:

@@ -15,15 +15,8 @@ from functools import partial
 from typing import Protocol
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.meeting.handshake import (
-    CONNECTS,
-    LISTENS,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    new_nonce,
-    proof,
-    proves,
-)
+from hvdlite.common.meeting import handshake
+from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
 from hvdlite.common.transport.poller import READ, Poller
 from hvdlite.common.transport.rendezvous import check_credentials
 from hvdlite.common.transport.tcp.addresses import Target
@@ -180,7 +173,7 @@ class _Guest(Stranger):
     def __init__(self, host: Connections, poller: Poller, connection: socket.socket) -> None:
         super().__init__(poller, connection)
         self._host = host
-        self._nonce = new_nonce()
+        self._nonce = handshake.new_nonce()
         self.slot: Slot | None = None
         poller.call_at(time.monotonic() + HANDSHAKE_SECONDS, self._limit)
 
@@ -200,7 +193,7 @@ class _Guest(Stranger):
         me = self._host.me
         nonces, rest = self._nonce + body[:NONCE_BYTES], body[NONCE_BYTES:]
         claim, given = rest[: CLAIM.size], rest[CLAIM.size :]
-        if not proves(given, me.key, CONNECTS, nonces, claim):
+        if not handshake.proves(given, me.key, handshake.CONNECTS, nonces, claim):
             self.ended("it does not know the secret of this job")
             return
         try:
@@ -212,7 +205,7 @@ class _Guest(Stranger):
             return
         if not self._host.may_enter(self.slot):
             self.ended("it is connected already")
-        elif self.say(proof(me.key, LISTENS, nonces, claim)):
+        elif self.say(handshake.proof(me.key, handshake.LISTENS, nonces, claim)):
             self.expect(len(GO), self._on_go)
 
     def _on_go(self, body: bytes) -> None:

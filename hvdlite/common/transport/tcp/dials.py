@@ -15,15 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hvdlite.common.meeting.handshake import (
-    CONNECTS,
-    LISTENS,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    new_nonce,
-    proof,
-    proves,
-)
+from hvdlite.common.meeting import handshake
+from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
 from hvdlite.common.transport.poller import WRITE, Poller
 from hvdlite.common.transport.tcp.addresses import Target
 from hvdlite.common.transport.tcp.strangers import GO, RESETS, Identity, Slot, Stranger, why
@@ -161,15 +154,16 @@ class _Attempt(Stranger):
         self.expect(NONCE_BYTES, self._on_nonce)
 
     def _on_nonce(self, nonce: bytes) -> None:
-        me, mine = self._dial.me, new_nonce()
+        me, mine = self._dial.me, handshake.new_nonce()
         claim = me.claim(self._dial.slot)
         self._said = nonce + mine
-        if self.say(mine + claim + proof(me.key, CONNECTS, self._said, claim)):
+        if self.say(mine + claim + handshake.proof(me.key, handshake.CONNECTS, self._said, claim)):
             self.expect(PROOF_BYTES, self._on_proof)
 
     def _on_proof(self, given: bytes) -> None:
         me = self._dial.me
-        if proves(given, me.key, LISTENS, self._said, me.claim(self._dial.slot)):
+        claim = me.claim(self._dial.slot)
+        if handshake.proves(given, me.key, handshake.LISTENS, self._said, claim):
             self._dial.won(self)
         else:
             self.ended("another program or another job answers there")
