@@ -13,7 +13,7 @@ from hvdlite.common.plain.messages import PROTOCOL_VERSION
 SECRETS_DIFFER = "has another secret: HVDLITE_SECRET must be the same for all ranks of a job"
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """What the server thinks of a claim."""
 
     rank: int  # -1 for a connection that is refused.
@@ -34,8 +34,8 @@ class Admission:
     job: bytes
     guests: Container[int]
 
-    def judge(self, raw: bytes, nonce: bytes, peer_name: str) -> Verdict:
-        """Return the verdict on a claim with its proof; `nonce` is that of the server."""
+    def judge(self, raw: bytes, nonce: bytes, peer_name: str) -> Judgement:
+        """Return the judgement on a claim with its proof; `nonce` is that of the server."""
         said, given = raw[: wire.CLAIM.size], raw[wire.CLAIM.size :]
         claim = wire.unpack_claim(said)
         nonces = nonce + claim.nonce
@@ -46,10 +46,10 @@ class Admission:
             who = f"a process at {peer_name}"
             reply, reason = wire.OTHER_SECRET, SECRETS_DIFFER
         if reply == wire.ACCEPTED:
-            return Verdict(claim.rank, wire.pack_acceptance(self.secret, nonces, said))
+            return Judgement(claim.rank, wire.pack_acceptance(self.secret, nonces, said))
         sentence = f"{who} {reason}"
         passes = reply in (wire.OTHER_JOB, wire.DUPLICATE)
-        return Verdict(-1, wire.pack_refusal(reply, sentence), "" if passes else sentence)
+        return Judgement(-1, wire.pack_refusal(reply, sentence), "" if passes else sentence)
 
     def _check(self, claim: wire.Claim) -> tuple[int, str]:
         """Return the reply to a rank that has the secret, and the reason of a refusal."""

@@ -241,16 +241,16 @@ class MeetingServer:
 
     def _admit(self, connection: Connection) -> bool:
         """Answer the claim of a connection, which is complete; return whether it is accepted."""
-        verdict = self._admission.judge(
+        judgement = self._admission.judge(
             bytes(connection.claim), connection.nonce, connection.peer_name()
         )
-        if verdict.note:
-            self._note(verdict.note)
-        connection.rank = verdict.rank
-        connection.ends = verdict.rank < 0
+        if judgement.note:
+            self._note(judgement.note)
+        connection.rank = judgement.rank
+        connection.ends = judgement.rank < 0
         if not connection.ends:
             self._strangers.remove(connection)
-        connection.send(verdict.answer)
+        connection.send(judgement.answer)
         return not connection.ends
 
     def _note(self, sentence: str) -> None:
