@@ -155,7 +155,7 @@ def test_idle_cpu(tmp_path: Path) -> None:
 
 
 def test_start(tmp_path: Path) -> None:
-    """Each launcher stands beside a bare mpirun, whose program imports no hvdlite."""
+    """The start by each launcher stands beside that of a bare mpirun."""
     path, script = tmp_path / "s.json", str(BENCHMARKS / "start.py")
     words = ("--ranks", "2", "--rounds", "1", "--json", str(path))
     done = run_command([sys.executable, script, *words], timeout=60)
