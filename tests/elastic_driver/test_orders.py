@@ -32,6 +32,8 @@ class Puppets(Simulation):
     def hear(self, process: Process, frame: list[Any]) -> None:
         if frame[0] == "world":
             super().hear(process, frame)
+        else:
+            process.frames.append(frame)
         self.unread.setdefault(process.number, []).append(frame)
 
     def answer(self, number: int) -> None:
@@ -66,7 +68,9 @@ class Puppets(Simulation):
         kind, what = event
         if self.finish is not None:
             return
-        if kind in ("discovered", "agent_leaving"):
+        if kind == "discovered":
+            self.discover(dict(what))
+        elif kind == "agent_leaving":
             self.event(kind, *what)
         elif kind == "host":
             if what in self.agents:
@@ -129,21 +133,22 @@ def play(events: Sequence[Event], start: Sequence[Event], **plan: Any) -> Puppet
 
 
 RUNNING = [(ANSWER, number) for number in range(3)]
-SHRUNK = {"a": 2}
-GROWN = {"a": 2, "b": 1, "c": 1}
-MOVED = {"b": 1, "c": 2}
+SHRUNK = (("a", 2),)
+GROWN = (("a", 2), ("b", 1), ("c", 1))
+MOVED = (("b", 1), ("c", 2))
+SAME = (("a", 2), ("b", 1))
 # Each has events of which some are answers that the others make possible.
 SETS: dict[str, list[Event]] = {
     "the start": [*RUNNING, (KILL, 1), (ANSWER, 3), ("host", "b"), (RETURN, 2)],
     "two deaths": [(KILL, 0), (KILL, 2), (ANSWER, 1), (ANSWER, 3), (ANSWER, 4), (ANSWER, 1)],
     "growth and a death": [
-        ("discovered", (GROWN,)), (ANSWER, 3), (ANSWER, 3), *RUNNING[:2], (KILL, 2),
+        ("discovered", GROWN), (ANSWER, 3), (ANSWER, 3), *RUNNING[:2], (KILL, 2),
     ],
     "growth and a dead newcomer": [
-        ("discovered", (GROWN,)), (ANSWER, 3), (ANSWER, 3), *RUNNING[1:], (KILL, 3),
+        ("discovered", GROWN), (ANSWER, 3), (ANSWER, 3), *RUNNING[1:], (KILL, 3),
     ],
-    "a removal and a death": [("discovered", (SHRUNK,)), *RUNNING, (KILL, 0), (ANSWER, 1)],
-    "a move": [("discovered", (MOVED,)), *RUNNING, (ANSWER, 3), (ANSWER, 4)],
+    "a removal and a death": [("discovered", SHRUNK), *RUNNING, (KILL, 0), (ANSWER, 1)],
+    "a move": [("discovered", MOVED), *RUNNING, (ANSWER, 3), (ANSWER, 4)],
     "returns and a death": [(RETURN, 0), (RETURN, 1), (KILL, 2), *RUNNING[:2], (ANSWER, 3)],
     "silence": [(STOP, 0), (CLOSE, 1), ("pass", 3), *RUNNING, (RETURN, 1)],
     "a host that goes": [
@@ -161,17 +166,23 @@ PLANS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", SETS)
 def test_events_in_all_orders(name: str, plan: int) -> None:
     start = [] if name == "the start" else RUNNING
-    worlds = set()
-    for events in set(itertools.permutations(SETS[name][:6])):
-        worlds.add(len(play(events, start, **PLANS[plan]).worlds))
-    assert len(worlds) > 1 or name == "the start"  # the order matters
+    for events in sorted(set(itertools.permutations(SETS[name][:6])), key=repr):
+        play(events, start, **PLANS[plan])
+
+
+def test_eight_events_in_all_orders() -> None:
+    """A rank dies while hosts change, and its replacement and a newcomer arrive meanwhile."""
+    events = [("discovered", GROWN), (KILL, 1), *[(ANSWER, 3)] * 2, *[(ANSWER, 4)] * 2]
+    events += [(ANSWER, 0)] * 2
+    for order in sorted(set(itertools.permutations(events)), key=repr):
+        play(order, RUNNING)
 
 
 ALPHABET: list[Event] = [
     *[(kind, number) for kind in (ANSWER, KILL, RETURN) for number in range(6)],
     *[(kind, number) for kind in (RAISE, CLOSE, STOP) for number in range(4)],
     *[(ANSWER, number) for number in range(6)] * 3,
-    *[("discovered", (hosts,)) for hosts in ({"a": 2, "b": 1}, SHRUNK, GROWN, MOVED, {})],
+    *[("discovered", hosts) for hosts in (SAME, SHRUNK, GROWN, MOVED, ())],
     *[("host", host) for host in "abc"],
     ("agent_leaving", ("a", "SIGTERM")),
     *[("pass", seconds) for seconds in (0.06, 1.1, 3.0, 12.0)],
@@ -187,5 +198,5 @@ def sequences(count: int, length: int) -> Iterator[list[Event]]:
 @pytest.mark.parametrize("plan", range(len(PLANS)))
 @pytest.mark.parametrize("length", [8, 24])
 def test_random_events(length: int, plan: int) -> None:
-    for events in sequences(1000, length):
+    for events in sequences(200, length):
         play(events, RUNNING if len(events) % 2 else RUNNING[:2], **PLANS[plan])

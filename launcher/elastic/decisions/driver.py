@@ -141,6 +141,7 @@ class Driver:
                 self._succession.ready(worker, epoch, commit, now)
             case ["gather", int(epoch), int(round_), bytes(body)]:
                 self._succession.gather(worker, epoch, round_, body)
+                return  # Nothing else follows from it.
             case ["checks", int(counter), int(passed)]:
                 self._succession.checks(worker, counter, passed)
         self._advance(now)
@@ -346,7 +347,7 @@ class Driver:
 
     def _finish_if_never_begun(self, now: float) -> None:
         """End the job when its first workers have all ended, or can start nowhere."""
-        first = [each for each in self._roster if not each.replaces]
+        first = [each for each in self._roster.ever() if not each.replaces]
         if self._roster.living():
             if len(first) >= self.plan.num_proc and all(each.stage is Stage.LOST for each in first):
                 self._fail_start()

@@ -32,12 +32,18 @@ class Failures:
     def __init__(self) -> None:
         self._failures: list[Failure] = []
         self._script_failed_in: set[int] = set()
+        self._slots: set[tuple[str, int]] = set()
 
     def add(self, failure: Failure) -> None:
         """Count a failure."""
         self._failures.append(failure)
+        self._slots.add((failure.host, failure.slot))
         if failure.exception and failure.was_member:
             self._script_failed_in.add(failure.epoch)
+
+    def failed(self, host: str, slot: int) -> bool:
+        """Return whether a worker of the slot has ever failed."""
+        return (host, slot) in self._slots
 
     def progressed(self, epoch: int) -> None:
         """Forget what failed before world `epoch`: the ranks committed something in it."""

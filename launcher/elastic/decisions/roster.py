@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -45,6 +45,11 @@ class Worker:
         return self.stage is Stage.LIVING
 
     @property
+    def past(self) -> bool:
+        """It has ended, and nothing depends on it any more."""
+        return not self.running and self.stage not in (Stage.LIVING, Stage.RETURNED)
+
+    @property
     def holds_slot(self) -> bool:
         """No other worker may start in its slot."""
         if self.stage is Stage.LEAVING:
@@ -53,27 +58,31 @@ class Worker:
 
 
 class Roster:
-    """All workers that were ever started, by number."""
+    """The workers, by number. Iteration leaves out those that are no concern any more."""
 
     def __init__(self) -> None:
         self._workers: dict[int, Worker] = {}
+        self._current: dict[str, list[Worker]] = {}  # By host, without those that are past.
 
     def __getitem__(self, number: int) -> Worker:
         return self._workers[number]
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers.values())
+        return (worker for workers in self._current.values() for worker in workers)
 
     def get(self, number: int) -> Worker | None:
         """Return a worker, or None if there never was one of this number."""
         return self._workers.get(number)
 
-    def start(self, host: str, slot: int, start_rank: int) -> Worker:
+    def ever(self) -> Collection[Worker]:
+        """Return all workers that were ever started."""
+        return self._workers.values()
+
+    def start(self, host: str, slot: int, start_rank: int, replaces: bool) -> Worker:
         """Return a new worker with the next number."""
-        lost = (each for each in self.on(host) if each.stage is Stage.LOST)
-        before = any(each.slot == slot for each in lost)
-        worker = Worker(len(self._workers), host, slot, start_rank, replaces=before)
+        worker = Worker(len(self._workers), host, slot, start_rank, replaces)
         self._workers[worker.number] = worker
+        self._current.setdefault(host, []).append(worker)
         return worker
 
     def living(self, numbers: Iterable[int] | None = None) -> list[Worker]:
@@ -82,5 +91,11 @@ class Roster:
         return [worker for worker in workers if worker.living]
 
     def on(self, host: str) -> list[Worker]:
-        """Return all workers of a host, in the order of their start."""
-        return [worker for worker in self if worker.host == host]
+        """Return the workers of a host, in the order of their start."""
+        return [*self._current.get(host, ())]
+
+    def forget_past(self) -> None:
+        """Leave out the workers whose processes have ended, and which did not return."""
+        for host, workers in self._current.items():
+            if any(worker.past for worker in workers):
+                self._current[host] = [worker for worker in workers if not worker.past]

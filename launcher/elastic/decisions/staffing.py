@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,14 +52,14 @@ class Staffing:
         self._roster = roster
         self._failures = failures
         self._order = order
-        self.assigned: Sequence[str] = ()  # The hosts of the last world, each once.
-        self.members: Sequence[int] = ()  # The workers of the last world, in rank order.
+        self._assigned: Sequence[str] = ()  # The hosts of the last world, each once.
+        self._ranks: dict[int, int] = {}  # Of the last world, by the numbers of its workers.
 
     # -- who may stay
 
     def hosts_in_order(self, now: float) -> list[str]:
         """Return the usable hosts, those of the last world first."""
-        return order_hosts(self.assigned, self._hosts.usable(now))
+        return order_hosts(self._assigned, self._hosts.usable(now))
 
     def unwanted(self, now: float) -> list[Worker]:
         """Return the living workers whose slots have gone: the last ones of their hosts."""
@@ -71,8 +72,13 @@ class Staffing:
     def in_order(self, host: str) -> list[Worker]:
         """Return the living workers of a host: its ranks in their order, then the newcomers."""
         living = [worker for worker in self._roster.on(host) if worker.living]
-        ranks = {number: rank for rank, number in enumerate(self.members)}
-        return sorted(living, key=lambda each: (ranks.get(each.number, len(ranks)), each.number))
+        new = len(self._ranks)
+        return sorted(living, key=lambda each: (self._ranks.get(each.number, new), each.number))
+
+    def note_world(self, members: Sequence[int], hosts: Sequence[str]) -> None:
+        """Take the workers of a new world and their hosts, in rank order."""
+        self._ranks = {number: rank for rank, number in enumerate(members)}
+        self._assigned = list(dict.fromkeys(hosts))
 
     def in_expected_order(self, now: float) -> list[Worker]:
         """Return the living workers that may stay, in the order of their ranks in a next world."""
@@ -90,7 +96,7 @@ class Staffing:
         room = self._most() - sum(each.number not in unwanted for each in holders)
         result = []
         for host in self.hosts_in_order(now):
-            taken = {each.slot for each in holders if each.host == host}
+            taken = {each.slot for each in self._roster.on(host) if each.holds_slot}
             free = [slot for slot in range(usable[host]) if slot not in taken]
             # A worker beyond the slots of its host holds one of them until it has ended.
             for slot in free[: max(0, usable[host] - len(taken))]:
@@ -106,9 +112,10 @@ class Staffing:
     def planned_hosts(self, now: float) -> dict[str, int]:
         """Return how many workers each host has, or should have: the assignment."""
         unwanted = {worker.number for worker in self.unwanted(now)}
-        hosts = [each.host for each in self._roster.living() if each.number not in unwanted]
-        hosts += [each.host for each in self.vacancies(now)]
-        return {host: hosts.count(host) for host in self.hosts_in_order(now) if host in hosts}
+        living = self._roster.living()
+        hosts = Counter(each.host for each in living if each.number not in unwanted)
+        hosts.update(each.host for each in self.vacancies(now))
+        return {host: hosts[host] for host in self.hosts_in_order(now) if host in hosts}
 
     # -- orders
 
@@ -125,24 +132,28 @@ class Staffing:
                 starts.append(vacancy)
         if starts:
             expected = self._expected(now)
+            ranks = {slot: rank for rank, slot in enumerate(expected)}
+            all_places = places([host for host, _ in expected])
             for vacancy in starts:
-                self._start(vacancy, expected)
+                rank = ranks[vacancy.host, vacancy.slot]
+                self._start(vacancy, rank, all_places[rank])
 
     def _expected(self, now: float) -> list[tuple[str, int]]:
         """Return host and slot of each rank of a world in which all slots have workers."""
         unwanted = {worker.number for worker in self.unwanted(now)}
-        vacancies = self.vacancies(now)
+        vacant: dict[str, list[int]] = {}
+        for vacancy in self.vacancies(now):
+            vacant.setdefault(vacancy.host, []).append(vacancy.slot)
         result = []
         for host in self.hosts_in_order(now):
             staying = [each for each in self.in_order(host) if each.number not in unwanted]
             result += [(host, each.slot) for each in staying]
-            result += [(host, each.slot) for each in vacancies if each.host == host]
+            result += [(host, slot) for slot in vacant.get(host, ())]
         return result
 
-    def _start(self, vacancy: Vacancy, expected: Sequence[tuple[str, int]]) -> None:
-        rank = expected.index((vacancy.host, vacancy.slot))
-        place = places([host for host, _ in expected])[rank]
-        worker = self._roster.start(vacancy.host, vacancy.slot, rank)
+    def _start(self, vacancy: Vacancy, rank: int, place: dict[str, int]) -> None:
+        replaces = self._failures.failed(vacancy.host, vacancy.slot)
+        worker = self._roster.start(vacancy.host, vacancy.slot, rank, replaces)
         self._order(StartWorker(worker.number, worker.host, worker.slot, rank, place))
 
     def dismiss(self, worker: Worker, sentence: str, now: float) -> None:
@@ -159,7 +170,9 @@ class Staffing:
         """Tell a worker that does not answer that it is out; it is killed later."""
         if worker.greeted:
             self._order(Tell((worker.number,), ["end", 1, sentence]))
-        worker.kill_at = now + STOPPED_KILL_SECONDS
+            worker.kill_at = now + STOPPED_KILL_SECONDS
+        else:
+            self._order(EndWorker(worker.number, kill=True))
 
     def drop_host(self, host: str) -> None:
         """End the agent of a host, and all workers there."""
@@ -180,6 +193,7 @@ class Staffing:
             elif worker.terminate_at is not None and now >= worker.terminate_at:
                 worker.terminate_at = None
                 self._order(EndWorker(worker.number, kill=False))
+        self._roster.forget_past()
         usable = self._hosts.usable(now)
         for host in self._hosts.with_agents():
             if host not in usable and not any(each.running for each in self._roster.on(host)):

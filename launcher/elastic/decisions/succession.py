@@ -59,7 +59,8 @@ class Succession:
 
     def newcomers(self) -> list[Worker]:
         """Return the living workers that are no ranks."""
-        return [each for each in self._roster.living() if each.number not in self.members]
+        members = set(self.members)
+        return [each for each in self._roster.living() if each.number not in members]
 
     def kept(self) -> list[Worker]:
         """Return the workers that have returned, and whose results count."""
@@ -186,8 +187,7 @@ class Succession:
         self.line = keep_order(self.line or kept, kept, world.members)
         self.world, self.reset = world, None
         self._rounds = ExchangeRounds(world.members)
-        self._staffing.members = world.members
-        self._staffing.assigned = list(dict.fromkeys(world.hosts))
+        self._staffing.note_world(world.members, world.hosts)
         for rank, worker in enumerate(chosen):
             worker.ready, worker.epoch = False, world.epoch
             self._order(Tell((worker.number,), world.frame(rank)))
