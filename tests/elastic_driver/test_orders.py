@@ -189,8 +189,8 @@ ALPHABET: list[Event] = [
 ]
 
 
-def sequences(count: int, length: int) -> Iterator[list[Event]]:
-    chance = random.Random(length)
+def sequences(count: int, length: int, seed: int = 0) -> Iterator[list[Event]]:
+    chance = random.Random(100 * seed + length)
     for _ in range(count):
         yield chance.choices(ALPHABET, k=length)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from hvdlite.launcher.elastic.decisions.reset import Reset
 from hvdlite.launcher.elastic.decisions.roster import Worker
 from hvdlite.launcher.elastic.decisions.worlds import World
 
@@ -105,18 +106,21 @@ def next_world(old: World, new: World, cause: str, seconds: float, redone: bool)
     return f"{cause}; {'; '.join(parts)}"
 
 
-def removed(workers: Sequence[Worker], world: World) -> str:
-    """Return which ranks leave because discovery no longer shows their slots."""
-    return _with_hosts(workers, world) + " removed"
-
-
-def returned(workers: Sequence[Worker], world: World) -> str:
-    """Return which ranks have returned already."""
-    return _with_hosts(workers, world) + " done, and kept"
-
-
 def _with_hosts(workers: Sequence[Worker], world: World) -> str:
     hosts = ", ".join(dict.fromkeys(worker.host for worker in workers))
     ranks = sorted(world.rank(worker.number) for worker in workers)
     verb = "was" if len(ranks) == 1 else "were"
     return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks)} (host {hosts}) {verb}"
+
+
+def names(workers: Sequence[Worker], world: World | None) -> str:
+    """Return the names of workers."""
+    return _cut([name(worker, world) for worker in workers])
+
+
+def cause(world: World, reset: Reset, gone: Sequence[Worker], kept: Sequence[Worker]) -> str:
+    """Return why a world is over; ranks that are `gone` were removed, those `kept` returned."""
+    parts = [lost(reset.losses, world)] if reset.losses else []
+    parts += [f"{_with_hosts(gone, world)} removed"] if gone else []
+    parts += [f"{_with_hosts(kept, world)} done, and kept"] if kept else []
+    return "; ".join(parts) or ("hosts were added" if reset.kind else "a rank lost its peer")

@@ -40,7 +40,7 @@ class Succession:
         self._order = order
         self.world: World | None = None
         self.reset: Reset | None = None
-        self.resets = 0
+        self.resets = 0  # All but those by which replacements of failed workers are taken in.
         self.committed = 0  # The highest number of a commit that a worker has told.
         self.line: list[int] = []  # The ranks, with those that have returned at their places.
         self._rounds = ExchangeRounds(())
@@ -94,7 +94,9 @@ class Succession:
                 if not self.reset.losses:
                     self.reset.since = now
             return
-        self.reset = self.reset or Reset(now)
+        if self.reset is None:
+            self.reset = Reset(now)
+            self.resets += 1
         wait = BROKEN_SECONDS if epoch == self.world.epoch else OLDER_SECONDS
         if self.reset.regroup_at is None:
             self.reset.regroup_at = now + wait
@@ -119,7 +121,9 @@ class Succession:
 
     def lose(self, worker: Worker, now: float) -> None:
         """End the world of a rank that was lost."""
-        self.reset = self.reset or Reset(now)
+        if self.reset is None:
+            self.reset = Reset(now)
+            self.resets += 1
         if not self.reset.losses and not self.reset.interrupted:
             self.reset.since = min(self.reset.since, now)
         self.reset.losses.append(worker)
@@ -179,8 +183,11 @@ class Succession:
 
     # -- the next world
 
-    def publish(self, chosen: Sequence[Worker], cause: str, now: float) -> None:
-        """Make the chosen workers the next world, in their order. Raises `NoStateError`."""
+    def publish(self, chosen: Sequence[Worker], leaving: Sequence[Worker], now: float) -> None:
+        """Make the chosen workers the next world, in their order. Raises `NoStateError`.
+
+        Those that are `leaving` were removed.
+        """
         old, reset = self.world, self.reset
         world = make_world(old.epoch + 1 if old else 1, chosen, self.committed)
         kept = [each.number for each in self.kept()]
@@ -195,6 +202,9 @@ class Succession:
             self._order(Say(lines.first_world(world)))
         else:
             seconds = now - reset.since
+            gone = [each for each in leaving if each.number in old.members]
+            done = [each for each in self.kept() if each.number in old.members]
+            cause = lines.cause(old, reset, gone, done)
             line = lines.next_world(old, world, cause, seconds, redone=reset.regrouped)
             self._order(Say(line))
 

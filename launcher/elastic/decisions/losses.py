@@ -1,0 +1,152 @@
+"""Workers and hosts that are lost: who goes with them, and what counts as a failure of whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hvdlite.launcher.elastic.decisions import lines
+from hvdlite.launcher.elastic.decisions.commands import Command, DropAgent, Say
+from hvdlite.launcher.elastic.decisions.cooldowns import FOREVER
+from hvdlite.launcher.elastic.decisions.failures import Failure, Failures
+from hvdlite.launcher.elastic.decisions.hosts import Hosts
+from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
+from hvdlite.launcher.elastic.decisions.staffing import Staffing
+from hvdlite.launcher.elastic.decisions.succession import Succession
+
+# How long a worker may run after its connection has ended, and still return.
+CLOSED_SECONDS = 2.0
+
+
+class Losses:
+    """The workers that were lost since the last world, in the order of their ends."""
+
+    def __init__(
+        self,
+        plan: ElasticPlan,
+        hosts: Hosts,
+        roster: Roster,
+        staffing: Staffing,
+        succession: Succession,
+        failures: Failures,
+        order: Callable[[Command], None],
+    ) -> None:
+        self._plan = plan
+        self._hosts = hosts
+        self._roster = roster
+        self._staffing = staffing
+        self._succession = succession
+        self._failures = failures
+        self._order = order
+        self.workers: list[Worker] = []
+
+    @property
+    def code(self) -> int:
+        """The exit code of the first worker that has one, else 1."""
+        return next((each.code for each in self.workers if each.code), 1)
+
+    @property
+    def text(self) -> str:
+        """Who was lost and why."""
+        return lines.lost(self.workers, self._succession.world)
+
+    def members(self) -> list[Worker]:
+        """Return the lost ranks of the last world."""
+        return [each for each in self.workers if each.number in self._succession.members]
+
+    # -- workers
+
+    def end(
+        self, worker: Worker, code: int, cause: str | None, by_signal: bool, now: float
+    ) -> None:
+        """Note that a living worker has ended with a code other than 0."""
+        spelled = f"killed by signal {code - 128}" if by_signal else f"exit code {code}"
+        why = f"{cause} ({spelled})" if cause and not by_signal else cause or spelled
+        worker.code = code
+        self.lose(worker, why, not by_signal, now)
+
+    def give_up(self, worker: Worker, why: str, now: float) -> None:
+        """Count a worker out whose process may still run."""
+        sentence = f"{lines.name(worker, self._succession.world)} was given up: {why}"
+        self._staffing.give_up(worker, sentence, now)
+        self.lose(worker, why, False, now)
+
+    def lose(self, worker: Worker, why: str, exception: bool, now: float) -> None:
+        """Count a failure of a worker and end its world. A host that goes has no failures."""
+        host, succession = worker.host, self._succession
+        epoch = succession.world.epoch if succession.world else 0
+        if not self._hosts.shown(host):
+            self._drop(worker, why, now)
+            return
+        member = worker.number in succession.members
+        self._failures.add(Failure(host, worker.slot, epoch, now, member, exception))
+        self._drop(worker, why, now)
+        ranks = [each for each in succession.living_members() if each.host == host]
+        if self._plan.failures_by_host:
+            self.exclude(host, "one of its workers failed", now)
+        elif not ranks and self._failures.cannot_start(host, now):
+            self.exclude(host, "its workers fail as they start", now)
+
+    def _drop(self, worker: Worker, why: str, now: float) -> None:
+        worker.stage, worker.why, worker.ready = Stage.LOST, why, False
+        self.workers.append(worker)
+        if worker.number in self._succession.members:
+            self._succession.lose(worker, now)
+        else:
+            self._order(Say(lines.lost([worker], None)))
+
+    def give_up_closed(self, now: float) -> None:
+        """Count out the workers that run on long after their connections have ended."""
+        for worker in self._roster.living():
+            if worker.closed_at is not None and now >= worker.closed_at + CLOSED_SECONDS:
+                self.give_up(worker, "its connection to the driver ended", now)
+
+    # -- hosts
+
+    def exclude(self, host: str, why: str, now: float) -> None:
+        """Give up a host: its other workers are ended, and count for nothing."""
+        cooldowns = self._hosts.cooldowns
+        if cooldowns.excluded(host, now):
+            return
+        cooldowns.exclude(host, now)
+        until = cooldowns.until(host)
+        span = "for good" if until == FOREVER else f"for {until - now:.0f} s"
+        self._order(Say(f"host {host} is given up {span}: {why}"))
+        for worker in self._roster.on(host):
+            if worker.living:
+                self._drop(worker, "its host was given up", now)
+        self._staffing.drop_host(host)
+
+    def lose_host(self, host: str, why: str, may_return: bool, now: float) -> None:
+        """Lose all workers of a host whose agent has gone, and try it again later if it may be."""
+        self._hosts.end(host)
+        for worker in self._roster.on(host):
+            worker.running = False
+            if worker.living:
+                self._drop(worker, f"its host was lost: {why}", now)
+        if not self._hosts.shown(host):
+            return
+        if self._plan.failures_by_host or not may_return:
+            self.exclude(host, why, now)
+        else:
+            delay = self._hosts.lose(host, now)
+            line = f"host {host} was lost: {why}; it is tried again in {delay:.0f} s"
+            self._order(Say(line))
+
+    def skip_late_hosts(self, now: float) -> None:
+        """Lose the hosts whose agents have not come in time."""
+        for host in self._hosts.overdue(now):
+            self._order(DropAgent(host))
+            why = f"its agent has not come within {self._plan.start_timeout:g} s"
+            self.lose_host(host, why, True, now)
+
+    def exclude_unreliable_hosts(self, now: float) -> None:
+        """Give up the hosts that break world after world."""
+        for host in {each.host: None for each in self._roster.living()}:
+            if not self._plan.failures_by_host and self._failures.breaks_worlds(host, now):
+                self.exclude(host, "its workers fail without a commit in between", now)
+
+    def next_time(self) -> float | None:
+        """Return when a worker has had its time to end after its connection."""
+        closed = (each.closed_at for each in self._roster.living())
+        return min((at + CLOSED_SECONDS for at in closed if at is not None), default=None)

@@ -1,0 +1,144 @@
+"""What the next world waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hvdlite.launcher.elastic.decisions import lines
+from hvdlite.launcher.elastic.decisions.hosts import Hosts
+from hvdlite.launcher.elastic.decisions.plan import WAIT, ElasticPlan
+from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
+from hvdlite.launcher.elastic.decisions.staffing import Staffing
+from hvdlite.launcher.elastic.decisions.succession import Succession
+
+LINE_SECONDS = 10.0
+
+
+class Requirements:
+    """The workers and slots that a next world needs, and since when slots have been missing."""
+
+    def __init__(
+        self,
+        plan: ElasticPlan,
+        hosts: Hosts,
+        roster: Roster,
+        staffing: Staffing,
+        succession: Succession,
+    ) -> None:
+        self._plan = plan
+        self._hosts = hosts
+        self._roster = roster
+        self._staffing = staffing
+        self._succession = succession
+        self.first_hosts: set[str] = set()  # Those of the first start; empty before it.
+        self._short_since: float | None = None
+        self._line_at: float | None = None
+
+    # -- workers
+
+    def start_first(self, now: float) -> None:
+        """Fix the hosts of the first start when there are enough slots."""
+        usable = self._hosts.usable(now)
+        if not self.first_hosts and sum(usable.values()) >= self._plan.num_proc:
+            self.first_hosts = set(usable)
+
+    def waited_for(self, now: float) -> list[Worker]:
+        """Return the workers that must be ready before the next world."""
+        if self._succession.world is None:
+            waited = [each for each in self._roster.living() if each.host in self.first_hosts]
+        else:
+            waited = self._succession.living_members()
+            if self._waits_for_all(now):
+                waited += self._succession.newcomers()
+        late = [each for each in waited if not each.ready]
+        unwanted = {each.number for each in self._staffing.unwanted(now)} if late else set()
+        return [each for each in late if each.number not in unwanted]
+
+    def _waits_for_all(self, now: float) -> bool:
+        """Return whether the next world waits for all workers that have been started."""
+        reset = self._succession.reset
+        if self._plan.admit != WAIT or reset is None:
+            return False
+        return now < reset.since + self._plan.elastic_timeout
+
+    def vacant(self, now: float) -> int:
+        """Return how many workers the next world waits for that have not been started."""
+        if self._succession.world is None:
+            vacancies = self._staffing.vacancies(now)
+            return sum(each.host in self.first_hosts for each in vacancies)
+        return len(self._staffing.vacancies(now)) if self._waits_for_all(now) else 0
+
+    # -- slots
+
+    def _has_lost(self) -> bool:
+        return any(each.stage is Stage.LOST for each in self._roster.ever())
+
+    def need(self) -> int:
+        """Return how many workers the next world needs at least."""
+        first = self._succession.world is None and not self._has_lost()
+        needed = self._plan.num_proc if first else self._plan.min_np
+        return max(1, needed - len(self._succession.kept()))
+
+    def _missing(self, now: float) -> int:
+        """Return how many slots the next world lacks."""
+        vacancies = self._staffing.vacancies(now)
+        there = sum(self._hosts.counts(each.host) for each in vacancies)
+        there += len(self._staffing.in_expected_order(now))
+        return max(0, self.need() - there)
+
+    @property
+    def _waiting(self) -> bool:
+        return self._succession.world is None or self._succession.reset is not None
+
+    def meet(self) -> None:
+        """Note that the next world is there."""
+        self._short_since = self._line_at = None
+
+    # -- time
+
+    def watch(self, now: float, fail: Callable[[str], None]) -> None:
+        """Call `fail` when slots have been missing for longer than the elastic timeout."""
+        missing = self._missing(now) if self._waiting else 0
+        if not missing:
+            self._short_since = None
+            return
+        if self._short_since is None:
+            self._short_since = now
+        limit = self._plan.elastic_timeout
+        if now >= self._short_since + limit:
+            fail(f"{self._short(missing)} for {limit:g} s (--elastic-timeout)")
+
+    def _short(self, missing: int) -> str:
+        need = self.need()
+        return f"{lines.count(missing, 'slot')} missing ({need - missing} of {need} are there)"
+
+    def tell(self, now: float, say: Callable[[str], None]) -> None:
+        """Say every 10 s what the next world waits for."""
+        if not self._waiting:
+            self._line_at = None
+            return
+        if self._line_at is None:
+            self._line_at = now + LINE_SECONDS
+        if now >= self._line_at:
+            self._line_at = now + LINE_SECONDS
+            say(f"the next world waits for {self._wanted(now)}")
+
+    def _wanted(self, now: float) -> str:
+        missing = self._missing(now)
+        parts = [f"slots: {self._short(missing)}"] if missing else []
+        if late := self.waited_for(now):
+            names = lines.names(late, self._succession.world)
+            parts.append(f"workers that have not said ready: {names}")
+        if coming := self._hosts.coming():
+            parts.append(f"agents of hosts: {', '.join(coming)}")
+        return "; ".join(parts) or "workers that are started again"
+
+    def times(self, now: float) -> list[float]:
+        """Return when something changes by the passing of time alone."""
+        times = [each for each in (self._line_at,) if each is not None]
+        if self._short_since is not None:
+            times.append(self._short_since + self._plan.elastic_timeout)
+        reset = self._succession.reset
+        if reset is not None and self._waits_for_all(now):
+            times.append(reset.since + self._plan.elastic_timeout)
+        return times
