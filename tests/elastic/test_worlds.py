@@ -83,8 +83,11 @@ def test_down_to_one_rank_and_up_again(tmp_path: Path) -> None:
         stop(workers, 0, 1)
 
 
-def test_a_peer_that_is_only_silent_ends_no_wait_late(tmp_path: Path) -> None:
-    with job(tmp_path, 3, MODULE) as workers:
+@pytest.mark.parametrize(("hosts", "elements"), [("", "1000"), ("a,b,b", "200000"), ("a,b,c", "9")])
+def test_the_loss_of_a_silent_rank_ends_all_waits_for_it(
+    tmp_path: Path, hosts: str, elements: str
+) -> None:
+    with job(tmp_path, 3, MODULE, hosts=hosts, ELEMENTS=elements) as workers:
         for number in range(3):
             workers.wait_for(number, in_world(1, step=5))
         os.kill(workers.processes[1].pid, signal.SIGSTOP)
