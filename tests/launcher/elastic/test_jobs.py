@@ -1,0 +1,172 @@
+"""Elastic jobs on one host: workers that die, hosts that come and go, and the end of the job."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.elastic.jobs import elastic, kill
+from tests.launcher.jobs import launch
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_is_replaced(tmp_path: Path, rank: int) -> None:
+    with elastic(tmp_path, "-np", "2", "--min-np", "1") as job:
+        first = job.watch.world(2)
+        kill(first[rank])
+        (alone,) = job.watch.world(1)
+        assert alone.pid == first[1 - rank].pid
+        again = job.watch.world(2, epoch=alone.epoch + 1)
+        assert again[0].pid == alone.pid and again[0].step >= alone.step
+        assert again[1].step == again[0].step
+        assert job.end() == 0
+    assert any("killed by SIGKILL" in line for line in job.watch.err)
+    assert sum("done rank" in line for line in job.watch.out) == 2
+
+
+def test_below_min_np_the_others_wait_for_the_new_worker(tmp_path: Path) -> None:
+    with elastic(tmp_path, "-np", "2", "--min-np", "2") as job:
+        first = job.watch.world(2)
+        kill(first[1])
+        again = job.watch.world(2, epoch=first[0].epoch + 1)
+        assert again[0].pid == first[0].pid and again[1].pid != first[1].pid
+        assert job.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_signal_to_the_launcher_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
+    with elastic(tmp_path, "-np", "2", "--min-np", "1") as job:
+        job.watch.world(2)
+        begin = time.monotonic()
+        job.watch.process.send_signal(number)
+        assert job.watch.finish(10) == code
+        job.wait_for_nothing(4.0)
+        assert time.monotonic() - begin < 6
+    if number != signal.SIGKILL:
+        assert job.watch.err[-1] == f"hvdlite-run: ended by {signal.Signals(number).name}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_launcher_in_a_reset_leaves_nothing(tmp_path: Path, number: int) -> None:
+    with elastic(tmp_path, "-np", "3", "--min-np", "1") as job:
+        first = job.watch.world(3)
+        kill(first[1])
+        job.watch.process.send_signal(number)
+        job.watch.finish(10)
+        job.wait_for_nothing(4.0)
+
+
+def test_sizes_follow_the_discovery_script(tmp_path: Path) -> None:
+    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
+    hosts.write_text("localhost:1\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    words = ("-np", "1", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script))
+    with elastic(tmp_path, *words) as job:
+        (first,) = job.watch.world(1)
+        hosts.write_text("localhost:2\n")
+        two = job.watch.world(2)
+        assert two[0].pid == first.pid
+        hosts.write_text("localhost:2\n127.0.0.1:2\n")
+        three = job.watch.world(3)
+        assert [place.pid for place in three[:2]] == [place.pid for place in two]
+        assert [place.local for place in three] == [0, 1, 0]
+        assert three[2].host == "127.0.0.1"
+        hosts.write_text("127.0.0.1:2\n")
+        left = job.watch.world(2, epoch=three[0].epoch + 1)
+        assert left[0].pid == three[2].pid
+        assert {place.host for place in left} == {"127.0.0.1"}
+        assert job.end() == 0
+    assert not any("failed" in line for line in job.watch.err)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("#!/bin/sh\necho no cluster >&2; exit 3\n", "ended with exit code 3 and said: no cluster"),
+        ("#!/bin/sh\necho localhost:1; echo 'a b c'\n", "line 2: 'a b c'"),
+    ],
+)
+def test_a_discovery_script_that_fails_at_first_ends_the_job(
+    tmp_path: Path, script: str, said: str
+) -> None:
+    path = tmp_path / "hosts.sh"
+    path.write_text(script)
+    path.chmod(0o755)
+    done = launch("-np", "1", "--host-discovery-script", str(path), "touch", str(tmp_path / "x"))
+    assert done.returncode == 1
+    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_discovery_script_that_fails_later_is_asked_again(tmp_path: Path) -> None:
+    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
+    hosts.write_text("localhost:1\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    with elastic(tmp_path, "-np", "1", "--host-discovery-script", str(script)) as job:
+        (first,) = job.watch.world(1)
+        hosts.unlink()
+        job.watch.line("discovery failed.*exit code 1")
+        hosts.write_text("localhost:2\n")
+        two = job.watch.world(2)
+        assert two[0].pid == first.pid
+        assert job.end() == 0
+
+
+def test_a_worker_that_raises_names_host_and_cause(tmp_path: Path) -> None:
+    script = "import hvdlite.numpy as hvd; hvd.init(); raise ValueError('no data')"
+    done = launch("-np", "2", "--min-np", "1", "python", "-c", script)
+    assert done.returncode == 1
+    assert "ValueError: no data" in done.stderr.splitlines()[-1]
+
+
+def test_a_command_that_is_not_there_ends_the_job() -> None:
+    done = launch("-np", "2", "--min-np", "1", "no-such-command")
+    assert done.returncode == 2
+    assert "the command 'no-such-command': it is not found" in done.stderr
+
+
+def test_workers_that_never_call_init_are_a_success() -> None:
+    words = ("-np", "2", "--min-np", "1")
+    done = launch(*words, "python", "-c", "import os; print(os.environ['HVDLITE_RANK'])")
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["[0]<stdout>:0", "[1]<stdout>:1"])
+
+
+def test_each_process_has_files_of_its_own(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    words = ("-np", "2", "--min-np", "1", "--output-filename", str(logs))
+    with elastic(tmp_path, *words) as job:
+        first = job.watch.world(2)
+        kill(first[1])
+        (alone,) = job.watch.world(1)
+        job.watch.world(2, epoch=alone.epoch + 1)
+        assert job.end() == 0
+    assert sorted(path.name for path in logs.iterdir()) == ["rank.0", "rank.1", "rank.1.1"]
+    assert f"pid {first[1].pid} " in (logs / "rank.1" / "stdout").read_text()
+    assert "done rank 1" in (logs / "rank.1.1" / "stdout").read_text()
+
+
+def test_the_variables_tell_a_worker_its_place() -> None:
+    script = (
+        "import os, hvdlite.numpy as hvd; hvd.init(); "
+        "print({k: os.environ[k] for k in sorted(os.environ) if k.startswith('HOROVOD_')}); "
+        "print(os.environ['HVDLITE_ELASTIC_ADMIT'], 'HVDLITE_RENDEZVOUS' in os.environ)"
+    )
+    words = ("--as-horovod", "-np", "1", "--min-np", "1", "-H", "localhost:1")
+    done = launch(*words, "python", "-c", script, HOROVOD_RANK="7", HVDLITE_WORKER="9")
+    known = {
+        "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "CROSS_RANK": "0", "CROSS_SIZE": "1",
+        "ELASTIC": "1", "HOSTNAME": "localhost", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "RANK": "0",
+        "SIZE": "1",
+    }  # fmt: skip
+    expected = {f"HOROVOD_{name}": text for name, text in known.items()}
+    assert done.stdout.splitlines() == [f"[0]<stdout>:{expected}", "[0]<stdout>:wait False"]
+    assert done.returncode == 0
