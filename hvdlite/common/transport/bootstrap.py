@@ -19,8 +19,9 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.base.version import installed_version
 from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
-from hvdlite.common.transport.local import LocalMesh, create_memory
+from hvdlite.common.transport.local import LocalMesh
 from hvdlite.common.transport.rendezvous import TOKEN_BYTES, Meeting, Peer, listen, meet
+from hvdlite.common.transport.shared_memory import create_memory
 
 HELLO = struct.Struct("<8sI52s")  # MAGIC, protocol version, version of hvdlite.
 MAGIC = b"hvdlite\0"

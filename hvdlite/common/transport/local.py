@@ -6,9 +6,6 @@ plane have sockets of their own and never mix.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 import select
 import socket
 from collections import deque
@@ -18,11 +15,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.transport.base import CHECK_SECONDS, Incoming, connection_lost
 from hvdlite.common.transport.framing import FRAME_BYTES, Assembler, frames
 from hvdlite.common.transport.poller import READ, WRITE, Poller
 from hvdlite.common.transport.rendezvous import Peer
+from hvdlite.common.transport.shared_memory import Memory
 from hvdlite.common.transport.wakeup import WakeUp
 
 TOKEN = b"t"
@@ -44,8 +42,8 @@ class LocalMesh:
         self.woken = self.news = False
         self._rank = rank
         self._links = {peer: _Link(peer, connections) for peer, connections in peers.items()}
-        self._memory = {rank: _Memory(rank, memory)}
-        self._memory |= {peer: _Memory(peer, links.memory) for peer, links in peers.items()}
+        self._memory = {rank: Memory(rank, memory)}
+        self._memory |= {peer: Memory(peer, links.memory) for peer, links in peers.items()}
         self._wake_up = WakeUp()
         for descriptor in self._wake_up.descriptors:
             self.poller.watch(descriptor, READ, self._on_wake)
@@ -68,8 +66,18 @@ class LocalMesh:
     def receive(self, timeout: float | None) -> list[Incoming]:
         """Sleep once for at most `timeout` seconds (None: no limit), and return all messages."""
         self.poller.poll(timeout)
-        messages, self.incoming = self.incoming, []
+        return self.take()
+
+    def take(self) -> list[Incoming]:
+        """Return all messages that are there."""
+        messages = self.incoming.copy()
+        self.incoming.clear()
         return messages
+
+    def pop_news(self) -> bool:
+        """Return whether messages wait, or a wake that a wait has not been told of."""
+        news, self.news = self.news, False
+        return news or bool(self.incoming)
 
     def _on_wake(self, events: int) -> None:
         self.woken = self.news = True
@@ -264,55 +272,3 @@ class _Link:
             return self.closed_by_peer()
         except OSError:
             return True
-
-
-class _Memory:
-    """The memfd of one rank and its mapping in this process. Views keep their mapping alive."""
-
-    def __init__(self, rank: int, descriptor: int) -> None:
-        self._rank = rank
-        self._descriptor = descriptor
-        self._mapping: mmap.mmap | None = None  # None until the first view.
-        self._mapped: NDArray[np.uint8] = np.zeros(0, np.uint8)
-
-    def view(self, nbytes: int, *, grow: bool) -> NDArray[np.uint8]:
-        """Return the first `nbytes` bytes; only the owner may `grow` the memory."""
-        if self._mapped.size < nbytes:
-            size = os.fstat(self._descriptor).st_size
-            if size < nbytes:
-                if not grow:
-                    raise ProtocolError(
-                        f"rank {self._rank} shares {size} bytes of memory, not {nbytes}", self._rank
-                    )
-                size = self._grow(nbytes)
-            self._mapping = mmap.mmap(self._descriptor, size)
-            self._mapped = np.frombuffer(self._mapping, np.uint8)
-        return self._mapped[:nbytes]
-
-    def _grow(self, nbytes: int) -> int:
-        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            # Without allocation, a full memory would raise SIGBUS at the first access.
-            os.posix_fallocate(self._descriptor, 0, size)
-        except OSError as error:
-            raise HorovodInternalError(
-                f"rank {self._rank} cannot have {size} bytes of shared memory: {error}"
-            ) from error
-        return size
-
-    def close(self) -> None:
-        """Close the descriptor, and unmap the memory, now or with the last view of it."""
-        if self._descriptor < 0:  # Closed before: a forked child closes what its parent has closed.
-            return
-        os.close(self._descriptor)
-        self._descriptor = -1
-        self._mapped = np.zeros(0, np.uint8)
-        if self._mapping is not None:
-            with contextlib.suppress(BufferError):  # A view is in use, and keeps the mapping.
-                self._mapping.close()
-            self._mapping = None
-
-
-def create_memory() -> int:
-    """Create an empty memfd. Raises `OSError`."""
-    return os.memfd_create("hvdlite", os.MFD_CLOEXEC)

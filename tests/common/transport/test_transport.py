@@ -21,8 +21,9 @@ from hvdlite.common.transport.backoff import Backoff
 from hvdlite.common.transport.base import Incoming, do_nothing
 from hvdlite.common.transport.framing import HEADER, MAGIC, Assembler, frames
 from hvdlite.common.transport.inprocess import InProcessTransport, InProcessWorld
-from hvdlite.common.transport.local import LocalMesh, create_memory
+from hvdlite.common.transport.local import LocalMesh
 from hvdlite.common.transport.rendezvous import Meeting, listen, meet
+from hvdlite.common.transport.shared_memory import create_memory
 from tests.ranks import run_threads
 from tests.worlds import TCP, TcpWorld
 

@@ -128,7 +128,7 @@ def _connect_neighbours(
     exchange: Exchange, transport: TcpTransport, ranks: set[int], deadline: float
 ) -> None:
     """Connect to `ranks`. Raises `HorovodInternalError` on all ranks if one cannot."""
-    links = [transport.expect(rank) for rank in sorted(ranks)]
+    links = [transport.control.expect(rank) for rank in sorted(ranks)]
     while missing := [link.rank for link in links if not link.connected]:
         failures = [error for rank, error in transport.unreachable.items() if rank in missing]
         if failures:

@@ -52,9 +52,6 @@ class Owner(Protocol):
     def on_unreachable(self, slot: Slot, reasons: str) -> None:
         """Note that the rank cannot be dialled, for `reasons`."""
 
-    def on_not_entered(self, rank: int) -> None:
-        """Note that the connection for which `entering` was true is closed."""
-
 
 class Connections:
     """The listeners of a rank, its guests (who connect here) and its dials."""
@@ -69,6 +66,8 @@ class Connections:
     ) -> None:
         """`targets` gives where to try to reach a rank, in order."""
         self.owner: Owner
+        # Is told the rank when the connection for which `entering` was true is closed.
+        self.not_entered: Callable[[int], None]
         self.me = me
         self._poller = poller
         self._listeners = listeners
@@ -131,10 +130,10 @@ class Connections:
         self._guests.pop(guest, None)
 
     def drop(self, guest: _Guest) -> None:
-        """Forget a guest that has closed; the owner may have waited for it to enter."""
+        """Forget a guest that has closed; `not_entered` may have waited for it."""
         self.forget(guest)
         if guest.slot is not None and guest.slot.channel == CONTROL_ONE_WAY:
-            self.owner.on_not_entered(guest.slot.rank)
+            self.not_entered(guest.slot.rank)
 
     def entering(self, rank: int) -> bool:
         """Return whether a guest that is to bring messages of `rank` has not entered yet."""

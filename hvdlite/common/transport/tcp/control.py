@@ -89,7 +89,7 @@ class ControlLink:
             pass
         except OSError:
             self._outbox.clear()
-        self._liveness.watch(self._connection, self._end)
+        self._liveness.watch(self._connection, self.end)
 
     def _read(self) -> None:
         assert self._connection is not None
@@ -101,7 +101,7 @@ class ControlLink:
             except OSError:
                 part = b""
             if not part:
-                self._end()
+                self.end()
                 return
             self._input += part
             self._take_frames()
@@ -124,8 +124,8 @@ class ControlLink:
                 self._deliver(Incoming(self.rank, body))
         del buffer[:start]
 
-    def _end(self, error: OSError | None = None) -> None:
-        """Report once that the peer has closed the connection, or is gone."""
+    def end(self, error: OSError | None = None) -> None:
+        """Report once that the peer has closed the connection, is gone, or cannot be dialled."""
         if not self.lost:
             self.lost = True
             self._outbox.clear()
@@ -133,17 +133,13 @@ class ControlLink:
                 self._poller.forget(self._connection.fileno())
             self._deliver(Incoming(self.rank, None))
 
-    def unreachable(self) -> None:
-        """Report that the rank cannot be dialled."""
-        self._end()
-
     def finish(self) -> None:
         """Tell the peer that no more messages follow."""
         if self._connection is not None and not self.lost:
             try:
                 self._connection.shutdown(socket.SHUT_WR)
             except OSError:
-                self._end()
+                self.end()
 
     @property
     def confirmed(self) -> bool:

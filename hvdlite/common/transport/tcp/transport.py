@@ -11,7 +11,6 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
@@ -30,13 +29,12 @@ from hvdlite.common.transport.base import (
 )
 from hvdlite.common.transport.local import LocalMesh
 from hvdlite.common.transport.tcp.connections import Connections
-from hvdlite.common.transport.tcp.control import ControlLink
+from hvdlite.common.transport.tcp.control_links import GOODBYE_SECONDS, ControlLinks
+from hvdlite.common.transport.tcp.data_link import DataLink
 from hvdlite.common.transport.tcp.liveness import Liveness
-from hvdlite.common.transport.tcp.strangers import CONTROL, CONTROL_ONE_WAY, DATA, Slot
-from hvdlite.common.transport.tcp.streams import DataLink, Transfer
+from hvdlite.common.transport.tcp.strangers import DATA, Slot
+from hvdlite.common.transport.tcp.streams import Transfer
 
-GOODBYE_SECONDS = 2.0  # The longest wait of `close` for remote ranks.
-GOODBYE_STEP_SECONDS = 1e-3  # Nothing tells when a peer has confirmed what it was sent.
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 REMEDY = (
     "Is a firewall between the hosts? HVDLITE_NETWORK_INTERFACES (--network-interfaces) chooses "
@@ -74,26 +72,15 @@ class TcpTransport:
         self._polling = 0  # The thread that is in `poll`.
         self._to_close = threading.Lock()  # Is taken by the one thread that closes.
         self._one_host = len(job.topology.hosts) == 1
-        # The links over which this rank sends, and those over which it only receives.
-        self._control: dict[int, ControlLink] = {}
-        self._one_way: list[ControlLink] = []
+        self.control = ControlLinks(
+            job.rank, mesh.poller, liveness, connections, mesh.incoming.append
+        )
         self._data: dict[int, DataLink] = {}
         # The errors of ranks that could not be dialled.
         self.unreachable: dict[int, PeerLostError] = {}
-        # Messages of this rank to itself.
-        self._to_self: deque[Incoming] = deque()
         connections.owner = self
 
     # -- connections
-
-    def expect(self, rank: int) -> ControlLink:
-        """Return the link to a remote rank of the control tree; the higher rank dials it."""
-        link = self._control.get(rank)
-        if link is None:
-            link = self._new_control(rank)
-            if rank < self.rank:
-                self._connections.dial(Slot(rank, CONTROL))
-        return link
 
     def poll(self, seconds: float | None) -> bool:
         """Sleep until something occurs, at most `seconds`; return whether anything did.
@@ -113,19 +100,18 @@ class TcpTransport:
                     f"rank {self.rank} has closed its connections", rank=self.rank
                 )
 
-    def _new_control(self, rank: int) -> ControlLink:
-        link = ControlLink(rank, self._poller, self._liveness, self._deliver)
-        self._control[rank] = link
-        return link
-
     def _data_link(self, rank: int) -> DataLink:
         link = self._data.get(rank)
         if link is None:
             streams = 1 if rank in self._local else self._job.streams
             ranks = (self.rank, rank)
-            link = DataLink(ranks, streams, self._poller, self._liveness, self._loss)
+            dial = self._dial if rank < self.rank else None
+            link = DataLink(ranks, streams, self._poller, self._liveness, self._loss, dial)
             self._data[rank] = link
         return link
+
+    def _dial(self, rank: int, stream: int) -> None:
+        self._connections.dial(Slot(rank, DATA, stream))
 
     def on_connected(self, slot: Slot, connection: socket.socket, *, dialled: bool) -> None:
         """See `Owner.on_connected`."""
@@ -137,12 +123,8 @@ class TcpTransport:
                 streams[slot.stream].attach(connection)
             else:
                 connection.close()
-        elif dialled or slot.channel == CONTROL:
-            (self._control.get(rank) or self._new_control(rank)).attach(connection)
         else:
-            link = ControlLink(rank, self._poller, self._liveness, self._deliver)
-            self._one_way.append(link)
-            link.attach(connection)
+            self.control.attach(slot, connection, dialled=dialled)
 
     def on_unreachable(self, slot: Slot, reasons: str) -> None:
         """See `Owner.on_unreachable`."""
@@ -157,7 +139,7 @@ class TcpTransport:
         if slot.channel == DATA:
             self._data_link(slot.rank).end(OSError(errno.EHOSTUNREACH, "unreachable"))
         else:
-            self._control[slot.rank].unreachable()
+            self.control.link(slot.rank).end()
 
     def _loss(self, rank: int, error: OSError | None) -> PeerLostError:
         """Return why the arrays of a rank cannot arrive."""
@@ -178,41 +160,12 @@ class TcpTransport:
         """See `Transport.send`."""
         if self._closed:
             return
-        if rank in self._local:
-            if rank == self.rank:
-                self._to_self.append(Incoming(rank, bytes(body)))
-            else:
-                self._mesh.send(rank, body)
-            return
-        self._control_link(rank).send(body)
-
-    def _control_link(self, rank: int) -> ControlLink:
-        """Return the link to a remote rank; dial those that are not in the control tree."""
-        link = self._control.get(rank)
-        if link is None:
-            link = self._new_control(rank)
-            self._connections.dial(Slot(rank, CONTROL_ONE_WAY))
-        return link
-
-    def _deliver(self, message: Incoming) -> None:
-        """Keep a message for `receive`; a rank is lost when all links to it are.
-
-        A link of the rank that is about to enter may bring messages that were sent before the end
-        of another link.
-        """
-        if message.body is None:
-            links = [self._control.get(message.rank), *self._one_way]
-            if any(link and link.rank == message.rank and not link.lost for link in links):
-                return
-            if self._connections.entering(message.rank):
-                return
-        self._mesh.incoming.append(message)
-
-    def on_not_entered(self, rank: int) -> None:
-        """See `Owner.on_not_entered`."""
-        link = self._control.get(rank)
-        if link is not None and link.lost:
-            self._deliver(Incoming(rank, None))
+        if rank == self.rank:
+            self._mesh.incoming.append(Incoming(rank, bytes(body)))
+        elif rank in self._local:
+            self._mesh.send(rank, body)
+        else:
+            self.control.link(rank).send(body)
 
     def wake(self, within: float = 0.0) -> None:
         """See `Transport.wake`."""
@@ -223,23 +176,15 @@ class TcpTransport:
         mesh = self._mesh
         if timeout == 0:
             self.poll(0)
-            return self._take()
+            return mesh.take()
         deadline = None if timeout is None else time.monotonic() + timeout
-        self.poll(0 if self._to_self or mesh.woken or mesh.incoming else timeout)
-        while not (mesh.incoming or mesh.woken or self._to_self):
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                break
+        left = 0 if mesh.woken or mesh.incoming else timeout
+        while True:
             self.poll(left)
-        mesh.woken = mesh.news = False
-        return self._take()
-
-    def _take(self) -> list[Incoming]:
-        messages, self._mesh.incoming = self._mesh.incoming, []
-        if self._to_self:
-            messages = [*self._to_self, *messages]
-            self._to_self.clear()
-        return messages
+            left = None if deadline is None else deadline - time.monotonic()
+            if mesh.incoming or mesh.woken or (left is not None and left <= 0):
+                mesh.woken = mesh.news = False
+                return mesh.take()
 
     # -- waits
 
@@ -256,10 +201,8 @@ class TcpTransport:
 
         Returns whether anything did. See [Note: negotiation while a collective waits] in engine.py.
         """
-        mesh = self._mesh
         occurred = self.poll(CHECK_SECONDS)
-        if not occurred or mesh.incoming or mesh.news:
-            mesh.news = False
+        if self._mesh.pop_news() or not occurred:
             self._negotiate()
         return occurred
 
@@ -267,24 +210,11 @@ class TcpTransport:
 
     def isend(self, rank: int, array: Array) -> Pending:
         """See `Transport.isend`."""
-        link = self._data_link(rank)
-        self._dial_data(link, array.nbytes)
-        return link.send(array)
+        return self._data_link(rank).send(array)
 
     def irecv(self, rank: int, array: Array) -> Pending:
         """See `Transport.irecv`."""
-        link = self._data_link(rank)
-        self._dial_data(link, array.nbytes)
-        return link.receive(array)
-
-    def _dial_data(self, link: DataLink, nbytes: int) -> None:
-        """Dial the streams that are needed for the first time; the higher rank does."""
-        if link.used < len(link.streams):
-            needed = link.streams_for(nbytes)
-            for stream in range(link.used, needed):
-                if self.rank > link.rank:
-                    self._connections.dial(Slot(link.rank, DATA, stream))
-            link.used = max(link.used, needed)
+        return self._data_link(rank).receive(array)
 
     def wait(self, pendings: Sequence[Pending]) -> None:
         """See `Transport.wait`."""
@@ -307,7 +237,7 @@ class TcpTransport:
         if rank in self._local:
             if self._mesh.gone(rank):
                 raise connection_lost(rank)
-        elif self._control_link(rank).lost:
+        elif self.control.link(rank).lost:
             raise self._loss(rank, None)
 
     # -- shared memory
@@ -327,10 +257,8 @@ class TcpTransport:
 
     def _attend(self) -> None:
         """Move arrays between hosts, and negotiate, while this rank waits for a local one."""
-        mesh = self._mesh
         self.poll(0)
-        if mesh.incoming or mesh.news:
-            mesh.news = False
+        if self._mesh.pop_news():
             self._negotiate()
 
     def gone(self, rank: int) -> bool:
@@ -355,38 +283,13 @@ class TcpTransport:
         if not self._to_close.acquire(blocking=False):
             return
         self._mesh.drain(GOODBYE_SECONDS)
-        self._say_goodbye()
+        self.control.say_goodbye()
         self._mesh.close()
         self._close_sockets()
 
-    def _say_goodbye(self) -> None:
-        """Send what is queued. A connection that is closed with messages unread loses the rest."""
-        links = [*self._control.values(), *self._one_way]
-        deadline = time.monotonic() + GOODBYE_SECONDS
-        finished: set[int] = set()
-        while time.monotonic() < deadline:
-            for index, link in enumerate(links):
-                if link.idle and index not in finished and not self._sends_elsewhere(link):
-                    finished.add(index)
-                    link.finish()
-            if all(link.confirmed for link in links):
-                return
-            try:
-                self._poller.poll(GOODBYE_STEP_SECONDS)
-            except HorovodInternalError as error:  # Nobody listens any more.
-                log.debug("rank %d: %s, while closing", self.rank, error)
-
-    def _sends_elsewhere(self, link: ControlLink) -> bool:
-        """Return whether messages for the peer of `link` wait for a connection of our own.
-
-        The peer would take the end of the only link that it knows of for the end of this rank.
-        """
-        return link in self._one_way and not self._control.get(link.rank, link).idle
-
     def _close_sockets(self) -> None:
         self._connections.close()
-        for control in (*self._control.values(), *self._one_way):
-            control.close()
+        self.control.close()
         for data in self._data.values():
             data.close()
 
