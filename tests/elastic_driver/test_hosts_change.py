@@ -233,3 +233,29 @@ def test_the_first_start_does_not_wait_for_ever() -> None:
 
 def test_order_of_discovery_is_kept() -> None:
     assert running({"z": 1, "a": 1, "m": 1}).hosts == "zam"
+
+
+def test_newcomers_beyond_max_np_end_when_old_hosts_come_back() -> None:
+    job = running({"a": 2}, max_np=2)
+    job.discover({"b": 1, "c": 1})
+    assert len(job.processes) == 4
+    job.discover({"a": 2, "b": 1, "c": 1})
+    assert all(job.processes[number].last("end")[:2] == ["end", 0] for number in (2, 3))  # type: ignore[index]
+    job.pass_checks()
+    job.wait(60)
+    assert (job.hosts, len(job.worlds)) == ("aa", 2)
+
+
+def test_five_hundred_ranks_cost_one_decision_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many ranks are ready one after another: only the last of them is worth a decision."""
+    job = running({f"h{index}": 8 for index in range(64)}, num_proc=512)
+    decisions = []
+    advance = type(job.driver)._advance
+    monkeypatch.setattr(
+        type(job.driver),
+        "_advance",
+        lambda self, now: (decisions.append(now), advance(self, now)),
+    )
+    job.kill(17)
+    assert len(job.members) == 511
+    assert len(decisions) < 5

@@ -137,7 +137,8 @@ class Driver:
                 return  # Nothing else follows from it.
             case ["checks", int(counter), int(passed)]:
                 self._succession.checks(worker, counter, passed)
-        self._advance(now)
+        if not self._requirements.others_are_late():
+            self._advance(now)
 
     def worker_stopped(self, number: int, now: float) -> None:
         """Note that a worker's process is stopped, by SIGSTOP or the like: it is given up."""
@@ -261,7 +262,7 @@ class Driver:
         if succession.world and not any(each.number in succession.members for each in staying):
             self._fail(NO_PREVIOUS_HOSTS)
             return
-        chosen = [each for each in staying if each.ready][: self.plan.max_np]
+        chosen = [each for each in staying if each.ready]
         if len(chosen) < requirements.need():
             return
         leaving = self._staffing.unwanted(now)

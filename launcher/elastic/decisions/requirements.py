@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hvdlite.launcher.elastic.decisions import lines
 from hvdlite.launcher.elastic.decisions.hosts import Hosts
@@ -31,6 +31,7 @@ class Requirements:
         self._staffing = staffing
         self._succession = succession
         self.first_hosts: set[str] = set()  # Those of the first start; empty before it.
+        self._unwanted: set[int] = set()  # As of the last event of another kind.
         self._short_since: float | None = None
         self._line_at: float | None = None
 
@@ -50,9 +51,24 @@ class Requirements:
             waited = self._succession.living_members()
             if self._waits_for_all(now):
                 waited += self._succession.newcomers()
-        late = [each for each in waited if not each.ready]
-        unwanted = {each.number for each in self._staffing.unwanted(now)} if late else set()
-        return [each for each in late if each.number not in unwanted]
+        self._unwanted = {each.number for each in self._staffing.unwanted(now)}
+        return self._late(waited)
+
+    def _late(self, workers: Iterable[Worker]) -> list[Worker]:
+        return [each for each in workers if not each.ready and each.number not in self._unwanted]
+
+    def others_are_late(self) -> bool:
+        """Return whether nothing can follow from a worker being ready, as a rank is not.
+
+        Many workers are ready one after another, so this looks at no more than it must.
+        """
+        if self._succession.world is None:
+            first = (each for each in self._roster.living() if each.host in self.first_hosts)
+            return bool(self._late(first))
+        reset = self._succession.reset
+        if reset is None or not reset.complete:
+            return False
+        return bool(self._late(self._succession.living_members()))
 
     def _waits_for_all(self, now: float) -> bool:
         """Return whether the next world waits for all workers that have been started."""

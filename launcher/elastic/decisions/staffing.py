@@ -62,11 +62,21 @@ class Staffing:
         return order_hosts(self._assigned, self._hosts.usable(now))
 
     def unwanted(self, now: float) -> list[Worker]:
-        """Return the living workers whose slots have gone: the last ones of their hosts."""
+        """Return the living workers that have to leave.
+
+        Their slots have gone, then they are the last ones of their hosts; or there are more than
+        the job may have, because hosts have come back, then they are the last newcomers.
+        """
         usable = self._hosts.usable(now)
-        result = []
+        result: list[Worker] = []
+        staying: list[Worker] = []
         for host in {worker.host: None for worker in self._roster.living()}:
-            result += self.in_order(host)[usable.get(host, 0) :]
+            workers = self.in_order(host)
+            staying += workers[: usable.get(host, 0)]
+            result += workers[usable.get(host, 0) :]
+        if len(staying) > self._most():
+            staying.sort(key=lambda each: (each.number not in self._ranks, each.number))
+            result += staying[self._most() :]
         return result
 
     def in_order(self, host: str) -> list[Worker]:
@@ -82,9 +92,9 @@ class Staffing:
 
     def in_expected_order(self, now: float) -> list[Worker]:
         """Return the living workers that may stay, in the order of their ranks in a next world."""
-        usable = self._hosts.usable(now)
-        hosts = self.hosts_in_order(now)
-        return [each for host in hosts for each in self.in_order(host)[: usable[host]]]
+        unwanted = {each.number for each in self.unwanted(now)}
+        workers = [each for host in self.hosts_in_order(now) for each in self.in_order(host)]
+        return [each for each in workers if each.number not in unwanted]
 
     # -- who is missing
 
