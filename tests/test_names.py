@@ -159,6 +159,9 @@ def test_editors_find_the_second_names() -> None:
 def test_every_package_is_installed() -> None:
     tomllib = pytest.importorskip("tomllib", reason="new in Python 3.11")
     settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
-    folders = [path.parent.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("__init__.py")]
-    packages = {".".join(folder.parts) for folder in folders} | {"hvdlite.launcher"}
+    launcher = PACKAGE.parent / "launcher"
+    folders = [Path("hvdlite", "launcher", path.parent.relative_to(launcher))
+               for path in launcher.rglob("__init__.py")]  # fmt: skip
+    folders += [path.parent.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("__init__.py")]
+    packages = {".".join(folder.parts) for folder in folders}
     assert packages == set(settings["tool"]["setuptools"]["packages"])

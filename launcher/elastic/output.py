@@ -18,7 +18,8 @@ class ElasticOutput(Output):
         self, num_proc: int, directory: str | None, timestamps: bool, console: Console,
         note_broken_pipe: Callable[[], None],
     ) -> None:  # fmt: skip
-        super().__init__(range(num_proc), None, timestamps, console, note_broken_pipe=note_broken_pipe)
+        ranks = range(num_proc)
+        super().__init__(ranks, None, timestamps, console, note_broken_pipe=note_broken_pipe)
         self._start_ranks: dict[int, int] = {}  # Of the workers that have not ended.
         self._incarnations: dict[int, int] = {}  # Start rank -> how many workers have had it.
         self._directory = Path(directory) if directory is not None else None
