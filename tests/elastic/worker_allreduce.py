@@ -39,8 +39,12 @@ def reduce_until_stopped() -> None:
                 assert (result == result[0]).all()
                 if step < ALL_STEPS or step % 100 == 0:
                     say(epoch=world.epoch, rank=world.rank, step=step, sum=result[0])
-                if worlds.check() == STOP:
+                kind = worlds.check()
+                if kind == STOP:
                     return
+                if kind is not None:
+                    say(epoch=world.epoch, interrupted=step)
+                    break
         except HorovodInternalError as error:
             say(epoch=world.epoch, error=str(error), at_fault=error.rank)
             assert not error.job_goes_on
