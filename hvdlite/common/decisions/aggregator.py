@@ -31,7 +31,7 @@ from hvdlite.common.plain.messages import (
     Response,
     Segment,
 )
-from hvdlite.common.plain.process_set_table import GLOBAL_ID, ProcessSetTable, unflatten
+from hvdlite.common.plain.process_set_table import ProcessSetTable, unflatten
 
 
 class _LeaderSetState:
@@ -105,12 +105,20 @@ class _LeaderSetState:
 class Aggregator:
     """Reports of the ranks below in, fewer reports out. Used by the engine thread of a leader."""
 
-    def __init__(self, size: int, below: Iterable[int]) -> None:
-        """Merge the reports of the ranks `below`, which include this rank."""
+    def __init__(
+        self, size: int, below: Iterable[int], sets: Iterable[tuple[int, ...]] = ()
+    ) -> None:
+        """Merge the reports of the ranks `below`, which include this rank.
+
+        The process sets are `sets` at first; see `ProcessSetTable`.
+        """
         self._below = mask_of(below)
         # The aggregator reads the orders that pass by, and so knows sets and bits as members do.
-        self._table = ProcessSetTable(size)
-        self._sets = {GLOBAL_ID: _LeaderSetState(self._below)}
+        self._table = ProcessSetTable(size, sets)
+        self._sets = {
+            process_set_id: _LeaderSetState(mask_of(ranks) & self._below)
+            for process_set_id, ranks in self._table.all().items()
+        }
         # The next reports to rank 0, until `pop_reports`.
         self._outgoing: list[Report] = []
 

@@ -93,20 +93,27 @@ from hvdlite.common.plain.messages import (
     Retune,
     Segment,
 )
-from hvdlite.common.plain.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
+from hvdlite.common.plain.process_set_table import ProcessSetTable, flatten
 
 
 class Coordinator:
     """Reports in, orders out. Used by the engine thread of rank 0."""
 
     def __init__(
-        self, size: int, *, cache_capacity: int, threshold_bytes: int, keep_groups: bool = False
+        self,
+        size: int,
+        *,
+        cache_capacity: int,
+        threshold_bytes: int,
+        keep_groups: bool = False,
+        sets: Iterable[tuple[int, ...]] = (),
     ) -> None:
+        """Begin with process `sets`; see `ProcessSetTable`."""
         self._capacity = cache_capacity
         self._threshold_bytes = threshold_bytes
         self._keep_groups = keep_groups
-        self._table = ProcessSetTable(size)
-        self._sets = {GLOBAL_ID: self._new_set(GLOBAL_ID)}
+        self._table = ProcessSetTable(size, sets)
+        self._sets = {each: self._new_set(each) for each in self._table.all()}
         # The next orders, until `pop_orders`. Segments are cut from the ready responses only then,
         # so that everything that came together can be fused.
         self._ready: list[Response] = []

@@ -83,7 +83,8 @@ class ControlPlane:
         )
         size = transport.topology.size
         leads = bool(self._tree.children) and not self._tree.is_root
-        self._aggregator = Aggregator(size, self._tree.subtree) if leads else None
+        sets = process_sets.added()
+        self._aggregator = Aggregator(size, self._tree.subtree, sets) if leads else None
         log.debug(
             "rank %d reports to %s; to it report %s", self._rank,
             "nobody" if self._tree.is_root else self._tree.parent, self._tree.children,
@@ -95,6 +96,7 @@ class ControlPlane:
                 cache_capacity=config.cache_capacity,
                 threshold_bytes=config.fusion_threshold_bytes,
                 keep_groups=config.disable_group_fusion,
+                sets=sets,
             )
 
     @property

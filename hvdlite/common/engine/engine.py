@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
@@ -49,10 +49,13 @@ class Engine:
         config: Config,
         timeline: Timeline,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        sets: Iterable[tuple[int, ...]] = (),
     ) -> None:
+        """Begin with process `sets`, the same on all ranks; see `ProcessSetTable`."""
         self.rank = transport.rank
         self.topology = transport.topology
-        self.process_sets = ProcessSetTable(self.topology.size)
+        self.process_sets = ProcessSetTable(self.topology.size, sets)
         # Set when this rank takes part in nothing any more: it was shut down, or the job failed.
         self.departed = threading.Event()
         # Set before `departed` if the job failed.

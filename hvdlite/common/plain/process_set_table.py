@@ -30,10 +30,11 @@ def unflatten(numbers: Sequence[int]) -> list[tuple[int, ...]]:
 class ProcessSetTable:
     """The ranks of each process set; all ranks change it at the same point of the order."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, sets: Iterable[tuple[int, ...]] = ()) -> None:
+        """Begin with the `sets` that an earlier world has left; losses may have made them equal."""
         self.size = size
-        self._members: dict[int, tuple[int, ...]] = {GLOBAL_ID: tuple(range(size))}
-        self._next = GLOBAL_ID + 1
+        self._members = dict(enumerate((tuple(range(size)), *sets), GLOBAL_ID))
+        self._next = GLOBAL_ID + len(self._members)
         self._freed: deque[int] = deque()
 
     def check(self, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -72,6 +73,10 @@ class ProcessSetTable:
         """Forget a set. Its id is used again, the longest free one first, as in Horovod."""
         del self._members[process_set_id]
         self._freed.append(process_set_id)
+
+    def added(self) -> list[tuple[int, ...]]:
+        """Return the ranks of all sets but the global one, in the order of their ids."""
+        return [ranks for key, ranks in sorted(self._members.items()) if key != GLOBAL_ID]
 
     def members(self, process_set_id: int) -> tuple[int, ...]:
         """Return the global ranks of a set, ascending. Raises `KeyError`."""

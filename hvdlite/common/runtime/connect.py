@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
@@ -37,10 +38,11 @@ SECRET = "HVDLITE_SECRET"
 
 
 class Membership(NamedTuple):
-    """The connections of this rank, and the ranks as MPI knows them (None without MPI)."""
+    """What a rank begins with."""
 
     transport: Transport
-    mpi_group: Any = None
+    mpi_group: Any = None  # The ranks as MPI knows them; None without MPI.
+    sets: Sequence[tuple[int, ...]] = ()  # The ranks of process sets of an earlier world.
 
 
 def find_launch() -> Launch:

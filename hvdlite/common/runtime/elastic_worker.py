@@ -6,16 +6,18 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import neighbours
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.meeting import launch as launches
+from hvdlite.common.meeting.exchange import Exchange
 from hvdlite.common.membership.frames import Member, Newcomer, World
 from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.plain.config import Config
+from hvdlite.common.runtime.kept_sets import KeptSets
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
 
@@ -29,6 +31,13 @@ NOT_IN_A_WORLD = (
 log = logging.getLogger("hvdlite")
 
 
+class Connected(NamedTuple):
+    """What a rank begins a world with: its connections, and the ranks of the process sets."""
+
+    transport: Transport
+    sets: list[tuple[int, ...]]
+
+
 class ElasticWorker:
     """The link of this worker, and the world that it is in."""
 
@@ -40,6 +49,7 @@ class ElasticWorker:
         self.world: World | None = None
         # The number of the commit that this worker holds; 0: none.
         self.commit = 0
+        self.sets = KeptSets()
         # Whether a check has interrupted this world: its ranks leave it in order.
         self.interrupted = False
         # The engine of the last world; set while that world may be over at any time.
@@ -111,22 +121,27 @@ class ElasticWorker:
 
     # -- transports
 
-    def connect(self, offer: World | Newcomer, config: Config) -> Transport:
-        """Return the transport of a world; for a newcomer one without other ranks."""
+    def connect(self, offer: World | Newcomer, config: Config) -> Connected:
+        """Return the connections of a world; for a newcomer those of a world without others."""
         if isinstance(offer, Newcomer):
-            return InProcessWorld(_topology(offer.members)).transport(offer.rank)
+            return Connected(InProcessWorld(_topology(offer.members)).transport(offer.rank), [])
         if offer.size == 1:
-            return solo()
+            return Connected(solo(), self.sets.agree([self.sets.pack()], offer))
+        exchange = self.link.exchange(offer)
+        sets = self.sets.agree(exchange.allgather(self.sets.pack()), offer)
+        return Connected(self._connect_over_tcp(exchange, offer, config), sets)
+
+    def _connect_over_tcp(self, exchange: Exchange, world: World, config: Config) -> Transport:
         from hvdlite.common.transport.tcp.connect import connect as connect_over_tcp
 
         return connect_over_tcp(
-            self.link.exchange(offer),
+            exchange,
             config,
             time.monotonic() + config.start_timeout_seconds,
             neighbours,
-            host=offer.host,
+            host=world.host,
             secret=self._secret,
-            epoch=offer.epoch,
+            epoch=world.epoch,
             interrupt=self.link,
             folder=self._folder(),
         )

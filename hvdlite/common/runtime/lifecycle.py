@@ -69,17 +69,18 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
 
 def _begin(membership: Membership, comm: Any, sets: Sequence[ProcessSet], config: Config) -> None:
     """Start the runtime of this process. After an error, there is none."""
-    this_process.runtime = runtime = Runtime(membership.transport, config, membership.mpi_group)
+    transport, mpi_group, kept_sets = membership
+    this_process.runtime = runtime = Runtime(transport, config, mpi_group, sets=kept_sets)
     try:
         this_process.comm = comm
-        if membership.mpi_group is not None:
+        if mpi_group is not None:
             call_before_mpi_ends(_at_exit)
         atexit.unregister(_at_exit)  # it must be called before what MPI has registered since
         atexit.register(_at_exit)
         global_process_set._bind(GLOBAL_ID, range(runtime.topology.size))
         global_process_set.mpi_comm = comm if is_communicator(comm) else None
         if this_process.worker is not None:
-            this_process.worker.follow(runtime.engine)
+            _follow_worker(this_process.worker, runtime)
         if not is_waiting():
             runtime.begin(sets, first=True)
     except BaseException:
@@ -98,15 +99,26 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
             "without comm, and make process sets for parts of the ranks"
         )
     check_without_mpi(launch, config)
-    worker = this_process.worker = this_process.worker or ElasticWorker()
+    if this_process.worker is None:
+        this_process.worker = ElasticWorker()
+        this_process.worker.sets.note_init(sets)
+    worker = this_process.worker
 
     def join(offer: World | Newcomer) -> None:
         for runtime in this_process.shut_down:  # All ranks of their worlds have left, or are lost.
             runtime.engine.abandon(HorovodInternalError("the world of this engine is over"))
-        _begin(Membership(worker.connect(offer, config)), comm, sets, config)
+        transport, kept_sets = worker.connect(offer, config)
+        new = [] if worker.sets.follows else sets
+        _begin(Membership(transport, sets=kept_sets), comm, new, config)
         _forget_finished()
 
     worker.enter(join, config.peer_timeout_seconds)
+
+
+def _follow_worker(worker: ElasticWorker, runtime: Runtime) -> None:
+    """Let the worlds of `worker` rule `runtime`."""
+    worker.follow(runtime.engine)
+    runtime.adopt(worker.sets.bind(runtime.engine.process_sets.all()))
 
 
 def is_waiting() -> bool:
@@ -124,7 +136,12 @@ def restart() -> None:
     if worker is not None and runtime is not None and not worker.interrupted:
         text = f"rank {runtime.rank} has left world {worker.epoch}"
         runtime.engine.abandon(HorovodInternalError(text, rank=runtime.rank))
+    if worker is not None and worker.world is not None and runtime is not None:
+        sets = runtime.engine.process_sets.all()
+        worker.sets.note_world(worker.world, sets, runtime.known_sets)
+    ranks = global_process_set.ranks
     shutdown()
+    global_process_set.ranks = ranks  # `init` changes the list in place.
     init(comm)
 
 

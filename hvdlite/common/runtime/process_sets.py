@@ -66,7 +66,15 @@ class ProcessSet:
 
     def _bind(self, process_set_id: int, ranks: Iterable[int]) -> None:
         self.process_set_id = process_set_id
-        self.ranks = list(ranks)
+        if self.ranks is None:
+            self.ranks = []
+        self.ranks[:] = list(ranks)  # In place: users may hold the list.
+
+    def _vanish(self) -> None:
+        """Have no members any more: all of them were lost."""
+        self._invalidate()
+        if self.ranks is not None:
+            self.ranks.clear()
 
     def _invalidate(self) -> None:
         self.process_set_id = None

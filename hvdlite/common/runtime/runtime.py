@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -32,7 +32,15 @@ log = logging.getLogger("hvdlite")
 class Runtime:
     """One rank's membership in one job, from init to shutdown."""
 
-    def __init__(self, transport: Transport, config: Config, mpi_group: Any = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        config: Config,
+        mpi_group: Any = None,
+        *,
+        sets: Iterable[tuple[int, ...]] = (),
+    ) -> None:
+        """Begin with process `sets`, the same on all ranks; `adopt` gives them to users."""
         self.config = config
         # The ranks of the job as MPI knows them, until shutdown; None without MPI. A process set
         # that is made from a communicator is translated by it.
@@ -59,7 +67,7 @@ class Runtime:
         # By id: the sets that users hold, so that a set that is removed can be told so.
         self.known_sets: dict[int, ProcessSet] = {}
         try:
-            self.engine = Engine(transport, config, self.timeline)
+            self.engine = Engine(transport, config, self.timeline, sets=sets)
             self.engine.start()
         except BaseException:
             transport.close()
@@ -219,6 +227,10 @@ class Runtime:
         process_set._bind(process_set_id, members)
         self.restart(process_set)  # The id may have been another set's.
         self.known_sets[process_set_id] = process_set
+
+    def adopt(self, sets: Mapping[int, ProcessSet]) -> None:
+        """Take over process sets that users hold, by their ids."""
+        self.known_sets |= sets
 
     def remove_process_set(self, process_set: ProcessSet) -> None:
         """Unregister a set on all ranks; blocks until every rank has called it."""

@@ -1,0 +1,63 @@
+"""A worker of the tests that reduces in process sets, in world after world."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+import hvdlite.numpy as hvd
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime.state import current
+from tests.elastic.fake_driver import STOP
+from tests.elastic.worker_allreduce import NUMBER, say
+
+NEWCOMER = bool(os.environ.get("NEWCOMER"))
+INIT_SETS = {"pair": hvd.ProcessSet([0, 1]), "rest": hvd.ProcessSet([1, 2, 3])}
+
+
+def use(sets: dict[str, hvd.ProcessSet], epoch: int) -> None:
+    """Reduce once in every set that this rank is a member of, and say what came of it."""
+    for name, process_set in sets.items():
+        total = None
+        if process_set.process_set_id is not None and process_set.included():
+            own = np.full(5, NUMBER + 1.0)
+            total = float(hvd.allreduce(own, op=hvd.Sum, process_set=process_set, name="x")[0])
+        ids = process_set.process_set_id
+        say(epoch=epoch, set=name, id=ids, ranks=list(process_set.ranks or ()), sum=total)
+
+
+def main() -> None:
+    """Use the sets in each world until the driver stops the job."""
+    hvd.init(process_sets=list(INIT_SETS.values()))
+    sets = dict(INIT_SETS)
+    global_ranks = hvd.global_process_set.ranks
+    if worlds.waiting():
+        worlds.next_world(0)
+    else:
+        gone = hvd.add_process_set([0, 2])
+        sets["late"] = hvd.add_process_set([2, 3])
+        hvd.remove_process_set(gone)
+        sets["alone"] = hvd.add_process_set([2])
+    while True:
+        world = worlds.current_world()
+        assert world is not None
+        try:
+            use(sets, world.epoch)
+            assert hvd.global_process_set.ranks is global_ranks
+            say(epoch=world.epoch, table=current().engine.process_sets.all())
+            while True:
+                hvd.allreduce(np.zeros(1), name="global")
+                kind = worlds.check()
+                if kind == STOP:
+                    return
+                if kind is not None:
+                    break
+        except HorovodInternalError as error:
+            assert not error.job_goes_on, error
+        worlds.next_world(world.epoch)
+
+
+if __name__ == "__main__":
+    main()
