@@ -851,7 +851,7 @@ def test_gradients_travel_while_backward_runs(tmp_path: Path) -> None:
     def main(rank: int) -> None:
         model = models[rank]
         if rank == 0:
-            current().record_timeline(str(path), False)
+            current().recording.start(str(path), False)
         hvd.barrier()
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
         hidden = model[1](model[0](torch.ones(2, 64)))

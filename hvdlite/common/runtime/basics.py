@@ -60,7 +60,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises `ValueError` before `init`, `OSError` when the file cannot be written.
     """
-    current().record_timeline(file_path, mark_cycles)
+    current().recording.start(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -68,7 +68,7 @@ def stop_timeline() -> None:
     runtime = current()
     if not runtime.timeline.enabled:
         log.debug("the timeline was stopped already")
-    runtime.timeline.close()
+    runtime.recording.stop()
 
 
 def mpi_threads_supported() -> bool:

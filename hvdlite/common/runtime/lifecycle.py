@@ -22,7 +22,8 @@ from hvdlite.common.runtime.elastic_worker import ElasticWorker
 from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, skip_mpi_finalize
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set, is_communicator
 from hvdlite.common.runtime.rank_claim import claim_rank
-from hvdlite.common.runtime.runtime import DYNAMIC, Runtime
+from hvdlite.common.runtime.recording import DYNAMIC, Recording
+from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current, not_initialized, this_process
 from hvdlite.common.runtime.transport_choice import check_without_mpi
 
@@ -70,7 +71,10 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
 def _begin(membership: Membership, comm: Any, sets: Sequence[ProcessSet], config: Config) -> None:
     """Start the runtime of this process. After an error, there is none."""
     transport, mpi_group, kept_sets = membership
-    this_process.runtime = runtime = Runtime(transport, config, mpi_group, sets=kept_sets)
+    recording = None if this_process.worker is None else this_process.worker.recording
+    this_process.runtime = runtime = Runtime(
+        transport, config, mpi_group, sets=kept_sets, recording=recording
+    )
     try:
         this_process.comm = comm
         if mpi_group is not None:
@@ -100,7 +104,7 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
         )
     check_without_mpi(launch, config)
     if this_process.worker is None:
-        this_process.worker = ElasticWorker()
+        this_process.worker = ElasticWorker(Recording(config, launch.rank))
         this_process.worker.sets.note_init(sets)
     worker = this_process.worker
 
@@ -108,6 +112,8 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
         for runtime in this_process.shut_down:  # All ranks of their worlds have left, or are lost.
             runtime.engine.abandon(HorovodInternalError("the world of this engine is over"))
         transport, kept_sets = worker.connect(offer, config)
+        if isinstance(offer, World):
+            worker.recording.enter(offer, worker.sets.follows)
         new = [] if worker.sets.follows else sets
         _begin(Membership(transport, sets=kept_sets), comm, new, config)
         _forget_finished()

@@ -19,12 +19,10 @@ from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.mpi_process import free_group, members_of_communicator
 from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.runtime.recording import Recording
 from hvdlite.common.runtime.trainers import Trainers
 from hvdlite.common.segmentation.user_choice import UserChoice
-from hvdlite.common.timeline.recorder import Timeline, path_of_rank
 from hvdlite.common.transport.base import Transport, do_nothing
-
-DYNAMIC = "dynamic"
 
 log = logging.getLogger("hvdlite")
 
@@ -39,8 +37,12 @@ class Runtime:
         mpi_group: Any = None,
         *,
         sets: Iterable[tuple[int, ...]] = (),
+        recording: Recording | None = None,
     ) -> None:
-        """Begin with process `sets`, the same on all ranks; `adopt` gives them to users."""
+        """Begin with process `sets`, the same on all ranks; `adopt` gives them to users.
+
+        A `recording` that is given goes on after the shutdown.
+        """
         self.config = config
         # The ranks of the job as MPI knows them, until shutdown; None without MPI. A process set
         # that is made from a communicator is translated by it.
@@ -63,7 +65,9 @@ class Runtime:
         self._eras: dict[int | None, object] = {}
         self._unnamed_lock = threading.Lock()  # Guards _unnamed.
         # Records nothing until a file is named, by the settings or by start_timeline().
-        self.timeline = Timeline(self.rank)
+        self.recording = recording or Recording(config, self.rank)
+        self._recording_goes_on = recording is not None
+        self.timeline = self.recording.timeline
         # By id: the sets that users hold, so that a set that is removed can be told so.
         self.known_sets: dict[int, ProcessSet] = {}
         try:
@@ -83,17 +87,7 @@ class Runtime:
 
     def record_by_setting(self) -> None:
         """Start the timeline that the settings ask for, if any. Raises `OSError`."""
-        path = self.config.timeline
-        if path and path.upper() != DYNAMIC.upper():
-            self.record_timeline(path, self.config.timeline_mark_cycles)
-
-    def record_timeline(self, path: str, mark_cycles: bool) -> None:
-        """Start to record, on rank 0 or on every rank as the settings say."""
-        if self.config.timeline_all_ranks:
-            path = path_of_rank(path, self.rank)
-        elif self.rank != 0:
-            return
-        self.timeline.record_to(path, mark_cycles)
+        self.recording.begin()
 
     def named(self, name: str | None, process_set: ProcessSet) -> AbstractContextManager[str]:
         """Return a context with `name`, or with the next generated name of this process set.
@@ -257,7 +251,8 @@ class Runtime:
             steps.callback(self._free_mpi_group)
             for process_set_id in list(self.known_sets):
                 steps.callback(self._forget_set, process_set_id)
-            steps.callback(self.timeline.close)
+            end = self.recording.leave if self._recording_goes_on else self.timeline.close
+            steps.callback(end)
             steps.callback(self.engine.shutdown)
             steps.callback(self.trainers.close)
 

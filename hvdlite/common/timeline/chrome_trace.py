@@ -218,6 +218,21 @@ class TraceWriter:
             self._end_open(now, track)
             self._count_bytes(now, track, 0)
 
+    # ---- worlds of an elastic job
+
+    def end_rows(self, now: int) -> None:
+        """See `Timeline.end_rows`."""
+        self._end_all(now)
+
+    def reset(self, now: int, epoch: int, old: tuple[int, int], new: tuple[int, int]) -> None:
+        """See `Timeline.reset`."""
+        self._end_all(now)
+        places = {"old_rank": old[0], "old_size": old[1], "rank": new[0], "size": new[1]}
+        self._events.append(
+            f'{{"ph": "i", "name": "RESET", "ts": {self._ts(now)}, "pid": {HEAD_PID}, "s": "g", '
+            f'"args": {json.dumps({"world": epoch, **places})}}}'
+        )
+
     # ---- events
 
     def _ts(self, now: int) -> int:

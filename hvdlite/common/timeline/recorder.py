@@ -43,6 +43,12 @@ def path_of_rank(path: str, rank: int) -> str:
     return str(pure.with_name(f"{pure.stem}.rank{rank}{pure.suffix}"))
 
 
+def path_of_world(path: str, epoch: int) -> str:
+    """Return the file that is begun in a later world of a job: ``a.json`` -> ``a.world3.json``."""
+    pure = PurePath(path)
+    return str(pure.with_name(f"{pure.stem}.world{epoch}{pure.suffix}"))
+
+
 class Timeline:
     """The timeline of one rank; it can be switched on, to another file, and off at any time.
 
@@ -87,13 +93,17 @@ class Timeline:
         path when it cannot be written; recording then goes on as before.
         """
         with self._lock:
-            if self._trace is None or self._trace.file.path != os.path.abspath(path):
+            if not self.records_to(path):
                 trace = TraceWriter(path, self.rank, self._clock_offset_seconds)
                 self._finish_file()
                 self._trace = trace
             self._mark_cycles = mark_cycles
             self._start_writer()
             self.enabled = True
+
+    def records_to(self, path: str) -> bool:
+        """Return whether `path` is the file in use."""
+        return self._trace is not None and self._trace.file.path == os.path.abspath(path)
 
     def close(self) -> None:
         """Stop recording and complete the file; idempotent."""
@@ -210,6 +220,18 @@ class Timeline:
         """Record the end of the segment that began last."""
         if self.enabled:
             self._put(TraceWriter.segment_end)
+
+    # ---- worlds of an elastic job
+
+    def end_rows(self) -> None:
+        """Record that all that has begun ends here: the world is over."""
+        if self.enabled:
+            self._put(TraceWriter.end_rows)
+
+    def reset(self, epoch: int, old: tuple[int, int], new: tuple[int, int]) -> None:
+        """Record that a world begins; `old` and `new` are rank and size before and in it."""
+        if self.enabled:
+            self._put(TraceWriter.reset, epoch, old, new)
 
     # ---- the queue and its writer
 
