@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hvdlite.common.iterations.files import read_rows
+from tests.elastic.fake_driver import STOP
 from tests.elastic.test_worlds import MODULE, in_world, stop
 from tests.elastic.workers import Workers, job
 
@@ -114,3 +116,27 @@ def test_every_rank_keeps_its_file(tmp_path: Path) -> None:
     ]  # fmt: skip
     for events in files.values():
         check_rows(events)
+
+
+def test_the_trace_of_every_worker_goes_on_in_its_file(tmp_path: Path) -> None:
+    variables = {"HVDLITE_TRACE_ITERATIONS": str(tmp_path / "trace.csv")}
+    with job(tmp_path, 3, "worker_traced", **variables) as workers:
+        driver = workers.driver
+        driver.size, driver.admits = 1, False
+        for number in range(3):
+            workers.wait_for(number, in_world(1, step=10))
+        lose(workers, 0, 1)
+        workers.start(3, "worker_traced", **variables)
+        driver.wait_for(lambda: 3 in driver.commits)
+        driver.notice(2)
+        for number in (1, 2, 3):
+            workers.wait_for(number, in_world(3, step=10))
+        driver.notice(STOP)
+        assert {number: code for number, code in workers.codes().items() if code} == {}
+        for number, name in ((1, "rank1"), (2, "rank2"), (3, "world3.rank2")):
+            rows = read_rows(str(tmp_path / f"trace.{name}.csv"))
+            worlds = [line for line in workers.lines(number) if "iterations" in line]
+            ranks = [line["rank"] for line in worlds for _ in range(line["iterations"])]
+            assert [row.rank for row in rows] == ranks
+            assert [row.iteration for row in rows] == list(range(len(rows)))
+            assert all(row.segments for row in rows)

@@ -25,7 +25,6 @@ from hvdlite.common.iterations.rows import IterationRow, IterationTimes, Segment
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current
-from hvdlite.common.timeline.recorder import path_of_rank
 
 FLUSH_SECONDS = 0.2  # how long iterations gather before they are written
 MOST_ROWS = 50_000  # the rows that `IterationTrace.rows` remembers: some 50 MB
@@ -50,11 +49,13 @@ class IterationTrace:
 
     def __init__(self, runtime: Runtime, path: str | None) -> None:
         """Begin to trace; raise as `trace_iterations`."""
-        self._runtime = runtime
-        self._file: RowsFile | None = None
         if path is not None:
             check_path(path)
-            self._file = open_rows(path_of_rank(path, runtime.rank))
+        self._runtime = runtime
+        # Set until the file is opened: a newcomer of an elastic job learns its rank later.
+        self._path_to_open = path
+        self._file: RowsFile | None = None
+        self._open_file()
         self._lock = threading.RLock()  # guards _rows, _count, _last_end and _file
         # Finished iterations of which the writer has made no row yet.
         self._ended: deque[tuple[IterationTimes, list[SegmentRun]]] = deque()
@@ -62,14 +63,15 @@ class IterationTrace:
         self._count = 0
         self._last_end: float | None = None
         self._following: list[StepMarks] = []
-        # Called by `stop`: they remove this trace from trainers and from the engine.
+        # Called by `stop`: they remove this trace from trainers.
         self._detach: list[Callable[[], object]] = []
         # Set while the training thread is inside `with trace.iteration()`.
         self._block: IterationMarks | None = None
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._writer = threading.Thread(target=self._write, name="hvdlite-trace", daemon=True)
         self._writer.start()
-        self._detach.append(runtime.engine.observe(self._on_run))
+        # Ends the observation of the engine of this world.
+        self._stop_observing = runtime.engine.observe(self._on_run)
         runtime.trainers.add(self)
 
     # -- for the user
@@ -107,6 +109,7 @@ class IterationTrace:
             return
         self._stopping.set()
         self._runtime.trainers.remove(self)
+        self._stop_observing()
         for detach in self._detach:
             detach()
         self._wake.set()
@@ -124,6 +127,20 @@ class IterationTrace:
         self.stop()
 
     # -- for trainers and the engine
+
+    def enter(self, runtime: Runtime) -> None:
+        """Go on in another world of an elastic job, whose ranks are others. Raises `OSError`."""
+        with self._lock:
+            self._make_rows()  # They are of the world before.
+            self._runtime = runtime
+            self._stop_observing = runtime.engine.observe(self._on_run)
+            self._open_file()
+
+    def _open_file(self) -> None:
+        recording = self._runtime.recording
+        if self._path_to_open is not None and recording.in_world:
+            path, self._path_to_open = self._path_to_open, None
+            self._file = open_rows(recording.new_file(path, of_rank=True))
 
     def follow(self, trainer: Trainer) -> None:
         """Trace the iterations of `trainer` from now on, without keeping it alive."""

@@ -18,7 +18,7 @@ from hvdlite.common.membership.frames import Member, Newcomer, World
 from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.kept_sets import KeptSets
-from hvdlite.common.runtime.recording import Recording
+from hvdlite.common.runtime.recording import Lasting
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.inprocess import InProcessWorld, solo
 
@@ -42,8 +42,8 @@ class Connected(NamedTuple):
 class ElasticWorker:
     """The link of this worker, and the world that it is in."""
 
-    def __init__(self, recording: Recording, environ: Mapping[str, str] = os.environ) -> None:
-        self.recording = recording
+    def __init__(self, lasting: Lasting, environ: Mapping[str, str] = os.environ) -> None:
+        self.lasting = lasting
         self.number = int(environ[launches.WORKER])
         self._address = environ[launches.DRIVER]
         self._secret = environ.get("HVDLITE_SECRET", "").encode()

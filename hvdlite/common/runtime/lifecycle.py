@@ -22,7 +22,7 @@ from hvdlite.common.runtime.elastic_worker import ElasticWorker
 from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, skip_mpi_finalize
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set, is_communicator
 from hvdlite.common.runtime.rank_claim import claim_rank
-from hvdlite.common.runtime.recording import DYNAMIC, Recording
+from hvdlite.common.runtime.recording import DYNAMIC, Lasting
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current, not_initialized, this_process
 from hvdlite.common.runtime.transport_choice import check_without_mpi
@@ -71,9 +71,9 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
 def _begin(membership: Membership, comm: Any, sets: Sequence[ProcessSet], config: Config) -> None:
     """Start the runtime of this process. After an error, there is none."""
     transport, mpi_group, kept_sets = membership
-    recording = None if this_process.worker is None else this_process.worker.recording
+    lasting = None if this_process.worker is None else this_process.worker.lasting
     this_process.runtime = runtime = Runtime(
-        transport, config, mpi_group, sets=kept_sets, recording=recording
+        transport, config, mpi_group, sets=kept_sets, lasting=lasting
     )
     try:
         this_process.comm = comm
@@ -104,7 +104,7 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
         )
     check_without_mpi(launch, config)
     if this_process.worker is None:
-        this_process.worker = ElasticWorker(Recording(config, launch.rank))
+        this_process.worker = ElasticWorker(Lasting.new(config, launch.rank, in_world=False))
         this_process.worker.sets.note_init(sets)
     worker = this_process.worker
 
@@ -113,7 +113,7 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
             runtime.engine.abandon(HorovodInternalError("the world of this engine is over"))
         transport, kept_sets = worker.connect(offer, config)
         if isinstance(offer, World):
-            worker.recording.enter(offer, worker.sets.follows)
+            worker.lasting.recording.enter(offer, worker.sets.follows)
         new = [] if worker.sets.follows else sets
         _begin(Membership(transport, sets=kept_sets), comm, new, config)
         _forget_finished()
@@ -124,6 +124,8 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
 def _follow_worker(worker: ElasticWorker, runtime: Runtime) -> None:
     """Let the worlds of `worker` rule `runtime`."""
     worker.follow(runtime.engine)
+    if worker.world is not None:
+        runtime.trainers.enter(runtime)
     runtime.adopt(worker.sets.bind(runtime.engine.process_sets.all()))
 
 
@@ -237,6 +239,7 @@ def _at_exit() -> None:
         runtime.engine.join()
     _forget_finished()
     if this_process.worker is not None:
+        this_process.worker.lasting.close()
         this_process.worker.link.close()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from hvdlite.common.membership.frames import World
 from hvdlite.common.plain.config import Config
+from hvdlite.common.runtime.trainers import Trainers
 from hvdlite.common.timeline.recorder import Timeline, path_of_rank, path_of_world
 
 DYNAMIC = "dynamic"
@@ -22,8 +24,10 @@ def timeline_of_settings(config: Config) -> tuple[str, bool] | None:
 class Recording:
     """The timeline of one rank, and which file it is wanted in."""
 
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config, rank: int, *, in_world: bool = True) -> None:
         self.timeline = Timeline(rank)
+        # Whether the rank is known: that of a newcomer is the expected one.
+        self.in_world = in_world
         self._all_ranks = config.timeline_all_ranks
         # The file and whether cycles are marked; None where no timeline is wanted. All ranks know
         # it, as each may become rank 0.
@@ -38,13 +42,21 @@ class Recording:
         self._wanted = path, mark_cycles
         if not self._all_ranks and self.timeline.rank != 0:
             return
-        file = self._file(path)
-        if self._epoch and not self.timeline.records_to(file) and os.path.exists(file):
-            file = self._file(path_of_world(path, self._epoch))
+        file = path_of_rank(path, self.timeline.rank) if self._all_ranks else path
+        if not self.timeline.records_to(file):
+            file = self.new_file(path, of_rank=self._all_ranks)
         self.timeline.record_to(file, mark_cycles)
 
-    def _file(self, path: str) -> str:
-        return path_of_rank(path, self.timeline.rank) if self._all_ranks else path
+    def new_file(self, path: str, *, of_rank: bool) -> str:
+        """Return the name of a file that this rank may write, with its number if `of_rank`.
+
+        What earlier worlds have written, as other ranks with the same number, is not overwritten.
+        """
+        for each in (path, path_of_world(path, self._epoch)):
+            file = path_of_rank(each, self.timeline.rank) if of_rank else each
+            if not (self._epoch and os.path.exists(file)):
+                break
+        return file
 
     def stop(self) -> None:
         """Complete the file, and want none."""
@@ -60,6 +72,7 @@ class Recording:
         """Begin a world, which `follows` another one of the job or not."""
         old, self._place = self._place, (world.rank, world.size)
         self._epoch = world.epoch if follows else 0
+        self.in_world = True
         self.timeline.rank = world.rank
         if old is not None:
             self.timeline.reset(world.epoch, old, self._place)
@@ -67,3 +80,20 @@ class Recording:
     def leave(self) -> None:
         """End the rows of a world that is over."""
         self.timeline.end_rows()
+
+
+class Lasting(NamedTuple):
+    """What records a rank, and goes on from world to world in an elastic job."""
+
+    recording: Recording
+    trainers: Trainers
+
+    @classmethod
+    def new(cls, config: Config, rank: int, *, in_world: bool = True) -> Lasting:
+        """Return what records nothing yet."""
+        return cls(Recording(config, rank, in_world=in_world), Trainers())
+
+    def close(self) -> None:
+        """Complete all files, as the process ends."""
+        self.trainers.close()
+        self.recording.timeline.close()

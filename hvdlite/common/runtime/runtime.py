@@ -19,8 +19,7 @@ from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.mpi_process import free_group, members_of_communicator
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.common.runtime.recording import Recording
-from hvdlite.common.runtime.trainers import Trainers
+from hvdlite.common.runtime.recording import Lasting
 from hvdlite.common.segmentation.user_choice import UserChoice
 from hvdlite.common.transport.base import Transport, do_nothing
 
@@ -37,11 +36,11 @@ class Runtime:
         mpi_group: Any = None,
         *,
         sets: Iterable[tuple[int, ...]] = (),
-        recording: Recording | None = None,
+        lasting: Lasting | None = None,
     ) -> None:
         """Begin with process `sets`, the same on all ranks; `adopt` gives them to users.
 
-        A `recording` that is given goes on after the shutdown.
+        What is `lasting` goes on after the shutdown, in the next world of an elastic job.
         """
         self.config = config
         # The ranks of the job as MPI knows them, until shutdown; None without MPI. A process set
@@ -52,8 +51,12 @@ class Runtime:
         self.topology: Topology = transport.topology
         # The operations that users hold handles of; they stay until synchronize() asks for them.
         self.handles = HandleTable()
-        # The optimizers and other trainers of this rank, announced when they are made.
-        self.trainers = Trainers()
+        self._lasts = lasting is not None
+        # The timeline, which records nothing until a file is named, by the settings or by
+        # start_timeline(); and the optimizers and other trainers of this rank, announced when they
+        # are made.
+        self.recording, self.trainers = lasting or Lasting.new(config, self.rank)
+        self.timeline = self.recording.timeline
         # Checked calls by the name of a tensor or group: specs, options, and the resulting request
         # or requests. Steps after the first find theirs here.
         self.requests: dict[str, tuple[Any, Any, Request | tuple[Request, ...]]] = {}
@@ -64,10 +67,6 @@ class Runtime:
         self._unnamed: dict[int | None, int] = {}
         self._eras: dict[int | None, object] = {}
         self._unnamed_lock = threading.Lock()  # Guards _unnamed.
-        # Records nothing until a file is named, by the settings or by start_timeline().
-        self.recording = recording or Recording(config, self.rank)
-        self._recording_goes_on = recording is not None
-        self.timeline = self.recording.timeline
         # By id: the sets that users hold, so that a set that is removed can be told so.
         self.known_sets: dict[int, ProcessSet] = {}
         try:
@@ -251,10 +250,10 @@ class Runtime:
             steps.callback(self._free_mpi_group)
             for process_set_id in list(self.known_sets):
                 steps.callback(self._forget_set, process_set_id)
-            end = self.recording.leave if self._recording_goes_on else self.timeline.close
-            steps.callback(end)
+            steps.callback(self.recording.leave if self._lasts else self.timeline.close)
             steps.callback(self.engine.shutdown)
-            steps.callback(self.trainers.close)
+            if not self._lasts:
+                steps.callback(self.trainers.close)
 
     def release(self) -> None:
         """Release the engine, which has finished: its memory is unmapped with the last view.

@@ -16,6 +16,9 @@ class TraceLike(Protocol):
     def follow(self, trainer: Any) -> None:
         """Record the iterations of a trainer from now on."""
 
+    def enter(self, runtime: Any) -> None:
+        """Go on in another world of an elastic job, that of `runtime`."""
+
     def stop(self) -> None:
         """Record nothing any more; idempotent."""
 
@@ -46,6 +49,13 @@ class Trainers:
             trainers = list(self._trainers)
         for trainer in trainers:
             trace.follow(trainer)
+
+    def enter(self, runtime: Any) -> None:
+        """Let all traces go on in the world of `runtime`. Raises `OSError`."""
+        with self._lock:
+            traces = list(self._traces)
+        for trace in traces:
+            trace.enter(runtime)
 
     def remove(self, trace: TraceLike) -> None:
         """Forget a trace that was stopped; idempotent."""
