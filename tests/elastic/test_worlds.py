@@ -153,3 +153,18 @@ def test_resets_leave_nothing_behind(tmp_path: Path, hosts: str, resets: int) ->
             for name, growth in (("descriptors", 0), ("threads", 0), ("resident_kib", 2048)):
                 values = [held[epoch][name] for epoch in range(resets // 3, resets + 1)]
                 assert max(values) - values[0] <= growth, (name, values)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_has_joined_takes_part_in_the_next_world(tmp_path: Path, victim: int) -> None:
+    """Its calls without a name are counted anew, too: it has made none while others did."""
+    with job(tmp_path, 3, "worker_join") as workers:
+        workers.wait_for(0, lambda line: "joins" in line)
+        workers.wait_for(victim, in_world(1, step=20))
+        workers.driver.size = 1
+        workers.kill(victim)
+        error = workers.wait_for(0, lambda line: "error" in line)
+        assert f"rank {victim} is gone" in error["error"] or "is lost" in error["error"]
+        for number in {0, 1, 2} - {victim}:
+            workers.wait_for(number, in_world(2))
+        stop(workers, victim)
