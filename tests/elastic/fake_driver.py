@@ -69,9 +69,11 @@ class FakeDriver:
         self.do(lambda: self._lose(number, why))
 
     def notice(self, kind: int) -> None:
-        """Want another world; the interrupt is raised in the next check."""
+        """Want another world; the interrupt is raised in the next check. No-op between worlds."""
 
         def begin() -> None:
+            if self.over:
+                return
             self._notice, self._counts = (self._notice[0] + 1, kind), {}
             for number in self.members:
                 self.server.send(number, [frames.NOTICE, *self._notice])
