@@ -45,10 +45,19 @@ PARTS = {
     ],
     "torch": ["compression", "functions", "mpi_ops", "optimizer", "sync_batch_norm"],
 }
+# The modules with the driver of elastic jobs for tools that start the workers by themselves.
+RUNNER_PARTS = ["constants", "discovery", "driver", "registration", "rendezvous", "settings"]
 # Which modules of hvdlite answer for one of Horovod: the first that is there. All modules that are
 # not named here have the same name in hvdlite.
 NAMES = {
     "horovod.runner": ["hvdlite.launcher"],
+    "horovod.runner.elastic": ["hvdlite.launcher.elastic"],
+    **{
+        f"horovod.runner.elastic.{part}": [f"hvdlite.launcher.elastic.{part}"]
+        for part in RUNNER_PARTS
+    },
+    # Workers use it, so it is no part of the launcher.
+    "horovod.runner.elastic.worker": ["hvdlite.common.elastic.worker"],
     **{
         f"horovod.{package}.{part}": [f"hvdlite.{package}.{part}", f"hvdlite.{package}"]
         for package, parts in PARTS.items()

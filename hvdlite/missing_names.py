@@ -19,7 +19,7 @@ NO_ELASTIC_HERE = "elastic training is not part of this version"
 # The launcher refuses the flags of elastic training with the same words.
 NO_ELASTIC = f"{NO_ELASTIC_HERE}; give -np and the hosts"
 # Horovod's packages whose modules of elastic training are missing, where hvdlite has not more.
-WITHOUT_ELASTIC = {"ray", "runner", "spark"}
+WITHOUT_ELASTIC = {"ray", "spark"}
 # Horovod's packages that train models of Keras and PyTorch on Spark's data frames.
 ESTIMATORS = {"common", "keras", "lightning", "tensorflow", "torch"}
 NO_ESTIMATORS = (

@@ -1,0 +1,307 @@
+"""The driver classes that tools written for Horovod use, by the laws that Horovod's tests state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from hvdlite.common.base.host_update import HostUpdateResult
+from hvdlite.launcher.elastic import driver as driver_module
+from hvdlite.launcher.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
+from hvdlite.launcher.elastic.discovery import FixedHosts, HostDiscoveryScript, HostManager
+from hvdlite.launcher.elastic.driver import ElasticDriver
+from hvdlite.launcher.elastic.registration import SlotInfo
+from hvdlite.launcher.elastic.rendezvous import create_rendezvous_handler
+
+pytestmark = pytest.mark.timeout(60)
+MakeDriver = Callable[..., ElasticDriver]
+
+
+@pytest.fixture
+def make_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDriver]:
+    monkeypatch.setattr(driver_module, "DISCOVER_HOSTS_FREQUENCY_SECS", 0.01)
+    drivers = []
+
+    def make(hosts: Any, *numbers: int, **options: Any) -> ElasticDriver:
+        discovery = FixedHosts(hosts) if isinstance(hosts, dict) else hosts
+        drivers.append(ElasticDriver(MagicMock(), discovery, *numbers, **options))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.stop()
+        driver._thread.join(10)
+        assert not driver._thread.is_alive()
+
+
+def wait_for_one(events: list[threading.Event]) -> None:
+    deadline = time.monotonic() + 30
+    while not any(event.wait(0.01) for event in events):
+        assert time.monotonic() < deadline, "no event was set"
+
+
+def test_all_workers_return_zero(make_driver: MakeDriver) -> None:
+    driver = make_driver({"host-1": 2}, 2, 4)
+    driver.wait_for_available_slots(2)
+    seen: dict[int, SlotInfo] = {}
+
+    def work(slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
+        driver.record_ready(slot.hostname, slot.local_rank)
+        seen[slot.rank] = driver.get_slot_info(slot.hostname, slot.local_rank)
+        return 0, time.time()
+
+    driver.start(2, work)
+    results = driver.get_results()
+    assert results.error_message is None
+    assert {name: code for name, (code, _) in results.worker_results.items()} == {
+        "host-1[0]": 0,
+        "host-1[1]": 0,
+    }
+    assert seen == {rank: SlotInfo("host-1", rank, rank, 0, 2, 2, 1) for rank in range(2)}
+    assert driver.finished()
+    rendezvous: Any = driver._rendezvous
+    (infos,) = rendezvous.init.call_args[0]
+    assert infos == [seen[0], seen[1]]
+    rendezvous.stop.assert_called_once_with()
+
+
+def test_a_host_whose_workers_fail_before_they_are_ready(make_driver: MakeDriver) -> None:
+    driver = make_driver({"host-1": 2, "host-2": 2}, 2, 4)
+    seen: dict[int, SlotInfo] = {}
+
+    def work(slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
+        if slot.hostname == "host-1":
+            if slot.rank == 1:
+                driver.record_ready(slot.hostname, slot.local_rank)
+            return 1, time.time()
+        driver.record_ready(slot.hostname, slot.local_rank)
+        seen[slot.rank] = driver.get_slot_info(slot.hostname, slot.local_rank)
+        return 0, time.time()
+
+    driver.start(4, work)
+    results = driver.get_results().worker_results
+    assert sorted(results) == ["host-2[0]", "host-2[1]"]
+    assert seen == {rank: SlotInfo("host-2", rank - 2, rank - 2, 0, 2, 2, 1) for rank in (2, 3)}
+    assert driver.world_size() == driver.local_size("host-2") == 2
+    assert list(driver.host_assignments) == ["host-2"]
+    assert driver.get_slot_info("host-1", 0).rank == -1
+
+
+def test_one_worker_succeeds_while_the_others_wait(make_driver: MakeDriver) -> None:
+    driver = make_driver({"host-1": 2, "host-2": 2}, 2, 4)
+
+    def work(slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
+        if slot.rank == 0:
+            return 0, time.time()
+        wait_for_one(events)
+        return 1, time.time()
+
+    driver.start(4, work)
+    results = driver.get_results().worker_results
+    codes = {name: code for name, (code, _) in results.items()}
+    assert codes == {"host-1[0]": 0, "host-1[1]": 1, "host-2[0]": 1, "host-2[1]": 1}
+
+
+def test_a_failure_ends_the_other_workers_of_its_host(make_driver: MakeDriver) -> None:
+    driver = make_driver({"host-1": 2, "host-2": 2}, 2, 4)
+
+    def work(slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
+        if slot.rank == 0:
+            return 1, time.time()
+        if slot.hostname == "host-1":
+            wait_for_one(events)
+            return 1, time.time()
+        driver.record_ready(slot.hostname, slot.local_rank)
+        return 0, time.time()
+
+    driver.start(4, work)
+    results = driver.get_results()
+    assert sorted(results.worker_results) == ["host-2[0]", "host-2[1]"]
+    assert driver._host_manager.is_blacklisted("host-1")
+
+
+def test_all_workers_fail(make_driver: MakeDriver) -> None:
+    driver = make_driver({"host-1": 2, "host-2": 2}, 2, 4)
+    driver.start(4, lambda slot, events: (3, time.time()))
+    results = driver.get_results()
+    assert results.error_message is not None
+    assert "exit code 3" in results.error_message
+
+
+def test_a_first_discovery_that_fails(make_driver: MakeDriver) -> None:
+    discovery = MagicMock()
+    discovery.find_available_hosts_and_slots.side_effect = RuntimeError("no scheduler")
+    driver = make_driver(discovery, 2, 4)
+    with pytest.raises(RuntimeError, match="no scheduler"):
+        driver.wait_for_available_slots(2)
+    assert driver.finished()
+
+
+def test_too_few_slots(make_driver: MakeDriver) -> None:
+    driver = make_driver({"host-1": 1}, 2, 4, timeout=0.2)
+    with pytest.raises(RuntimeError, match=r"1 slots missing \(1 are there\)"):
+        driver.wait_for_available_slots(2)
+
+
+def test_enough_slots_on_too_few_hosts(make_driver: MakeDriver) -> None:
+    hosts = FixedHosts({"host-1": 4})
+    driver = make_driver(hosts, 2, 4)
+    timer = threading.Timer(0.05, hosts.set, [{"host-1": 4, "host-2": 1}])
+    timer.start()
+    assert driver.wait_for_available_slots(2, min_hosts=2).count_available_slots() == 5
+    timer.join()
+
+
+class Grower:
+    """Workers that reset whenever their rank 0 is told of hosts, until `ranks` are there."""
+
+    def __init__(self, make_driver: MakeDriver, hosts: FixedHosts, **options: Any) -> None:
+        self.told: list[int] = []
+        self.changed = threading.Condition()
+        self.sizes: list[int] = []
+        self.driver = make_driver(hosts, 2, 8, **options)
+        client = MagicMock()
+        client.notify_hosts_updated.side_effect = self.tell
+        self.driver.get_worker_client = lambda info: client  # type: ignore[method-assign]
+
+    def tell(self, timestamp: int, kind: int) -> None:
+        with self.changed:
+            self.told.append(kind)
+            self.changed.notify_all()
+
+    def work(self, slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
+        where = slot.hostname, slot.local_rank
+        for round_ in range(1 if slot.rank >= 2 else 0, 2):
+            self.driver.record_ready(*where)
+            info = self.driver.get_slot_info(*where)
+            if info.rank == 0:
+                self.sizes.append(info.size)
+            if round_ == 0:
+                with self.changed:
+                    assert self.changed.wait_for(
+                        lambda: len(self.told) > 0 or self.driver.finished(), 30
+                    )
+        return 0, time.time()
+
+
+def test_growth_is_told_to_rank_0_and_leads_to_a_larger_world(make_driver: MakeDriver) -> None:
+    hosts = FixedHosts({"host-1": 2})
+    job = Grower(make_driver, hosts)
+    job.driver.start(2, job.work)
+    while not job.sizes:
+        time.sleep(0.01)
+    hosts.set({"host-1": 2, "host-2": 2})
+    results = job.driver.get_results()
+    assert results.error_message is None
+    assert (job.sizes, job.told[:1]) == ([2, 4], [HostUpdateResult.added])
+
+
+def test_the_reset_limit_ends_the_job(make_driver: MakeDriver) -> None:
+    hosts = FixedHosts({"host-1": 2})
+    job = Grower(make_driver, hosts, reset_limit=0)
+    job.driver.start(2, job.work)
+    while not job.sizes:
+        time.sleep(0.01)
+    hosts.set({"host-1": 2, "host-2": 2})
+    message = job.driver.get_results().error_message
+    assert message is not None
+    assert RESET_LIMIT_EXCEEDED_MESSAGE.format(0) in message
+
+
+def test_nobody_is_told_while_nothing_is_assigned(make_driver: MakeDriver) -> None:
+    hosts = FixedHosts({"host-1": 1})
+    job = Grower(make_driver, hosts)
+    hosts.set({"host-1": 2})
+    job.driver.wait_for_available_slots(2)
+    hosts.set({"host-1": 1})
+    while job.driver._host_manager.current_hosts.count_available_slots() != 1:
+        time.sleep(0.01)
+    assert job.told == []
+
+
+def test_a_rendezvous_handler_answers_with_the_place(make_driver: MakeDriver) -> None:
+    driver = make_driver({"host-1": 1}, 1, 1)
+    handler = create_rendezvous_handler(driver)
+    places = []
+
+    def work(slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
+        places.append(handler.get_rank_and_size("host-1", 0))
+        return 0, time.time()
+
+    driver.start(1, work)
+    driver.get_results()
+    assert places == [SlotInfo("host-1", 0, 0, 0, 1, 1, 1)]
+
+
+# -- hosts
+
+
+def test_host_manager() -> None:
+    hosts = FixedHosts({})
+    manager = HostManager(hosts)
+    kinds = []
+    for found in ({"x": 1}, {"x": 1, "y": 3}, {"y": 3}, {"y": 2, "z": 1}, {"y": 2, "z": 1}):
+        hosts.set(found)
+        kinds.append(int(manager.update_available_hosts()))
+    assert kinds == [2, 2, 1, 3, 0]
+    before = manager.current_hosts
+    hosts.set({"z": 5, "w": 1, "y": 1})
+    assert before.host_slots == {"y": 2, "z": 1}
+    manager.update_available_hosts()
+    manager.blacklist("z")
+    assert (before.available_hosts, before.host_assignment_order) == ({"y", "z"}, ["y", "z"])
+    assert (before.get_slots("z"), before.count_available_slots()) == (1, 3)
+    now = manager.current_hosts
+    assert (now.host_assignment_order, now.get_slots("z")) == (["y", "w"], 0)
+    assert manager.is_blacklisted("z")
+    assert HostManager.order_available_hosts({"t", "s", "q"}, ["p", "q", "r", "s"]) == [*"qst"]
+
+
+def test_a_host_that_has_cooled_down_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    manager = HostManager(FixedHosts({"a": 2}), cooldown_range=(1, 2))
+    manager.update_available_hosts()
+    manager.blacklist("a")
+    assert manager.update_available_hosts() == HostUpdateResult.no_update
+    clock[0] += 2
+    assert manager.update_available_hosts() == HostUpdateResult.added
+    assert manager.current_hosts.get_slots("a") == 2
+
+
+def test_host_discovery_script(tmp_path: Path) -> None:
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\necho host-2\necho\necho host-1:3\n")
+    script.chmod(0o755)
+    found = HostDiscoveryScript(str(script), 4).find_available_hosts_and_slots()
+    assert list(found.items()) == [("host-2", 4), ("host-1", 3)]
+    script.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(RuntimeError, match="exit status 3"):
+        HostDiscoveryScript(str(script), 4).find_available_hosts_and_slots()
+
+
+def test_names_of_horovod() -> None:
+    code = (
+        "from hvdlite import as_horovod; as_horovod.install()\n"
+        "from horovod.runner.elastic.driver import (ElasticDriver, ELASTIC_TIMEOUT_SECS,\n"
+        "    DISCOVER_HOSTS_FREQUENCY_SECS)\n"
+        "from horovod.runner.elastic import constants, discovery, settings\n"
+        "from horovod.runner.elastic.rendezvous import create_rendezvous_handler\n"
+        "from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager\n"
+        "import horovod.runner.elastic.registration\n"
+        "import hvdlite.launcher.elastic.driver as own\n"
+        "assert ElasticDriver is own.ElasticDriver and ELASTIC_TIMEOUT_SECS == 600\n"
+        "assert settings.ElasticSettings(1, 2, 3, 4, 5, verbose=1).verbose == 1\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
