@@ -10,25 +10,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlite.common.base.host_update import HostUpdateResult
-from hvdlite.launcher.elastic.decisions.commands import (
-    Command,
-    DropAgent,
-    EndWorker,
-    Finish,
-    Say,
-    StartAgent,
-    StartWorker,
-    Tell,
-)
+from hvdlite.launcher.elastic.decisions import commands
 from hvdlite.launcher.elastic.decisions.driver import Driver
 from hvdlite.launcher.elastic.decisions.host_order import places
 from hvdlite.launcher.elastic.decisions.plan import WAIT, ElasticPlan
 from hvdlite.launcher.elastic.discovery import DiscoveredHosts, HostDiscovery, HostManager
-from hvdlite.launcher.elastic.registration import Results, SlotInfo
+from hvdlite.launcher.elastic.registration import Results, SlotInfo, ToolWorker
 
 DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # Read at each use.
 ELASTIC_TIMEOUT_SECS = 600
@@ -37,23 +27,6 @@ TICK_SECONDS = 0.1
 CreateWorker = Callable[[SlotInfo, list[threading.Event]], tuple[int, float]]
 
 log = logging.getLogger("hvdlite")
-
-
-@dataclass
-class _Worker:
-    """A worker of the tool, which runs in a thread here."""
-
-    start: StartWorker
-    info: SlotInfo
-    end: threading.Event = field(default_factory=threading.Event)
-    epoch: int = 0  # Of the last world that it was told.
-    greeted: bool = False
-    dropped: bool = False
-    result: tuple[int, float] | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.start.host}[{self.start.slot}]"
 
 
 class ElasticDriver:
@@ -87,7 +60,7 @@ class ElasticDriver:
         self._changed = threading.Condition()
         self._driver: Driver | None = None
         self._create_worker: CreateWorker | None = None
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, ToolWorker] = {}
         self._members: Sequence[int] = ()
         self._shutdown = threading.Event()
         self._error: str | None = None
@@ -206,13 +179,13 @@ class ElasticDriver:
                 result.setdefault(worker.start.host, []).append(worker.info)
         return result
 
-    def _assigned(self) -> list[_Worker]:
+    def _assigned(self) -> list[ToolWorker]:
         """Return the ranks in their order; before the first world, the workers of the start."""
         if self._members:
             return [self._workers[number] for number in self._members]
         return [worker for worker in self._workers.values() if not worker.dropped]
 
-    def _find(self, host: str, slot: int) -> _Worker | None:
+    def _find(self, host: str, slot: int) -> ToolWorker | None:
         workers = [each for each in self._workers.values() if not each.dropped]
         found = [each for each in workers if (each.start.host, each.start.slot) == (host, slot)]
         return found[-1] if found else None
@@ -260,11 +233,11 @@ class ElasticDriver:
     def _carry_out(self) -> None:
         """Do what was decided. The caller holds the lock."""
         started = []
-        while self._driver is not None and (commands := self._driver.take()):
-            for command in commands:
-                if isinstance(command, StartWorker):
+        while self._driver is not None and (orders := self._driver.take()):
+            for command in orders:
+                if isinstance(command, commands.StartWorker):
                     info = SlotInfo.of(command.host, command.place)
-                    worker = self._workers[command.number] = _Worker(command, info)
+                    worker = self._workers[command.number] = ToolWorker(command, info)
                     started.append(worker)
                 else:
                     self._obey(self._driver, command)
@@ -273,25 +246,25 @@ class ElasticDriver:
             threading.Thread(target=self._run, args=[worker], name=name, daemon=True).start()
         self._changed.notify_all()
 
-    def _obey(self, driver: Driver, command: Command) -> None:
+    def _obey(self, driver: Driver, command: commands.Command) -> None:
         match command:
-            case StartAgent(host):
+            case commands.StartAgent(host):
                 driver.agent_came(host, time.monotonic())
-            case DropAgent(host):
+            case commands.DropAgent(host):
                 for worker in self._workers.values():
                     if worker.start.host == host:
                         self._drop(worker)
-            case EndWorker(number):
+            case commands.EndWorker(number):
                 self._drop(self._workers[number])
-            case Tell(numbers, frame):
+            case commands.Tell(numbers, frame):
                 for number in numbers:
                     self._tell(driver, number, frame)
-            case Say(line):
+            case commands.Say(line):
                 log.info("%s", line)
-            case Finish(_, sentence):
+            case commands.Finish(_, sentence):
                 self.stop(sentence or None)
 
-    def _drop(self, worker: _Worker) -> None:
+    def _drop(self, worker: ToolWorker) -> None:
         worker.dropped = True
         worker.end.set()
 
@@ -310,7 +283,7 @@ class ElasticDriver:
             case ["end", *_]:
                 self._drop(worker)
 
-    def _run(self, worker: _Worker) -> None:
+    def _run(self, worker: ToolWorker) -> None:
         """Run a worker to its end, in its thread."""
         assert self._create_worker is not None
         try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
+
+from hvdlite.launcher.elastic.decisions.commands import StartWorker
 
 
 @dataclass(frozen=True)
@@ -33,3 +36,21 @@ class Results:
 
     error_message: str | None
     worker_results: dict[str, tuple[int, float]]
+
+
+@dataclass
+class ToolWorker:
+    """A worker of the tool, which runs in a thread here."""
+
+    start: StartWorker
+    info: SlotInfo
+    end: threading.Event = field(default_factory=threading.Event)
+    epoch: int = 0  # Of the last world that it was told.
+    greeted: bool = False
+    dropped: bool = False
+    result: tuple[int, float] | None = None
+
+    @property
+    def name(self) -> str:
+        """The key of its result."""
+        return f"{self.start.host}[{self.start.slot}]"
