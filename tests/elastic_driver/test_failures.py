@@ -470,3 +470,68 @@ def test_the_interrupt_is_in_the_first_check_that_nobody_has_passed() -> None:
         job.processes[number].checks = passed
     job.discover({"a": 2})
     assert [job.processes[number].last("raise") for number in range(3)] == [["raise", 2, 10, 1]] * 3
+
+
+def test_nobody_holds_the_last_commit() -> None:
+    job = running({"a": 2}, num_proc=2)
+    job.kill(0)
+    job.newcomers_ready()
+    job.pass_checks()
+    assert job.worlds[-1][1:4] == [[1, 2], 0, [1]]
+    job.processes[2].commit = 0  # its source dies before it has received anything
+    job.kill(1)
+    code, sentence = finished(job)
+    assert code == 137
+    assert "nobody holds the last commit (number 4) any more" in sentence
+    assert "rank 0 (host a) was lost: killed by signal 9" in sentence
+
+
+def test_a_newcomer_cannot_claim_a_commit() -> None:
+    job = running({"a": 2}, num_proc=2)
+    job.kill(0)
+    job.ready(2, commit=99)
+    job.pass_checks()
+    assert job.worlds[-1][1:] == [[1, 2], 0, [1], 4]
+
+
+def test_a_loss_on_a_host_that_was_removed_is_no_failure_of_it() -> None:
+    job = running({"a": 2, "b": 2}, num_proc=4, failures_by_host=True)
+    job.discover({"a": 2})
+    job.kill(2)
+    assert job.members == [0, 1]
+    job.end(3, 0)
+    job.discover({"a": 2, "b": 2})
+    job.newcomers_ready()
+    job.pass_checks()
+    assert job.hosts == "aabb"
+
+
+def test_a_slot_is_free_when_its_process_has_ended() -> None:
+    job = running({"a": 2}, num_proc=2)
+    job.discover({"a": 1})
+    job.pass_checks()
+    job.discover({"a": 2})
+    assert sorted(job.processes) == [0, 1]
+    job.end(1, 0)
+    assert job.processes[2].start.slot == 1
+
+
+def test_a_lost_host_that_is_tried_again_is_no_capacity() -> None:
+    job = running({"a": 1, "b": 1}, min_np=2, elastic_timeout=10, start_timeout=4)
+    job.lose_host("b")
+    job.slow_hosts.add("b")
+    job.wait(10.1)
+    assert "1 slot missing (1 of 2 are there) for 10 s" in finished(job)[1]
+
+
+def test_nobody_is_taken_in_when_ranks_have_begun_to_return() -> None:
+    job = running({"a": 2}, num_proc=2)
+    job.discover({"a": 2, "b": 1})
+    job.end(0, 0)
+    job.newcomers_ready()
+    job.wait(5)
+    assert job.processes[1].last("notice") is None
+    job.end(1, 0)
+    assert job.finish is not None
+    assert job.finish.results == (0, 1)
+    assert job.processes[2].last("end") == ["end", 0, "the job has ended"]

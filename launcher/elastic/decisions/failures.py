@@ -63,9 +63,9 @@ class Failures:
         return any(slots.count(slot) >= STARTS_FAILED for slot in set(slots))
 
     def breaks_worlds(self, host: str, now: float) -> bool:
-        """Return whether workers of the host broke too many worlds by more than an exception."""
+        """Return whether workers of the host broke too many worlds."""
         recent = self._recent(host, now)
-        broken = {each.epoch for each in recent if each.was_member and not each.exception}
+        broken = {each.epoch for each in recent if each.was_member}
         return len(broken) >= WORLDS_BROKEN
 
     def script_fails(self) -> bool:
