@@ -1,0 +1,145 @@
+"""Limits of elastic jobs on one host: time, resets, failures that come again, and stopped ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.elastic.jobs import elastic, kill
+from tests.launcher.jobs import launch
+
+pytestmark = pytest.mark.timeout(60)
+TWO_HOSTS = ("-H", "localhost:1,127.0.0.1:1")
+FOR_EVER = ("--blacklist-cooldown-range", "3600", "3600")  # a failed host stays away
+
+
+def test_missing_slots_end_the_job_after_the_elastic_timeout(tmp_path: Path) -> None:
+    words = ("-np", "2", "--min-np", "2", "--elastic-timeout", "2", *TWO_HOSTS, *FOR_EVER)
+    with elastic(tmp_path, *words) as job:
+        first = job.watch.world(2)
+        begin = time.monotonic()
+        kill(first[1])
+        assert job.watch.finish() == 1
+        assert 1.9 < time.monotonic() - begin < 6
+    last = job.watch.err[-1]
+    assert "1 of 2" in last or "1 slot" in last, last
+
+
+def test_slots_that_never_come_end_the_job_at_its_start(tmp_path: Path) -> None:
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost:1\n")
+    script.chmod(0o755)
+    words = ("-np", "2", "--elastic-timeout", "1", "--host-discovery-script", str(script))
+    done = launch(*words, "touch", str(tmp_path / "x"))
+    assert done.returncode == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_loss_beyond_the_reset_limit_ends_the_job(tmp_path: Path) -> None:
+    with elastic(tmp_path, "-np", "2", "--min-np", "1", "--reset-limit", "0") as job:
+        kill(job.watch.world(2)[1])
+        assert job.watch.finish() == 1
+    assert "limit 0" in job.watch.err[-1] and "SIGKILL" in job.watch.err[-1]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_two_changes_of_hosts_need_two_resets(tmp_path: Path, limit: int) -> None:
+    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
+    hosts.write_text("localhost:1\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    words = ("-np", "1", "--host-discovery-script", str(script), "--reset-limit", str(limit))
+    with elastic(tmp_path, *words) as job:
+        job.watch.world(1)
+        hosts.write_text("localhost:1\n127.0.0.1:1\n")
+        two = job.watch.world(2)
+        hosts.write_text("127.0.0.1:1\n")
+        if limit == 2:
+            (left,) = job.watch.world(1, epoch=two[0].epoch + 1)
+            assert left.start == 1
+            assert job.end() == 0
+        else:
+            assert job.watch.finish() == 1
+            assert "limit 1" in job.watch.err[-1]
+
+
+def test_a_stopped_worker_is_given_up_and_harms_nothing(tmp_path: Path) -> None:
+    with elastic(tmp_path, "-np", "3", "--min-np", "1") as job:
+        first = job.watch.world(3)
+        begin = time.monotonic()
+        os.kill(first[1].pid, signal.SIGSTOP)
+        two = job.watch.world(2)
+        assert time.monotonic() - begin < 2
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(first[1].pid, signal.SIGCONT)
+        again = job.watch.world(3, epoch=two[0].epoch + 1)
+        assert [place.pid for place in again if place.pid == first[1].pid] == []
+        assert job.end() == 0
+    assert "stopped" in job.watch.line("lost")
+
+
+ONCE = """
+import os, sys
+from pathlib import Path
+import numpy as np
+import hvdlite.numpy as hvd
+from hvdlite.numpy import elastic
+
+hvd.init()
+state = elastic.NumpyState(step=0)
+marker = Path(sys.argv[1])
+
+@elastic.run
+def train(state):
+    while state.step < 10:
+        if state.step == 5 and {when}:
+            marker.touch()
+            {fail}
+        hvd.allreduce(np.ones(2), name="x")
+        state.step += 1
+        state.commit()
+    return state.step
+
+print("result", train(state), flush=True)
+"""
+
+
+def run_once(tmp_path: Path, when: str, fail: str, min_np: int = 2) -> tuple[int, list[str], str]:
+    """Run a script that fails after its fifth commit; return code, results and last line."""
+    script = tmp_path / "train.py"
+    script.write_text(ONCE.format(when=when, fail=fail))
+    words = ("-np", "2", "--min-np", str(min_np), "python", str(script), str(tmp_path / "marker"))
+    done = launch(*words)
+    lines = sorted(done.stdout.splitlines())
+    results = [line.partition(":")[2] for line in lines if "result" in line]
+    return done.returncode, results, done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("fail", ["raise ValueError('bad batch')", "os.kill(os.getpid(), 9)"])
+def test_a_failure_of_one_rank_is_made_good(tmp_path: Path, fail: str) -> None:
+    when = "hvd.rank() == 1 and not marker.exists()"
+    code, results, _ = run_once(tmp_path, when, fail)
+    assert (code, results) == (0, ["result 10"] * 2)
+
+
+def test_an_exception_on_every_rank_ends_the_job(tmp_path: Path) -> None:
+    code, results, last = run_once(tmp_path, "True", "raise ValueError('bad batch')")
+    assert (code, results) == (1, [])
+    assert "ValueError: bad batch" in last
+
+
+def test_an_exception_that_comes_again_ends_the_job(tmp_path: Path) -> None:
+    code, results, last = run_once(tmp_path, "hvd.rank() == 0", "raise ValueError('bad batch')")
+    assert (code, results) == (1, [])
+    assert "ValueError: bad batch" in last and "3 resets without a new commit" in last
+
+
+def test_a_rank_that_exits_early_leaves_the_rest_to_the_others(tmp_path: Path) -> None:
+    code, results, last = run_once(tmp_path, "hvd.rank() == 1", "sys.exit(0)", min_np=1)
+    assert (code, results) == (0, ["result 10"])
+    assert "rank 1 (host" in last and "done" in last
