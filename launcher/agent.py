@@ -179,6 +179,9 @@ class Agent:
                 self.channel.send("part", ended, part)
             else:
                 self.channel.send("exit", ended, self._ranks[ended].code)
+                if self._relay is not None:  # Many more may follow.
+                    del self._ranks[ended], self._number_of[ended]
+                    self._reported.remove(ended)
 
     def _pace(self) -> None:
         """Let the ranks wait while the launcher does not keep up with their output."""

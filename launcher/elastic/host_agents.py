@@ -11,7 +11,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
@@ -21,7 +20,7 @@ from hvdlite.launcher.channel import BEATS, VERSION
 from hvdlite.launcher.elastic.decisions.commands import StartWorker
 from hvdlite.launcher.elastic.options import ElasticOptions
 from hvdlite.launcher.elastic.output import ElasticOutput
-from hvdlite.launcher.elastic.worker_variables import worker_variables
+from hvdlite.launcher.elastic.worker_processes import WorkerEvents, WorkerProcesses
 from hvdlite.launcher.hosts import Host
 from hvdlite.launcher.leading_process import LeadingProcess
 from hvdlite.launcher.runner import JobContext
@@ -34,31 +33,19 @@ from hvdlite.launcher.unreachable import (
 )
 
 LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to end.
-LAST_SECONDS = 1.0  # How long processes that have closed their output may take to end.
+BEAT_SECONDS = 1.0  # The silence that an agent of this host allows, where it has a limit.
 
 
-class Events(Protocol):
-    """What is told of agents and workers; see `Driver`."""
+class AgentEvents(Protocol):
+    """What is told of agents; see `Driver`."""
 
     def agent_came(self, host: str, now: float) -> None: ...
     def agent_lost(self, host: str, why: str, may_return: bool, now: float) -> None: ...
     def agent_leaving(self, host: str, why: str, now: float) -> None: ...
-    def worker_said(self, number: int, message: list[Any], now: float) -> None: ...
-    def worker_stopped(self, number: int, now: float) -> None: ...
-    def worker_closed(self, number: int, now: float) -> None: ...
-    def worker_lost(self, number: int, why: str, now: float) -> None: ...
-    def worker_ended(
-        self, number: int, code: int, cause: str | None, by_signal: bool, now: float
-    ) -> None: ...
 
 
-@dataclass
-class _Worker:
-    """A worker that has not ended, as far as the launcher knows."""
-
-    agent: AgentConnection
-    pid: int = 0
-    cause: str | None = None  # The exception that it has reported.
+class Events(AgentEvents, WorkerEvents, Protocol):
+    """What is told of agents and workers."""
 
 
 class HostAgents:
@@ -70,21 +57,19 @@ class HostAgents:
     ) -> None:  # fmt: skip
         assert job.options.elastic is not None
         self._elastic: ElasticOptions = job.options.elastic
-        self._job, self._output, self._events, self._slots = job, output, events, slots
+        self._job, self._events, self._slots = job, events, slots
         self._description = AgentJob(job, ())
+        self.workers = WorkerProcesses(job.options, self._description, output, events)
         self._environ = launcher_environ
         self._starter = SpawnedAgents((), job.options, launcher_environ, job.loop)
         self._agents: dict[str, AgentConnection] = {}  # The present one of each host.
         self._waiting: deque[AgentConnection] = deque()  # To be started.
         self._deadlines: dict[AgentConnection, float] = {}  # Of those that have to come, or to go.
-        self._leaving: list[AgentConnection] = []
+        # Those that are to end, each with the process groups that it must end first.
+        self._leaving: dict[AgentConnection, list[int]] = {}
         self._tidying: list[LeadingProcess] = []
-        self.workers: dict[int, _Worker] = {}  # Those that have not ended, by number.
         self._handlers: dict[str, Callable[..., None]] = {
             "hello": self._hello, "ready": self._ready, "refused": self._refused,
-            "started": self._started, "output": self._feed_output, "raised": self._raised,
-            "part": self._part, "exit": self._exit, "said": self._said,
-            "stopped": self._stopped, "silent": self._silent, "closed": self._closed,
             "leaving": self._leaves,
         }  # fmt: skip
 
@@ -115,9 +100,8 @@ class HostAgents:
             return
         if agent in self._waiting:
             self._waiting.remove(agent)
-        for number in self._workers_of(agent):
-            self._forget(number)
-        self._leaving.append(agent)
+            return
+        self._leaving[agent] = self.workers.forget(agent)
         self._deadlines[agent] = time.monotonic() + LEAVE_SECONDS
         if agent.folder:
             agent.let_end()
@@ -127,22 +111,8 @@ class HostAgents:
     def start_worker(self, worker: StartWorker) -> None:
         """Start a worker by the agent of its host."""
         agent = self._agents.get(worker.host)
-        if agent is None:  # It was lost a moment ago, of which the driver is told next.
-            return
-        self.workers[worker.number] = _Worker(agent)
-        self._output.begin(worker.number, worker.start_rank)
-        agent.send("start", worker.number, {
-            "rank": worker.number,
-            "local_rank": worker.slot,
-            "command": list(self._job.options.command),
-            "variables": worker_variables(worker, self._job.options.as_horovod),
-            "terminals": {},
-        })  # fmt: skip
-
-    def signal_worker(self, number: int, signal_number: int) -> None:
-        """Signal a worker, and its children."""
-        if number in self.workers:
-            self.workers[number].agent.send("signal", int(signal_number), [number])
+        if agent is not None:  # Else it was lost a moment ago, of which the driver is told next.
+            self.workers.start(worker, agent)
 
     def signal_all(self, signal_number: int) -> None:
         """Signal all workers, and what is still about to start some."""
@@ -153,21 +123,16 @@ class HostAgents:
             else:
                 self.drop_agent(agent.host.name)
 
-    def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
-        """Send a frame to workers."""
-        by_agent: dict[AgentConnection, list[int]] = {}
-        for number in numbers:
-            if number in self.workers:
-                by_agent.setdefault(self.workers[number].agent, []).append(number)
-        for agent, present in by_agent.items():
-            agent.send("tell", present, frame)
-
     # -- what agents say
 
     def _received(self, agent: AgentConnection, kind: str, fields: list[Any]) -> None:
+        if agent in self._leaving:
+            return
         handler = self._handlers.get(kind)
-        if handler is not None and agent not in self._leaving:
+        if handler is not None:
             handler(agent, *fields)
+        else:
+            self.workers.receive(kind, fields)
 
     def _hello(self, agent: AgentConnection, hello: dict[str, Any]) -> None:
         agent.folder = hello["folder"]
@@ -206,45 +171,6 @@ class HostAgents:
             self._deadlines.pop(agent, None)
             self._events.agent_came(agent.host.name, time.monotonic())
 
-    def _started(self, _agent: AgentConnection, number: int, pid: int) -> None:
-        if number in self.workers:
-            self.workers[number].pid = pid
-
-    def _feed_output(self, _agent: AgentConnection, number: int, stream: str, data: bytes) -> None:
-        if number in self.workers:
-            self._output.feed(number, stream, data)
-
-    def _raised(self, _agent: AgentConnection, number: int, words: str) -> None:
-        if number in self.workers:
-            self.workers[number].cause = words.partition(" ")[2]  # The first word: its own, or not.
-
-    def _part(self, _agent: AgentConnection, number: int, data: bytes) -> None:
-        self._description.keep_answer(number, data)
-
-    def _exit(self, _agent: AgentConnection, number: int, code: int) -> None:
-        if number not in self.workers:
-            return
-        cause = self._forget(number)
-        by_signal = code < 0
-        if by_signal:
-            cause = f"killed by {_signal_name(-code)}"
-        self._events.worker_ended(
-            number, 128 - code if by_signal else code, cause if code else None, by_signal,
-            time.monotonic(),
-        )  # fmt: skip
-
-    def _said(self, _agent: AgentConnection, number: int, message: list[Any]) -> None:
-        self._events.worker_said(number, message, time.monotonic())
-
-    def _stopped(self, _agent: AgentConnection, number: int) -> None:
-        self._events.worker_stopped(number, time.monotonic())
-
-    def _silent(self, _agent: AgentConnection, number: int, why: str) -> None:
-        self._events.worker_lost(number, why, time.monotonic())
-
-    def _closed(self, _agent: AgentConnection, number: int) -> None:
-        self._events.worker_closed(number, time.monotonic())
-
     def _leaves(self, agent: AgentConnection, why: str) -> None:
         self._events.agent_leaving(agent.host.name, why, time.monotonic())
 
@@ -252,10 +178,7 @@ class HostAgents:
 
     def _lost(self, agent: AgentConnection) -> None:
         """Look why the channel of an agent has ended."""
-        if agent in self._leaving:
-            self._leaving.remove(agent)
-            self._deadlines.pop(agent, None)
-            self._clean_up(agent, [])
+        if agent in self._leaving:  # It ends its workers first, and then itself.
             return
         name, leader = agent.host.name, agent.leader
         said, code = (leader.said(), leader.code) if leader else ("", None)
@@ -268,25 +191,23 @@ class HostAgents:
         self._lose(agent, why)
 
     def _lose(self, agent: AgentConnection, why: str) -> None:
-        """Give an agent up, with all of its workers."""
-        name = agent.host.name
-        self._agents.pop(name, None)
-        self._deadlines.pop(agent, None)
-        groups = [self.workers[number].pid for number in self._workers_of(agent)]
-        for number in self._workers_of(agent):
-            self._forget(number)
+        """Give an agent up that has ended, with all of its workers."""
+        groups = self._give_up(agent)
         self._clean_up(agent, groups)
         self._start_next()
-        self._events.agent_lost(name, why, True, time.monotonic())
+        self._events.agent_lost(agent.host.name, why, True, time.monotonic())
 
-    def _workers_of(self, agent: AgentConnection) -> list[int]:
-        return [number for number, worker in self.workers.items() if worker.agent is agent]
+    def _silence(self, agent: AgentConnection, seconds: float) -> None:
+        """Give up an agent that is silent: it ends its workers itself, if it still runs."""
+        self._give_up(agent)
+        agent.close()
+        self._events.agent_lost(agent.host.name, has_not_answered(seconds), True, time.monotonic())
 
-    def _forget(self, number: int) -> str | None:
-        """Forget a worker that has ended or is lost; return the exception that it ended by."""
-        worker = self.workers.pop(number)
-        printed = self._output.end(number)
-        return worker.cause or printed
+    def _give_up(self, agent: AgentConnection) -> list[int]:
+        """Forget an agent and its workers; return their process groups."""
+        self._agents.pop(agent.host.name, None)
+        self._deadlines.pop(agent, None)
+        return self.workers.forget(agent)
 
     def _clean_up(self, agent: AgentConnection, groups: list[int]) -> None:
         """Remove what an agent that has ended may have left: process groups, and its folder."""
@@ -295,12 +216,12 @@ class HostAgents:
         if not agent.folder or not abandoned:
             return
         if not agent.host.remote:
-            for group in filter(None, groups):
+            for group in groups:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(group, signal.SIGKILL)
             shutil.rmtree(agent.folder, ignore_errors=True)
             return
-        kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in filter(None, groups))
+        kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in groups)
         there = f"{kill}rm -rf {shlex.quote(agent.folder)}"
         command = ssh_command(agent.host.name, there, self._job.options, self._environ.get("PATH"))
         self._tidying.append(LeadingProcess(command, self._environ, self._job.loop))
@@ -320,19 +241,21 @@ class HostAgents:
             if not (silence and agent.ready and channel is not None and channel.open):
                 continue
             if not channel.beat(now, silence):
-                self._lose(agent, has_not_answered(silence))
+                self._silence(agent, silence)
+        for agent in [*self._leaving]:
+            if _has_ended(agent) or now >= self._deadlines[agent]:
+                self._finish(agent)
         for agent, deadline in [*self._deadlines.items()]:
-            if now < deadline:
-                continue
-            if agent in self._leaving:
-                agent.kill()
-                self._lost(agent)
-            else:
+            if now >= deadline and agent not in self._leaving:
                 self._give_up_start(agent)
         for process in [*self._tidying]:
             if process.code is not None:
                 process.close()
                 self._tidying.remove(process)
+
+    def _finish(self, agent: AgentConnection) -> None:
+        del self._deadlines[agent]
+        self._clean_up(agent, self._leaving.pop(agent))
 
     def _give_up_start(self, agent: AgentConnection) -> None:
         name, seconds = agent.host.name, self._job.options.start_timeout_seconds
@@ -344,7 +267,7 @@ class HostAgents:
         now = time.monotonic()
         for agent in self._agents.values():
             if agent.ready and agent.channel is not None:
-                agent.channel.beat(now, self._silence_seconds(agent) or LAST_SECONDS)
+                agent.channel.beat(now, self._silence_seconds(agent) or BEAT_SECONDS)
 
     # -- the end
 
@@ -354,33 +277,24 @@ class HostAgents:
             self.drop_agent(host)
 
     def running(self) -> bool:
-        """Return whether an agent may still say something."""
-        return any(agent.connected for agent in (*self._agents.values(), *self._leaving))
+        """Return whether an agent has not ended."""
+        return bool(self._agents or self._leaving)
 
     def close(self) -> None:
         """Leave nothing behind."""
-        end = time.monotonic() + LAST_SECONDS
         self._waiting.clear()
-        for agent in (*self._agents.values(), *self._leaving):
-            if agent.leader is not None and not agent.connected:
-                agent.leader.wait(end - time.monotonic())
-            self._clean_up(agent, [self.workers[n].pid for n in self._workers_of(agent)])
+        self.let_end()
+        for agent in [*self._leaving]:
+            self._finish(agent)
         end = time.monotonic() + LEAVE_SECONDS
         for process in self._tidying:
             process.wait(end - time.monotonic())
             process.close()
-        for number in list(self.workers):
-            self._forget(number)
-        self._agents.clear()
-        self._leaving.clear()
         self._tidying.clear()
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def _has_ended(agent: AgentConnection) -> bool:
+    return agent.leader is None or agent.leader.code is not None
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -31,6 +31,7 @@ from hvdlite.launcher.termination_plan import Ending, Plan
 # Workers that wait for a world have been told of the end; whoever trains on is not needed any more.
 AFTER_FINISH: Plan = ((0.5, ending.TERMINATE), (2.5, ending.KILL), (1.0, ending.ABANDON))
 LAST_SECONDS = 5.0  # How long agents without workers may take to end.
+POLL_SECONDS = 0.02  # Between two looks whether their processes have ended.
 
 
 def make_plan(options: LaunchOptions) -> ElasticPlan:
@@ -175,9 +176,9 @@ class ElasticJob:
                 text = f"hvdlite-run: {line}\n"
                 self.output.write("stderr", text.encode(errors="backslashreplace"))
             case commands.Tell(numbers, frame):
-                self.agents.tell(numbers, frame)
+                self.agents.workers.tell(numbers, frame)
             case commands.EndWorker(number, kill):
-                self.agents.signal_worker(number, signal.SIGKILL if kill else signal.SIGTERM)
+                self.agents.workers.signal(number, signal.SIGKILL if kill else signal.SIGTERM)
             case commands.DropAgent(host):
                 self.agents.drop_agent(host)
             case commands.StartAgent(host) if self._finish is None:
@@ -208,5 +209,5 @@ class ElasticJob:
         while self.agents.running() and (left := deadline - time.monotonic()) > 0:
             if self.signals.take() == ending.REPEATED:
                 return
-            self.loop.run_once(min(left, self.agents.look_seconds))
+            self.loop.run_once(min(left, POLL_SECONDS))
             self.agents.look(time.monotonic())

@@ -42,7 +42,8 @@ class WorkerRelay:
         return worker is not None and worker.code is None
 
     def _note_end(self, number: int) -> None:
-        if not self._workers[number].has_ended():  # Its exit code follows at once.
+        worker = self._workers.get(number)
+        if worker is not None and not worker.has_ended():  # Else its exit code follows at once.
             self._channel.send("closed", number)
 
     def tell(self, numbers: list[int], message: list[Any]) -> None:

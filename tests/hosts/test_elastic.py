@@ -113,7 +113,7 @@ def test_ranks_go_host_by_host_and_a_dead_worker_is_replaced(lab: Lab) -> None:
         assert [place.host for place in first] == [h for h in HOSTS for _ in range(2)]
         kill(lab, first[3])
         five = job.watch.world(5)
-        assert numbers(five) == [0, 1, 2, 4, 5]
+        assert numbers(five) == numbers([*first[:3], *first[4:]])
         again = job.watch.world(6, epoch=five[0].epoch + 1)
         assert again[3].host == "nodeb" and again[3].number == 6
         assert job.end() == 0
@@ -132,21 +132,20 @@ def test_a_host_whose_processes_die_is_lost_at_once(lab: Lab, what: str) -> None
         begin = time.monotonic()
         four = job.watch.world(4)
         assert time.monotonic() - begin < 1.0 + 1.0  # On two cores.
-        assert numbers(four) == [0, 1, 4, 5]
+        assert numbers(four) == numbers([*first[:2], *first[4:]])
         job.watch.line("nodeb")
         assert job.end() == 0
-    assert first[2].host == "nodeb"
 
 
 def test_a_cut_cable_is_noticed_after_the_limit_and_the_host_comes_back(lab: Lab) -> None:
     with elastic(lab, "-np", "4", "--min-np", "2", "-H", "nodea:2,nodeb:2") as job:
-        job.watch.world(4)
+        first = job.watch.world(4)
         with faults.cut(lab, "nodeb"):
             begin = time.monotonic()
             two = job.watch.world(2)
             took = time.monotonic() - begin
             assert 0.8 < took < 1.0 + 0.7, took
-            assert numbers(two) == [0, 1]
+            assert numbers(two) == numbers(first)[:2]
             wait_for_none(lab, "nodeb", 4.0)
             lab.end_sessions("nodeb")
         assert "nodeb" in job.watch.line("has not answered for 1 seconds")

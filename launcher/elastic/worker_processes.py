@@ -1,0 +1,139 @@
+"""The workers of an elastic job that have not ended, and what their agents say of them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hvdlite.launcher.agent_connection import AgentConnection
+from hvdlite.launcher.agent_job import AgentJob
+from hvdlite.launcher.elastic.decisions.commands import StartWorker
+from hvdlite.launcher.elastic.output import ElasticOutput
+from hvdlite.launcher.elastic.worker_variables import worker_variables
+from hvdlite.launcher.options import LaunchOptions
+
+
+class WorkerEvents(Protocol):
+    """What is told of workers; see `Driver`."""
+
+    def worker_said(self, number: int, message: list[Any], now: float) -> None: ...
+    def worker_stopped(self, number: int, now: float) -> None: ...
+    def worker_closed(self, number: int, now: float) -> None: ...
+    def worker_lost(self, number: int, why: str, now: float) -> None: ...
+    def worker_ended(
+        self, number: int, code: int, cause: str | None, by_signal: bool, now: float
+    ) -> None: ...
+
+
+@dataclass
+class _Worker:
+    agent: AgentConnection
+    pid: int = 0  # Of its process group, too; known when it has been started.
+    cause: str | None = None  # The exception that it has reported.
+
+
+class WorkerProcesses:
+    """Starts workers by their agents, and tells `events` what becomes of them."""
+
+    def __init__(
+        self, options: LaunchOptions, description: AgentJob, output: ElasticOutput,
+        events: WorkerEvents,
+    ) -> None:  # fmt: skip
+        self._options, self._output, self._events = options, output, events
+        self._workers: dict[int, _Worker] = {}
+        # By the kind of a message. Whatever is said of others than these is too late.
+        self._handlers: dict[str, Callable[..., None]] = {
+            "started": self._started, "output": output.feed, "raised": self._raised,
+            "part": description.keep_answer, "exit": self._exit, "said": self._said,
+            "stopped": self._stopped, "silent": self._silent, "closed": self._closed,
+        }  # fmt: skip
+
+    def __bool__(self) -> bool:
+        return bool(self._workers)
+
+    # -- commands
+
+    def start(self, worker: StartWorker, agent: AgentConnection) -> None:
+        """Start a worker by the agent of its host."""
+        self._workers[worker.number] = _Worker(agent)
+        self._output.begin(worker.number, worker.start_rank)
+        agent.send("start", worker.number, {
+            "rank": worker.number,  # The start rank may be that of another one on this host, too.
+            "local_rank": worker.slot,
+            "command": list(self._options.command),
+            "variables": worker_variables(worker, self._options.as_horovod),
+            "terminals": {},
+        })  # fmt: skip
+
+    def signal(self, number: int, signal_number: int) -> None:
+        """Signal a worker, and its children."""
+        if number in self._workers:
+            self._workers[number].agent.send("signal", int(signal_number), [number])
+
+    def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
+        """Send a frame to workers."""
+        by_agent: dict[AgentConnection, list[int]] = {}
+        for number in numbers:
+            if number in self._workers:
+                by_agent.setdefault(self._workers[number].agent, []).append(number)
+        for agent, present in by_agent.items():
+            agent.send("tell", present, frame)
+
+    def forget(self, agent: AgentConnection) -> list[int]:
+        """Forget the workers of an agent without an event; return their process groups."""
+        numbers = [number for number, worker in self._workers.items() if worker.agent is agent]
+        groups = [self._workers[number].pid for number in numbers]
+        for number in numbers:
+            self._forget(number)
+        return [group for group in groups if group]
+
+    def _forget(self, number: int) -> str | None:
+        """Forget a worker; return the exception that it has ended by."""
+        worker = self._workers.pop(number)
+        printed = self._output.end(number)
+        return worker.cause or printed
+
+    # -- what agents say
+
+    def receive(self, kind: str, fields: list[Any]) -> None:
+        """Take a message of an agent that is about a worker."""
+        if kind in self._handlers and fields[0] in self._workers:
+            self._handlers[kind](*fields)
+
+    def _started(self, number: int, pid: int) -> None:
+        self._workers[number].pid = pid
+
+    def _raised(self, number: int, words: str) -> None:
+        self._workers[number].cause = words.partition(" ")[2]  # The first word: its own, or not.
+
+    def _exit(self, number: int, code: int) -> None:
+        cause = self._forget(number)
+        by_signal = code < 0
+        if by_signal:
+            cause = f"killed by {_signal_name(-code)}"
+        self._events.worker_ended(
+            number, 128 - code if by_signal else code, cause if code else None, by_signal,
+            time.monotonic(),
+        )  # fmt: skip
+
+    def _said(self, number: int, message: list[Any]) -> None:
+        self._events.worker_said(number, message, time.monotonic())
+
+    def _stopped(self, number: int) -> None:
+        self._events.worker_stopped(number, time.monotonic())
+
+    def _silent(self, number: int, why: str) -> None:
+        self._events.worker_lost(number, why, time.monotonic())
+
+    def _closed(self, number: int) -> None:
+        self._events.worker_closed(number, time.monotonic())
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # One of the real-time signals.
+        return f"signal {number}"
