@@ -22,7 +22,7 @@ from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import this_process
 from hvdlite.common.transport.inprocess import InProcessWorld
 
-TIME_LIMIT_SECONDS = 60
+TIME_LIMIT_SECONDS = 20
 Main = Callable[["Worker"], Any]
 
 
@@ -113,6 +113,7 @@ class ElasticJob:
         self._newcomers: list[Worker] = []
         self._gone: set[Worker] = set()
         self._epoch = 0
+        self._had_commit = False  # Whether any rank was ever ready with one.
         self._wanted = HostUpdateResult.no_update
         self._raise_at: int | None = None
         self._made: dict[Worker, tuple[Any, World]] = {}
@@ -192,10 +193,11 @@ class ElasticJob:
         commits = [worker.ready or 0 for worker in members]
         root = commits.index(max(commits))
         behind = [rank for rank, commit in enumerate(commits) if commit < commits[root]]
-        if self._epoch == 0:
+        self._had_commit |= commits[root] > 0
+        if not self._had_commit:
             behind = list(range(1, len(members)))
         elif commits[root] == 0:
-            raise AssertionError("no rank holds a commit")
+            raise AssertionError("no rank holds a commit any more")
         self._epoch += 1
         self.started = True
         self._members, self._newcomers = members, []
@@ -223,12 +225,15 @@ class ElasticJob:
         here = self.here
 
         def listen(callback: Callable[[int, int], None]) -> None:
-            here.worker.on_hosts_seen.append(callback)
+            here.worker.on_hosts_seen = [callback]
+
+        def next_world(commit: int) -> None:
+            here.worker.next_world(commit)
 
         answers = {
             "elastic": lambda: True,
             "current_world": lambda: here.worker.world,
-            "next_world": lambda commit: here.worker.next_world(commit),
+            "next_world": next_world,
             "check": lambda: self.check(here.worker),
             "on_hosts_seen": listen,
             "world_is_broken": lambda: here.worker.is_broken,
@@ -246,4 +251,9 @@ class ElasticJob:
 
 
 def _of_worker(here: threading.local, name: str) -> Callable[..., Any]:
-    return lambda *arguments: getattr(here.worker.manager, name)(*arguments)
+    """The method of the calling worker's own manager."""
+
+    def call(*arguments: Any) -> Any:
+        return getattr(here.worker.manager, name)(*arguments)
+
+    return call

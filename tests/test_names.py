@@ -82,33 +82,68 @@ def test_a_missing_framework_is_named() -> None:
     assert run(code).split() == ["tensorflow"] * 3
 
 
+ADAPTERS = [
+    ("hvdlite.numpy", "hvdlite"),
+    ("hvdlite.torch", "torch"),
+    ("hvdlite.tf", "tensorflow"),
+    ("hvdlite.tensorflow", "tensorflow"),
+    ("hvdlite.keras", "keras"),
+]
+
+
 @pytest.mark.tf
-@pytest.mark.parametrize(
-    ("adapter", "needed"),
-    [
-        ("hvdlite", "hvdlite"),
-        ("hvdlite.numpy", "hvdlite"),
-        ("hvdlite.torch", "torch"),
-        ("hvdlite.tf", "tensorflow"),
-        ("hvdlite.tensorflow", "tensorflow"),
-        ("hvdlite.keras", "keras"),
-    ],
-)
-def test_elastic_training_is_refused_with_a_sentence(adapter: str, needed: str) -> None:
+@pytest.mark.parametrize(("adapter", "needed"), ADAPTERS)
+def test_elastic_training_is_a_module_of_each_adapter(adapter: str, needed: str) -> None:
     pytest.importorskip(needed)
     module = importlib.import_module(adapter)
-    assert not hasattr(module, "elastic")
-    with pytest.raises(AttributeError, match=re.escape(NO_ELASTIC)):
-        _ = module.elastic
+    assert module.elastic is importlib.import_module(f"{adapter}.elastic")
+    assert callable(module.elastic.run)
     with pytest.raises(AttributeError, match=r"has no attribute 'nonsense'$"):
         _ = module.nonsense
-    if not hasattr(module, "__path__"):  # Python itself says that there can be no module below it
-        return
-    assert find_spec(f"{adapter}.elastic") is None
-    with pytest.raises(ImportError, match=re.escape(NO_ELASTIC)):
-        importlib.import_module(f"{adapter}.elastic")
-    with pytest.raises(ImportError, match=re.escape(NO_ELASTIC)):
-        exec(f"from {adapter} import elastic")
+
+
+def test_horovods_modules_of_elastic_training_are_those_of_hvdlite() -> None:
+    code = (
+        "import hvdlite.as_horovod; hvdlite.as_horovod.install()\n"
+        "import hvdlite.common.elastic\n"
+        "import horovod.common.elastic as elastic\n"
+        "from horovod.common import exceptions\n"
+        "from hvdlite.common.base import errors\n"
+        "assert elastic is hvdlite.common.elastic\n"
+        "assert exceptions.HostsUpdatedInterrupt is errors.HostsUpdatedInterrupt\n"
+        "print(*sorted(elastic.__all__))\n"
+    )
+    assert run(code).split() == ["ObjectState", "State", "notification_manager", "run_fn"]
+
+
+@pytest.mark.tf
+@pytest.mark.parametrize(
+    ("module", "names", "needed"),
+    [
+        ("torch.elastic", ["ElasticSampler", "TorchState", "run", "sampler", "state"], "torch"),
+        ("torch.elastic.sampler", ["ElasticSampler"], "torch"),
+        (
+            "torch.elastic.state",
+            ["ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler", "StateHandler"]
+            + ["TorchState", "get_handler_registry", "set_handler_registry"],
+            "torch",
+        ),
+        ("tensorflow.elastic", ["TensorFlowKerasState", "TensorFlowState", "run"], "tensorflow"),
+        *(
+            (
+                module,
+                ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback"]
+                + ["UpdateEpochStateCallback", "run"],
+                "keras",
+            )
+            for module in ("keras.elastic", "tensorflow.keras.elastic")
+        ),
+    ],
+)
+def test_horovods_names_of_elastic_training(module: str, names: list[str], needed: str) -> None:
+    pytest.importorskip(needed)
+    found = importlib.import_module(f"hvdlite.{module}")
+    assert [name for name in names if not hasattr(found, name)] == []
 
 
 def test_horovods_modules_of_elastic_training_are_there() -> None:

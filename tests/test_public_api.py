@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from hvdlite.common.gradients.arguments import PLACE
 
 HERE = Path(__file__).parent
@@ -22,6 +24,15 @@ TF_FILE = HERE / "tf" / "public_api.txt"
 KERAS_FILE = HERE / "keras" / "public_api.txt"
 RAY_FILE = HERE / "ray" / "public_api.txt"
 SPARK_FILE = HERE / "spark" / "public_api.txt"
+ELASTIC_FILES = {
+    "hvdlite.common.elastic": HERE / "common" / "elastic" / "public_api.txt",
+    "hvdlite.numpy.elastic": HERE / "public_api_numpy_elastic.txt",
+    "hvdlite.torch.elastic": HERE / "torch" / "public_api_elastic.txt",
+    "hvdlite.torch.elastic.sampler": HERE / "torch" / "public_api_elastic_sampler.txt",
+    "hvdlite.torch.elastic.state": HERE / "torch" / "public_api_elastic_state.txt",
+    "hvdlite.tf.elastic": HERE / "tf" / "public_api_elastic.txt",
+    "hvdlite.keras.elastic": HERE / "keras" / "public_api_elastic.txt",
+}
 
 
 def signatures(module: ModuleType) -> list[str]:
@@ -85,6 +96,15 @@ def test_numpy() -> None:
     assert signatures(module) == golden(NUMPY_FILE)
 
 
+@pytest.mark.tf
+@pytest.mark.parametrize("name", ELASTIC_FILES)
+def test_elastic_training(name: str) -> None:
+    framework = {"torch": "torch", "tf": "tensorflow", "keras": "keras"}.get(name.split(".")[1])
+    if framework:
+        pytest.importorskip(framework)
+    assert signatures(importlib.import_module(name)) == golden(ELASTIC_FILES[name])
+
+
 if __name__ == "__main__":
     files = {
         "hvdlite.numpy": NUMPY_FILE,
@@ -93,6 +113,7 @@ if __name__ == "__main__":
         "hvdlite.keras": KERAS_FILE,
         "hvdlite.ray": RAY_FILE,
         "hvdlite.spark": SPARK_FILE,
+        **ELASTIC_FILES,
     }
     for name, path in files.items():
         path.write_text("\n".join(signatures(importlib.import_module(name))) + "\n")

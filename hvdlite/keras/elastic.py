@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
-from hvdlite.common.elastic.run import is_loss
-from hvdlite.common.elastic.run import run as run_elastic
+from hvdlite.common.elastic.run import is_loss, run_until
 from hvdlite.common.elastic.variables import VariablesState
 from hvdlite.keras.callbacks.elastic import (
     CommitStateCallback,
@@ -43,9 +42,9 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     share. What it returns is returned, and errors of the script are raised.
     """
     if keras.backend.backend() != "tensorflow":
-        return run_elastic(func, is_loss)
+        return run_until(func, is_loss)
     is_loss_here = import_module("hvdlite.tf.elastic").is_loss_in_tensorflow
-    return run_elastic(func, is_loss_here)
+    return run_until(func, is_loss_here)
 
 
 class KerasState(VariablesState):

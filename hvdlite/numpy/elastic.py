@@ -121,7 +121,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _fits(array: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    return array.shape == other.shape and array.dtype == other.dtype
+    return bool(array.shape == other.shape and array.dtype == other.dtype)
 
 
 __all__ = ["NumpyState", "run"]

@@ -20,8 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.common.base.errors import DEPARTED
-from hvdlite.common.elastic.run import is_loss
-from hvdlite.common.elastic.run import run as run_elastic
+from hvdlite.common.elastic.run import is_loss, run_until
 from hvdlite.common.elastic.variables import VariablesState
 from hvdlite.common.runtime import worlds
 from hvdlite.missing_names import attribute_error
@@ -39,7 +38,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     share. What it returns is returned, and errors of the script are raised. Errors of TensorFlow
     are those of the script unless this rank's world is over.
     """
-    return run_elastic(func, is_loss_in_tensorflow)
+    return run_until(func, is_loss_in_tensorflow)
 
 
 def is_loss_in_tensorflow(error: Exception) -> bool:

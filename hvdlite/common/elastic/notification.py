@@ -20,16 +20,15 @@ class NotificationManager:
     """Tells its listeners when hosts have come or gone."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # Guards all that follows.
+        self._lock = threading.Lock()  # Guards the listeners.
         self._listeners: list[Listener] = []
-        self._listens = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self._listeners)} listeners>"
 
     def init(self, *address: Any, **more_address: Any) -> None:
         """Begin to listen. The address that Horovod gives is not needed: a connection is there."""
-        with self._lock:
-            listens, self._listens = self._listens, True
-        if not listens:
-            worlds.on_hosts_seen(self.handle_hosts_updated)
+        worlds.on_hosts_seen(self.handle_hosts_updated)
 
     def register_listener(self, listener: Listener) -> None:
         """Tell `listener` from now on."""

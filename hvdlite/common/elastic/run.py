@@ -40,18 +40,33 @@ def is_loss(error: Exception) -> bool:
     return not error.job_goes_on or (worlds.elastic() and DEPARTED in str(error))
 
 
-def run(func: Callable[..., R], is_loss: IsLoss = is_loss) -> Callable[..., R]:
+def run(func: Callable[..., R]) -> Callable[..., R]:
     """Return `func` as elastic training runs it: ``func(state, *args, **kwargs)``.
 
     After a change of the job's ranks the function is called again, with the state that all of them
     share. What it returns is returned, and errors of the script are raised.
     """
+    return run_until(func, is_loss)
+
+
+def run_until(func: Callable[..., R], is_loss: IsLoss) -> Callable[..., R]:
+    """Return `func` as `run` does; `is_loss` tells errors of a world from those of the script."""
     return _decorate(func, lambda held: worlds.next_world(held()), is_loss)
 
 
 def run_fn(func: Callable[..., R], reset: Callable[[], Any]) -> Callable[..., R]:
-    """Return `func` as `run` does, with another way to join the next world: `reset`."""
-    return _decorate(func, lambda held: reset(), is_loss, own_reset=True)
+    """Return `func` as `run` does; without a driver, `reset` joins the next world.
+
+    With one, ranks join worlds with the numbers of their commits, so `reset` is not called.
+    """
+
+    def join(held: Callable[[], int]) -> None:
+        if worlds.elastic():
+            worlds.next_world(held())
+        else:
+            reset()
+
+    return _decorate(func, join, is_loss, own_reset=True)
 
 
 def _decorate(

@@ -18,7 +18,7 @@ def compare_ranks(tensors: Callable[[], Tensors]) -> None:
     Every rank calls it; only hashes of 64 bits are exchanged.
     """
     runtime = find()
-    if runtime is None or not getattr(runtime.config, "elastic_check", False):
+    if runtime is None or not runtime.config.elastic_check:
         return
     hashes = {name: hash_of(tensor) for name, tensor in tensors()}
     difference = first_difference(allgather_object(hashes, "elastic.check"))

@@ -237,6 +237,11 @@ class StateDictHandler(StateHandler):
 class SamplerStateHandler(StateDictHandler):
     """An `ElasticSampler`: the epoch, and how many of its samples are done."""
 
+    def sync(self) -> None:
+        """Load the current state of the root; the root itself shares the rest of the epoch anew."""
+        super().sync()
+        self.value.reset()
+
     def enter_world(self) -> None:
         """Share what is left among the ranks of the new world."""
         self.value.reset()

@@ -9,6 +9,7 @@ import torch
 
 from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.elastic.state import ObjectState, check_names
+from hvdlite.common.elastic.trees import map_leaves
 from hvdlite.common.runtime.basics import rank
 from hvdlite.torch.elastic.handlers import (
     ModelStateHandler,
@@ -128,11 +129,22 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.enter_world()
 
+    def _copies(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy the plain objects; tensors with a graph, such as losses, lose it."""
+        try:
+            return super()._copies(values)
+        except TypeError:
+            return super()._copies(map_leaves(dict(values), _detached))
+
     def _tensors_to_compare(self) -> Iterator[tuple[str, Any]]:
         for name, handler in self._handlers.items():
             for part, tensor in handler.tensors():
                 flat = tensor.detach().cpu().reshape(-1).contiguous()
                 yield f"{name}.{part}", flat.view(torch.uint8).numpy()
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _handler_of(value: Any) -> StateHandler | None:

@@ -1,0 +1,3 @@
+"""A second name of hvdlite.tf.elastic, for editors and type checkers; see module_aliases.py."""
+
+from hvdlite.tf.elastic import *

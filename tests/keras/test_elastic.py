@@ -1,0 +1,221 @@
+"""Elastic training with Keras: states, counting callbacks, and `fit` that loses and gains ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvdlite.keras as hvd
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.keras.framework import keras
+from tests.elastic_job import ElasticJob, Worker
+from tests.ranks import run_ranks
+
+BATCHES = 10
+X = np.random.default_rng(0).normal(size=(4 * BATCHES, 3)).astype("float32")
+Y = X @ np.ones((3, 2), "float32")
+Seen = list[tuple[int, int]]
+
+
+def network(distributed: bool = True) -> Any:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    optimizer: Any = keras.optimizers.Adam(0.01)
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def values(state: Any) -> list[Any]:
+    return [np.asarray(variable.numpy()) for variable in state._variables()]
+
+
+def test_the_vectors_of_a_state() -> None:
+    def main(rank: int) -> None:
+        model = network()
+        state = hvd.elastic.KerasState(model, step=7 + rank, round=3 + rank)
+        assert state.optimizer is model.optimizer
+        assert len(values(state)) >= 2 + 2 * 2  # weights, and two moments of each
+
+        def fill(value: float, step: int, round_: int) -> None:
+            for variable in state._variables():
+                variable.assign(np.full(variable.shape, value, np.asarray(variable.numpy()).dtype))
+            state.step, state.round = step, round_
+
+        def check(value: float, step: int, round_: int) -> None:
+            assert all((array == value).all() for array in values(state))
+            assert (state.step, state.round) == (step, round_)
+
+        fill(rank, 7 + rank, 3 + rank)
+        state.save()
+        state.sync()
+        check(0, 7, 3)
+        fill(9, 8, 4)
+        state.restore()
+        check(0, 7, 3)
+        fill(9, 8, 4)
+        state.commit()
+        fill(1, 0, 0)
+        state.restore()
+        check(9, 8, 4)
+
+    run_ranks(2, main)
+
+
+def test_a_model_must_be_built() -> None:
+    model = keras.Sequential([keras.layers.Dense(2)])
+    with pytest.raises(ValueError, match="is not built"):
+        hvd.elastic.KerasState(model)
+
+
+class Failing(keras.callbacks.Callback):  # type: ignore[misc]
+    """Raises at a batch of an epoch, and notes all counters after each batch."""
+
+    def __init__(self, state: Any, at: tuple[int, int] | None) -> None:
+        super().__init__()
+        self.state, self.at = state, at
+        self.seen: Seen = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append((self.state.epoch, int(self.state.batch)))
+        if self.seen[-1] == self.at:
+            raise HorovodInternalError("a rank is lost")
+
+
+def all_callbacks(state: Any, order: Sequence[int], every: int = 1) -> list[Any]:
+    elastic = hvd.elastic
+    made = [
+        elastic.CommitStateCallback(state, every),
+        elastic.UpdateBatchStateCallback(state),
+        elastic.UpdateEpochStateCallback(state),
+    ]
+    return [made[index] for index in order]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+@pytest.mark.parametrize("with_initial_epoch", [False, True])
+def test_an_epoch_goes_on_where_it_was_committed(
+    order: Sequence[int], with_initial_epoch: bool
+) -> None:
+    """Every batch of every epoch is made once, also where the last one of an epoch fails."""
+    seen: list[Seen] = []
+
+    def main(rank: int) -> int:
+        model = network(distributed=False)
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        failures = iter([(1, 3), (1, 7), (2, BATCHES - 1), None])
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            failing = Failing(state, next(failures))
+            seen.append(failing.seen)
+            epochs = {"epochs": 4 - state.epoch}
+            if with_initial_epoch:
+                epochs = {"epochs": 4, "initial_epoch": state.epoch}
+            callbacks = [*all_callbacks(state, order), failing]
+            model.fit(X, Y, batch_size=4, verbose=0, callbacks=callbacks, **epochs)
+            assert (state.epoch, state.batch) == (4, 0)
+
+        hvd.init()
+        try:
+            train(state)
+        finally:
+            hvd.shutdown()
+        return int(model.optimizer.iterations.numpy())
+
+    hvd.init()
+    assert main(0) == 4 * BATCHES
+    first, second, third, last = seen
+    assert first == [(0, b) for b in range(BATCHES)] + [(1, b) for b in range(4)]
+    assert second == [(1, b) for b in range(4, 8)]
+    assert third == [(1, 8), (1, 9)] + [(2, b) for b in range(BATCHES)]
+    # The last batch of epoch 2 was committed: its epoch passes without training.
+    assert last == [(2, BATCHES - 1)] + [(3, b) for b in range(BATCHES)]
+
+
+def test_a_number_that_the_user_has_set_is_that_of_batches_done() -> None:
+    def main(rank: int) -> None:
+        model = network(distributed=False)
+        state = hvd.elastic.KerasState(model, epoch=0, batch=3)
+        failing = Failing(state, None)
+        model.fit(
+            X, Y, batch_size=4, epochs=2, verbose=0,
+            callbacks=[*all_callbacks(state, (0, 1, 2)), failing],
+        )  # fmt: skip
+        assert failing.seen == [(0, b) for b in range(3, 10)] + [(1, b) for b in range(10)]
+
+    run_ranks(1, main)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, 22), (3, 2 + 6), (100, 2)])
+def test_how_often_is_committed(every: int, expected: int) -> None:
+    """Every so many batches, counted through `fit`, and at the end of each epoch."""
+
+    def main(rank: int) -> int:
+        model = network(distributed=False)
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        count: list[Any] = []
+        state.commit = lambda: count.append((state.epoch, int(state.batch)))  # type: ignore[method-assign]
+        callbacks = all_callbacks(state, (0, 1, 2), every)
+        model.fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+        assert count[-1] == (2, 0) and (1, 0) in count
+        return len(count)
+
+    assert run_ranks(1, main) == [expected]
+
+
+def test_early_stopping_is_not_undone() -> None:
+    def main(rank: int) -> None:
+        model = network(distributed=False)
+        state = hvd.elastic.KerasState(model, epoch=0, batch=6)
+
+        class Stop(keras.callbacks.Callback):  # type: ignore[misc]
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                self.model.stop_training = True
+
+        callbacks = [Stop(), *all_callbacks(state, (0, 1, 2))]
+        model.fit(X, Y, batch_size=4, epochs=3, verbose=0, callbacks=callbacks)
+        assert state.epoch == 1
+
+    run_ranks(1, main)
+
+
+def test_fit_loses_and_gains_ranks() -> None:
+    job = ElasticJob(3)
+
+    class Events(keras.callbacks.Callback):  # type: ignore[misc]
+        def __init__(self, worker: Worker, state: Any) -> None:
+            super().__init__()
+            self.worker, self.state = worker, state
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            place = self.worker.number, self.state.epoch, batch
+            if place == (1, 0, 4) or place == (2, 2, 2):
+                self.worker.die()
+            if self.worker.number == 0 and self.state.epoch == 1 and len(job.workers) == 3:
+                job.add(main)
+
+    def main(worker: Worker) -> Any:
+        model = network()
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            callbacks = [*all_callbacks(state, (0, 1, 2)), Events(worker, state)]
+            model.fit(
+                X, Y, batch_size=4, epochs=4 - state.epoch, verbose=0, shuffle=False,
+                callbacks=callbacks,
+            )  # fmt: skip
+
+        train(state)
+        return values(state), state.epoch, int(model.optimizer.iterations.numpy())
+
+    results = [result for result in job.run(main) if result is not None]
+    assert len(results) == 2
+    for found, epoch, iterations in results:
+        assert (epoch, iterations) == (4, 4 * BATCHES)
+        for left, right in zip(found, results[0][0], strict=True):
+            assert np.array_equal(left, right)

@@ -1,0 +1,66 @@
+"""Elastic training with numpy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import hvdlite.numpy as hvd
+from tests.elastic_job import ElasticJob, Worker
+from tests.ranks import run_ranks
+
+NumpyState = hvd.elastic.NumpyState
+
+
+def test_the_vectors_of_a_state() -> None:
+    def main(rank: int) -> None:
+        weights = np.full(5, rank or 0.5)
+        layers = {"a": np.full((2, 2), rank, ml_dtypes.bfloat16), "names": ["x", rank]}
+        state = NumpyState(weights=weights, layers=layers, step=7 + rank, round=3 + rank)
+        state.sync()
+        assert state.weights is weights and state.layers is layers
+        assert set(weights) == {0.5} and (state.step, state.round) == (7, 3)
+        assert (layers["a"] == 0).all() and layers["names"] == ["x", 0]
+        weights[:] = 9
+        layers["a"] += 1
+        layers["names"].append("new")
+        state.step, state.round = 8, 4
+        state.restore()
+        assert set(weights) == {0.5} and (state.step, state.round) == (7, 3)
+        assert (layers["a"] == 0).all() and layers["names"] == ["x", 0]
+        weights[:], state.step, state.round = 9, 8, 4
+        state.commit()
+        state.weights = np.zeros(3)  # another shape: replaced
+        state.step = 0
+        state.restore()
+        assert set(state.weights) == {9} and (state.step, state.round) == (8, 4)
+
+    run_ranks(3, main)
+
+
+def test_a_job_that_loses_and_gains_ranks() -> None:
+    job = ElasticJob(3)
+
+    def main(worker: Worker) -> Any:
+        @hvd.elastic.run
+        def train(state: Any) -> Any:
+            while len(state.sizes) < 9:
+                step = len(state.sizes)
+                if (worker.number, step) == (0, 3):
+                    worker.die()
+                if (worker.number, step) == (1, 6) and len(job.workers) == 3:
+                    job.add(main)
+                state.weights -= hvd.allreduce(np.full(4, hvd.rank() + 1.0), op=hvd.Sum, name="g")
+                state.sizes.append(hvd.size())
+                state.commit()
+            return state.weights, state.sizes
+
+        return train(NumpyState(weights=np.full(4, float(worker.number)), sizes=[]))
+
+    results = [result for result in job.run(main) if result is not None]
+    assert len(results) == 3
+    for weights, sizes in results:
+        assert sizes == results[0][1] and set(sizes) == {2, 3}
+        assert weights.tolist() == [-sum(n * (n + 1) / 2 for n in sizes)] * 4

@@ -1,0 +1,173 @@
+"""Elastic training with TensorFlow: states, errors of graphs, and jobs that lose and gain ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdlite.tf as hvd
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.runtime import worlds
+from tests.elastic_job import ElasticJob, Worker
+from tests.ranks import run_ranks
+
+
+def test_the_vectors_of_a_state() -> None:
+    def main(rank: int) -> None:
+        variables = [
+            tf.Variable(tf.fill((3, 2), float(rank or 0.5))),
+            tf.Variable(tf.cast(tf.fill((4,), float(rank or 0.5)), tf.bfloat16)),
+        ]
+        state = hvd.elastic.TensorFlowState(variables, step=7 + rank, round=3 + rank)
+
+        def found() -> tuple[set[float], int, int]:
+            values = {float(v) for each in variables for v in each.numpy().reshape(-1)}
+            return values, state.step, state.round
+
+        def change(step: int) -> None:
+            for each in variables:
+                each.assign(tf.cast(tf.fill(each.shape, 9.0), each.dtype))
+            state.step, state.round = step, step // 2
+
+        state.sync()
+        assert found() == ({0.5}, 7, 3)
+        change(8)
+        state.restore()
+        assert found() == ({0.5}, 7, 3)
+        change(8)
+        state.commit()
+        change(0)
+        state.restore()
+        assert found() == ({9.0}, 8, 4)
+
+    run_ranks(3, main)
+
+
+def test_each_sync_broadcasts_and_the_constructor_does_not() -> None:
+    def main(rank: int) -> list[float]:
+        variable = tf.Variable(float(rank))
+        if rank == 0:  # alone, so it would wait for others
+            hvd.elastic.TensorFlowState([tf.Variable(1.0)])
+        state = hvd.elastic.TensorFlowState([variable])
+        found = [float(variable.numpy())]
+        for number in (10.0, 20.0):
+            variable.assign(number + rank)
+            state.sync()
+            found.append(float(variable.numpy()))
+        return found
+
+    assert run_ranks(2, main) == [[0, 10, 20], [1, 10, 20]]
+
+
+def test_variables_must_be_given_when_executing_eagerly() -> None:
+    with pytest.raises(ValueError, match="give model.variables"):
+        hvd.elastic.TensorFlowState()
+
+
+def test_other_variables_are_named_on_all_ranks() -> None:
+    def main(rank: int) -> str:
+        state = hvd.elastic.TensorFlowState([tf.Variable(tf.zeros(2 + rank), name="w")])
+        with pytest.raises(ValueError, match="variables") as error:
+            state.sync()
+        return str(error.value)
+
+    texts = run_ranks(2, main)
+    assert texts[0] == texts[1] and "shape (2,) on rank 0" in texts[0]
+    assert "shape (3,) on rank 1" in texts[0]
+
+
+def test_global_variables_of_a_session() -> None:
+    def main(rank: int) -> None:
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            variable = tf.compat.v1.get_variable("v", initializer=[1.0 + rank, 2.0])
+            session.run(tf.compat.v1.global_variables_initializer())
+            state = hvd.elastic.TensorFlowState(session=session, step=rank)
+            state.sync()
+            assert session.run(variable).tolist() == [1.0, 2.0] and state.step == 0
+            variable.load([5.0, 5.0], session)
+            state.restore()
+            assert session.run(variable).tolist() == [1.0, 2.0]
+
+    run_ranks(2, main)
+
+
+def test_a_function_that_was_traced_goes_on_in_the_next_world() -> None:
+    """Size and rank are those of the world; the weights are those that numpy computes."""
+    job = ElasticJob(3)
+
+    def main(worker: Worker) -> Any:
+        weights = tf.Variable(tf.zeros(2, tf.float64))
+        traces = []
+
+        @tf.function
+        def step(factor: tf.Tensor) -> tf.Tensor:
+            traces.append(1)
+            mean = hvd.allreduce(tf.ones(2, tf.float64) * factor, op=hvd.Average, name="gradient")
+            weights.assign_sub(0.1 * mean)
+            return hvd.size_op()
+
+        @hvd.elastic.run
+        def train(state: Any) -> Any:
+            while state.step < 9:
+                if (worker.number, state.step) == (1, 3):
+                    worker.die()
+                if (worker.number, state.step) == (0, 6) and len(job.workers) == 3:
+                    job.add(main)
+                size = step(tf.constant(float(hvd.rank() + 1), tf.float64))
+                state.history = [*state.history, int(size.numpy())]
+                state.step += 1
+                state.commit()
+            return weights.numpy(), state.history, len(traces)
+
+        return train(hvd.elastic.TensorFlowState([weights], step=0, history=[]))
+
+    results = [result for result in job.run(main) if result is not None]
+    assert len(results) == 3
+    for weights, history, traces in results:
+        assert history == results[0][1] and traces == 1
+        assert np.array_equal(weights, results[0][0])
+        mean = sum(np.mean(np.arange(size) + 1) for size in history)
+        np.testing.assert_allclose(weights, -0.1 * mean * np.ones(2))
+    assert set(results[0][1]) == {2, 3}
+
+
+def test_errors_of_tensorflow_are_judged_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation of the user fails with the same class, and with any text."""
+    broken = False
+    monkeypatch.setattr(worlds, "world_is_broken", lambda: broken)
+    monkeypatch.setattr(worlds, "elastic", lambda: True)
+    is_loss = hvd.elastic.is_loss_in_tensorflow
+    errors = [
+        kind(None, None, text)
+        for kind in (
+            tf.errors.UnknownError, tf.errors.FailedPreconditionError, tf.errors.AbortedError,
+            tf.errors.InternalError,
+        )
+        for text in ("HorovodAllreduce failed", "the disk is full")
+    ]  # fmt: skip
+    assert not any(map(is_loss, errors))
+    broken = True
+    assert all(map(is_loss, errors))
+    assert not is_loss(ZeroDivisionError())
+    broken = False
+    assert is_loss(HorovodInternalError("a rank is lost"))
+
+
+def test_shapes_that_ranks_disagree_about_leave_the_loop() -> None:
+    def main(worker: Worker) -> int:
+        entered = []
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            entered.append(1)
+            hvd.allreduce(tf.ones(hvd.rank() + 1), name="wrong")
+
+        with pytest.raises(tf.errors.FailedPreconditionError) as error:
+            train(hvd.elastic.TensorFlowState([], step=0))
+        assert isinstance(error.value, HorovodInternalError) and error.value.job_goes_on
+        return len(entered)
+
+    assert ElasticJob(2).run(main) == [1, 1]

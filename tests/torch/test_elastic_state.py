@@ -1,0 +1,425 @@
+"""`TorchState` in a job without a driver: save, restore and sync of everything it can hold."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hvdlite.torch as hvd
+from hvdlite.torch.elastic import handlers
+from hvdlite.torch.elastic.sampler import ElasticSampler
+from hvdlite.torch.elastic.state import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    SamplerStateHandler,
+    StateHandler,
+    TorchState,
+    get_handler_registry,
+    set_handler_registry,
+)
+from tests.ranks import run_ranks
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def weights(model: nn.Module) -> list[float]:
+    return sorted({float(v) for p in model.parameters() for v in p.detach().reshape(-1)})
+
+
+def adam(model: nn.Module, **options: Any) -> Any:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, **options)
+    return hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+def step(model: nn.Module, optimizer: Any, factor: float = 1.0) -> None:
+    optimizer.zero_grad()
+    (model(torch.ones(2, 3)).square().sum() * factor).backward()
+    optimizer.step()
+
+
+def test_the_vectors_of_a_state() -> None:
+    def main(rank: int) -> None:
+        model = nn.Linear(3, 2)
+        fill(model, rank or 0.5)
+        state = TorchState(model=model, optimizer=adam(model), step=7 + rank, round=3 + rank)
+        state.sync()
+        assert (weights(model), state.step, state.round) == ([0.5], 7, 3)
+        fill(model, 9.0)
+        state.step, state.round = 8, 4
+        state.restore()
+        assert (weights(model), state.step, state.round) == ([0.5], 7, 3)
+        fill(model, 9.0)
+        state.step, state.round = 8, 4
+        state.commit()
+        fill(model, 1.0)
+        state.step = state.round = 0
+        state.restore()
+        assert (weights(model), state.step, state.round) == ([9.0], 8, 4)
+
+    run_ranks(3, main)
+
+
+def test_a_sync_ends_in_a_save() -> None:
+    def main(rank: int) -> None:
+        model = nn.Linear(3, 2)
+        fill(model, rank or 0.5)
+        state = TorchState(model, best=[rank])
+        state.sync()
+        fill(model, 7.0)
+        state.best.append("changed in place")
+        state.restore()
+        assert weights(model) == [0.5] and state.best == [0]
+
+    run_ranks(2, main)
+
+
+def test_an_optimizer_goes_on_bit_by_bit_after_a_restore() -> None:
+    """The oracle is the same training without an interruption."""
+
+    def main(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2, dtype=torch.float64)
+        twin = copy.deepcopy(model)
+        expected, optimizer = adam(twin), adam(model)
+        state = TorchState(model, optimizer)
+        data = torch.randn(6, 4, 3, dtype=torch.float64)
+
+        def train(m: nn.Module, o: Any, number: int) -> None:
+            o.zero_grad()
+            m(data[number]).square().sum().backward()
+            o.step()
+
+        for number in range(3):
+            train(twin, expected, number)
+            train(model, optimizer, number)
+        state.commit()
+        for number in (5, 4):
+            train(model, optimizer, number)
+        model(data[0]).sum().backward()  # gradients that nobody waits for
+        state.restore()
+        assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+        for number in range(3, 6):
+            train(twin, expected, number)
+            train(model, optimizer, number)
+        for left, right in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(left, right)
+
+    run_ranks(2, main)
+
+
+def test_saved_state_of_another_dtype_is_not_rounded() -> None:
+    """torch's load_state_dict gives state the dtype of its parameter."""
+
+    def main(rank: int) -> None:
+        model = nn.Linear(3, 2, dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        third = torch.full((2, 3), 1 / 3, dtype=torch.float32)
+        optimizer.state[model.weight]["momentum_buffer"] = third.clone()
+        state = TorchState(model, optimizer)
+        optimizer.state[model.weight]["momentum_buffer"].zero_()
+        state.restore()
+        assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], third)
+
+    run_ranks(1, main)
+
+
+def test_saves_keep_their_memory() -> None:
+    def main(rank: int) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = adam(model)
+        state = TorchState(model, optimizer)
+        step(model, optimizer)
+        state.save()
+        kept = [
+            copies.data_ptr()
+            for name in ("model", "optimizer")
+            for copies in state._handlers[name]._saved._copies
+        ]
+        assert len(kept) == 2 + 2 * 3
+        step(model, optimizer)
+        state.save()
+        assert kept == [
+            copies.data_ptr()
+            for name in ("model", "optimizer")
+            for copies in state._handlers[name]._saved._copies
+        ]
+
+    run_ranks(1, main)
+
+
+def test_ranks_without_optimizer_state_receive_it() -> None:
+    def main(rank: int) -> None:
+        torch.manual_seed(rank)
+        model = nn.Linear(3, 2)
+        optimizer = adam(model, amsgrad=True)
+        if rank == 1:  # the others come in later
+            optimizer.state.clear()
+        local = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1), amsgrad=True)
+        if rank == 0:
+            step(model, local)
+        state = TorchState(model, local)
+        state.sync()
+        sent = hvd.allgather_object(copy.deepcopy((local.state_dict(), model.state_dict())))
+        for other in sent:
+            assert other[0]["param_groups"][0]["lr"] == 0.1
+            assert torch.equal(other[0]["state"][0]["exp_avg"], sent[0][0]["state"][0]["exp_avg"])
+            assert torch.equal(other[1]["weight"], sent[0][1]["weight"])
+        assert sent[1][0]["state"][0]["step"] == 1
+
+    run_ranks(2, main)
+
+
+def test_a_sync_sends_one_buffer_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[str]] = [[], []]
+
+    def main(rank: int) -> None:
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)), nn.BatchNorm1d(3))
+        model[0].half()
+        torch.manual_seed(rank)
+        state = TorchState(model)
+        original = hvd.broadcast_
+
+        def count(tensor: Any, root: int, name: str, process_set: Any) -> Any:
+            sent[rank].append(name)
+            return original(tensor, root, name, process_set)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("hvdlite.torch.mpi_ops.broadcast_", count)
+            hvd.barrier()
+            state.sync()
+            hvd.barrier()
+
+    run_ranks(1, main)
+    assert sorted(set(sent[0])) == [
+        "elastic.model.float16.0", "elastic.model.float32.0", "elastic.model.int64.0",
+    ]  # fmt: skip
+
+
+def test_flat_buffers_carry_every_dtype_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlite.torch.elastic.flat.PIECE_BYTES", 64)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
+    dtypes += [torch.complex64, torch.float8_e4m3fn]
+
+    class Holder(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            random = torch.Generator().manual_seed(seed)  # Threads share torch's own.
+            for number, dtype in enumerate(dtypes):
+                for part in range(3):
+                    values = (torch.randn(3, 5, generator=random) * 3).to(dtype)
+                    if seed and part == 1:
+                        values = values.t().contiguous().t()  # another layout on other ranks
+                    self.register_buffer(f"b{number}_{part}", values)
+            self.register_buffer("empty", torch.zeros(0, 4))
+            self.register_buffer("scalar", torch.tensor(float(seed)))
+
+    def main(rank: int) -> None:
+        model = Holder(rank)
+        TorchState(model).sync()
+        for name, value in Holder(0).state_dict().items():
+            found = model.state_dict()[name]
+            same = found.contiguous().view(torch.uint8) if found.dim() else found
+            wanted = value.contiguous().view(torch.uint8) if value.dim() else value
+            assert torch.equal(same, wanted), name
+
+    run_ranks(2, main)
+
+
+def test_different_models_are_named_on_all_ranks() -> None:
+    def main(rank: int) -> str:
+        model = nn.Linear(3, 2 + (rank == 2))
+        with pytest.raises(ValueError, match="the state's model") as error:
+            TorchState(model).sync()
+        return str(error.value)
+
+    texts = run_ranks(3, main)
+    assert len(set(texts)) == 1
+    assert "tensor 'weight' is float32 of shape (2, 3) on rank 0" in texts[0]
+    assert "float32 of shape (3, 3) on rank 2" in texts[0]
+
+
+def test_any_number_of_models_under_any_name() -> None:
+    def main(rank: int) -> None:
+        left, right, none = nn.Linear(2, 2), nn.Linear(2, 2), None
+        fill(left, rank)
+        fill(right, 10 + rank)
+        state = TorchState(left=left, right=right, optimizer=none, sampler=none)
+        assert (state.model, state.optimizer, state.sampler) == (None, None, None)
+        state.sync()
+        assert (weights(left), weights(right)) == ([0.0], [10.0])
+        other = nn.Linear(4, 4)
+        fill(other, 5.0)
+        state.left = other
+        assert state.left is other
+        fill(other, 6.0)
+        state.restore()
+        assert weights(other) == [5.0] and weights(left) == [0.0]
+
+    run_ranks(2, main)
+
+
+def test_the_registry_decides_by_its_order() -> None:
+    default = get_handler_registry()
+    assert default == [
+        (nn.Module, ModelStateHandler),
+        (torch.optim.Optimizer, OptimizerStateHandler),
+        (ElasticSampler, SamplerStateHandler),
+    ]
+
+    class Counted(StateHandler):
+        calls: list[str] = []
+
+        def save(self) -> None:
+            self.calls.append("save")
+
+        def restore(self) -> None:
+            self.calls.append("restore")
+
+        def sync(self) -> None:
+            self.calls.append("sync")
+
+    def main(rank: int) -> None:
+        state = TorchState(nn.Linear(1, 1), text="a")
+        state.save()
+        state.restore()
+        state.sync()
+        state.model = nn.Linear(1, 1)
+
+    set_handler_registry([(nn.Linear, Counted), *default])
+    try:
+        run_ranks(1, main)
+    finally:
+        set_handler_registry(default)
+    assert Counted.calls == ["save", "restore", "sync", "save", "save"]
+
+
+def test_schedulers_and_scalers_are_changed_in_place() -> None:
+    def main(rank: int) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = adam(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0 * (rank + 1))
+        state = TorchState(model, optimizer, schedule=schedule, scaler=scaler)
+        state.sync()
+        assert state.scaler is scaler and scaler.get_scale() == 4.0
+        step(model, optimizer)
+        schedule.step()
+        state.commit()
+        for _ in range(2):
+            step(model, optimizer)
+            schedule.step()
+        scaler.scale(torch.ones(1))
+        scaler.update(64.0)
+        state.restore()
+        rate = optimizer.param_groups[0]["lr"]
+        assert (rate, schedule.last_epoch, scaler.get_scale()) == (0.05, 1, 4.0)
+        step(model, optimizer)
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == 0.025
+
+    run_ranks(2, main)
+
+
+def test_a_scaler_unscales_again_after_a_failed_step() -> None:
+    def main(rank: int) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = adam(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        state = TorchState(model, optimizer, scaler=scaler)
+        for failed in (True, False):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+            scaler.unscale_(optimizer)
+            if failed:
+                state.restore()
+        scaler.step(optimizer)
+        scaler.update()
+
+    run_ranks(1, main)
+
+
+def test_buffers_of_sync_batch_norm_are_state() -> None:
+    def main(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), hvd.SyncBatchNorm(3))
+        state = TorchState(model)
+        state.sync()
+        model(torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)))
+        state.commit()
+        saved = model[1].running_mean.clone()
+        model(torch.full((4, 3), 100.0))
+        state.restore()
+        assert torch.equal(model[1].running_mean, saved)
+        assert int(model[1].num_batches_tracked) == 1
+        means = hvd.allgather(model[1].running_mean.reshape(1, -1))
+        assert torch.equal(means[0], means[1])
+
+    run_ranks(2, main)
+
+
+def test_plain_tensors_are_copied() -> None:
+    def main(rank: int) -> None:
+        loss = (torch.ones(3, requires_grad=True) * 2).sum()
+        state = TorchState(best=torch.zeros(2), history={"loss": []}, loss=None)
+        state.best += 5
+        state.history["loss"].append(1)
+        state.restore()
+        assert state.best.tolist() == [0, 0] and state.history == {"loss": []}
+        state.loss = loss
+        state.commit()  # a tensor with a graph
+        state.loss = None
+        state.restore()
+        assert float(state.loss) == 6.0
+
+    run_ranks(1, main)
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(TypeError, match="attribute 'lines' is a generator"):
+            TorchState(lines=(line for line in "abc"))
+        with pytest.raises(ValueError, match=r"a state has a method save\(\)"):
+            TorchState(save=3)
+        with pytest.raises(ValueError, match="commit='never'"):
+            TorchState(commit="never")
+
+    run_ranks(1, main)
+
+
+def test_lbfgs_and_sparse_parts_are_state_too() -> None:
+    def main(rank: int) -> None:
+        torch.manual_seed(rank)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        if rank == 0:
+            optimizer.step(closure)
+        model.register_buffer("sparse", torch.eye(3).to_sparse() * (rank + 1))
+        state = TorchState(model, optimizer)
+        state.sync()
+        assert np.array_equal(model.sparse.to_dense().numpy(), np.eye(3))
+        assert len(hvd.allgather_object(optimizer.state_dict()["state"])[1]) == 1
+        state.restore()
+        assert np.array_equal(model.sparse.to_dense().numpy(), np.eye(3))
+
+    run_ranks(2, main)
+
+
+def test_handlers_say_what_they_need() -> None:
+    for method in ("save", "restore", "sync"):
+        with pytest.raises(NotImplementedError):
+            getattr(handlers.StateHandler(1), method)()
