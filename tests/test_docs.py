@@ -39,6 +39,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_decision_has_a_number_and_a_title_of_its_own() -> None:
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    titles = [page.read_text().partition("\n")[0].removeprefix("# ") for page in pages]
+    assert [int(page.name[:4]) for page in pages] == list(range(1, len(pages) + 1))
+    assert len(set(titles)) == len(titles)
+    assert not [title for title in titles if title[:4].isdecimal()], "the number is in the name"
+
+
 def test_the_first_command_installs_what_its_example_needs_and_nothing_else() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
