@@ -82,9 +82,9 @@ class HostReport:
     def lines(self) -> Iterator[str]:
         """Yield the report, line by line."""
         for name, facts in self.facts.items():
-            where = "" if facts.directory else f", no {self.directory}"
+            where = f"{'' if facts.directory else 'no '}working directory {self.directory}"
             cores = f"{facts.cores} core{'s' if facts.cores > 1 else ''}"
-            yield f"{name}: {facts.versions}{where}, {cores}, {self._connections(name)}"
+            yield f"{name}: {facts.versions}, {where}, {cores}, {self._connections(name)}"
         apart = {target for _, target in self._unconnected_pairs()}
         for _, attempt in self._bad_addresses():
             if attempt.target not in apart:

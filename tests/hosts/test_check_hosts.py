@@ -19,7 +19,7 @@ import hvdlite
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
 from tests.hosts import faults
 from tests.hosts.jobs import ALL, hvdlite_run, sentences
-from tests.hosts.lab import HOSTS, Lab, address, address6
+from tests.hosts.lab import HOSTS, SHARED, Lab, address, address6
 
 MESSAGES = Path(hvdlite.__file__).parent / "common" / "plain" / "messages.py"
 NUMPY = Path(str(importlib.metadata.distribution("numpy")._path))  # type: ignore[attr-defined]
@@ -40,6 +40,7 @@ def test_each_host_is_a_line_with_all_that_was_found(lab: Lab) -> None:
             f"hvdlite {hvdlite.__version__} (protocol {PROTOCOL_VERSION}), mpi4py "
         ), line
         assert f"numpy {numpy.__version__}" in line
+        assert f", working directory {SHARED}, " in line
         assert f"{len(os.sched_getaffinity(0))} core" in line or "cores" in line
         assert line.endswith(
             f"connected by eth0 ({address(host)}, {address6(host)}), "

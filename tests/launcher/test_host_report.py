@@ -35,7 +35,8 @@ def test_equal_hosts_are_a_line_each() -> None:
     good = report(a=facts(1), b=facts(2, cores=1))
     assert good.problems == good.warnings == ()
     versions = (
-        "Python 3.11.7 (/env/bin/python), hvdlite 0.1.0 (protocol 3), numpy 2.0, mpi4py 4.1.0"
+        "Python 3.11.7 (/env/bin/python), hvdlite 0.1.0 (protocol 3), numpy 2.0, mpi4py 4.1.0, "
+        "working directory /work"
     )
     assert list(good.lines()) == [
         f"a: {versions}, 2 cores, connected by eth0 (10.0.0.1)",
@@ -82,6 +83,8 @@ def test_what_only_mpi_needs_is_a_problem_there_alone() -> None:
 def test_mpirun_does_without_the_working_directory() -> None:
     found = report(a=facts(1), b=facts(2, directory=False), mpi=True)
     assert found.problems == () and "does not exist on host b" in found.warnings[0]
+    first, second, *_ = found.lines()
+    assert ", working directory /work, " in first and ", no working directory /work, " in second
 
 
 def test_what_a_script_may_need_is_a_warning() -> None:
