@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.allocation import is_task
-from hvdlite.launcher.slurm_step import mpi_plugins
+from hvdlite.launcher.slurm_step import lacks_plugin, mpi_plugins
 
 OPENMPI, HYDRA, SLURM = "openmpi", "hydra", "slurm"
 PLUGINS = {OPENMPI: "pmix", HYDRA: "pmi2"}  # Of Slurm, by the MPI that the ranks load.
@@ -40,7 +40,7 @@ class Mpi:
 def find_mpi(environ: Mapping[str, str], hosts_given: bool) -> Mpi:
     """Return the MPI to use; srun inside a Slurm allocation, unless hosts are given.
 
-    Where srun lists no plugin for that MPI, its mpirun is used, which starts daemons by srun.
+    Where srun has no plugin for that MPI, its mpirun is used, which starts daemons by srun.
     The order is mpi4py's: beside the interpreter (wheels), the user's site, then the system's.
     Raises `ConfigError` where there is none.
     """
@@ -48,8 +48,7 @@ def find_mpi(environ: Mapping[str, str], hosts_given: bool) -> Mpi:
     srun = shutil.which("srun", path=environ.get("PATH"))
     if environ.get("SLURM_JOB_ID") and srun and not hosts_given and not is_task(environ):
         library = found.kind if found else ""
-        plugins = mpi_plugins(_output([srun, "--mpi=list"]))
-        if found is None or not plugins or PLUGINS[library] in plugins:
+        if found is None or _has_plugin(srun, PLUGINS[library]):
             return Mpi(SLURM, srun, "Slurm's srun", 0, library)
     if found is None:
         raise ConfigError(f"there is no mpirun, neither beside {sys.executable} nor in PATH: "
@@ -88,6 +87,15 @@ def library_of(mpi: Mpi) -> str | None:
     folder = Path(mpi.program).parent.parent / "lib"
     paths = (folder / name for name in LIBRARIES.get(mpi.kind, ()))
     return next((str(path) for path in paths if path.exists()), None)
+
+
+def _has_plugin(srun: str, plugin: str) -> bool:
+    """Return whether srun has a plugin, or does not tell, and can load it."""
+    plugins = mpi_plugins(_output([srun, "--mpi=list"]))
+    if plugins and plugin not in plugins:
+        return False
+    # It lists plugins whose library is not installed as well. A test starts no step.
+    return not lacks_plugin(_output([srun, f"--mpi={plugin}", "--test-only", "true"]))
 
 
 def _programs(environ: Mapping[str, str]) -> Iterator[str]:

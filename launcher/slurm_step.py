@@ -73,3 +73,8 @@ def mpi_plugins(said: str) -> frozenset[str]:
     """Return the names that ``srun --mpi=list`` has printed."""
     words = re.findall(r"^\s*(?:srun: )?(\w+)\s*$", said, re.MULTILINE)
     return frozenset(words)
+
+
+def lacks_plugin(said: str) -> bool:
+    """Return whether srun has refused ``--mpi``, by what it has said."""
+    return "Invalid MPI type" in said

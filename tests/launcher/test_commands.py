@@ -163,6 +163,10 @@ def test_srun_is_used_in_an_allocation_unless_hosts_are_given(tmp_path: Any) -> 
         lines = "\n".join(plugins.split())
         (tmp_path / "srun").write_text(f"#!/bin/sh\necho 'MPI plugin types are...\n{lines}'\n")
         assert find_mpi(environ, hosts_given=False).kind == kind
+    # As Slurm of Debian says it without the library that its plugin loads.
+    with (tmp_path / "srun").open("a") as script:
+        script.write("test $1 = --mpi=list || echo \"srun: error: Invalid MPI type 'pmix'\" >&2\n")
+    assert find_mpi(environ, hosts_given=False).kind == OPENMPI
     task = {**environ, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     assert find_mpi(task, hosts_given=False).kind != SLURM
     assert find_mpi({"PATH": str(tmp_path)}, hosts_given=False).kind != SLURM

@@ -179,10 +179,16 @@ def test_a_rank_uses_the_cpus_of_its_job_and_knows_its_place_in_words_of_slurm(
     assert said == ["1 0/2", "1 1/2"]
 
 
-def test_a_function_on_several_nodes(slurm: Cluster) -> None:
-    """Each host has a /tmp of its own, and the function cannot be imported there."""
+@pytest.mark.parametrize("launcher", ["auto", "mpirun"])
+def test_a_function_on_several_nodes(slurm: Cluster, launcher: str) -> None:
+    """Each host has a /tmp of its own, and the function cannot be imported there.
+
+    Agents carry the call; for mpirun it lies in the working directory, which the hosts share.
+    """
+    if launcher == "mpirun" and MPIRUN is None:
+        pytest.skip(NO_MPIRUN)
     script = slurm.lab.write("function.py", FUNCTION)
-    done = slurm.run("salloc", *FOUR, sys.executable, script)
+    done = slurm.run("salloc", *FOUR, sys.executable, script, HVDLITE_LAUNCHER=launcher)
     assert done.returncode == 0, done.stdout + done.stderr
     expect = [(0, 3, 2, "nodeb", 3), (1, 3, 1, "nodeb", 3), (2, 3, 2, "nodec", 3)]
     assert done.stdout.splitlines()[-1] == str(expect)
