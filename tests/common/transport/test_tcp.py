@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -98,6 +99,50 @@ def test_a_job_on_one_host_opens_no_tcp_socket() -> None:
 
 def test_ranks_of_three_hosts_exchange_arrays() -> None:
     run_world(Topology(((0, 1), (2,), (3,))), exchange_arrays)
+
+
+def test_data_connections_are_made_at_first_use() -> None:
+    """A job of many ranks holds the edges of its control tree, and not a socket for each pair."""
+    together = threading.Barrier(3)
+
+    def main(transport: TcpTransport) -> list[list[int]]:
+        used = []
+        for pair in ([], [1, 2]):
+            if transport.rank in pair:
+                (other,) = set(pair) - {transport.rank}
+                moves = [transport.irecv(other, np.zeros(9)), transport.isend(other, np.ones(9))]
+                transport.wait(moves)
+            together.wait(10)
+            transport.receive(0.0)
+            used.append([rank for rank, link in transport._data.items() if link.connected])
+            together.wait(10)
+        return used
+
+    topology = Topology(((0,), (1,), (2,)))
+    assert run_world(topology, main) == [[[], []], [[], [2]], [[], [1]]]
+
+
+def test_arrays_are_not_copied_on_their_way() -> None:
+    """numpy and Python tell tracemalloc of all memory that they take."""
+    size = 20_000_000
+    ready = threading.Barrier(2)
+
+    def main(transport: TcpTransport) -> int:
+        other = 1 - transport.rank
+        sent, target = np.full(size, transport.rank, np.uint8), np.zeros(size, np.uint8)
+        ready.wait(10)
+        tracemalloc.start()  # Again has no effect.
+        transport.wait([transport.irecv(other, target), transport.isend(other, sent)])
+        ready.wait(10)
+        peak = tracemalloc.get_traced_memory()[1]
+        ready.wait(10)
+        assert (target == other).all()
+        return peak
+
+    try:
+        assert max(run_world(TWO_HOSTS, main)) < size / 4
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("streams", [2, 3])
