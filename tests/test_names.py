@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.missing_names import NO_ELASTIC
 from hvdlite.module_aliases import OWN_NAMES, own_name
 from tests.parallel.jobs import environment
 
@@ -124,16 +122,28 @@ def test_horovods_modules_of_elastic_training_are_those_of_hvdlite() -> None:
         ("torch.elastic.sampler", ["ElasticSampler"], "torch"),
         (
             "torch.elastic.state",
-            ["ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler", "StateHandler"]
-            + ["TorchState", "get_handler_registry", "set_handler_registry"],
+            [
+                "ModelStateHandler",
+                "OptimizerStateHandler",
+                "SamplerStateHandler",
+                "StateHandler",
+                "TorchState",
+                "get_handler_registry",
+                "set_handler_registry",
+            ],
             "torch",
         ),
         ("tensorflow.elastic", ["TensorFlowKerasState", "TensorFlowState", "run"], "tensorflow"),
         *(
             (
                 module,
-                ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback"]
-                + ["UpdateEpochStateCallback", "run"],
+                [
+                    "CommitStateCallback",
+                    "KerasState",
+                    "UpdateBatchStateCallback",
+                    "UpdateEpochStateCallback",
+                    "run",
+                ],
                 "keras",
             )
             for module in ("keras.elastic", "tensorflow.keras.elastic")

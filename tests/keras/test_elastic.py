@@ -193,7 +193,7 @@ def test_fit_loses_and_gains_ranks() -> None:
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             place = self.worker.number, self.state.epoch, batch
-            if place == (1, 0, 4) or place == (2, 2, 2):
+            if place in ((1, 0, 4), (2, 2, 2)):
                 self.worker.die()
             if self.worker.number == 0 and self.state.epoch == 1 and len(job.workers) == 3:
                 job.add(main)
