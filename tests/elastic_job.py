@@ -30,6 +30,19 @@ class Died(BaseException):
     """Ends the thread of a worker as SIGKILL ends a process."""
 
 
+class CurrentRuntime:
+    """What a worker's thread has for a runtime: that of the world which the worker is in.
+
+    Graphs of TensorFlow keep it, as they find the one runtime of a process in each world.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker.runtime, name)
+
+
 class Worker:
     """One worker: a thread that is a rank of one world after another."""
 
@@ -37,6 +50,7 @@ class Worker:
         self.job, self.number = job, number
         self.world: World | None = None
         self.runtime: Runtime | None = None
+        self.current = CurrentRuntime(self)
         self.checks = 0
         self.result: Any = None
         self.error: BaseException | None = None
@@ -74,7 +88,8 @@ class Worker:
         self._take(Runtime(world.transport(0), self.job.config))
 
     def _take(self, runtime: Runtime) -> None:
-        self.runtime = this_process.thread.runtime = runtime
+        self.runtime = runtime
+        this_process.thread.runtime = self.current
 
     def die(self) -> None:
         """End this worker, called in its thread: its connections close, and nobody is told."""
@@ -142,9 +157,14 @@ class ElasticJob:
         return [worker.result for worker in self.workers]
 
     def add(self, main: Main) -> Worker:
-        """Start one more worker; the next world after it is ready has it."""
+        """Start one more worker, and wait until it is ready: the next world has it."""
         worker = self._new(main)
         worker.thread.start()
+        with self._changed:
+            is_ready = self._changed.wait_for(
+                lambda: worker.ready is not None or worker in self._gone, TIME_LIMIT_SECONDS
+            )
+        assert is_ready, f"worker {worker.number} does not enter elastic.run"
         return worker
 
     def change_hosts(self, kind: HostUpdateResult) -> None:
@@ -172,6 +192,7 @@ class ElasticJob:
             if worker not in self._members:
                 self._newcomers.append(worker)
                 self._wanted |= HostUpdateResult.added
+                self._changed.notify_all()
             self._decide()
             if not self._changed.wait_for(lambda: worker in self._made, TIME_LIMIT_SECONDS):
                 raise AssertionError(f"worker {worker.number} waits for a world")

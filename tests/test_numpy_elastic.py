@@ -16,7 +16,7 @@ NumpyState = hvd.elastic.NumpyState
 
 def test_the_vectors_of_a_state() -> None:
     def main(rank: int) -> None:
-        weights = np.full(5, rank or 0.5)
+        weights = np.full(5, float(rank or 0.5))
         layers = {"a": np.full((2, 2), rank, ml_dtypes.bfloat16), "names": ["x", rank]}
         state = NumpyState(weights=weights, layers=layers, step=7 + rank, round=3 + rank)
         state.sync()

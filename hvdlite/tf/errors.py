@@ -41,7 +41,7 @@ def as_tensorflow_errors() -> Iterator[None]:
     except HorovodInternalError as error:
         kind: Any = FailedPreconditionError if error.job_goes_on else UnknownError
         failure = kind(None, None, str(error))
-        failure.rank = error.rank
+        failure.rank, failure.job_goes_on = error.rank, error.job_goes_on
         raise failure from None
     except ValueError as error:
         unsupported = isinstance(error, errors.UnsupportedError)

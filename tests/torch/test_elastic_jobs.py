@@ -58,7 +58,13 @@ class Training:
         self.entered = 0
         self.state: Any = None
         self.state = State(
-            self.model, self.optimizer, sampler=self.sampler, epoch=0, history=[], start=[], **options
+            self.model,
+            self.optimizer,
+            sampler=self.sampler,
+            epoch=0,
+            history=[],
+            start=[],
+            **options,
         )
         self.state.start = self.model.weight.detach().numpy().reshape(-1).copy().tolist()
         self.state.register_reset_callbacks([lambda: self.at("on_reset")])
@@ -441,6 +447,7 @@ def test_a_rank_without_the_newest_commit_receives_it_bit_by_bit() -> None:
 
 def test_an_interrupt_is_caught_in_a_job_without_a_driver() -> None:
     """The law of the queue, with the rank's own broadcast."""
+
     def main(rank: int) -> list[Any]:
         state = hvd.elastic.TorchState(step=rank)
         seen: list[Any] = []
