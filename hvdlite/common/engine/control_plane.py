@@ -61,7 +61,8 @@ class ControlPlane:
     ) -> None:
         # The orders that this rank has yet to execute, in sequence.
         self.orders: deque[Order] = deque()
-        # Set by `Engine.abandon`, from any thread: every `receive` raises it.
+        # Set by `Engine.abandon`, from any thread: every `receive` raises a copy of it. The traceback
+        # of a raised error refers to the engine, which would keep itself alive by it.
         self.abandoned: HorovodInternalError | None = None
         # How far the monotonic clock of rank 0 is ahead; 0 until `ask_clock` is answered.
         self.clock_offset_seconds = 0.0
@@ -109,12 +110,14 @@ class ControlPlane:
 
         Raises `HorovodInternalError` where the job fails, also by `Engine.abandon`.
         """
-        if self.abandoned is not None:
-            raise self.abandoned
+        self._raise_if_abandoned()
         for rank, body in self._transport.receive(timeout):
             self._handle(rank, body)
+        self._raise_if_abandoned()
+
+    def _raise_if_abandoned(self) -> None:
         if self.abandoned is not None:
-            raise self.abandoned
+            raise HorovodInternalError(str(self.abandoned), rank=self.abandoned.rank)
 
     def report(self, reports: Sequence[Report]) -> None:
         """Count what this rank or a rank below has ready, or pass it to the parent."""

@@ -15,13 +15,10 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
-from hvdlite.common.base.errors import (
-    HorovodInternalError,
-    HorovodVersionMismatchError,
-    ProtocolError,
-)
-from hvdlite.common.meeting import handshake, wire
-from hvdlite.common.meeting.address import Address, connect
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.meeting import wire
+from hvdlite.common.meeting.address import Address
+from hvdlite.common.meeting.dial import Refused, dial
 from hvdlite.common.meeting.participant import Participant
 from hvdlite.common.meeting.patience import Patience, Presence
 
@@ -29,14 +26,6 @@ ATTEMPT_SECONDS = 5.0  # The longest time for one connection and its handshake.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.5  # Between two attempts.
 DUPLICATE_SECONDS = 3.0  # How long the end of an earlier process of this rank may take.
 ANSWER_SECONDS = 2.0  # How long the server may take to say who is missing.
-
-
-class Refused(Exception):  # noqa: N818 - not an error yet
-    """The server does not let this rank take part."""
-
-    def __init__(self, reply: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.reply = reply
 
 
 class ServerExchange:
@@ -180,45 +169,10 @@ class ServerExchange:
 
     def _attempt(self, address: Address) -> socket.socket:
         """Return a connection over which both ends have proven that they know the secret."""
-        me = self._me
-        end = time.monotonic() + max(0.1, min(ATTEMPT_SECONDS, self._patience.deadline_seconds()))
-        connection = connect(address, end - time.monotonic())
-        try:
-            greeting = wire.unpack_greeting(_read(connection, wire.GREETING.size, end))
-            nonce = handshake.new_nonce()
-            nonces = greeting.nonce + nonce
-            claim = wire.pack_claim(me.job, me.rank, me.size, nonce)
-            connection.sendall(
-                claim + handshake.proof(me.secret, handshake.CONNECTS, nonces, claim)
-            )
-            reply, length = wire.REPLY.unpack(_read(connection, wire.REPLY.size, end))
-            rest = _read(connection, min(length, wire.SENTENCE_BYTES), end)
-            if reply == wire.OTHER_VERSION:
-                raise HorovodVersionMismatchError(
-                    "hvdlite", greeting.spell(), wire.unpack_claim(claim).spell()
-                )
-            if reply != wire.ACCEPTED:
-                raise Refused(reply, rest.decode(errors="replace"))
-            if not handshake.proves(rest, me.secret, handshake.LISTENS, nonces, claim):
-                raise Refused(wire.OTHER_SECRET, "the server does not know the secret of this job")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        seconds = max(0.1, min(ATTEMPT_SECONDS, self._patience.deadline_seconds()))
+        return dial(address, self._me, time.monotonic() + seconds)
 
     def _hang_up(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def _read(connection: socket.socket, length: int, end: float) -> bytes:
-    """Return exactly `length` bytes, read before `end`. Raises `OSError`."""
-    data = bytearray()
-    while len(data) < length:
-        connection.settimeout(max(0.001, end - time.monotonic()))
-        part = connection.recv(length - len(data))
-        if not part:
-            raise ConnectionError("it closed the connection")
-        data += part
-    return bytes(data)

@@ -19,13 +19,13 @@ from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.meeting import wire
-from hvdlite.common.meeting.handshake import CONNECTS, new_nonce, proves
+from hvdlite.common.meeting.connection import Connection
+from hvdlite.common.meeting.handshake import CONNECTS, proves
 from hvdlite.common.membership import frames
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
 
 SILENCE_SECONDS = 5.0  # A stranger that has not proven its claim after this time is dropped.
 MOST_STRANGERS = 256  # The oldest is dropped when another one comes.
-READ_BYTES = 1 << 16
 
 Said = Callable[[int, list[Any]], None]
 Ended = Callable[[int], None]
@@ -51,9 +51,10 @@ class WorkerServer:
         expects: Callable[[int], bool] = lambda number: True,
     ) -> None:
         self._secret, self._said, self._ended, self._expects = secret, said, ended, expects
-        self._connections: dict[int, _Connection] = {}  # By descriptor.
-        self._strangers: deque[_Connection] = deque()  # In the order of their arrival.
-        self._workers: dict[int, _Connection] = {}  # By number.
+        self._connections: dict[int, Connection] = {}  # By descriptor.
+        self._strangers: deque[Connection] = deque()  # In the order of their arrival.
+        self._workers: dict[int, Connection] = {}  # By number.
+        self._heard_at: dict[int, float] = {}  # By number: when something came last.
         self._listener = listener
         listener.setblocking(False)
         self._epoll = select.epoll()
@@ -74,7 +75,7 @@ class WorkerServer:
                 self._serve(connection, events)
         self._accept_all()
         oldest = time.monotonic() - SILENCE_SECONDS
-        while self._strangers and self._strangers[0].heard_at < oldest:
+        while self._strangers and self._strangers[0].accepted_at < oldest:
             self._close(self._strangers[0])
 
     def send(self, number: int, message: Sequence[Any]) -> None:
@@ -90,13 +91,14 @@ class WorkerServer:
     def silence(self) -> dict[int, float]:
         """Return for how many seconds each worker has sent nothing; a BEAT is due every second."""
         now = time.monotonic()
-        return {number: now - worker.heard_at for number, worker in self._workers.items()}
+        return {number: now - self._heard_at[number] for number in self._workers}
 
     def drop(self, number: int) -> None:
         """Close the connection of a worker as soon as all is sent; `ended` is not called."""
         worker = self._workers.pop(number, None)
+        self._heard_at.pop(number, None)
         if worker is not None:
-            worker.number, worker.ends = -1, True
+            worker.rank, worker.ends = -1, True
             if worker.idle:
                 self._close(worker)
 
@@ -113,7 +115,7 @@ class WorkerServer:
         self._epoll.close()
         self._listener.close()
         for connection in self._connections.values():
-            connection.socket.close()
+            connection.after_fork_in_child()
 
     # -- connections
 
@@ -123,14 +125,13 @@ class WorkerServer:
                 accepted, _ = self._listener.accept()
             except OSError:  # There is none, it was reset, or no descriptor is left.
                 return
-            connection = _Connection(accepted, self._epoll)
-            self._connections[accepted.fileno()] = connection
+            connection = Connection(accepted, self._epoll)
+            self._connections[connection.fileno()] = connection
             self._strangers.append(connection)
-            connection.send(wire.pack_greeting(connection.nonce))
             if len(self._strangers) > MOST_STRANGERS:
                 self._close(self._strangers[0])
 
-    def _serve(self, connection: _Connection, events: int) -> None:
+    def _serve(self, connection: Connection, events: int) -> None:
         if events & select.EPOLLOUT:
             connection.flush()
         if events & ~select.EPOLLOUT:
@@ -139,32 +140,30 @@ class WorkerServer:
                 if data:
                     self._take(connection, data)
             except ProtocolError as error:
-                log.warning("the connection of %s was closed: %s", connection, error)
+                who = connection.peer_name() if connection.rank < 0 else f"worker {connection.rank}"
+                log.warning("a connection from %s was closed: %s", who, error)
                 data = b""
             if data == b"":
                 self._close(connection)
         if connection.ends and connection.idle:
             self._close(connection)
 
-    def _take(self, connection: _Connection, data: bytes) -> None:
+    def _take(self, connection: Connection, data: bytes) -> None:
         if connection.ends:
             return
-        if connection.number < 0:
-            room = wire.CLAIM_BYTES - len(connection.claim)
-            connection.claim += data[:room]
-            data = data[room:]
-            if not wire.MAGIC.startswith(connection.claim[: len(wire.MAGIC)]):
-                raise ProtocolError(f"it says {bytes(connection.claim[:8])!r}")
-            if len(connection.claim) < wire.CLAIM_BYTES or not self._admit(connection):
+        if connection.rank < 0:
+            rest = connection.complete_claim(data)
+            if rest is None or not self._admit(connection):
                 return
-        connection.heard_at = time.monotonic()
+            data = rest
+        self._heard_at[connection.rank] = time.monotonic()
         for message in connection.frames.add(data):
             if not frames.is_from_worker(message):
                 raise ProtocolError(f"it sent {str(message)[:80]}")
-            if message[0] != frames.BEAT and connection.number >= 0:
-                self._said(connection.number, message)
+            if message[0] != frames.BEAT and connection.rank >= 0:
+                self._said(connection.rank, message)
 
-    def _admit(self, connection: _Connection) -> bool:
+    def _admit(self, connection: Connection) -> bool:
         """Accept or refuse the worker whose claim is complete; return whether it is accepted."""
         raw = bytes(connection.claim[: wire.CLAIM.size])
         given = bytes(connection.claim[wire.CLAIM.size :])
@@ -180,7 +179,7 @@ class WorkerServer:
             connection.send(wire.pack_refusal(*refusal))
             return False
         self._strangers.remove(connection)
-        connection.number = claim.rank
+        connection.rank = claim.rank
         self._workers[claim.rank] = connection
         connection.send(wire.pack_acceptance(self._secret, nonces, raw))
         return True
@@ -200,73 +199,12 @@ class WorkerServer:
             return wire.REFUSED, f"worker {claim.rank} was given up, or is of another job"
         return wire.ACCEPTED, ""
 
-    def _close(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.socket.fileno(), None) is None:
+    def _close(self, connection: Connection) -> None:
+        if self._connections.pop(connection.fileno(), None) is None:
             return
         with contextlib.suppress(ValueError):
             self._strangers.remove(connection)
         connection.close()
-        if self._workers.get(connection.number) is connection:
-            del self._workers[connection.number]
-            self._ended(connection.number)
-
-
-class _Connection:
-    """One accepted connection: a stranger at first, then the worker `number`."""
-
-    def __init__(self, accepted: socket.socket, epoll: select.epoll) -> None:
-        accepted.setblocking(False)
-        if accepted.family != socket.AF_UNIX:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = accepted
-        self.heard_at = time.monotonic()
-        self.nonce = new_nonce()
-        self.claim = bytearray()
-        self.frames = wire.Frames(wire.FRAME_BYTES)
-        self.ends = False  # Whether the connection is closed as soon as all is sent.
-        self.number = -1
-        self._epoll = epoll
-        self._outbox: deque[memoryview] = deque()
-        epoll.register(accepted, select.EPOLLIN)
-
-    def send(self, frame: bytes) -> None:
-        """Send a frame, or keep it until there is room."""
-        self._outbox.append(memoryview(frame))
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what fits into the socket, and have the rest sent when there is room."""
-        try:
-            while self._outbox:
-                sent = self.socket.send(self._outbox[0], socket.MSG_NOSIGNAL)
-                self._outbox[0] = self._outbox[0][sent:]
-                if not self._outbox[0]:
-                    self._outbox.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:  # Reading tells of the end of the connection.
-            self._outbox.clear()
-        room = select.EPOLLOUT if self._outbox else 0
-        self._epoll.modify(self.socket, select.EPOLLIN | room)
-
-    @property
-    def idle(self) -> bool:
-        """Whether all is sent."""
-        return not self._outbox
-
-    def read(self) -> bytes | None:
-        """Return what has arrived; empty at the end of the connection, None where nothing has."""
-        try:
-            return self.socket.recv(READ_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._epoll.unregister(self.socket)
-        self.socket.close()
-
-    def __str__(self) -> str:
-        return f"worker {self.number}" if self.number >= 0 else "a stranger"
+        if self._workers.get(connection.rank) is connection:
+            del self._workers[connection.rank], self._heard_at[connection.rank]
+            self._ended(connection.rank)
