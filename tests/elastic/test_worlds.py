@@ -168,3 +168,17 @@ def test_a_rank_that_has_joined_takes_part_in_the_next_world(tmp_path: Path, vic
         for number in {0, 1, 2} - {victim}:
             workers.wait_for(number, in_world(2))
         stop(workers, victim)
+
+
+@pytest.mark.parametrize("busy", ["python", "system call"])
+def test_the_end_of_the_driver_ends_workers_that_are_busy(tmp_path: Path, busy: str) -> None:
+    with job(tmp_path, 2, "worker_busy", BUSY=busy) as workers:
+        for number in (0, 1):
+            workers.wait_for(number, in_world(1))
+        began = time.monotonic()
+        workers.driver.close()
+        assert workers.codes() == {0: 1, 1: 1}
+        assert time.monotonic() - began < 2.5
+        for number in (0, 1):
+            assert workers.output(number).count("this worker ends") == 1
+            assert "Traceback" not in workers.output(number)

@@ -61,8 +61,8 @@ class ControlPlane:
     ) -> None:
         # The orders that this rank has yet to execute, in sequence.
         self.orders: deque[Order] = deque()
-        # Set by `Engine.abandon`, from any thread: every `receive` raises a copy of it. The traceback
-        # of a raised error refers to the engine, which would keep itself alive by it.
+        # Set by `Engine.abandon`, from any thread: every `receive` raises a copy of it. The
+        # traceback of a raised error refers to the engine, which would keep itself alive by it.
         self.abandoned: HorovodInternalError | None = None
         # How far the monotonic clock of rank 0 is ahead; 0 until `ask_clock` is answered.
         self.clock_offset_seconds = 0.0

@@ -7,6 +7,7 @@ next world.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -19,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.meeting import wire
@@ -60,6 +61,7 @@ class DriverLink:
         self._checks = Checks()
         self._end: tuple[int, str] | None = None  # The exit code, and why there is no next world.
         self._closing = False
+        self._ends_process = False  # Whether the driver has gone, and this process must end.
         self._outbox: deque[memoryview] = deque()
         self._frames = wire.Frames(wire.FRAME_BYTES)
         self._socket = dial(parse_address(address, "HVDLITE_ELASTIC_DRIVER"), number, secret)
@@ -68,6 +70,7 @@ class DriverLink:
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="hvdlite-elastic", daemon=True)
         _links.add(self)
+        atexit.register(self._keep_code)
         self._thread.start()
         self._send(frames.HELLO, os.getpid())
 
@@ -160,6 +163,8 @@ class DriverLink:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         _links.discard(self)
+        if not self._ends_process:
+            atexit.unregister(self._keep_code)
         self._close_descriptors()
 
     def after_fork_in_child(self) -> None:
@@ -342,15 +347,29 @@ class DriverLink:
         self.on_lost(code)
 
     def _end_process(self, code: int) -> None:
+        self._ends_process = True
         end_main_thread(code)
         end = time.monotonic() + END_SECONDS
         while not self._closing and time.monotonic() < end:
             time.sleep(0.01)
         if not self._closing:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(code)
+            _exit_at_once(code)
+
+    def _keep_code(self) -> None:
+        """Exit with the code of the job's end: `SystemExit` loses its own on its way at times.
+
+        CPython takes an exception of another thread for one without a value where nothing has
+        caught it.
+        """
+        if self._ends_process and self._end is not None:
+            _exit_at_once(self._end[0])
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def end_main_thread(code: int) -> None:
