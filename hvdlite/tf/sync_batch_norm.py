@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.state import current
 from hvdlite.tf.moments import moments
@@ -56,7 +57,7 @@ class SynchronizedOfKeras3(Synchronized):
             )
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
-        if self.process_set.size() == 1:
+        if self.process_set.size() == 1 and not worlds.elastic():  # More ranks may come.
             return super()._moments(inputs, mask)  # type: ignore[misc]
         return moments(inputs, self._reduction_axes, mask, self.process_set)
 
@@ -76,7 +77,7 @@ class SynchronizedOfKeras2(Synchronized):
         keep_dims: bool,
         mask: tf.Tensor | None = None,
     ) -> Any:
-        if self.process_set.size() == 1:
+        if self.process_set.size() == 1 and not worlds.elastic():  # More ranks may come.
             return super()._moments(inputs, reduction_axes, keep_dims, mask)  # type: ignore[misc]
         results = moments(inputs, reduction_axes, mask, self.process_set)
         for axis in reduction_axes if keep_dims else ():

@@ -114,8 +114,6 @@ class GradientExchange:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Count a pass that has added to this gradient. Runs in the thread of backward."""
-        if not self.reduction.active:  # An elastic job has shrunk to this rank.
-            return
         self.synchronized = False
         name = self.names[parameter]
         segmented = self._segments.strategy is not None

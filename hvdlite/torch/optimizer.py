@@ -24,6 +24,7 @@ from hvdlite.common.gradients.buckets import (
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.iterations.trace import announce
 from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
@@ -93,7 +94,7 @@ def DistributedOptimizer(  # noqa: N802
         raise ValueError(f"gradient_as_bucket_view: {objection}")
     if objection and fuse_all_optimizer_ops:
         warn_user(f"{NO_EFFECT}: {objection}")
-    if op == ReduceOp.ADASUM and size() > 1:
+    if op == ReduceOp.ADASUM and (size() > 1 or worlds.elastic()):
         SegmentPlan(reduction, grouped=False).settle()  # Warns where a segmentation was set.
         wrapped = wrap(AdasumMixin, optimizer, reduction)
         wrapped._set_up(names, reduction, passes)

@@ -183,6 +183,35 @@ def test_early_stopping_is_not_undone() -> None:
     run_ranks(1, main)
 
 
+def test_a_model_that_was_traced_alone_reduces_when_ranks_have_come() -> None:
+    job = ElasticJob(1)
+
+    class Grow(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 4 and len(job.workers) == 1:
+                job.add(main)
+
+    def main(worker: Worker) -> Any:
+        model = network()
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            part = slice(hvd.rank(), None, hvd.size())
+            callbacks = [*all_callbacks(state, (0, 1, 2)), Grow()]
+            model.fit(
+                X[part], Y[part], batch_size=4 // hvd.size(), epochs=2 - state.epoch, verbose=0,
+                shuffle=False, callbacks=callbacks,
+            )  # fmt: skip
+
+        train(state)
+        return values(state)
+
+    first, second = job.run(main)
+    for left, right in zip(first, second, strict=True):
+        assert np.array_equal(left, right)
+
+
 def test_fit_loses_and_gains_ranks() -> None:
     job = ElasticJob(3)
 
@@ -193,7 +222,7 @@ def test_fit_loses_and_gains_ranks() -> None:
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             place = self.worker.number, self.state.epoch, batch
-            if place in ((1, 0, 4), (2, 2, 2)):
+            if place in {(1, 0, 4), (2, 2, 2)}:
                 self.worker.die()
             if self.worker.number == 0 and self.state.epoch == 1 and len(job.workers) == 3:
                 job.add(main)

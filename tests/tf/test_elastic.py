@@ -63,7 +63,7 @@ def test_each_sync_broadcasts_and_the_constructor_does_not() -> None:
 
 
 def test_variables_must_be_given_when_executing_eagerly() -> None:
-    with pytest.raises(ValueError, match="give model.variables"):
+    with pytest.raises(ValueError, match=r"give model\.variables"):
         hvd.elastic.TensorFlowState()
 
 

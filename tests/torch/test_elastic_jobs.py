@@ -223,7 +223,7 @@ def test_the_weights_are_those_of_an_undisturbed_run_bit_by_bit() -> None:
 
 
 def test_redone_batches_are_at_most_those_since_the_last_commit() -> None:
-    made = {number: 0 for number in range(3)}
+    made = dict.fromkeys(range(3), 0)
 
     def hook(training: Training, here: str) -> None:
         if here == "stepped":
@@ -333,6 +333,21 @@ def test_a_newcomer_that_dies_in_the_sync_harms_nobody() -> None:
     # Nothing is undone: all who are left held the commit.
     assert result["entered"] == 2
     assert job.workers[0].worlds[-1].behind == ()
+
+
+def test_an_optimizer_that_was_made_alone_reduces_when_ranks_have_come() -> None:
+    job = ElasticJob(1)
+
+    def hook(training: Training, here: str) -> None:
+        if here == "before step" and training.worker.number == 0 and training.step == 2:
+            added()
+
+    added = _once(lambda: job.add(main) and None)
+
+    def main(worker: Worker) -> Any:
+        return Training(worker, hook).run()
+
+    check(job.run(main), size=2)
 
 
 def test_down_to_one_rank_and_up_again() -> None:

@@ -275,17 +275,17 @@ def test_the_registry_decides_by_its_order() -> None:
         (ElasticSampler, SamplerStateHandler),
     ]
 
-    class Counted(StateHandler):
-        calls: list[str] = []
+    calls: list[str] = []
 
+    class Counted(StateHandler):
         def save(self) -> None:
-            self.calls.append("save")
+            calls.append("save")
 
         def restore(self) -> None:
-            self.calls.append("restore")
+            calls.append("restore")
 
         def sync(self) -> None:
-            self.calls.append("sync")
+            calls.append("sync")
 
     def main(rank: int) -> None:
         state = TorchState(nn.Linear(1, 1), text="a")
@@ -299,7 +299,7 @@ def test_the_registry_decides_by_its_order() -> None:
         run_ranks(1, main)
     finally:
         set_handler_registry(default)
-    assert Counted.calls == ["save", "restore", "sync", "save", "save"]
+    assert calls == ["save", "restore", "sync", "save", "save"]
 
 
 def test_schedulers_and_scalers_are_changed_in_place() -> None:

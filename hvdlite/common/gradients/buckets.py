@@ -14,6 +14,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.plain.lists import split_list
+from hvdlite.common.runtime import worlds
 from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.segmentation.strategies import Strategy, Threshold
@@ -83,8 +84,12 @@ class ReductionConfig:
 
     @property
     def active(self) -> bool:
-        """Whether gradients are reduced with other ranks. Raises `ValueError` before `init`."""
-        return size() > 1 and bool(self.process_set.included())
+        """Whether gradients are reduced with other ranks. Raises `ValueError` before `init`.
+
+        They are so in an elastic job of one rank, too: what is traced or hooked now has to reduce
+        when other ranks have come.
+        """
+        return (size() > 1 or worlds.elastic()) and bool(self.process_set.included())
 
 
 def check_passes(backward_passes_per_step: int) -> int:
