@@ -14,10 +14,8 @@ import pytest
 from hvdlite.tools.timeline_cli import main as timeline
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
 
-RANKS = [
-    1,
-    pytest.param(2, marks=pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)),
-]
+NEEDS_MPIRUN = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+RANKS = [1, pytest.param(2, marks=NEEDS_MPIRUN)]
 TORCH = ("torch", {"KERAS_BACKEND": "torch"})
 TENSORFLOW = ("tensorflow", {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"})
 Framework = tuple[str, dict[str, str]]
@@ -66,6 +64,30 @@ def test_digits_are_read(ranks: int, script: str, framework: Framework, tmp_path
     assert len(found) == 1, output
     assert float(found[0][0]) > 97 and int(found[0][1]) == ranks
     assert sorted(tmp_path.iterdir()) == words[1:]
+
+
+@pytest.mark.parametrize(
+    "script, framework, ranks",
+    [
+        ("elastic_torch_digits.py", TORCH, 1),
+        pytest.param("elastic_torch_digits.py", TORCH, 2, marks=NEEDS_MPIRUN),
+        ("elastic_tf_digits.py", TENSORFLOW, 1),
+        ("elastic_keras_digits.py", TENSORFLOW, 1),
+        ("elastic_keras_digits.py", TORCH, 1),
+    ],
+    ids=["torch", "torch-2", "tf", "keras-tf", "keras-torch"],
+)
+def test_elastic_examples_train_in_fixed_jobs_too(
+    script: str, framework: Framework, ranks: int
+) -> None:
+    module, variables = framework
+    needs("sklearn", module)
+    if "keras" in script:
+        needs("keras")
+    output = run(ranks, script, "--epochs", 6, **variables)
+    found = re.findall(r"test accuracy ([\d.]+)%, \d+ images/s, ranks (\d+)", output)
+    assert len(found) == 1, output
+    assert float(found[0][0]) > 94 and int(found[0][1]) == ranks
 
 
 @pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
