@@ -83,7 +83,7 @@ def test_the_code_uses_the_words_of_the_glossary() -> None:
         "|".join(rf"(?<![a-z]){word.replace(' ', '[ _]?')}(s|ing|led)?(?![a-z])" for word in unused)
     )
     found = []
-    for path in sorted([*ROOT.glob("hvdlite/**/*.py"), *ROOT.glob("launcher/*.py")]):
+    for path in sorted([*ROOT.glob("hvdlite/**/*.py"), *ROOT.glob("launcher/**/*.py")]):
         text = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path.read_text()).lower()
         found += [
             f"{path.name}:{number}: {line.strip()}"
