@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,25 @@ def test_a_system_without_a_boot_id_has_an_identity(
     monkeypatch.setattr(connect, "THREAD_NETWORK", tmp_path / "net")
     assert host_identity.host_identity().split() == known.split()[:1]
     assert connect._machine([]) == connect._machine([])
+
+
+@pytest.mark.parametrize("part", ["its name", "its boot", "its network"])
+def test_hosts_that_differ_in_one_part_are_two(
+    part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Virtual machines of one image have one name, and containers of one machine one boot."""
+    boot, network = tmp_path / "boot_id", tmp_path / "net"
+    boot.write_text("1\n")
+    network.symlink_to("net:[1]")
+    monkeypatch.setattr(host_identity, "BOOT_ID", boot)
+    monkeypatch.setattr(host_identity, "NETWORK", network)
+    first = host_identity.host_identity()
+    assert host_identity.host_identity() == first
+    if part == "its name":
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    elif part == "its boot":
+        boot.write_text("2\n")
+    else:
+        network.unlink()
+        network.symlink_to("net:[2]")
+    assert host_identity.host_identity() != first
