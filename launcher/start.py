@@ -32,12 +32,12 @@ from hvdlite.launcher.torchrun import torchrun_variables
 
 def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
     """Run the job; raises `ConfigError` before anything is started."""
+    if options.elastic is not None:
+        return _run_elastic(options, environ)
     if options.launcher_pod is not None:
         failure = _wait_for_names(options)
         if failure is not None:
             return failure
-    if options.elastic is not None:
-        return _run_elastic(options, environ)
     mpi = _mpi(options, environ)
     report = check_before_start(options, environ, mpi)
     if report is not None:

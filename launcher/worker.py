@@ -38,6 +38,7 @@ class Raised:
     text: str  # the traceback
     victim: bool  # it only tells of another rank's failure
     when: float  # epoch seconds
+    rank: int | None = None  # Of a worker of an elastic job, at its start.
 
 
 def write_call(directory: str, call: tuple[Any, ...]) -> None:
@@ -59,14 +60,17 @@ def read_answers(directory: str, ranks: Iterable[int]) -> dict[int, Any]:
 
 
 def read_failures(directory: str) -> dict[int, Raised]:
-    """Return what was raised, by worker; parts of answers from hosts that were lost are no use."""
-    found = {}
+    """Return what the workers of an elastic job have raised, by their rank at the start.
+
+    Of several with one rank, it is the last. Parts of answers from hosts that were lost are no use.
+    """
+    found = []
     for path in Path(directory).glob("answer.*.pickle"):
         with contextlib.suppress(EOFError, pickle.UnpicklingError):
             answer = pickle.loads(path.read_bytes())
-            if isinstance(answer, Raised):
-                found[int(path.name.split(".")[1])] = answer
-    return found
+            if isinstance(answer, Raised) and answer.rank is not None:
+                found.append(answer)
+    return {answer.rank: answer for answer in sorted(found, key=lambda answer: answer.when)}
 
 
 def _answer_path(directory: str, rank: int) -> Path:
@@ -76,12 +80,13 @@ def _answer_path(directory: str, rank: int) -> Path:
 def main() -> int:
     """Call the function, and leave the answer; 1 when it raised."""
     directory = os.environ[CALL_VARIABLE]
-    rank = int(os.environ.get(WORKER_VARIABLE) or os.environ[RANK_VARIABLE])
+    start_rank = int(os.environ[RANK_VARIABLE])
+    rank = int(os.environ.get(WORKER_VARIABLE, start_rank))
     try:
         answer, code = cloudpickle.dumps(_call(directory)), 0
     except Exception as error:
         report(error)  # now: the other ranks notice only when this process ends
-        answer, code = dump_error(error), 1
+        answer, code = dump_error(error, start_rank), 1
     path = _answer_path(directory, rank)
     unfinished = path.with_suffix(".part")
     unfinished.write_bytes(answer)
@@ -121,15 +126,15 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def dump_error(error: Exception) -> bytes:
+def dump_error(error: Exception, rank: int | None = None) -> bytes:
     text = "".join(traceback.format_exception(error))
     victim = isinstance(error, HorovodInternalError)
     when = time.time()
     try:
-        answer: bytes = cloudpickle.dumps(Raised(error, text, victim, when))
+        answer: bytes = cloudpickle.dumps(Raised(error, text, victim, when, rank))
         pickle.loads(answer)  # an exception with arguments of its own may not come back
     except Exception:
-        answer = cloudpickle.dumps(Raised(None, text, victim, when))
+        answer = cloudpickle.dumps(Raised(None, text, victim, when, rank))
     return answer
 
 

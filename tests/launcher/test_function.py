@@ -108,10 +108,6 @@ def test_contradictions_are_refused() -> None:
         hvdlite.run(rank, hosts="localhost:1", hostfile="hosts")
     with pytest.raises(ValueError, match="use_gloo contradicts use_mpi"):
         hvdlite.run(rank, use_gloo=True, use_mpi=True)
-    with pytest.raises(ValueError, match="elastic"):
-        hvdlite.run(rank, num_proc=2, min_num_proc=1)
-    with pytest.raises(ValueError, match="elastic"):
-        hvdlite.run(rank, host_discovery_script="hosts.sh")
     with pytest.raises(ValueError, match="HVDLITE_CYCLE_TIME"):
         hvdlite.run(rank, env={**os.environ, "HVDLITE_CYCLE_TIME": "garbage"})
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,10 +94,10 @@ class Watch:
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, found: object, what: str, timeout: float) -> None:
+    def _wait(self, found: Callable[[], object], what: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with self._changed:
-            while not found():  # type: ignore[operator]
+            while not found():
                 left = deadline - time.monotonic()
                 alive = any(thread.is_alive() for thread in self._threads)
                 assert left > 0 and alive, f"{what} did not come:\n" + "\n".join(
@@ -143,6 +143,15 @@ class Watch:
 
         self._wait(matching, f"a line with {pattern!r}", timeout)
         return matching()[0]
+
+    def said(self, pattern: str, timeout: float = 20) -> tuple[str, ...]:
+        """Return the groups of the first line of standard output that has the pattern."""
+
+        def matching() -> list[re.Match[str]]:
+            return [found for line in list(self.out) if (found := re.search(pattern, line))]
+
+        self._wait(matching, f"a line with {pattern!r}", timeout)
+        return matching()[0].groups()
 
     def finish(self, timeout: float = 20) -> int:
         """Wait for the end; return the exit code."""

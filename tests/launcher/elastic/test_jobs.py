@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.launcher.elastic.jobs import elastic, kill
-from tests.launcher.jobs import launch
+from tests.launcher.elastic.jobs import Watch, elastic, kill
+from tests.launcher.jobs import MARK, launch, processes, start
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -170,3 +171,27 @@ def test_the_variables_tell_a_worker_its_place() -> None:
     expected = {f"HOROVOD_{name}": text for name, text in known.items()}
     assert done.stdout.splitlines() == [f"[0]<stdout>:{expected}", "[0]<stdout>:wait False"]
     assert done.returncode == 0
+
+
+def test_children_of_a_killed_worker_end_with_it(tmp_path: Path) -> None:
+    """As those that load its data do, if they do not look whether it is there."""
+    script = (
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        "print('child', child.pid, os.getpid(), flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    words = ("-np", "1", "--min-np", "1", "python", "-c", script)
+    with start(*words, **{MARK: str(tmp_path)}) as process:
+        watch = Watch(process)
+        try:
+            child, parent = map(int, watch.said(r"child (\d+) (\d+)"))
+            os.kill(parent, signal.SIGKILL)
+            deadline = time.monotonic() + 5
+            while child in processes(str(tmp_path)):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            assert watch.finish() == 143
+        finally:
+            watch.close()
