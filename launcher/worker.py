@@ -38,7 +38,7 @@ class Raised:
     text: str  # the traceback
     victim: bool  # it only tells of another rank's failure
     when: float  # epoch seconds
-    rank: int | None = None  # Of a worker of an elastic job, at its start.
+    rank: int = -1  # Of a worker of an elastic job, at its start.
 
 
 def write_call(directory: str, call: tuple[Any, ...]) -> None:
@@ -68,7 +68,7 @@ def read_failures(directory: str) -> dict[int, Raised]:
     for path in Path(directory).glob("answer.*.pickle"):
         with contextlib.suppress(EOFError, pickle.UnpicklingError):
             answer = pickle.loads(path.read_bytes())
-            if isinstance(answer, Raised) and answer.rank is not None:
+            if isinstance(answer, Raised) and answer.rank >= 0:
                 found.append(answer)
     return {answer.rank: answer for answer in sorted(found, key=lambda answer: answer.when)}
 
@@ -126,7 +126,7 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def dump_error(error: Exception, rank: int | None = None) -> bytes:
+def dump_error(error: Exception, rank: int = -1) -> bytes:
     text = "".join(traceback.format_exception(error))
     victim = isinstance(error, HorovodInternalError)
     when = time.time()
