@@ -113,7 +113,7 @@ class Agent:
             self._relay.look()
             if self._told_to_leave:
                 self._told_to_leave = False
-                self.channel.send("leaving", "is shut down: its agent got SIGTERM")
+                self.channel.send("leaving", "its host is shut down (the agent there got SIGTERM)")
 
     def _launcher_lives(self, now: float) -> bool:
         limit = self._silence_seconds

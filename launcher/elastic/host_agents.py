@@ -139,10 +139,10 @@ class HostAgents:
         self._start_next()
         theirs, ours = tuple(hello["python"][:2]), tuple(sys.version_info[:2])
         if hello["channel"] != VERSION:
-            self._refuse(agent, "has another version of hvdlite: install the same on all hosts")
+            self._refuse(agent, "it has another version of hvdlite: install the same on all hosts")
         elif theirs != ours and self._job.options.call is not None:
-            self._refuse(agent, f"has Python {_dotted(theirs)}, and the function comes from Python "
-                                f"{_dotted(ours)}: install the same minor version")  # fmt: skip
+            why = f"it has Python {_dotted(theirs)}, and the function comes from {_dotted(ours)}"
+            self._refuse(agent, f"{why}: install the same minor version")
         else:
             agent.send("job", self._description.for_host(agent.host) | {
                 "elastic": True,
@@ -155,7 +155,7 @@ class HostAgents:
 
     def _refused(self, agent: AgentConnection, text: str) -> None:
         remedy = "make the same folder there, or share it between the hosts"
-        self._refuse(agent, f"{text}. Remedy: {remedy}")
+        self._refuse(agent, f"it {text}. Remedy: {remedy}")
 
     def _refuse(self, agent: AgentConnection, why: str) -> None:
         self.drop_agent(agent.host.name)
@@ -183,11 +183,11 @@ class HostAgents:
         name, leader = agent.host.name, agent.leader
         said, code = (leader.said(), leader.code) if leader else ("", None)
         if not agent.folder:
-            why = explain_agent(name, said, code).removeprefix(f"host {name} ")
+            why = _cause(name, explain_agent(name, said, code))
         elif agent.host.remote:
-            why = f"has closed its connection: {said.strip() or 'its agent has ended'}"
+            why = f"it has closed its connection: {said.strip() or 'its agent has ended'}"
         else:
-            why = f"has lost its agent: it {spell_end(code)}"
+            why = f"its agent {spell_end(code)}"
         self._lose(agent, why)
 
     def _lose(self, agent: AgentConnection, why: str) -> None:
@@ -201,7 +201,8 @@ class HostAgents:
         """Give up an agent that is silent: it ends its workers itself, if it still runs."""
         self._give_up(agent)
         agent.close()
-        self._events.agent_lost(agent.host.name, has_not_answered(seconds), True, time.monotonic())
+        why = f"it {has_not_answered(seconds)}"
+        self._events.agent_lost(agent.host.name, why, True, time.monotonic())
 
     def _give_up(self, agent: AgentConnection) -> list[int]:
         """Forget an agent and its workers; return their process groups."""
@@ -260,7 +261,7 @@ class HostAgents:
     def _give_up_start(self, agent: AgentConnection) -> None:
         name, seconds = agent.host.name, self._job.options.start_timeout_seconds
         text = explain_silence(name, seconds, runs=bool(agent.folder))
-        self._lose(agent, text.removeprefix(f"host {name} "))
+        self._lose(agent, _cause(name, text))
 
     def keep_alive(self) -> None:
         """Send beats while nothing else can be done."""
@@ -295,6 +296,11 @@ class HostAgents:
 
 def _has_ended(agent: AgentConnection) -> bool:
     return agent.leader is None or agent.leader.code is not None
+
+
+def _cause(name: str, sentence: str) -> str:
+    """Return why a host cannot be used, from the sentence that says so."""
+    return sentence.removeprefix(f"host {name} cannot be used: ")
 
 
 def _dotted(version: tuple[int, ...]) -> str:

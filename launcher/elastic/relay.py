@@ -63,8 +63,8 @@ class WorkerRelay:
             if self._is_stopped(number):
                 self._tell_once(number, "stopped")
             elif silence >= self._silence_seconds:
-                self._tell_once(number, "silent", f"has not answered for {self._silence_seconds:g} "
-                                                "seconds")  # fmt: skip
+                why = f"it has not answered for {self._silence_seconds:g} seconds"
+                self._tell_once(number, "silent", why)
 
     def _tell_once(self, number: int, kind: str, *fields: str) -> None:
         if self._runs(number) and (number, kind) not in self._told:

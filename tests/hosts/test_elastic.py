@@ -235,3 +235,24 @@ def test_a_function_returns_the_results_of_the_last_world(lab: Lab) -> None:
     )
     done = lab.run("nodea", "python", "-c", script)
     assert done.stdout.strip() == str([(r, 3, f"node{'abc'[r]}", 3_000_000) for r in range(2)])
+
+
+def test_all_hosts_are_replaced_while_discovery_shows_the_old_ones(lab: Lab) -> None:
+    with discovering(lab, "nodea:2", flags="-np 2 --min-np 1") as job:
+        first = job.watch.world(2)
+        job.discover("nodea:2", "nodeb:2")
+        four = job.watch.world(4)
+        job.discover("nodeb:2")
+        left = job.watch.world(2, epoch=four[0].epoch + 1)
+        assert numbers(left) == numbers(four)[2:]
+        assert left[0].step >= four[0].step >= first[0].step
+        assert job.end() == 0
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_the_reason(lab: Lab) -> None:
+    flags = ("-np", "2", "--min-np", "1", "-H", "nodea:2,nodeb:1")
+    with faults.no_key(lab, "nodeb"), elastic(lab, *flags) as job:
+        job.watch.world(2)
+        line = job.watch.line("host nodeb was lost")
+        assert "it refuses the login. Remedy: ssh-copy-id nodeb" in line
+        assert job.end() == 0

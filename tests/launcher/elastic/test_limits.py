@@ -83,6 +83,40 @@ def test_a_stopped_worker_is_given_up_and_harms_nothing(tmp_path: Path) -> None:
     assert "stopped" in job.watch.line("lost")
 
 
+HOLD = """
+import ctypes, os, sys, time
+import numpy as np
+import hvdlite.numpy as hvd
+from hvdlite.common.base.errors import HorovodInternalError
+
+hvd.init()
+print("pid", os.getpid(), flush=True)
+if hvd.rank() == 1:
+    ctypes.PyDLL(None).usleep(int(sys.argv[1]) * 1000)
+try:
+    hvd.allreduce(np.ones(2), name="x")
+    print("reduced", flush=True)
+except HorovodInternalError as error:
+    print("error", error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_worker_that_never_lets_go_of_python_is_given_up() -> None:
+    """As code in C does that hangs: its process runs, and nobody hears of it."""
+    words = ("-np", "2", "--min-np", "1", "--reset-limit", "0", "python", "-c", HOLD)
+    begin = time.monotonic()
+    done = launch(*words, "100000", HVDLITE_ELASTIC_WORKER_TIMEOUT="2")
+    assert 2 < time.monotonic() - begin < 15
+    assert "it has not answered for 2 seconds" in done.stderr
+
+
+def test_a_worker_that_holds_python_for_a_while_is_not_given_up() -> None:
+    words = ("-np", "2", "--min-np", "1", "python", "-c", HOLD, "1200")
+    done = launch(*words, HVDLITE_ELASTIC_WORKER_TIMEOUT="3")
+    assert (done.returncode, done.stdout.count("reduced")) == (0, 2), done.stderr
+
+
 ONCE = """
 import os, sys
 from pathlib import Path
