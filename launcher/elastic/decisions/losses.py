@@ -14,8 +14,9 @@ from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
 from hvdlite.launcher.elastic.decisions.staffing import Staffing
 from hvdlite.launcher.elastic.decisions.succession import Succession
 
-# How long a worker may run after its connection has ended, and still return.
-CLOSED_SECONDS = 2.0
+# How long a worker may run after its connection has ended, and still return. A process ends its
+# connection when Python begins to exit, and frameworks take seconds to do so on a busy machine.
+CLOSED_SECONDS = 30.0
 
 
 class Losses:
