@@ -7,9 +7,7 @@ next world.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import logging
 import os
 import select
@@ -20,7 +18,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.meeting import wire
@@ -28,10 +27,11 @@ from hvdlite.common.meeting.address import parse_address
 from hvdlite.common.membership import frames
 from hvdlite.common.membership.checks import Checks
 from hvdlite.common.membership.dial import dial
+from hvdlite.common.membership.exchange import LinkExchange
 from hvdlite.common.membership.frames import Newcomer, World
+from hvdlite.common.membership.process_end import ProcessEnd
 
 LINE_SECONDS = 10.0  # The time between two lines of a worker that waits.
-END_SECONDS = 1.5  # How long the script may take to end after the driver has.
 READ_BYTES = 1 << 18
 
 log = logging.getLogger("hvdlite")
@@ -49,8 +49,11 @@ class DriverLink:
         # driver has gone: every world is), and with counter and kind when hosts have changed.
         self.on_regroup: Callable[[int, HorovodInternalError], None] = lambda epoch, error: None
         self.on_seen: Callable[[int, int], None] = lambda counter, kind: None
+        self._process_end = ProcessEnd()
         # Called on the link thread with the exit code when the driver has gone.
-        self.on_lost: Callable[[int], None] = self._end_process
+        self.on_lost: Callable[[int], None] = partial(
+            self._process_end.begin, is_ending=lambda: self._closing
+        )
         # Guards all below that two threads use, and tells of changes. Reentrant, as signal handlers
         # may use the link.
         self._changed = threading.Condition()
@@ -60,8 +63,7 @@ class DriverLink:
         self._bodies: tuple[int, int, list[bytes]] | None = None
         self._checks = Checks()
         self._end: tuple[int, str] | None = None  # The exit code, and why there is no next world.
-        self._closing = False
-        self._ends_process = False  # Whether the driver has gone, and this process must end.
+        self._closing: bool = False
         self._outbox: deque[memoryview] = deque()
         self._frames = wire.Frames(wire.FRAME_BYTES)
         self._socket = dial(parse_address(address, "HVDLITE_ELASTIC_DRIVER"), number, secret)
@@ -70,7 +72,6 @@ class DriverLink:
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="hvdlite-elastic", daemon=True)
         _links.add(self)
-        atexit.register(self._keep_code)
         self._thread.start()
         self._send(frames.HELLO, os.getpid())
 
@@ -108,7 +109,7 @@ class DriverLink:
 
     def exchange(self, world: World) -> LinkExchange:
         """Return the exchange by which the ranks of `world` meet."""
-        return LinkExchange(self, world)
+        return LinkExchange(world, self.gather)
 
     def over(self, epoch: int) -> HorovodInternalError | None:
         """Return why the world `epoch` is over, None while it is not."""
@@ -163,8 +164,7 @@ class DriverLink:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         _links.discard(self)
-        if not self._ends_process:
-            atexit.unregister(self._keep_code)
+        self._process_end.cancel()
         self._close_descriptors()
 
     def after_fork_in_child(self) -> None:
@@ -345,60 +345,6 @@ class DriverLink:
             self._changed.notify_all()
         self.on_regroup(0, error)
         self.on_lost(code)
-
-    def _end_process(self, code: int) -> None:
-        self._ends_process = True
-        end_main_thread(code)
-        end = time.monotonic() + END_SECONDS
-        while not self._closing and time.monotonic() < end:
-            time.sleep(0.01)
-        if not self._closing:
-            _exit_at_once(code)
-
-    def _keep_code(self) -> None:
-        """Exit with the code of the job's end: `SystemExit` loses its own on its way at times.
-
-        CPython takes an exception of another thread for one without a value where nothing has
-        caught it.
-        """
-        if self._ends_process and self._end is not None:
-            _exit_at_once(self._end[0])
-
-
-def _exit_at_once(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
-def end_main_thread(code: int) -> None:
-    """Raise `SystemExit` in the main thread, as soon as it runs Python code."""
-
-    class JobIsOver(SystemExit):
-        def __init__(self) -> None:
-            super().__init__(code)
-
-    ident = ctypes.c_ulong(threading.main_thread().ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(JobIsOver))
-
-
-class LinkExchange:
-    """The exchange of the ranks of one world, over their links; see `Exchange`."""
-
-    def __init__(self, link: DriverLink, world: World) -> None:
-        self.rank, self.size = world.rank, world.size
-        self._link, self._epoch = link, world.epoch
-        self._round = 0
-
-    def allgather(self, body: bytes) -> list[bytes]:
-        """See `Exchange.allgather`. There is no limit: the driver ends a world that cannot meet."""
-        wire.check_body(body)
-        number, self._round = self._round, self._round + 1
-        return self._link.gather(self._epoch, number, bytes(body))
-
-    def close(self) -> None:
-        """See `Exchange.close`."""
 
 
 _links: weakref.WeakSet[DriverLink] = weakref.WeakSet()
