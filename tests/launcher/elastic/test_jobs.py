@@ -195,3 +195,18 @@ def test_children_of_a_killed_worker_end_with_it(tmp_path: Path) -> None:
             assert watch.finish() == 143
         finally:
             watch.close()
+
+
+def test_workers_that_are_started_again_leave_no_open_file(tmp_path: Path) -> None:
+    with elastic(tmp_path, "-np", "2", "--min-np", "1") as job:
+        world = job.watch.world(2)
+        counts = []
+        for _ in range(6):
+            running = processes(str(tmp_path))
+            own = [pid for pid, line in running.items() if "hvdlite.launcher" in line]
+            assert len(own) == 2  # the launcher, and its agent
+            counts.append([len(os.listdir(f"/proc/{pid}/fd")) for pid in sorted(own)])
+            kill(world[1])
+            world = job.watch.world(2, epoch=world[0].epoch + 1)
+        assert counts[1:] == counts[:-1]
+        assert job.end() == 0
