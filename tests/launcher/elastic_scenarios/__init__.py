@@ -1,0 +1,1 @@
+"""Scenarios of elastic training: real jobs whose workers die at named places."""

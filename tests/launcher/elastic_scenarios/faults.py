@@ -1,0 +1,108 @@
+"""What happens to the workers of a job, and where: the test says it in a variable.
+
+FAULTS is a list in JSON. Each fault names a worker by its number (which no other worker of the job
+ever has), a place, the step from which it may happen, how often the place is passed before, and
+what to do there: "kill", "stop", "raise", "exit", or "hosts ..." for what discovery shows then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvdlite.common.collectives.native.shm import NativeShm
+from hvdlite.common.collectives.ring_pipeline import RingRun
+from hvdlite.common.collectives.shm import ShmBackend
+from hvdlite.common.engine.control_plane import ControlPlane
+from hvdlite.common.membership.link import DriverLink
+from hvdlite.common.transport.tcp import connect
+
+NUMBER = int(os.environ["HVDLITE_WORKER"])
+HOSTS = os.environ.get("SCENARIO_HOSTS", "")  # The file that the discovery script prints.
+NATIVE_SECONDS = 0.001  # From the begin of a compiled allreduce to the death in it.
+
+_lock = threading.Lock()  # Guards all that follows: engine and script pass places at once.
+_faults: list[dict[str, Any]] = [
+    {"step": 0, "skip": 0, "do": "kill", **fault}
+    for fault in json.loads(os.environ.get("FAULTS", "[]"))
+    if fault["worker"] == NUMBER
+]
+_step = 0
+
+
+def say(**words: Any) -> None:
+    """Write a line of JSON, whole, also if this process dies at once."""
+    line = json.dumps({"number": NUMBER, "time": time.monotonic(), **words})
+    sys.stdout.flush()
+    os.write(1, line.encode() + b"\n")
+
+
+def at_step(step: int) -> None:
+    """Note that this worker is at a step."""
+    global _step
+    _step = step
+
+
+def at(place: str) -> None:
+    """Suffer what is to happen at a place."""
+    with _lock:
+        due = [fault for fault in _faults if fault["place"] == place and _step >= fault["step"]]
+        for fault in due:
+            fault["skip"] -= 1
+            if fault["skip"] < 0:
+                _faults.remove(fault)
+                _suffer(place, fault["do"])
+
+
+def _suffer(place: str, what: str) -> None:
+    say(fault=place, step=_step, do=what)
+    if what == "kill":
+        if place == "native shm":
+            threading.Timer(NATIVE_SECONDS, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "raise":
+        raise ValueError(f"a fault at {place}")
+    elif what == "exit":
+        sys.exit(0)
+    else:
+        kind, *lines = what.split()
+        assert kind == "hosts", what
+        new = Path(f"{HOSTS}.{NUMBER}")
+        new.write_text("".join(f"{line}\n" for line in lines))
+        new.rename(HOSTS)
+
+
+def _before(owner: Any, name: str, place: str) -> None:
+    """Pass a place before each call of a function."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        at(place)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def install() -> None:
+    """Have the places inside hvdlite passed."""
+    _before(DriverLink, "wait_for_world", "in init")
+    _before(connect, "exchange_versions", "meeting")
+    _before(connect, "Connections", "mesh building")
+    _before(connect, "_connect_neighbours", "connecting")
+    _before(ControlPlane, "report", "negotiation")
+    _before(ShmBackend, "_await", "shm")  # Once in a step of the pipeline, of so many bytes.
+    _before(NativeShm, "_run", "native shm")
+    _before(RingRun, "_receive", "ring")
+
+
+install()

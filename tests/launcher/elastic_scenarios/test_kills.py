@@ -1,0 +1,134 @@
+"""A worker is killed at each place: the others go on from the last commit, in a moment."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.launcher.elastic_scenarios.jobs import (
+    Fault, Outcome, check_weights, recovery_seconds, run,
+)  # fmt: skip
+
+pytestmark = pytest.mark.timeout(60)
+
+STEPS = 12
+# On two cores that other tests use as well.
+RECOVERY_SECONDS = 1.0
+PYTHON, NATIVE = {"HVDLITE_NATIVE": "off"}, {"HVDLITE_NATIVE": "auto"}
+MEGABYTES = 500_000  # Elements: so many that an allreduce takes many pieces.
+# By place: fields of the fault, and variables of the job.
+TRAINING = {
+    "idle": ({}, {}),
+    "negotiation": ({}, {}),
+    "shm": ({"skip": 20}, {**PYTHON, "ELEMENTS": MEGABYTES}),
+    "native shm": ({}, {**NATIVE, "ELEMENTS": 8 * MEGABYTES}),
+    "between collectives": ({}, {}),
+    "save": ({}, {}),
+    "saved": ({}, {}),
+    "check": ({}, {}),
+}
+RESETTING = ["in init", "meeting", "mesh building", "restore", "on_reset"]
+
+
+def flags(size: int, hosts: int = 1) -> tuple[str, ...]:
+    """A job of so many ranks on one host, or on two between which TCP is used."""
+    if hosts == 1:
+        return ("-np", str(size), "--min-np", "1", "-H", f"localhost:{size}")
+    half = size // 2
+    spelled = f"localhost:{size - half},127.0.0.1:{half}"
+    return ("-np", str(size), "--min-np", "1", "-H", spelled)
+
+
+def check(outcome: Outcome, *victims: int) -> None:
+    """The victims have died, the others went on; nothing but the last step was made again."""
+    assert [(line["number"], line["do"]) for line in outcome.faults] == [
+        (victim, "kill") for victim in victims
+    ], outcome.out + outcome.err
+    check_weights(outcome, STEPS)
+    assert recovery_seconds(outcome) < RECOVERY_SECONDS, outcome.out + outcome.err
+    for number in {line["number"] for line in outcome.results}:
+        made = [
+            line["done"] for line in outcome.lines if line["number"] == number and "done" in line
+        ]
+        assert len(made) - len(set(made)) <= len(victims)
+
+
+def in_training(place: str, victim: int, size: int) -> None:
+    """Kill a worker of the first world while it trains."""
+    fields, variables = TRAINING[place]
+    fault: Fault = {"worker": victim, "place": place, "step": 4, **fields}
+    check(run("train_numpy", *flags(size), faults=[fault], STEPS=STEPS, **variables), victim)
+
+
+def in_ring(victim: int, size: int, hosts: int = 2) -> None:
+    """Kill a worker between two pieces that it sends to another host."""
+    fault: Fault = {"worker": victim, "place": "ring", "step": 4, "skip": 5}
+    job = flags(size, hosts)
+    check(run("train_numpy", *job, faults=[fault], STEPS=STEPS, ELEMENTS=MEGABYTES), victim)
+
+
+def in_reset(place: str, victim: int, size: int, hosts: int) -> None:
+    """Kill a worker while the loss of the last one is dealt with."""
+    first = size - 1 if victim != size - 1 else 0
+    faults: list[Fault] = [
+        {"worker": first, "place": "idle", "step": 4},
+        {"worker": victim, "place": place, "step": 4},
+    ]
+    check(run("train_numpy", *flags(size, hosts), faults=faults, STEPS=STEPS), first, victim)
+
+
+def at_start(place: str, victim: int, size: int) -> Outcome:
+    """Kill a worker before the others train: another one comes, or the others go on."""
+    outcome = run(
+        "train_numpy", *flags(size), faults=[{"worker": victim, "place": place}], STEPS=STEPS
+    )
+    assert [line["number"] for line in outcome.faults] == [victim]
+    check_weights(outcome, STEPS)
+    return outcome
+
+
+# Each rank dies somewhere; the soak has all ranks at all places.
+@pytest.mark.parametrize(
+    ("place", "victim"), [(place, number % 3) for number, place in enumerate(TRAINING)]
+)
+def test_in_training(place: str, victim: int) -> None:
+    in_training(place, victim, 3)
+
+
+@pytest.mark.parametrize(("victim", "size"), [(0, 4), (3, 4), (1, 2)])
+def test_in_a_ring_between_hosts(victim: int, size: int) -> None:
+    in_ring(victim, size)
+
+
+@pytest.mark.parametrize(
+    ("place", "victim", "hosts"),
+    [("in init", 0, 1), ("meeting", 1, 1), ("mesh building", 2, 1), ("restore", 0, 1),
+     ("on_reset", 2, 1), ("connecting", 1, 2)],
+)  # fmt: skip
+def test_in_the_reset_of_another_kill(place: str, victim: int, hosts: int) -> None:
+    in_reset(place, victim, 4, hosts)
+
+
+@pytest.mark.parametrize(
+    ("place", "victim"),
+    [("before init", 1), ("in init", 0), ("meeting", 1), ("sync", 0), ("synced", 1)],
+)
+def test_at_the_start(place: str, victim: int) -> None:
+    at_start(place, victim, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_every_rank_at_every_place(size: int) -> None:
+    for victim in range(size):
+        for place in TRAINING:
+            in_training(place, victim, size)
+        in_ring(victim, size)
+        for place in ("before init", "in init", "meeting", "mesh building", "sync", "synced"):
+            at_start(place, victim, size)
+        if size > 2:
+            for place in RESETTING:
+                in_reset(place, victim, size, 1)
+            in_reset("connecting", victim, size, 2)

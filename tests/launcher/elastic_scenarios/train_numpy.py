@@ -1,0 +1,113 @@
+"""A script of the scenarios: it sums arrays that tell who took part, and keeps its history.
+
+In a step each worker adds (its number + 1) x (step + 1). Sums are whole numbers, so weights are
+exact, and the history (step, numbers of the members) says what they must be.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from tests.launcher.elastic_scenarios import faults
+
+faults.at("before init")
+
+import numpy as np  # noqa: E402
+
+import hvdlite.numpy as hvd  # noqa: E402
+from hvdlite.common.base.errors import HorovodInternalError  # noqa: E402
+from hvdlite.common.runtime import worlds  # noqa: E402
+
+STEPS = int(os.environ.get("STEPS", "30"))
+ELEMENTS = int(os.environ.get("ELEMENTS", "1000"))
+COMMIT_EVERY = int(os.environ.get("COMMIT_EVERY", "1"))
+# From the first of these steps on, a world of the second size is waited for.
+HOLD_STEP, HOLD_SIZE = map(int, os.environ.get("HOLD", "-1 0").split())
+
+
+class State(hvd.elastic.NumpyState):
+    """A state that passes places of the scenarios."""
+
+    def save(self) -> None:
+        faults.at("save")
+        super().save()
+        faults.at("saved")
+
+    def restore(self) -> None:
+        faults.at("restore")
+        super().restore()
+
+    def sync(self) -> None:
+        faults.at("sync")
+        super().sync()
+        faults.at("synced")
+
+    def check_host_updates(self) -> None:
+        faults.at("check")
+        super().check_host_updates()
+
+
+def members() -> list[int]:
+    """Return the numbers of the workers of this world in rank order."""
+    world = worlds.current_world()
+    assert world is not None
+    assert (hvd.rank(), hvd.size()) == (world.rank, world.size)
+    return [number for number, _ in world.members]
+
+
+def epoch() -> int:
+    world = worlds.current_world()
+    return 0 if world is None else world.epoch
+
+
+@hvd.elastic.run
+def train(state: State) -> None:
+    """Go on to the last step."""
+    first = True
+    faults.say(entered=epoch(), members=members(), rank=hvd.rank(), step=state.step)
+    while state.step < STEPS:
+        faults.at_step(state.step)
+        if state.step == HOLD_STEP and hvd.size() < HOLD_SIZE:
+            time.sleep(0.002)
+            state.check_host_updates()
+            continue
+        faults.at("idle")
+        own = np.full(ELEMENTS, (faults.NUMBER + 1.0) * (state.step + 1))
+        sums = hvd.allreduce(own, op=hvd.Sum, name="gradient")
+        if first:
+            faults.say(reduced=epoch())
+            first = False
+        assert (sums == sums[0]).all()
+        faults.at("between collectives")
+        state.weights += sums
+        state.history.append([state.step, members()])
+        state.step += 1
+        faults.say(done=state.step)
+        if state.step % COMMIT_EVERY == 0:
+            state.commit()
+        else:
+            state.check_host_updates()
+
+
+def main() -> None:
+    """Train, and say what came of it."""
+    faults.at("before hvd.init")
+    hvd.init()
+    fields: dict[str, Any] = {"step": 0, "history": []}
+    state = State(weights=np.zeros(ELEMENTS), **fields)
+    state.register_reset_callbacks([lambda: faults.at("on_reset")])
+    try:
+        train(state)
+    except HorovodInternalError as error:
+        faults.say(error=str(error))
+        raise
+    assert (state.weights == state.weights[0]).all()
+    faults.say(
+        result=float(state.weights[0]), history=state.history, rank=hvd.rank(), size=hvd.size()
+    )
+
+
+if __name__ == "__main__":
+    main()
