@@ -30,7 +30,7 @@ MARK = "HVDLITE_BENCHMARK_JOB"  # A variable that every process of a job inherit
 Note = dict[str, Any]
 
 
-class JobFailed(Exception):
+class JobError(Exception):
     """An elastic job has ended, or has not done in time what was waited for."""
 
 
@@ -59,11 +59,11 @@ class ElasticJob:
     def wait(
         self, found: Callable[[list[Note]], Any], what: str, seconds: float = WAIT_SECONDS
     ) -> Any:
-        """Return what `found` makes of the notes as soon as it is true. Raises `JobFailed`."""
+        """Return what `found` makes of the notes as soon as it is true. Raises `JobError`."""
         end = time.monotonic() + seconds
         while not (result := found(self.read())):
             if self.process.poll() is not None or time.monotonic() > end:
-                raise JobFailed(f"{what} did not come about:\n{self.log.read_text()[-6000:]}")
+                raise JobError(f"{what} did not come about:\n{self.log.read_text()[-6000:]}")
             time.sleep(LOOK_SECONDS)
         return result
 
@@ -82,26 +82,29 @@ class ElasticJob:
         return world
 
     def end(self, seconds: float = END_SECONDS) -> None:
-        """Let the workers return. Raises `JobFailed` unless the job ends with code 0."""
+        """Let the workers return. Raises `JobError` unless the job ends with code 0."""
         (self.folder / END).touch()
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise JobFailed(f"no end in {seconds:.0f} s:\n{self.log.read_text()[-6000:]}") from None
+            raise JobError(f"no end in {seconds:.0f} s:\n{self.log.read_text()[-6000:]}") from None
         if code:
-            raise JobFailed(f"exit code {code}:\n{self.log.read_text()[-6000:]}")
+            raise JobError(f"exit code {code}:\n{self.log.read_text()[-6000:]}")
         self.read()
 
 
 @contextmanager
 def elastic_job(
-    flags: Sequence[str], program: Sequence[str], variables: Mapping[str, str] | None = None,
-    before: Sequence[str] = (), folder: Path | None = None,
+    flags: Sequence[str],
+    program: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    before: Sequence[str] = (),
+    folder: Path | None = None,
 ) -> Iterator[ElasticJob]:
     """Start hvdlite-run with `flags` and ``elastic_worker.py FOLDER PROGRAM``.
 
     `before` stands before the command, and `folder` is where workers write their notes, if that is
-    not to be a temporary one. At the end no process is left. Raises `JobFailed` where one was.
+    not to be a temporary one. At the end no process is left. Raises `JobError` where one was.
     """
     with tempfile.TemporaryDirectory() as temporary:
         notes = Path(temporary) / "notes" if folder is None else folder
@@ -125,7 +128,7 @@ def elastic_job(
             process.wait()
             left = wait_for_none(temporary)
         if left:
-            raise JobFailed(f"left behind: {left}\n{log.read_text()[-6000:]}")
+            raise JobError(f"left behind: {left}\n{log.read_text()[-6000:]}")
 
 
 def wait_for_none(mark: str, seconds: float = 5.0) -> dict[int, str]:

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,20 @@ def resets(notes: Notes, args: argparse.Namespace) -> None:
     loop(hvd.elastic.NumpyState(resets=0))
 
 
+def of_torch(name: str) -> Callable[[Notes, argparse.Namespace], None]:
+    """Return a program of elastic_training.py, which imports torch."""
+
+    def program(notes: Notes, args: argparse.Namespace) -> None:
+        getattr(import_module("elastic_training"), name)(notes, args)
+
+    return program
+
+
 PROGRAMS: dict[str, Callable[[Notes, argparse.Namespace], None]] = {
     "train": train,
     "resets": resets,
+    "commit": of_torch("commit"),
+    "steady": of_torch("steady"),
 }
 
 
@@ -149,7 +161,8 @@ def main() -> None:
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--mib", type=int, default=1, help="of weights")
     parser.add_argument("--pause", type=float, default=0.005, help="seconds of a step")
-    parser.add_argument("--count", type=int, default=1000, help="of resets")
+    parser.add_argument("--count", type=int, default=1000, help="of resets, or of steps")
+    parser.add_argument("--network", default="gpt")
     args = parser.parse_args()
     PROGRAMS[args.program](Notes(args.folder), args)
 

@@ -1,0 +1,120 @@
+"""Elastic training of the examples' networks: the workers of commit, steady and the soak."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from measuring import Spread
+from training import NETWORKS, Task
+
+import hvdlite.torch as hvd
+from hvdlite.common.runtime import worlds
+
+if TYPE_CHECKING:
+    from elastic_worker import Notes
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+CHECKS = 10_000
+WARM_STEPS = 2
+
+
+def make(network: str, **options: Any) -> tuple[Task, Any]:
+    """Return a task with its network, the same on all ranks, and an optimizer that reduces."""
+    sys.path.append(str(EXAMPLES))
+    torch.manual_seed(1)
+    task = NETWORKS[network](**options)
+    kind: Any = torch.optim.AdamW if network == "gpt" else torch.optim.SGD
+    more = {} if network == "gpt" else {"momentum": 0.9}
+    optimizer = kind(task.model.parameters(), lr=1e-3, **more)
+    return task, hvd.DistributedOptimizer(optimizer, task.model.named_parameters())
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return all tensors in dicts and lists."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def timed(function: Any) -> float:
+    """Return the seconds of a call that all ranks begin together."""
+    hvd.barrier()
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def commit(notes: Notes, args: argparse.Namespace) -> None:
+    """Commit after each step, in each way; note the medians of this rank."""
+    hvd.init()
+    for kind in ("copy", "step"):
+        task, optimizer = make(args.network)
+
+        def step(task: Task = task, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            task.loss(task.model).backward()
+            optimizer.step()
+
+        state = hvd.elastic.TorchState(task.model, optimizer, commit=kind, step=0)
+        states = [task.model.state_dict(), optimizer.state_dict()]
+        step()
+        state.commit()
+        states = [task.model.state_dict(), optimizer.state_dict()]
+        tensors = tensors_of(states)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+        figures: dict[str, list[float]] = {name: [] for name in ("step", "commit", "copy", "deep")}
+        for number in range(WARM_STEPS + args.count):
+            took = {
+                "step": timed(step),
+                "commit": timed(state.commit),
+                "copy": timed(lambda: target.copy_(source)),  # noqa: B023 - called at once
+                "deep": timed(lambda: copy.deepcopy(states)),  # noqa: B023 - called at once
+            }
+            if number >= WARM_STEPS:
+                for name, seconds in took.items():
+                    figures[name].append(seconds)
+        found = {
+            "commit": kind, "seconds": vars(Spread.quartiles(figures["commit"])),
+            "plain_copy": median(figures["copy"]), "deep_copy": median(figures["deep"]),
+            "step": median(figures["step"]), "bytes": nbytes,
+        }  # fmt: skip
+        notes.write("commit", found=found)
+
+
+def steady(notes: Notes, args: argparse.Namespace) -> None:
+    """Make steps whenever it is this job's turn; each checks for news of hosts if it is elastic."""
+    hvd.init()
+    task, optimizer = make("gpt")
+    state = hvd.elastic.TorchState(task.model, optimizer, step=0)
+    elastic = worlds.elastic()
+    turn = 0
+    while True:
+        turn += 1
+        file = notes.end.with_name(f"turn{turn}")
+        while not (file.exists() or notes.end.exists()):
+            time.sleep(0.002)
+        if not file.exists():
+            break
+        hvd.barrier()
+        start = time.perf_counter()
+        for _ in range(args.count):
+            optimizer.zero_grad()
+            task.loss(task.model).backward()
+            optimizer.step()
+            if elastic:
+                state.check_host_updates()
+        notes.write("turn", turn=turn, seconds=(time.perf_counter() - start) / args.count)
+    if elastic:
+        start = time.perf_counter()
+        for _ in range(CHECKS):
+            state.check_host_updates()
+        notes.write("checked", check=(time.perf_counter() - start) / CHECKS)
