@@ -109,14 +109,15 @@ def elastic_job(
     with tempfile.TemporaryDirectory() as temporary:
         notes = Path(temporary) / "notes" if folder is None else folder
         notes.mkdir(exist_ok=True)
-        log = Path(temporary) / "log"
+        log, files = Path(temporary) / "log", Path(temporary) / "files"
+        files.mkdir()
         words = [sys.executable, "-m", "hvdlite.launcher", *flags]
         words += [sys.executable, str(WORKER), str(notes), *program]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*before, *words], stdout=output, stderr=subprocess.STDOUT, cwd=HERE.parent,
                 stdin=subprocess.DEVNULL,
-                env={**environment(), **(variables or {}), MARK: temporary},
+                env={**environment(), **(variables or {}), MARK: temporary, "TMPDIR": str(files)},
             )  # fmt: skip
         try:
             yield ElasticJob(notes, process, log)
@@ -126,9 +127,14 @@ def elastic_job(
                 process.wait(END_SECONDS)
             process.kill()
             process.wait()
-            left = wait_for_none(temporary)
+            left = [*wait_for_none(temporary).values(), *own_files(files)]
         if left:
             raise JobError(f"left behind: {left}\n{log.read_text()[-6000:]}")
+
+
+def own_files(folder: Path) -> list[str]:
+    """Return the temporary files that are not those of torch, which keeps a cache."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith("torch")]
 
 
 def wait_for_none(mark: str, seconds: float = 5.0) -> dict[int, str]:

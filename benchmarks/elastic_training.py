@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from elastic_soak_worker import digest
 from measuring import Spread
 from training import NETWORKS, Task
 
@@ -25,14 +26,19 @@ CHECKS = 10_000
 WARM_STEPS = 2
 
 
-def make(network: str, **options: Any) -> tuple[Task, Any]:
-    """Return a task with its network, the same on all ranks, and an optimizer that reduces."""
+def make(network: str, distributed: bool = True, **options: Any) -> tuple[Task, Any]:
+    """Return a task with its network, the same on all ranks, and an optimizer.
+
+    The optimizer reduces gradients if it is `distributed`.
+    """
     sys.path.append(str(EXAMPLES))
     torch.manual_seed(1)
     task = NETWORKS[network](**options)
     kind: Any = torch.optim.AdamW if network == "gpt" else torch.optim.SGD
     more = {} if network == "gpt" else {"momentum": 0.9}
     optimizer = kind(task.model.parameters(), lr=1e-3, **more)
+    if not distributed:
+        return task, optimizer
     return task, hvd.DistributedOptimizer(optimizer, task.model.named_parameters())
 
 
@@ -118,3 +124,81 @@ def steady(notes: Notes, args: argparse.Namespace) -> None:
         for _ in range(CHECKS):
             state.check_host_updates()
         notes.write("checked", check=(time.perf_counter() - start) / CHECKS)
+
+
+# -- the soak
+
+SMALL = {"resnet50": {"images": 2, "pixels": 32}, "gpt": {}}
+COMMITS_EVERY = {"resnet50": 1, "gpt": 3}  # The first by "step".
+
+
+def load_batch(network: str, task: Task, number: int, rank: int) -> None:
+    """Put the batch of a step and rank into the task."""
+    generator = torch.Generator().manual_seed(number * 64 + rank)
+    if network == "gpt":
+        characters = int(task.labels.max()) + 1
+        for codes in (task.inputs, task.labels):
+            codes.copy_(torch.randint(characters, codes.shape, generator=generator))
+    else:
+        task.inputs.copy_(torch.randn(task.inputs.shape, generator=generator))
+        task.labels.copy_(torch.randint(1000, task.labels.shape, generator=generator))
+
+
+def digest_of(task: Task) -> str:
+    """Return the digest of all parameters."""
+    return digest([parameter.detach().numpy() for parameter in task.model.parameters()])
+
+
+def learn(notes: Notes, args: argparse.Namespace) -> None:
+    """Train a network until the end; note the step and weights with which each world begins."""
+    notes.write_alone("started")
+    hvd.init()
+    task, optimizer = make(args.network, **SMALL[args.network])
+    every = COMMITS_EVERY[args.network]
+    kind = "step" if every == 1 else "copy"
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        notes.write("began", step=state.step, digest=digest_of(task))
+        ended = False
+        while not ended:
+            optimizer.zero_grad()
+            load_batch(args.network, task, state.step, hvd.rank())
+            task.loss(task.model).backward()
+            flag = torch.tensor([float(notes.end.exists())])
+            ended = bool(hvd.allreduce(flag, op=hvd.Sum, name="end"))
+            optimizer.step()
+            state.step += 1
+            if state.step % every == 0 or ended:
+                state.commit()
+        notes.write("done", step=state.step, digest=digest_of(task))
+
+    loop(hvd.elastic.TorchState(task.model, optimizer, commit=kind, step=0))
+
+
+def replay(network: str, sizes: list[int], wanted: set[int]) -> dict[int, str]:
+    """Return the digests before the `wanted` steps of an undisturbed run of worlds of `sizes`.
+
+    One process computes the gradients of all ranks, and averages them; without hvdlite's.
+    """
+    torch.set_num_threads(1)
+    task, optimizer = make(network, distributed=False, **SMALL[network])
+    parameters = list(task.model.parameters())
+    found = {}
+    for number, size in enumerate([*sizes, 0]):
+        if number in wanted:
+            found[number] = digest_of(task)
+        if not size:
+            break
+        shares = []
+        for rank in range(size):
+            optimizer.zero_grad()
+            load_batch(network, task, number, rank)
+            task.loss(task.model).backward()
+            shares.append([parameter.grad for parameter in parameters])
+            for parameter in parameters:
+                parameter.grad = None
+        for parameter, *gradients in zip(parameters, *shares, strict=True):
+            parameter.grad = sum(gradients[1:], gradients[0]) / size
+        optimizer.step()
+    return found

@@ -39,12 +39,15 @@ class Notes:
         )
 
     def write(self, what: str, **more: Any) -> None:
-        """Append a note about this worker and its world, in one system call."""
+        """Append a note about this worker and its world."""
         world = worlds.current_world()
         place = {"epoch": 0 if world is None else world.epoch, "rank": hvd.rank()}
+        self.write_alone(what, **place, size=hvd.size(), **more)
+
+    def write_alone(self, what: str, **more: Any) -> None:
+        """Append a note about this worker, in one system call."""
         fixed = {"what": what, "time": time.monotonic(), "number": self.number, "pid": os.getpid()}
-        note = {**fixed, **place, "size": hvd.size(), **more}
-        os.write(self._file, json.dumps(note).encode() + b"\n")
+        os.write(self._file, json.dumps({**fixed, **more}).encode() + b"\n")
 
 
 class Sent:
@@ -138,11 +141,11 @@ def resets(notes: Notes, args: argparse.Namespace) -> None:
     loop(hvd.elastic.NumpyState(resets=0))
 
 
-def of_torch(name: str) -> Callable[[Notes, argparse.Namespace], None]:
-    """Return a program of elastic_training.py, which imports torch."""
+def of_module(module: str, name: str) -> Callable[[Notes, argparse.Namespace], None]:
+    """Return a program of another module, which is imported where it runs."""
 
     def program(notes: Notes, args: argparse.Namespace) -> None:
-        getattr(import_module("elastic_training"), name)(notes, args)
+        getattr(import_module(module), name)(notes, args)
 
     return program
 
@@ -150,8 +153,10 @@ def of_torch(name: str) -> Callable[[Notes, argparse.Namespace], None]:
 PROGRAMS: dict[str, Callable[[Notes, argparse.Namespace], None]] = {
     "train": train,
     "resets": resets,
-    "commit": of_torch("commit"),
-    "steady": of_torch("steady"),
+    "soak": of_module("elastic_soak_worker", "soak"),
+    "commit": of_module("elastic_training", "commit"),
+    "steady": of_module("elastic_training", "steady"),
+    "learn": of_module("elastic_training", "learn"),
 }
 
 
