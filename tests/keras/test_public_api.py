@@ -16,6 +16,7 @@ HOROVOD = [  # of horovod.keras or of horovod.tensorflow.keras
     "remove_process_set", "Average", "Sum", "Adasum", "Compression", "callbacks",
     "DistributedOptimizer", "PartialDistributedOptimizer", "broadcast_global_variables",
     "allreduce", "allgather", "broadcast", "reducescatter", "load_model",
+    "elastic",
 ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ HOROVOD = [
     "SyncBatchNormalization", "broadcast_global_variables", "BroadcastGlobalVariablesHook",
     "DistributedOptimizer", "DistributedGradientTape", "PartialDistributedGradientTape",
     "gpu_available", "split_list", "check_extension",
+    "elastic",
 ]  # fmt: skip
 OWN = [
     "HorovodInternalError", "barrier", "data", "set_comm_fusion", "set_split_strategy_by_idx",

@@ -24,6 +24,7 @@ HOROVOD = [
     "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built", "ProcessSet",
     "global_process_set", "add_process_set", "remove_process_set", "Average", "Sum", "Adasum",
     "Min", "Max", "Product", "HorovodInternalError", "DistributedOptimizer", "SyncBatchNorm",
+    "elastic",
 ]  # fmt: skip
 OWN = [
     "set_comm_fusion", "set_split_strategy_by_idx", "set_split_strategy_by_size",
