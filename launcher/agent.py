@@ -19,6 +19,7 @@ since each start waits for it.
 | deliver MEMBERS ROUND [BODIES]          | gathered MEMBERS ROUND {RANK: BODY}     |
 | missing MEMBERS [RANKS], fail TEXT RANK | came MEMBERS ROUND [RANKS]              |
 |                                         | withdrawn MEMBERS ROUND                 |
+| finished [RANKS] (with exit code 0)     |                                         |
 | tell [NUMBERS] MESSAGE                  | said NUMBER MESSAGE, stopped NUMBER     |
 |                                         | silent NUMBER TEXT, closed NUMBER       |
 |                                         | leaving TEXT                            |
@@ -228,6 +229,7 @@ class Agent:
         self._meeting = meeting = HostMeeting(job, self.folder, self.loop, self.channel)
         self._handlers |= {
             "deliver": meeting.deliver, "missing": meeting.note_missing, "fail": meeting.fail,
+            "finished": meeting.finish,
         }  # fmt: skip
 
     def _part(self, name: str, data: bytes) -> None:

@@ -42,6 +42,7 @@ class Agents:
         self._starter = self._make_starter(launcher_environ)
         self._description = AgentJob(job, hosts)
         self._meeting = MergedMeeting(job.options.size)
+        self._finished: list[int] = []  # Ranks that ended with code 0, which agents do not know.
         self._started = False
         self._ending = False
         self._failing = False
@@ -132,6 +133,7 @@ class Agents:
             self._fail(why)
         self._tell_of_failure()
         self._tell_who_is_missing()
+        self._tell_who_has_finished()
         silence = self._description.silence_seconds
         now = time.monotonic()
         for agent in self.agents:
@@ -168,6 +170,8 @@ class Agents:
 
     def _exit(self, _agent: AgentConnection, rank: int, code: int) -> None:
         self.job.first_failure.end(rank, code)
+        if not code:
+            self._finished.append(rank)
         self._look_for_end()
 
     def _gathered(
@@ -186,6 +190,16 @@ class Agents:
         """Tell hosts whose ranks wait. At once would be too often: each host tells all others."""
         for members, missing in self._meeting.news():
             self._send_to(members, "missing", members, missing)
+
+    def _tell_who_has_finished(self) -> None:
+        """Tell hosts with ranks that still run, since those may wait for a rank that has ended.
+
+        At the end of a large job, a message for each rank would be too many.
+        """
+        finished, self._finished = self._finished, []
+        for agent in self.agents if finished else ():
+            if self._left(agent):
+                agent.send("finished", finished)
 
     def _send_to(self, members: list[int], kind: str, *fields: Any) -> None:
         wanted = set(members or self.job.options.ranks)

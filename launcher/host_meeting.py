@@ -55,6 +55,10 @@ class HostMeeting:
         """Let the ranks that wait here know who has not come on other hosts."""
         self._server.note_missing(tuple(members), ranks)
 
+    def finish(self, ranks: Sequence[int]) -> None:
+        """Let every rank raise that waits for a rank whose process has ended with exit code 0."""
+        self._server.finish(ranks)
+
     def fail(self, text: str, rank: int) -> None:
         """Let every rank that waits raise `text`, which blames `rank`."""
         self._server.fail(text, rank)

@@ -244,6 +244,26 @@ def test_who_waits_in_init_is_told_of_a_rank_that_has_failed(ssh: dict[str, str]
         assert f"[{rank}]<stderr>:HorovodInternalError: rank 2 failed" in done.stderr
 
 
+@pytest.mark.parametrize("words", [("-np", "3"), HOSTS], ids=["one host", "two hosts"])
+def test_who_waits_in_init_is_told_of_a_rank_that_has_finished(
+    ssh: dict[str, str], words: tuple[str, ...]
+) -> None:
+    """Rank 2 never calls init. The others have met without it, and end their second init alone."""
+    script = """
+if rank == 2: sys.exit()
+import hvdlite.numpy as hvd
+hvd.init(comm=[0, 1])
+hvd.shutdown()
+try: hvd.init()
+except hvd.HorovodInternalError as error: print('says', error.rank, error)
+"""
+    begin = time.monotonic()
+    done = launch(*words, *python(script), HVDLITE_START_TIMEOUT="300", **ssh)
+    assert (done.returncode, time.monotonic() - begin < 30) == (0, True), done.stderr
+    sentence = "says 2 rank 2 ended with exit code 0 without calling init()"
+    assert done.stdout.count(sentence) == 2, done.stdout
+
+
 @pytest.mark.parametrize("name", ["no-such-program", "/", "/etc/passwd"])
 def test_a_command_that_is_not_there(ssh: dict[str, str], name: str) -> None:
     done = launch(*HOSTS, name, **ssh)

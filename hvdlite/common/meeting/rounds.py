@@ -3,7 +3,8 @@
 A meeting is that of some ranks, its members, and has rounds that are numbered from 0. A rank takes
 part in one meeting at a time. In round 0, the members gather, and a rank that leaves may come
 again. Every later round needs those who were in round 0: when one of them leaves, the others are
-told at once. This module never sends, sleeps or reads a clock.
+told at once. A rank whose process has finished can come to no round any more, so rounds that need
+it end at once. This module never sends, sleeps or reads a clock.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ class Rounds:
         self._gone: dict[int, None] = {}
         # Ranks that gave to a round and left before its answer.
         self._left: dict[Key, set[int]] = {}
+        # Members of meetings whose first round was answered.
+        self._met: set[int] = set()
+        # Ranks whose processes have ended with exit code 0.
+        self._finished: set[int] = set()
 
     def present(self, guest: Guest) -> None:
         """Note that a rank is here."""
@@ -81,6 +86,8 @@ class Rounds:
         bodies = self._bodies.setdefault(key, {})
         bodies[guest.rank] = body
         self._left.get(key, set()).discard(guest.rank)
+        if self._fail_without_finished(key):
+            return
         local = self._local(key.members)
         absent = [rank for rank in local if not self._takes_part(rank, key)]
         if absent:
@@ -95,6 +102,8 @@ class Rounds:
     def deliver(self, key: Key, bodies: Sequence[bytes]) -> None:
         """Answer a round with the bodies of all its ranks, in rank order."""
         frame = pack_frame(BODIES, key.number, list(bodies))
+        if key.number == 0:
+            self._met.update(key.members or range(self.size))
         for rank in self._bodies.pop(key, ()):
             self.guests[rank].send(frame)
         self.missing_elsewhere.pop(key.members, None)
@@ -117,6 +126,12 @@ class Rounds:
                     del self._bodies[key], self._left[key]
             if bodies and key.number:
                 self._fail_round(key, guest.rank)
+
+    def finish(self, ranks: Collection[int]) -> None:
+        """Note that the processes of `ranks` have ended with exit code 0; end what needs them."""
+        self._finished.update(ranks)
+        for key in list(self._bodies):
+            self._fail_without_finished(key)
 
     def fail(self, text: str, rank: int | None = None, keys: Collection[Key] | None = None) -> None:
         """Raise an error in all ranks that wait (in `keys`, if given); `rank` is at fault."""
@@ -177,6 +192,22 @@ class Rounds:
         last = Key(key.members, guest.given - 1)
         answered = guest.given - (rank in self._bodies.get(last, ()))
         return answered >= key.number
+
+    def _fail_without_finished(self, key: Key) -> bool:
+        """Fail a round that a finished rank would have to come to; return whether there is one."""
+        needed = self._finished.intersection(key.members or self._finished)
+        if not needed:
+            return False
+        rank = min(needed)
+        came = rank in self._met or rank in self.seen
+        self.fail(
+            f"rank {rank} ended with exit code 0 {'before' if came else 'without calling'} "
+            f"{'this ' * came}init(), which waits for it: call init() on every rank, or only on "
+            "those in its argument comm",
+            rank,
+            [key],
+        )
+        return True
 
     def _fail_round(self, key: Key, rank: int) -> None:
         text = f"rank {rank} has left while the ranks of this job connected"

@@ -122,6 +122,13 @@ class MeetingServer:
         """Make every waiting rank raise `HorovodInternalError` with `text`; `rank` is at fault."""
         self._rounds.fail(text, rank)
 
+    def finish(self, ranks: Collection[int]) -> None:
+        """Note that the processes of `ranks` have ended with exit code 0, here or elsewhere.
+
+        Ranks that wait for one of them, or will, raise `HorovodInternalError`.
+        """
+        self._rounds.finish(ranks)
+
     def give_up(self, text: str) -> None:
         """End all meetings before `close`: ranks that nobody has answered yet may meet elsewhere.
 

@@ -453,6 +453,59 @@ def test_the_server_makes_all_that_wait_fail() -> None:
         teller.join()
 
 
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("first", ["rank 0 waits", "rank 2 finishes"])
+def test_who_needs_a_rank_that_has_finished_is_told_at_once(first: str, here: bool) -> None:
+    """Rank 2 is one of this server, or one of another host; a meeting without it goes well."""
+    options: dict[str, Any] = {} if here else {"ranks": (0, 1, 3), "gathered": lambda *_: None}
+
+    def refused(rank: int, members: list[int] | None) -> None:
+        exchange = at_server(address, rank, 4, SECRET, soon(), members)
+        with pytest.raises(HorovodInternalError, match=r"rank 2 ended .* without calling") as raised:
+            exchange.allgather(b"")
+        assert raised.value.rank == 2
+        exchange.close()
+
+    def rank_main(rank: int) -> None:
+        if rank == 2:
+            wanted = [0] if first == "rank 0 waits" else []
+            while driver.server._rounds.waiting(Key((), 0)) != wanted:
+                time.sleep(0.001)
+            with driver.lock:
+                driver.server.finish([2])
+            told.set()
+            return
+        if rank != 0 or first != "rank 0 waits":
+            assert told.wait(LIMIT)
+        if rank:
+            exchange = at_server(address, rank, 4, SECRET, soon(), [1, 3])
+            if here:
+                meet(exchange)
+            else:
+                exchange.close()
+        refused(rank, None if rank == 0 else [rank, 2])
+
+    told = threading.Event()
+    with serving(4, **options) as (address, driver):
+        run_threads(4, rank_main)
+
+
+def test_who_has_finished_after_a_meeting_came_before_the_next_one() -> None:
+    def rank_main(rank: int) -> None:
+        meet(at_server(address, rank, 2, SECRET, soon()))
+        if rank:
+            with driver.lock:
+                driver.server.finish([1])
+            return
+        exchange = at_server(address, rank, 2, SECRET, soon())
+        with pytest.raises(HorovodInternalError, match=r"rank 1 ended .* before this init"):
+            exchange.allgather(b"")
+        exchange.close()
+
+    with serving(2) as (address, driver):
+        run_threads(2, rank_main)
+
+
 def test_a_connection_that_is_lost_before_the_first_round_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
