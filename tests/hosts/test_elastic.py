@@ -256,3 +256,16 @@ def test_a_host_that_cannot_be_reached_is_named_with_the_reason(lab: Lab) -> Non
         line = job.watch.line("host nodeb was lost")
         assert "it refuses the login. Remedy: ssh-copy-id nodeb" in line
         assert job.end() == 0
+
+
+def test_the_script_of_kubeflow_names_the_hosts_of_a_launcher_pod(lab: Lab) -> None:
+    """Names of pods without slots; the hostfile, which may name hosts that are not there, waits."""
+    hostfile = lab.write("hostfile", "nodeb.job.ns.svc slots=2\nno-such-pod slots=2\n")
+    variables = {"OMPI_MCA_orte_default_hostfile": hostfile, "K_MPI_JOB_ROLE": "launcher"}
+    flags = "-np 2 --min-np 1 --slots-per-host 2"
+    with discovering(lab, "nodeb.job.ns.svc", flags=flags, **variables) as job:
+        assert {place.host for place in job.watch.world(2)} == {"nodeb.job.ns.svc"}
+        job.discover("nodeb.job.ns.svc", "nodec.job.ns.svc")
+        four = job.watch.world(4)
+        assert [place.host[:5] for place in four] == ["nodeb", "nodeb", "nodec", "nodec"]
+        assert job.end() == 0
