@@ -63,7 +63,8 @@ def start(
                 os.kill(number, signal.SIGKILL)
         assert left == {}
         assert list(SHARED_MEMORY.glob(f"hvdlite-run-{process.pid}-*")) == []
-        assert [name for name in os.listdir(folder) if not fnmatch(name, may_leave)] == []
+        left_files = [name for name in os.listdir(folder) if not fnmatch(name, may_leave)]
+        assert left_files == [], left_files
 
 
 def launch(*words: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
