@@ -144,6 +144,7 @@ class ServerExchange:
                 if isinstance(error, Refused):
                     self._check(error, time.monotonic() - began)
                 who = f"the server of the meeting at {address} cannot be reached ({error})"
+                who += self._me.likely_cause(error)
                 who += f"; it has ended before: {before}" * bool(before)
                 self._hang_up()
             if patience.over:

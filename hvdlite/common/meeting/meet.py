@@ -13,13 +13,23 @@ from hvdlite.common.meeting.address import Address, is_here, listen
 from hvdlite.common.meeting.client import ServerExchange
 from hvdlite.common.meeting.exchange import Exchange
 from hvdlite.common.meeting.hosted import HostedExchange
-from hvdlite.common.meeting.launch import SLURM, TORCH_AGENT, TORCH_GROUP, Launch
+from hvdlite.common.meeting.launch import (
+    MASTER,
+    OWN,
+    RENDEZVOUS,
+    SLURM,
+    TORCH_AGENT,
+    TORCH_GROUP,
+    Launch,
+)
 from hvdlite.common.meeting.participant import Participant
 from hvdlite.common.meeting.wire import JOB_BYTES, job_digest
 
 # How long the end of a program that has the port may take, such as an earlier start of this job.
 PORT_SECONDS = 3.0
 POLL_SECONDS = 0.05
+# What says where rank 0 listens, by the source of the launch; other sources are named themselves.
+SAID_BY = {OWN: RENDEZVOUS, MASTER: "MASTER_ADDR"}
 
 
 def meet(launch: Launch, members: Sequence[int] | None, secret: bytes, deadline: float) -> Exchange:
@@ -32,7 +42,11 @@ def meet(launch: Launch, members: Sequence[int] | None, secret: bytes, deadline:
     if launch.source in (TORCH_AGENT, TORCH_GROUP):
         return _meet_in_store(launch, members, deadline)
     first = 0 if members is None else min(members)
-    me = Participant(launch.rank, launch.size, secret, deadline, members, _job(launch, first))
+    me = Participant(
+        launch.rank, launch.size, secret, deadline, members, _job(launch, first),
+        f"rank {first} listens there ({SAID_BY.get(launch.source, launch.source)} says where)"
+        if launch.rank_0_serves else "",
+    )  # fmt: skip
     addresses = [_shifted(each, launch, first) for each in launch.addresses]
     if launch.rank_0_serves and launch.rank == first:
         return HostedExchange(_listen(addresses, launch, members, deadline), me)

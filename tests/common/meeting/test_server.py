@@ -19,10 +19,13 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, HorovodVersionMismatchError
+from hvdlite.common.meeting import client as client_module
 from hvdlite.common.meeting import handshake, wire
 from hvdlite.common.meeting import server as server_module
 from hvdlite.common.meeting.address import Address, listen
 from hvdlite.common.meeting.client import ServerExchange
+from hvdlite.common.meeting.detection import detect
+from hvdlite.common.meeting.meet import meet as meet_at
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
 from hvdlite.common.meeting.serving import ServedMeeting
@@ -271,6 +274,37 @@ def test_nobody_who_listens_is_named_with_the_cause_at_the_deadline() -> None:
     assert f"the server of the meeting at {address} cannot be reached" in str(raised.value)
     assert "Connection refused" in str(raised.value)
     assert "HVDLITE_START_TIMEOUT (seconds)" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "cause"),
+    [
+        ("HVDLITE_RANK=1 HVDLITE_SIZE=2 HVDLITE_RENDEZVOUS=%s", "HVDLITE_RENDEZVOUS"),
+        ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=%s MASTER_PORT=%s", "MASTER_ADDR"),
+    ],
+)
+def test_who_waits_for_rank_0_knows_that_it_listens(variables: str, cause: str) -> None:
+    listener = listen(Address("127.0.0.1", 0))
+    host, port = port_of(listener)[:2]
+    listener.close()
+    where = (host, port) if "PORT" in variables else f"{host}:{port}"
+    launch = detect(dict(each.split("=") for each in (variables % where).split()))
+    with pytest.raises(HorovodInternalError) as raised:
+        meet_at(launch, None, SECRET, soon(0.3))
+    sentence = (
+        f"cannot be reached ([Errno 111] Connection refused): rank 0 listens there ({cause} says "
+        "where), and has not started, or has not called init() yet"
+    )
+    assert sentence in str(raised.value)
+
+
+def test_a_program_that_says_nothing_may_own_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "ATTEMPT_SECONDS", 0.1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(HorovodInternalError, match=r"\(timed out\): another program may own"),
+    ):
+        at_server(Address("127.0.0.1", silent.getsockname()[1]), 1, 2, SECRET, soon(0.4))
 
 
 @pytest.mark.parametrize("hosted", [False, True])
