@@ -173,6 +173,7 @@ hvd.init()
     ended = start(environments[:1], script)
     assert f"rank 0 cannot listen at 127.0.0.1:{port}" in ended[0][1], ended
     assert "Address already in use. Choose a free port" in ended[0][1], ended
+    assert "or is this a second process with RANK=0 and WORLD_SIZE=2?" in ended[0][1], ended
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,13 @@ def _listen(
 
 def _cannot_listen(launch: Launch, address: Address, error: OSError) -> ConfigError:
     cause = os.strerror(error.errno or 0)
+    remedy = "Choose a free port of this host, and give it to all ranks"
+    if error.errno == errno.EADDRINUSE:
+        remedy += (
+            f"; or is this a second process with {' and '.join(launch.evidence)}? Give each "
+            "process a rank of its own"
+        )
     return ConfigError(
         f"rank {launch.rank} cannot listen at {address}, where the ranks meet (from "
-        f"{launch.source}): {cause}. Choose a free port of this host, and give it to all ranks"
+        f"{launch.source}): {cause}. {remedy}"
     )
