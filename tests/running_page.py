@@ -6,8 +6,8 @@
 | ``<!-- run over MPI: 2 ranks -->`` | commands | the same, over MPI |
 | ``<!-- run on nodea and nodeb: 2 ranks -->`` | commands, on each of these at once | the same |
 | ``<!-- run in Slurm: 4 ranks -->`` | commands, on a login node | the same |
-| ``<!-- script: COMMAND -->`` | script.py | the lines after ``<!-- prints -->`` |
-| ``<!-- init with: VARIABLES -->`` | the error of init | it is the error |
+| ``<!-- script -->`` | script.py | what ``<!-- started by -->`` prints ``<!-- prints -->`` |
+| ``<!-- fails -->`` | commands | their last line is that after ``<!-- prints -->`` |
 
 Modules that a block needs follow the number of ranks: ``<!-- run: 2 ranks, torch -->``.
 """
@@ -22,7 +22,8 @@ from pathlib import Path
 
 PAGE = Path(__file__).parent.parent / "docs" / "running.md"
 BLOCK = re.compile(
-    r"<!-- (?P<where>[a-zA-Z ]+): (?P<what>[^\n]*) -->\n```\w*\n(?P<code>.*?)\n```\n"
+    r"<!-- (?P<where>[a-zA-Z ]+)(: (?P<what>[^\n]*))? -->\n```\w*\n(?P<code>.*?)\n```\n"
+    r"(?:\n<!-- started by -->\n```bash\n(?P<command>.*?)\n```\n)?"
     r"(?:\n<!-- prints -->\n```\n(?P<prints>.*?)\n```\n)?",
     re.DOTALL,
 )
@@ -37,6 +38,7 @@ class Block:
     where: str
     what: str
     code: str
+    command: str  # That starts script.py.
     prints: tuple[str, ...]
     number: int
 
@@ -55,7 +57,14 @@ def blocks(where: str) -> list[Block]:
     """Return the blocks whose mark begins with `where`."""
     found = enumerate(BLOCK.finditer(PAGE.read_text()))
     every = [
-        Block(m["where"], m["what"], m["code"], tuple((m["prints"] or "").splitlines()), number)
+        Block(
+            m["where"],
+            m["what"] or "",
+            m["code"],
+            m["command"] or "",
+            tuple((m["prints"] or "").splitlines()),
+            number,
+        )
         for number, m in found
     ]
     return [block for block in every if block.where.startswith(where)]

@@ -54,15 +54,19 @@ def test_as_many_ranks_meet_as_the_page_says(block: Block, tmp_path: Path) -> No
 def test_a_script_prints_what_the_page_says(block: Block, tmp_path: Path) -> None:
     skip_without(block.code)
     (tmp_path / "script.py").write_text(block.code)
-    output = run(tmp_path, block.what).splitlines()
+    output = run(tmp_path, block.command).splitlines()
     assert sorted(line for line in output if line in block.prints) == sorted(block.prints), output
 
 
-@pytest.mark.parametrize("block", parameters("init with"))
+@pytest.mark.parametrize("block", parameters("fails"))
 def test_a_contradiction_is_the_error_of_the_page(block: Block, tmp_path: Path) -> None:
-    command = f"""! {block.what} python -c 'import hvdlite.numpy as hvd; hvd.init()'"""
-    *_, last = run(tmp_path, command).splitlines()
-    assert last.endswith(block.code)
+    *_, last = run(tmp_path, f"! ({block.code})").splitlines()
+    assert last.endswith(block.prints)
+
+
+def test_mpi_alone_as_a_transport_is_no_error_for_one_rank(tmp_path: Path) -> None:
+    skip_without("mpi")
+    assert "1 ranks have met" in run(tmp_path, "HVDLITE_TRANSPORT=mpi python train.py")
 
 
 def test_every_block_of_commands_is_run_or_needs_a_cluster() -> None:
@@ -70,3 +74,4 @@ def test_every_block_of_commands_is_run_or_needs_a_cluster() -> None:
     for mark, code in re.findall(r"(<!-- .* -->\n)?```bash\n(.*?)```", PAGE.read_text(), re.DOTALL):
         assert mark or re.search(r"#SBATCH|bsub|kubectl", code), code
     assert len(blocks("run")) > 12
+    assert [len(blocks(where)) for where in ("script", "fails")] == [2, 2]
