@@ -1,8 +1,11 @@
 """What happens to the workers of a job, and where: the test says it in a variable.
 
-FAULTS is a list in JSON. Each fault names a worker by its number (which no other worker of the job
-ever has), a place, the step from which it may happen, how often the place is passed before, and
-what to do there: "kill", "stop", "raise", "exit", or "hosts ..." for what discovery shows then.
+FAULTS is a list in JSON. Each fault names a worker, a place, the step from which it may happen, how
+often the place is passed before, and what to do there: "kill", "stop", "raise", "exit", or
+"hosts ..." for what discovery shows then.
+
+A worker's name is its first rank if it is one of the first workers (their numbers are in the order
+in which hosts come up), and its number if it came later.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.transport.tcp import connect
 
 NUMBER = int(os.environ["HVDLITE_WORKER"])
+IS_FIRST = int(os.environ["FIRST_WORKERS"]) > NUMBER
+NAME = int(os.environ["HVDLITE_RANK"]) if IS_FIRST else NUMBER
 HOSTS = os.environ.get("SCENARIO_HOSTS", "")  # The file that the discovery script prints.
 NATIVE_SECONDS = 0.001  # From the begin of a compiled allreduce to the death in it.
 
@@ -32,9 +37,9 @@ _lock = threading.Lock()  # Guards all that follows: engine and script pass plac
 _faults: list[dict[str, Any]] = [
     {"step": 0, "skip": 0, "do": "kill", **fault}
     for fault in json.loads(os.environ.get("FAULTS", "[]"))
-    if fault["worker"] == NUMBER
+    if fault["worker"] == NAME
 ]
-_step = 0
+_now = {"step": 0}
 
 
 def say(**words: Any) -> None:
@@ -46,15 +51,14 @@ def say(**words: Any) -> None:
 
 def at_step(step: int) -> None:
     """Note that this worker is at a step."""
-    global _step
-    _step = step
+    _now["step"] = step
 
 
 def at(place: str) -> None:
     """Suffer what is to happen at a place."""
     with _lock:
-        due = [fault for fault in _faults if fault["place"] == place and _step >= fault["step"]]
-        for fault in due:
+        passing = [fault for fault in _faults if fault["place"] == place]
+        for fault in [each for each in passing if _now["step"] >= each["step"]]:
             fault["skip"] -= 1
             if fault["skip"] < 0:
                 _faults.remove(fault)
@@ -62,7 +66,7 @@ def at(place: str) -> None:
 
 
 def _suffer(place: str, what: str) -> None:
-    say(fault=place, step=_step, do=what)
+    say(fault=place, worker=NAME, step=_now["step"], do=what)
     if what == "kill":
         if place == "native shm":
             threading.Timer(NATIVE_SECONDS, os.kill, (os.getpid(), signal.SIGKILL)).start()

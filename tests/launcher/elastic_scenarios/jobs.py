@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -14,9 +15,6 @@ from tests.launcher.jobs import launch
 Line = dict[str, Any]
 Fault = dict[str, Any]
 MARKED = re.compile(r"\[\d+\]<stdout>:(?P<line>\{.*\})$")
-# Failed workers are started anew, on the same hosts. "localhost" has shared memory; the two names
-# are two hosts, which exchange their data over TCP.
-ONE_HOST, TWO_HOSTS = "localhost", "localhost 127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ def run(
     """Run a script of this folder under hvdlite-run; nothing of the job may be left."""
     module = f"tests.launcher.elastic_scenarios.{script}"
     texts = {name: str(value) for name, value in variables.items()}
+    texts["FIRST_WORKERS"] = flags[flags.index("-np") + 1]
     done = launch(
         *flags, "python", "-m", module,
         timeout=timeout, FAULTS=json.dumps(list(faults)), HVDLITE_ELASTIC_CHECK="1", **texts,
@@ -69,6 +68,14 @@ def run(
         (json.loads(match["line"]) for match in found if match), key=lambda line: line["time"]
     )
     return Outcome(done.returncode, lines, done.stdout, done.stderr)
+
+
+def flags(size: int, hosts: int = 1) -> tuple[str, ...]:
+    """Ask for a job of so many ranks on one host, or on two between which TCP is used."""
+    spelled = f"localhost:{size}"
+    if hosts == 2:
+        spelled = f"localhost:{size - size // 2},127.0.0.1:{size // 2}"
+    return ("-np", str(size), "--min-np", "1", "-H", spelled)
 
 
 def discovery(folder: Path, *hosts: str) -> tuple[str, ...]:
@@ -83,7 +90,7 @@ def discovery(folder: Path, *hosts: str) -> tuple[str, ...]:
 def check_order(outcome: Outcome) -> None:
     """Old workers keep their order from world to world, and rank 0 is never a newcomer."""
     worlds = list(outcome.worlds().values())
-    for old, new in zip(worlds, worlds[1:], strict=False):
+    for old, new in itertools.pairwise(worlds):
         kept = [number for number in old if number in new]
         assert [number for number in new if number in old] == kept, worlds
         assert new[0] in old, worlds

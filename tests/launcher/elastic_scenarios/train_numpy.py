@@ -23,8 +23,9 @@ from hvdlite.common.runtime import worlds  # noqa: E402
 STEPS = int(os.environ.get("STEPS", "30"))
 ELEMENTS = int(os.environ.get("ELEMENTS", "1000"))
 COMMIT_EVERY = int(os.environ.get("COMMIT_EVERY", "1"))
-# From the first of these steps on, a world of the second size is waited for.
+# A step that waits for a world of a size, as "step size", and one that waits for an epoch.
 HOLD_STEP, HOLD_SIZE = map(int, os.environ.get("HOLD", "-1 0").split())
+LATER_STEP, LATER_EPOCH = map(int, os.environ.get("LATER", "-1 0").split())
 
 
 class State(hvd.elastic.NumpyState):
@@ -66,14 +67,16 @@ def epoch() -> int:
 def train(state: State) -> None:
     """Go on to the last step."""
     first = True
+    faults.at_step(state.step)
     faults.say(entered=epoch(), members=members(), rank=hvd.rank(), step=state.step)
     while state.step < STEPS:
-        faults.at_step(state.step)
-        if state.step == HOLD_STEP and hvd.size() < HOLD_SIZE:
+        faults.at("idle")
+        if (state.step == HOLD_STEP and hvd.size() < HOLD_SIZE) or (
+            state.step == LATER_STEP and epoch() < LATER_EPOCH
+        ):
             time.sleep(0.002)
             state.check_host_updates()
             continue
-        faults.at("idle")
         own = np.full(ELEMENTS, (faults.NUMBER + 1.0) * (state.step + 1))
         sums = hvd.allreduce(own, op=hvd.Sum, name="gradient")
         if first:
@@ -84,6 +87,7 @@ def train(state: State) -> None:
         state.weights += sums
         state.history.append([state.step, members()])
         state.step += 1
+        faults.at_step(state.step)
         faults.say(done=state.step)
         if state.step % COMMIT_EVERY == 0:
             state.commit()
