@@ -58,10 +58,11 @@ def run(
     """Run a script of this folder under hvdlite-run; nothing of the job may be left."""
     module = f"tests.launcher.elastic_scenarios.{script}"
     texts = {name: str(value) for name, value in variables.items()}
+    texts["FAULTS"], texts["HVDLITE_ELASTIC_CHECK"] = json.dumps(list(faults)), "1"
     texts["FIRST_WORKERS"] = flags[flags.index("-np") + 1]
     done = launch(
         *flags, "python", "-m", module,
-        timeout=timeout, FAULTS=json.dumps(list(faults)), HVDLITE_ELASTIC_CHECK="1", **texts,
+        timeout=timeout, may_leave="torchinductor_*", **texts,
     )  # fmt: skip
     found = (MARKED.match(line) for line in done.stdout.splitlines())
     lines = sorted(

@@ -43,7 +43,9 @@ def test_several_ranks_at_once(victims: tuple[int, ...]) -> None:
     assert recovery_seconds(outcome) < RECOVERY_SECONDS
 
 
-@pytest.mark.parametrize("place", ["before init", "in init", "sync", "idle"])
+@pytest.mark.parametrize(
+    "place", ["sync", *(pytest.param(p, marks=pytest.mark.soak) for p in ("before init", "idle"))]
+)
 def test_a_rank_and_the_newcomer_in_its_place(place: str) -> None:
     """Number 2 comes for 1, and 3 for 2; the others wait for it at a step."""
     faults = [dies(1), dies(2, place, step=0)]
@@ -65,7 +67,7 @@ def test_down_to_one_rank_and_up_again() -> None:
 @pytest.mark.parametrize(
     ("place", "hosts", "variables"),
     [("shm", 1, {"HVDLITE_NATIVE": "off", "ELEMENTS": 500_000}),
-     ("ring", 2, {"ELEMENTS": 500_000}), ("check", 1, {})],
+     ("ring", 2, {"ELEMENTS": 500_000})],
 )  # fmt: skip
 def test_a_rank_that_is_stopped_in_a_collective(
     place: str, hosts: int, variables: dict[str, Any]
@@ -90,8 +92,7 @@ def test_all_hosts_are_replaced_at_once(tmp_path: Path) -> None:
     )  # fmt: skip
     assert outcome.code == 1
     assert outcome.results == []
-    assert "No hosts from previous set remaining" in outcome.err or "hosts" in outcome.err
-    print(outcome.err)
+    assert outcome.err.splitlines()[-1] == "hvdlite-run: No hosts from previous set remaining"
 
 
 def test_old_hosts_serve_until_the_newcomers_have_their_state(tmp_path: Path) -> None:
@@ -142,8 +143,9 @@ def test_below_min_np_until_capacity_returns_seconds_later(tmp_path: Path) -> No
     assert "lost" not in outcome.err
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
-@pytest.mark.parametrize("place", ["half begun", "all begun"])
+@pytest.mark.parametrize(
+    ("victim", "place"), [(0, "all begun"), (1, "half begun"), (3, "all begun")]
+)
 def test_collectives_of_all_kinds_in_flight(victim: int, place: str) -> None:
     """Sets, groups, Adasum and alltoall are right with 4, 3 and 4 ranks, and with a full cache."""
     outcome = run(
@@ -164,3 +166,14 @@ def test_the_size_goes_from_four_to_three_to_five(tmp_path: Path) -> None:
     result = check_weights(outcome, STEPS)
     found = [len(members) for _, members in result["history"]]
     assert (found[0], found[-1]) == (4, 5) and 3 in found
+
+
+def test_shapes_that_ranks_disagree_about_reset_nothing() -> None:
+    """It is an error of the script, which comes again after each reset."""
+    outcome = run("train_numpy", *flags(3), STEPS=STEPS, MISMATCH_STEP="5")
+    assert outcome.code == 1
+    assert list(outcome.worlds()) == [1]
+    errors = [line["error"] for line in outcome.lines if "error" in line]
+    assert len(errors) == 3
+    assert all("gradient" in error for error in errors)
+    assert "gradient" in outcome.err.splitlines()[-1]

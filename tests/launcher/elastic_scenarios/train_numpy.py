@@ -21,6 +21,7 @@ from hvdlite.common.base.errors import HorovodInternalError  # noqa: E402
 from hvdlite.common.runtime import worlds  # noqa: E402
 
 STEPS = int(os.environ.get("STEPS", "30"))
+MISMATCH_STEP = int(os.environ.get("MISMATCH_STEP", "-1"))
 ELEMENTS = int(os.environ.get("ELEMENTS", "1000"))
 COMMIT_EVERY = int(os.environ.get("COMMIT_EVERY", "1"))
 # A step that waits for a world of a size, as "step size", and one that waits for an epoch.
@@ -77,7 +78,8 @@ def train(state: State) -> None:
             time.sleep(0.002)
             state.check_host_updates()
             continue
-        own = np.full(ELEMENTS, (faults.NUMBER + 1.0) * (state.step + 1))
+        elements = ELEMENTS + (hvd.rank() if state.step == MISMATCH_STEP else 0)
+        own = np.full(elements, (faults.NUMBER + 1.0) * (state.step + 1))
         sums = hvd.allreduce(own, op=hvd.Sum, name="gradient")
         if first:
             faults.say(reduced=epoch())

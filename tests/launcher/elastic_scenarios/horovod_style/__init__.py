@@ -1,0 +1,1 @@
+"""Elastic scripts as users of Horovod write them."""

@@ -1,0 +1,24 @@
+"""A script of Horovod's for PyTorch, unmodified: through two deaths and one newcomer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.elastic_scenarios.horovod_jobs import (
+    BATCHES,
+    EPOCHS,
+    train_through_two_kills_and_growth,
+)
+
+RESETS = 3
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_the_loop_of_horovods_documentation(tmp_path: Path) -> None:
+    """Its loop begins again with the batch of the last commit, which it had made."""
+    for epoch, batch, steps in train_through_two_kills_and_growth("torch_script", tmp_path):
+        assert (epoch, batch) == (EPOCHS - 1, 0)
+        assert EPOCHS * BATCHES <= steps <= EPOCHS * BATCHES + RESETS

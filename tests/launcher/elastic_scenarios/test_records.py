@@ -1,0 +1,41 @@
+"""What a job writes while its worlds change: timelines and the output of its workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.elastic_scenarios.jobs import check_weights, flags, run
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_nothing_that_was_written_is_overwritten(tmp_path: Path) -> None:
+    """Rank 1 dies, a newcomer takes its place, rank 0 dies, and another one comes."""
+    logs, line = tmp_path / "logs", tmp_path / "line.json"
+    faults = [
+        {"worker": 1, "place": "idle", "step": 3},
+        {"worker": 0, "place": "between collectives", "step": 9},
+    ]
+    outcome = run(
+        "train_numpy", *flags(2), "--output-filename", str(logs),
+        "--timeline-filename", str(line), faults=faults, STEPS=16, HOLD="6 2",
+    )  # fmt: skip
+    check_weights(outcome, 16)
+    texts = {path.name: (path / "stdout").read_text() for path in logs.iterdir()}
+    assert {"rank.0", "rank.1", "rank.1.1"} <= texts.keys()
+    for worker, name in ((0, "rank.0"), (1, "rank.1")):
+        last = json.loads(texts[name].splitlines()[-1])
+        assert (last["worker"], last["do"]) == (worker, "kill")
+    assert json.loads(texts["rank.1.1"].splitlines()[-1])["result"]
+    epochs = sorted(outcome.worlds())
+    events = json.loads(line.read_text())
+    marks = [event["args"]["world"] for event in events if event.get("name") == "RESET"]
+    # The worker that was rank 0 wrote it until it died; the next one began a file of its own.
+    of_first = [e for e, members in outcome.worlds().items() if 0 in members]
+    assert marks == of_first[1:]
+    later = next(epoch for epoch in epochs if epoch not in of_first)
+    events = json.loads((tmp_path / f"line.world{later}.json").read_text())
+    assert any(event.get("name") == "ALLREDUCE" for event in events)
