@@ -14,10 +14,10 @@ from collections.abc import Mapping
 
 from hvdlite.launcher import termination_plan as ending
 from hvdlite.launcher.console import Console
-from hvdlite.launcher.elastic.decisions import commands
 from hvdlite.launcher.elastic.decisions.driver import Driver
 from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
 from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
+from hvdlite.launcher.elastic.driving import Driving
 from hvdlite.launcher.elastic.host_agents import HostAgents
 from hvdlite.launcher.elastic.output import ElasticOutput
 from hvdlite.launcher.event_loop import EventLoop
@@ -87,7 +87,7 @@ class ElasticJob:
             )  # fmt: skip
         else:
             self._hosts = fixed_hosts(options)
-        self._finish: commands.Finish | None = None
+        self._driving = Driving(self.driver, self.agents, self.agents.workers, self._say)
         self._ending: Ending | None = None
         self._look_at = 0.0
 
@@ -99,7 +99,7 @@ class ElasticJob:
                 self.driver.tick(time.monotonic())
                 if self._script is None:
                     self.driver.discovered(self._hosts, time.monotonic())
-                while self._finish is None or self.agents.workers:
+                while self._driving.finish is None or self.agents.workers:
                     self._turn()
                 self._let_agents_end()
                 with contextlib.suppress(BrokenPipeError):
@@ -112,8 +112,9 @@ class ElasticJob:
             self.output.close()
         if self.signals.received is not None:
             return signal_outcome(self.signals.received)
-        assert self._finish is not None
-        return JobOutcome(self._finish.code, self._finish.sentence, results=self._finish.results)
+        finish = self._driving.finish
+        assert finish is not None
+        return JobOutcome(finish.code, finish.sentence, results=finish.results)
 
     def _reader_is_slow(self) -> bool:
         """Return whether a reader of our output who does not read is not waited for any more."""
@@ -133,28 +134,26 @@ class ElasticJob:
 
     def _turn(self) -> None:
         """Wait for what comes next, let the driver decide, and do what it wants."""
-        self._carry_out()
+        self._driving.carry_out()
         now = time.monotonic()
         self.loop.run_once(max(0.0, min(self._due()) - now))
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + self.agents.look_seconds
             self.agents.look(now)
-        if self._script is not None and self._finish is None:
+        if self._script is not None and self._driving.finish is None:
             self._script.look(now)
         self.driver.tick(now)
         self._act_on_signals(now)
-        self._carry_out()
+        self._driving.carry_out()
         self._go_on_ending(now)
 
     def _due(self) -> list[float]:
-        times = [self._look_at]
+        times = [self._look_at, *self._driving.due()]
         if self._ending is not None:
             times.append(self._ending.due)
-        if self._finish is None:
-            of_driver = self.driver.due()
-            times += [] if of_driver is None else [of_driver]
-            times += [] if self._script is None else [self._script.due]
+        if self._script is not None and self._driving.finish is None:
+            times.append(self._script.due)
         return times
 
     def _act_on_signals(self, now: float) -> None:
@@ -165,33 +164,14 @@ class ElasticJob:
             self.driver.stop(128 + number, f"ended by {signal.Signals(number).name}", now)
         self._ending = Ending.begin(ending.AFTER_SIGNAL.get(number, ending.AFTER_SIGTERM), now)
 
-    def _carry_out(self) -> None:
-        while orders := self.driver.take():
-            for command in orders:
-                self._do(command)
-
-    def _do(self, command: commands.Command) -> None:
-        match command:
-            case commands.Say(line):
-                text = f"hvdlite-run: {line}\n"
-                self.output.write("stderr", text.encode(errors="backslashreplace"))
-            case commands.Tell(numbers, frame):
-                self.agents.workers.tell(numbers, frame)
-            case commands.EndWorker(number, kill):
-                self.agents.workers.signal(number, signal.SIGKILL if kill else signal.SIGTERM)
-            case commands.DropAgent(host):
-                self.agents.drop_agent(host)
-            case commands.StartAgent(host) if self._finish is None:
-                self.agents.start_agent(host)
-            case commands.StartWorker() if self._finish is None:
-                self.agents.start_worker(command)
-            case commands.Finish():
-                self._finish = command
+    def _say(self, line: str) -> None:
+        text = f"hvdlite-run: {line}\n"
+        self.output.write("stderr", text.encode(errors="backslashreplace"))
 
     # -- the end
 
     def _go_on_ending(self, now: float) -> None:
-        if self._finish is None:
+        if self._driving.finish is None:
             return
         if self._ending is None:
             self._ending = Ending.begin(AFTER_FINISH, now)
