@@ -169,13 +169,22 @@ def _elastic_answers(directory: str, min_np: int, outcome: JobOutcome) -> dict[i
     What a worker has raised does not count where the job went on without it.
     """
     if outcome.code:
-        return {
-            number: raised for number, raised in read_failures(directory).items()
-            if type(raised.error).__name__ in outcome.sentence
-        }  # fmt: skip
+        return _failures_of(read_failures(directory), outcome.sentence)
     counted = outcome.results[:min_np]
     answers = read_answers(directory, counted)
     return {rank: answers[number] for rank, number in enumerate(counted) if number in answers}
+
+
+def _failures_of(raised: Mapping[int, Raised], sentence: str) -> dict[int, Raised]:
+    """Return what was raised by those of whom the sentence tells that ended an elastic job."""
+    return {
+        number: each for number, each in raised.items() if type(each.error).__name__ in sentence
+    }  # fmt: skip
+
+
+def raise_failure(raised: Mapping[int, Raised], sentence: str) -> None:
+    """Raise the exception that ended an elastic job as `sentence` says, if it was one."""
+    raise_first(_failures_of(raised, sentence))
 
 
 def _act_on(number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
@@ -77,12 +78,13 @@ def elastic_options(args: argparse.Namespace, config: Config, num_proc: int) -> 
         discovery_script=args.host_discovery_script,
         slots_per_host=args.slots_per_host or 1,
         reset_limit=args.reset_limit,
-        cooldown=_cooldown(args.cooldown),
+        cooldown=None if args.cooldown is None
+        else check_cooldown(args.cooldown, "--blacklist-cooldown-range "),
         timeout_seconds=config.elastic_timeout_seconds,
         host_timeout_seconds=config.elastic_host_timeout_seconds,
         worker_timeout_seconds=config.elastic_worker_timeout_seconds,
         admit=_admission(args, config),
-    )
+    )  # fmt: skip
 
 
 def _check_numbers(min_np: int, num_proc: int, max_np: int | None) -> None:
@@ -94,16 +96,14 @@ def _check_numbers(min_np: int, num_proc: int, max_np: int | None) -> None:
                           "starts: give at most as many to -np")  # fmt: skip
 
 
-def _cooldown(given: list[int] | None) -> tuple[int, int] | None:
-    if given is None:
-        return None
-    low, high = given
-    if not 1 <= low <= high <= LONGEST_COOLDOWN_SECONDS:
-        raise ConfigError(
-            f"--blacklist-cooldown-range {low} {high}: must be two numbers of seconds, the second "
-            f"not below the first, from 1 to {LONGEST_COOLDOWN_SECONDS}"
-        )
-    return low, high
+def check_cooldown(given: Sequence[int], source: str) -> tuple[int, int]:
+    """Return the range of a cool-down. Raises `ConfigError` that names its `source`."""
+    if len(given) == 2 and 1 <= given[0] <= given[1] <= LONGEST_COOLDOWN_SECONDS:
+        return given[0], given[1]
+    raise ConfigError(
+        f"{source}{' '.join(map(str, given))}: must be two numbers of seconds, the second not "
+        f"below the first, from 1 to {LONGEST_COOLDOWN_SECONDS}"
+    )
 
 
 def _admission(args: argparse.Namespace, config: Config) -> str:

@@ -1,0 +1,258 @@
+"""An elastic job whose workers connect with this process itself: no agent of ours starts them.
+
+One thread runs the job. What other threads have to say comes by `post`.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from signal import SIGKILL
+from typing import Any
+
+from hvdlite.as_horovod import active
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.meeting.placement import new_secret
+from hvdlite.common.membership.server import WorkerServer
+from hvdlite.common.plain.config import Config
+from hvdlite.launcher.elastic.decisions.commands import Finish, StartWorker
+from hvdlite.launcher.elastic.decisions.driver import Driver
+from hvdlite.launcher.elastic.decisions.plan import READY, WAIT, ElasticPlan
+from hvdlite.launcher.elastic.driving import Driving
+from hvdlite.launcher.elastic.options import check_cooldown
+from hvdlite.launcher.elastic.worker_variables import worker_variables
+from hvdlite.launcher.event_loop import EventLoop
+from hvdlite.launcher.function import raise_failure
+from hvdlite.launcher.worker import Raised
+
+LOOK_SECONDS = 1.0
+GRACE_SECONDS = 0.5  # How long workers that were told of the end may take to end by themselves.
+END_SECONDS = 5.0  # And how long after they were killed.
+
+
+def make_plan(
+    least: int, most: int | None, *, reset_limit: int | None = None,
+    cooldown: Sequence[int] | None = None, elastic_timeout: float | None = None,
+    by_host: bool = False,
+) -> ElasticPlan:  # fmt: skip
+    """Return the plan of a job of `least` to `most` workers; the settings are this process's.
+
+    Raises `ConfigError` for numbers that contradict each other. A failure is that of its host with
+    `by_host`, a cool-down, or under the name of Horovod.
+    """
+    if least < 1:
+        raise ConfigError(f"at least {least} workers: there must be at least one")
+    if most is not None and most < least:
+        raise ConfigError(f"at most {most} workers are less than {least}, the least")
+    config = Config.from_environ()
+    as_horovod = active()
+    admit = WAIT if as_horovod and "elastic_admit" not in config.given else config.elastic_admit
+    assert admit in (READY, WAIT)
+    return ElasticPlan(
+        num_proc=least,
+        min_np=least,
+        max_np=most,
+        reset_limit=reset_limit,
+        cooldown=None if cooldown is None else check_cooldown(cooldown, "cooldown_range="),
+        elastic_timeout=config.elastic_timeout_seconds if elastic_timeout is None
+        else elastic_timeout,
+        admit=admit,
+        failures_by_host=by_host or as_horovod or cooldown is not None,
+    )  # fmt: skip
+
+
+class DirectJob(ABC):
+    """One elastic job, whose workers connect with `host`, a name of this host that they know.
+
+    `workers_start_within` is how long a worker may take from its start to its connection.
+    """
+
+    def __init__(self, plan: ElasticPlan, host: str, workers_start_within: float) -> None:
+        self.plan = plan
+        self.driver = Driver(plan)
+        self.loop = EventLoop()
+        self.secret = new_secret()
+        self.results: dict[int, Any] = {}  # By number of a worker.
+        self.raised: dict[int, Raised] = {}
+        self.hosts: dict[int, str] = {}  # The hosts of the workers that have not ended.
+        self._driving = Driving(self.driver, self, self, self.say)
+        self._start_seconds = workers_start_within
+        self._silence_seconds = Config.from_environ().elastic_worker_timeout_seconds
+        self._start_by: dict[int, float] = {}  # For workers that have not connected yet.
+        self._start_ranks: dict[int, int] = {}
+        listener = listen(Address(host, 0))
+        self._address = str(Address(host, listener.getsockname()[1]))
+        self._server = WorkerServer(
+            listener, self.secret.encode(), self._said, self._closed, expects=self._expects
+        )
+        self.loop.listen(self._server.fileno(), lambda _fd: self._server.handle())
+        self._posted: deque[Callable[[], object]] = deque()
+        self._post_end, self._loop_end = socket.socketpair()
+        self._post_end.setblocking(False)
+        self.loop.listen(self._loop_end.fileno(), self._take_posted)
+        self._look_at = 0.0
+
+    # -- for those who start workers
+
+    @abstractmethod
+    def start_process(self, worker: StartWorker, variables: dict[str, str]) -> None:
+        """Start a worker with these variables; `ended` is called when it has ended."""
+
+    @abstractmethod
+    def end_process(self, number: int, kill: bool) -> None:
+        """End a worker that was started; with `kill`, at once."""
+
+    @abstractmethod
+    def end_all(self) -> None:
+        """End all that runs, also workers that have returned."""
+
+    def say(self, line: str) -> None:
+        """Show a line to the user."""
+        print(f"hvdlite: {line}", file=sys.stderr, flush=True)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Have `call` called in the thread of the job; any thread may do so."""
+        self._posted.append(call)
+        try:
+            self._post_end.send(b"!")
+        except OSError:  # It is full, so the job wakes up anyway; or the job has ended.
+            return
+
+    def ended(self, number: int, code: int, cause: str | None, by_signal: bool = False) -> None:
+        """Note the end of a worker; see `Driver.worker_ended`."""
+        if self.hosts.pop(number, None) is not None:
+            self._server.handle()  # Its last words come first.
+            self._start_by.pop(number, None)
+            self.driver.worker_ended(number, code, cause, by_signal, self.now())
+
+    @staticmethod
+    def now() -> float:
+        """Return the time by the driver's clock, in seconds."""
+        return time.monotonic()
+
+    # -- the crew of the driver
+
+    def start_agent(self, host: str) -> None:
+        """See `Crew`: what has shown the host can start workers there."""
+        self.driver.agent_came(host, self.now())
+
+    def drop_agent(self, host: str) -> None:
+        """See `Crew`."""
+        for number in [number for number, its in self.hosts.items() if its == host]:
+            self.end_process(number, kill=True)
+            del self.hosts[number]
+
+    def start_worker(self, worker: StartWorker) -> None:
+        """See `Crew`."""
+        self.hosts[worker.number] = worker.host
+        self._start_ranks[worker.number] = worker.start_rank
+        self._start_by[worker.number] = self.now() + self._start_seconds
+        variables = {
+            **worker_variables(worker, as_horovod=True),
+            "HVDLITE_ELASTIC_DRIVER": self._address,
+            "HVDLITE_SECRET": self.secret,
+            "HVDLITE_HOST_NAME": worker.host,
+        }
+        self.start_process(worker, variables)
+
+    def signal(self, number: int, signal_number: int) -> None:
+        """See `Workers`."""
+        if number in self.hosts:
+            self.end_process(number, signal_number == SIGKILL)
+
+    def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
+        """See `Workers`."""
+        for number in numbers:
+            self._server.send(number, frame)
+
+    # -- what workers say
+
+    def _expects(self, number: int) -> bool:
+        return number in self.hosts
+
+    def _said(self, number: int, message: list[Any]) -> None:
+        self._start_by.pop(number, None)
+        self.driver.worker_said(number, message, self.now())
+
+    def _closed(self, number: int) -> None:
+        if number in self.hosts:
+            self.driver.worker_closed(number, self.now())
+
+    def _look(self, now: float) -> None:
+        self._server.handle()
+        for number, silence in self._server.silence().items():
+            if silence >= self._silence_seconds and number in self.hosts:
+                why = f"it has not answered for {self._silence_seconds:g} seconds"
+                self.driver.worker_lost(number, why, now)
+        for number in [number for number, until in self._start_by.items() if now >= until]:
+            del self._start_by[number]
+            why = f"it has not connected within {self._start_seconds:g} s after its start"
+            self.driver.worker_lost(number, why, now)
+
+    # -- the loop
+
+    def run(self) -> Finish:
+        """Run to the end; return how it was. No worker runs any more then."""
+        try:
+            self.driver.tick(self.now())
+            while self._driving.finish is None:
+                self._driving.carry_out()
+                self._turn(self._driving.due())
+                self.driver.tick(self.now())
+                self._driving.carry_out()
+            self._let_workers_end()
+        finally:
+            self.close()
+        return self._driving.finish
+
+    def _turn(self, due: Sequence[float]) -> None:
+        now = self.now()
+        self.loop.run_once(max(0.0, min([self._look_at, *due]) - now))
+        now = self.now()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self._look(now)
+
+    def _take_posted(self, _fd: int) -> None:
+        self._loop_end.recv(1 << 16)
+        while self._posted:
+            self._posted.popleft()()
+
+    def stop(self, code: int, sentence: str) -> None:
+        """End the job from outside; any thread may call this."""
+        self.post(lambda: self.driver.stop(code, sentence, self.now()))
+
+    def _let_workers_end(self) -> None:
+        deadline = self.now() + GRACE_SECONDS
+        while self.hosts and self.now() < deadline:
+            self._turn([deadline])
+        self.end_all()
+        deadline = self.now() + END_SECONDS
+        # A worker whose connection ended before it did would say that the driver has gone.
+        while self._server.numbers() and self.now() < deadline:
+            self._turn([deadline])
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._server.close()
+        self.loop.close()
+        self._post_end.close()
+        self._loop_end.close()
+
+    # -- the outcome
+
+    def take_results(self, finish: Finish) -> list[Any]:
+        """Return the results in rank order of the last world, or raise what ended the job.
+
+        That is the exception of a worker, or `HorovodInternalError` with the driver's sentence.
+        """
+        if finish.code:
+            by_rank = {self._start_ranks[number]: each for number, each in self.raised.items()}
+            raise_failure(by_rank, finish.sentence)
+            raise HorovodInternalError(finish.sentence)
+        return [self.results.get(number) for number in finish.results]
