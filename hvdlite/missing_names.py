@@ -14,12 +14,6 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 HOROVOD_VERSION = "0.28.1"  # libraries ask for it, and switch features off below it
-ELASTIC = "elastic"
-NO_ELASTIC_HERE = "elastic training is not part of this version"
-# The launcher refuses the flags of elastic training with the same words.
-NO_ELASTIC = f"{NO_ELASTIC_HERE}; give -np and the hosts"
-# Horovod's packages whose modules of elastic training are missing, where hvdlite has not more.
-WITHOUT_ELASTIC = {"ray", "spark"}
 # Horovod's packages that train models of Keras and PyTorch on Spark's data frames.
 ESTIMATORS = {"common", "keras", "lightning", "tensorflow", "torch"}
 NO_ESTIMATORS = (
@@ -46,10 +40,6 @@ def module_getattr(module: str) -> Callable[[str], NoReturn]:
 def reason_for(name: str) -> str:
     """Return why hvdlite lacks what has this full name in Horovod; empty where it has no reason."""
     _, *parts = name.split(".")
-    if ELASTIC in parts and parts[0] in WITHOUT_ELASTIC:
-        return NO_ELASTIC
-    if parts in (["spark", "run_elastic"], ["ray", "ElasticRayExecutor"]):
-        return NO_ELASTIC
     return NO_ESTIMATORS if parts[:1] == ["spark"] and ESTIMATORS & {*parts[1:2]} else ""
 
 

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite import missing_names
 from hvdlite.ray import ray_logger
+from hvdlite.ray.elastic import ElasticRayExecutor
 from hvdlite.ray.runner import RayExecutor
 from hvdlite.ray.worker import BaseHorovodWorker
 
 if TYPE_CHECKING:
     from hvdlite.ray.train import HvdliteConfig
 
-__all__ = ["BaseHorovodWorker", "HvdliteConfig", "RayExecutor", "ray_logger"]
+__all__ = ["BaseHorovodWorker", "ElasticRayExecutor", "HvdliteConfig", "RayExecutor", "ray_logger"]
 
 
 def __getattr__(name: str) -> Any:

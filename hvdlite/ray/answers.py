@@ -27,7 +27,7 @@ def collect(
     while waiting and time.monotonic() < give_up:
         limit = LOOK_SECONDS if callbacks or victims else None
         done, waiting = ray.wait(waiting, timeout=limit)
-        _call_back(queue, callbacks)
+        call_back(queue, callbacks)
         for reference in done:
             error = _failure(reference, ranks[reference])
             if error is None:
@@ -40,7 +40,7 @@ def collect(
             give_up = min(give_up, time.monotonic() + CAUSE_SECONDS)
     if victims:
         raise victims[min(victims)]
-    _call_back(queue, callbacks)
+    call_back(queue, callbacks)
     return list(ray.get(list(references)))
 
 
@@ -62,7 +62,8 @@ def _failure(reference: Any, rank: int) -> BaseException | None:
     return None
 
 
-def _call_back(queue: Any, callbacks: Sequence[Callable[[Any], Any]]) -> None:
+def call_back(queue: Any, callbacks: Sequence[Callable[[Any], Any]]) -> None:
+    """Call `callbacks` with what rank 0 has logged since."""
     while callbacks and (number := queue.qsize()):
         for logged in queue.get_nowait_batch(number):
             for callback in callbacks:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.meeting.placement import new_secret, order_by_host, rank_variables
-from hvdlite.missing_names import NO_ELASTIC_HERE
+from hvdlite.launcher.elastic.direct_job import make_plan
+from hvdlite.launcher.elastic.discovery import HostDiscovery
 from hvdlite.ray.answers import collect
+from hvdlite.ray.elastic_workers import ElasticWorkers
 from hvdlite.ray.placement import Placement, Workers, place
 from hvdlite.ray.worker import BaseHorovodWorker, Place
 
@@ -25,6 +27,7 @@ class Settings:
     ssh_str: str | None = None
     placement_group_timeout_s: float = 100
     nics: Sequence[str] | None = None
+    discovery: HostDiscovery | None = None  # Used by elastic jobs with override_discovery=False.
 
     def variables(self) -> dict[str, str]:
         """Return the settings of the ranks."""
@@ -40,8 +43,17 @@ class RayExecutor:
     takes `cpus_per_worker` and, with `use_gpu`, `gpus_per_worker` (1) of Ray's resources; it sees
     the GPUs of all workers of its host, and picks that of its local rank. With
     `use_current_placement_group`, `num_workers` run in the placement group that the caller runs
-    in, where there is one. The workers live from `start` to `shutdown`. Raises `ValueError` for
-    arguments that contradict each other, and for those of elastic training.
+    in, where there is one. The workers live from `start` to `shutdown`.
+
+    With `min_workers`, each call is an elastic job, whose function is to use ``hvd.elastic.run``:
+    it starts as soon as there is room for so many workers, grows to `max_workers` (None: as far as
+    there is room) as nodes come, and goes on when workers or nodes are lost. A host is an alive
+    node of Ray, and has as many slots as workers fit into all of its resources; with
+    ``override_discovery=False``, hosts and slots are what `settings.discovery` finds. At most
+    `reset_limit` resets are allowed; `cooldown_range` is how long, in seconds, a host is left out
+    after a failure, and `elastic_timeout` how long, in seconds, there may be too little room.
+
+    Raises `ValueError` for arguments that contradict each other.
     """
 
     @classmethod
@@ -78,33 +90,51 @@ class RayExecutor:
         elastic_timeout: float = 600,
         override_discovery: bool = True,
     ) -> None:
-        _refuse_elastic(num_workers, min_workers, max_workers, reset_limit, cooldown_range)
-        if (num_workers is None) == (num_hosts is None):
-            raise ValueError(
-                f"num_workers={num_workers} and num_hosts={num_hosts}: give either num_workers, "
-                "or num_hosts and num_workers_per_host"
-            )
         if gpus_per_worker is not None and not use_gpu:
             raise ValueError(f"gpus_per_worker={gpus_per_worker} needs use_gpu=True")
         if gpus_per_worker is not None and gpus_per_worker < 1:
             raise ValueError(f"gpus_per_worker={gpus_per_worker}: it must be at least 1")
-        count = num_workers if num_hosts is None else num_hosts * num_workers_per_host
-        if count is None or count < 1:
-            raise ValueError(f"{count} workers: there must be at least one")
         self.settings = settings or Settings()
         self.workers: list[Any] = []  # handles of the actors, in the order of their ranks
         self._use_current = use_current_placement_group
         self._wanted = Workers(
-            count,
+            _count(num_workers, num_hosts, num_workers_per_host)
+            if min_workers is None
+            else min_workers,
             None if num_hosts is None else num_workers_per_host,
             cpus_per_worker,
             (gpus_per_worker or 1) if use_gpu else 0,
         )
         self._placement: Placement | None = None
+        self._elastic: ElasticWorkers | None = None
+        if min_workers is None:
+            _check_not_elastic(max_workers, reset_limit, cooldown_range)
+            return
+        if num_workers is not None or num_hosts is not None:
+            raise ValueError(
+                f"min_workers={min_workers} contradicts num_workers={num_workers} and "
+                f"num_hosts={num_hosts}: an elastic job takes what room there is"
+            )
+        plan = make_plan(
+            min_workers,
+            max_workers,
+            reset_limit=reset_limit,
+            cooldown=cooldown_range,
+            elastic_timeout=elastic_timeout,
+        )
+        if not override_discovery and self.settings.discovery is None:
+            raise ValueError("override_discovery=False needs settings.discovery, to find the hosts")
+        self._elastic = ElasticWorkers(
+            plan,
+            self._wanted,
+            None if override_discovery else self.settings.discovery,
+            self.settings.variables(),
+            self.settings.placement_group_timeout_s,
+        )
 
     @property
     def num_workers(self) -> int:
-        """The number of ranks."""
+        """The number of ranks; the least of an elastic job."""
         return self._wanted.number
 
     def start(
@@ -116,15 +146,19 @@ class RayExecutor:
     ) -> None:
         """Start the workers, and on each an object of `executable_cls` for `execute`.
 
-        `extra_env_vars` are set in the workers before. Raises `TimeoutError` where Ray has no room
+        `extra_env_vars` are set in the workers before. The workers of an elastic job start with
+        each call, and end with it. Raises `TimeoutError` where Ray has no room
         for them, and what `executable_cls` raises; nothing stays behind then.
         """
-        if self.workers:
+        if self.workers or (self._elastic is not None and self._elastic.started):
             raise RuntimeError("this RayExecutor has been started: call shutdown() before start()")
+        args, kwargs = executable_args or (), executable_kwargs or {}
+        if self._elastic is not None:
+            self._elastic.start(executable_cls, args, kwargs, extra_env_vars or {})
+            return
         try:
             self._start_workers(extra_env_vars or {})
             if executable_cls is not None:
-                args, kwargs = executable_args or (), executable_kwargs or {}
                 collect(
                     [w.start_executable.remote(executable_cls, args, kwargs) for w in self.workers]
                 )
@@ -196,7 +230,14 @@ class RayExecutor:
         is not merely a `HorovodInternalError` about another rank. Raises `HorovodInternalError`
         naming the rank whose actor has died. Other ranks may still be at work then: `shutdown`
         ends them.
+
+        The results of an elastic job are those of all ranks of its last world. What ends it is
+        raised: the exception of a worker, or `HorovodInternalError` that says why it cannot go on.
+        No worker runs any more then.
         """
+        if self._elastic is not None:
+            call = partial(fn, *(args or ()), **(kwargs or {}))
+            return self._elastic.run(lambda _: call(), callbacks or ())
         if not callbacks:
             return collect(self.run_remote(fn, args, kwargs))
         from ray.util.queue import Queue
@@ -213,7 +254,14 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Start ``fn(*args, **kwargs)`` on all ranks; returns Ray's references to the results."""
+        """Start ``fn(*args, **kwargs)`` on all ranks; returns Ray's references to the results.
+
+        An elastic job has ended when this returns: how many results there are shows only then.
+        """
+        if self._elastic is not None:
+            import ray
+
+            return [ray.put(result) for result in self.run(fn, args, kwargs)]
         return self._run(fn, args, kwargs, None)
 
     def _run(
@@ -231,10 +279,14 @@ class RayExecutor:
 
     def execute(self, fn: Callable[[Any], T]) -> list[T]:
         """Run ``fn(executable)`` on all ranks; returns the results in rank order, as `run` does."""
+        if self._elastic is not None:
+            return self._elastic.run(fn)
         return collect([worker.execute.remote(fn) for worker in self._started()])
 
     def execute_single(self, fn: Callable[[Any], T]) -> T:
-        """Return ``fn(executable)`` of rank 0."""
+        """Return ``fn(executable)`` of rank 0. Raises `ValueError` where the job is elastic."""
+        if self._elastic is not None:
+            raise ValueError("execute_single: the ranks of an elastic job change; use execute()")
         answer: T = collect([self._started()[0].execute.remote(fn)])[0]
         return answer
 
@@ -245,6 +297,9 @@ class RayExecutor:
 
     def shutdown(self) -> None:
         """End the workers, and give back what they took; `start` may be called again."""
+        if self._elastic is not None:
+            self._elastic.shutdown()
+            return
         import ray
 
         workers, self.workers = self.workers, []
@@ -255,12 +310,24 @@ class RayExecutor:
             ray.util.remove_placement_group(placement.group)
 
 
-def _refuse_elastic(
-    num_workers: int | None, min_workers: int | None, max_workers: int | None, *others: object
+def _count(num_workers: int | None, num_hosts: int | None, per_host: int) -> int:
+    if (num_workers is None) == (num_hosts is None):
+        raise ValueError(
+            f"num_workers={num_workers} and num_hosts={num_hosts}: give either num_workers, "
+            "or num_hosts and num_workers_per_host; or min_workers for an elastic job"
+        )
+    count = num_workers if num_hosts is None else num_hosts * per_host
+    if count is None or count < 1:
+        raise ValueError(f"{count} workers: there must be at least one")
+    return count
+
+
+def _check_not_elastic(
+    max_workers: int | None, reset_limit: int | None, cooldown_range: Sequence[int] | None
 ) -> None:
-    if max_workers is not None and min_workers is None:
-        raise ValueError(f"max_workers={max_workers} needs min_workers")
-    if min_workers is not None and num_workers is not None:
-        raise ValueError(f"min_workers={min_workers} contradicts num_workers={num_workers}")
-    if min_workers is not None or any(other is not None for other in others):
-        raise ConfigError(f"min_workers={min_workers}: {NO_ELASTIC_HERE}; give num_workers")
+    given = {
+        "max_workers": max_workers, "reset_limit": reset_limit, "cooldown_range": cooldown_range,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value} needs min_workers, which makes a job elastic")

@@ -12,6 +12,7 @@ from hvdlite.common.meeting.address import Address, listen
 from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.meeting.serving import ServedMeeting
 from hvdlite.launcher.passed_variables import of_another_job
+from hvdlite.launcher.worker import dump_error
 from hvdlite.ray import ray_logger
 
 T = TypeVar("T")
@@ -23,6 +24,23 @@ class Place(NamedTuple):
     host: str  # the identity of the host
     node: str  # the address of the Ray node
     gpus: tuple[str, ...]  # those that Ray has given to this actor
+
+
+class Call(NamedTuple):
+    """What each worker of an elastic job runs."""
+
+    executable_cls: type | None
+    executable_args: Sequence[Any]
+    executable_kwargs: Mapping[str, Any]
+    function: Callable[[Any], Any]  # Called with the executable.
+
+
+class Outcome(NamedTuple):
+    """How a worker of an elastic job has ended."""
+
+    code: int  # As a shell has it.
+    result: Any = None
+    raised: bytes | None = None  # A pickled `Raised`.
 
 
 class BaseHorovodWorker:
@@ -89,6 +107,42 @@ class BaseHorovodWorker:
             return leave_job_on_error(fn, *args, **kwargs)
         finally:
             ray_logger.configure(None)
+
+    def run_elastic(
+        self, variables: Mapping[str, str], gpus: tuple[int, int], call: Call, queue: Any
+    ) -> Outcome:
+        """Run `call` as a worker of an elastic job; return how it has ended.
+
+        `gpus` are the local rank at the start, and the number of the GPUs of the Ray node.
+        """
+        self.update_env_vars({**variables, **self._visible_gpus(gpus)})
+        ray_logger.configure(queue, elastic=True)
+        try:
+            if call.executable_cls is not None:
+                args, kwargs = call.executable_args, call.executable_kwargs
+                self.executable = call.executable_cls(*args, **kwargs)
+            outcome = Outcome(0, call.function(self.executable))
+        except SystemExit as end:  # Also of a worker that is not needed any more.
+            outcome = Outcome(end.code if isinstance(end.code, int) else int(end.code is not None))
+        except Exception as error:
+            outcome = Outcome(1, raised=dump_error(error))
+        leave_job()
+        return outcome
+
+    def _visible_gpus(self, gpus: tuple[int, int]) -> dict[str, str]:
+        """Return the variable that shows the node's GPUs, this worker's behind its local rank.
+
+        Scripts pick a GPU by the local rank, which at the start is the number of workers before.
+        """
+        own = self.get_gpu_ids()
+        if not own:
+            return {}
+        local_rank, number = gpus
+        others = [gpu for gpu in map(str, range(number)) if gpu not in own]
+        if len(others) + len(own) != number:  # The node has been given GPUs with other names.
+            return {}
+        place = local_rank * len(own)
+        return {"CUDA_VISIBLE_DEVICES": ",".join([*others[:place], *own, *others[place:]])}
 
 
 def leave_job_on_error(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
