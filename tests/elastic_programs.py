@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ def train(folder: str) -> dict[str, Any]:
     from hvdlite.common.runtime import worlds
 
     hvd.init()
+    print(f"begun with {os.environ.get('MINE')}")
     state = hvd.elastic.NumpyState(total=np.zeros(3), step=0)
 
     @hvd.elastic.run
@@ -51,11 +54,11 @@ def train(folder: str) -> dict[str, Any]:
 
 def _write(folder: str, epoch: int, rank: int, size: int, step: int) -> None:
     place = {"rank": rank, "size": size, "step": step, "pid": os.getpid()}
-    path = Path(folder, f"world.{epoch}.{rank}")
-    path.with_suffix(".part").write_text(
+    unfinished = Path(folder, f"part.{os.getpid()}")
+    unfinished.write_text(
         json.dumps(place | {"epoch": epoch, "host": os.environ.get("HVDLITE_HOSTNAME", "")})
     )
-    path.with_suffix(".part").rename(path)
+    unfinished.rename(Path(folder, f"world.{epoch}.{rank}"))
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,8 @@ def wait_for_world(folder: Path, size: int, after: int = -1) -> list[Place]:
     while True:
         by_epoch: dict[int, dict[int, Place]] = {}
         for path in folder.glob("world.*"):
-            if path.suffix != ".part":
-                place = Place(**json.loads(path.read_text()))
-                by_epoch.setdefault(place.epoch, {})[place.rank] = place
+            place = Place(**json.loads(path.read_text()))
+            by_epoch.setdefault(place.epoch, {})[place.rank] = place
         for epoch in sorted(by_epoch):
             world = by_epoch[epoch]
             if epoch > after and len(world) == size == world[min(world)].size:
@@ -98,3 +100,32 @@ def check_results(results: list[dict[str, Any]], size: int) -> None:
     total = [float(sum(range(steps)))] * 3
     expected = {"size": size, "step": steps, "total": total}
     assert [{**result, "rank": None} for result in results] == [{**expected, "rank": None}] * size
+
+
+class Running:
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait for the end of the call."""
+        self._thread.join(LIMIT_SECONDS)
+        assert not self._thread.is_alive()
+
+    def result(self) -> Any:
+        """Return what the call has returned, or raise what it has raised."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result

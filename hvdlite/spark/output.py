@@ -10,6 +10,7 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from hvdlite.common.meeting.address import EXHAUSTED, Address, listen
@@ -73,15 +74,19 @@ class _GivenStreams(Console):
 
 
 class DriverOutput:
-    """Listens for what `size` ranks print, from start to `close`."""
+    """Listens for what `size` ranks print, from start to `close`.
+
+    ``accepted(connection, name)`` gets the connections under other names, on a thread of its own.
+    """
 
     def __init__(
-        self, size: int, secret: str, host: str, stdout: Any, stderr: Any, timestamps: bool
-    ) -> None:
+        self, size: int, secret: str, host: str, stdout: Any, stderr: Any, timestamps: bool,
+        accepted: Callable[[socket.socket, str], None] | None = None,
+    ) -> None:  # fmt: skip
         console = _GivenStreams({"stdout": stdout, "stderr": stderr})
         self._output = Output(range(size), None, timestamps, console)
         self._feeding = threading.Lock()  # guards _output
-        self._secret = secret
+        self._secret, self._accepted = secret, accepted
         self._listener = listen(Address(host, 0))
         self.address = (host, self._listener.getsockname()[1])
         self._closed = threading.Event()
@@ -105,10 +110,15 @@ class DriverOutput:
             reader.start()
 
     def _read(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection, connection.makefile("rb") as file:
+        with contextlib.suppress(OSError), connection:
             stream = answer(connection, self._secret)
-            if stream not in STREAMS:
-                return
+            if stream in STREAMS:
+                self._print(connection, stream)
+            elif stream is not None and self._accepted is not None:
+                self._accepted(connection.dup(), stream)
+
+    def _print(self, connection: socket.socket, stream: str) -> None:
+        with connection.makefile("rb") as file:
             rank = file.readline(LONGEST_HEADER)  # when all tasks have met
             while rank and (data := file.read1(CHUNK_BYTES)):
                 with self._feeding:

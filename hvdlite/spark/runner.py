@@ -62,21 +62,8 @@ def run(
         raise ConfigError(
             "use_mpi, extra_mpi_args: ranks in Spark meet without MPI; leave them out"
         )
-    from pyspark import SparkContext
-
-    context = SparkContext._active_spark_context
-    if context is None:
-        raise RuntimeError(
-            "Could not find an active SparkContext: make a SparkSession before hvdlite.spark.run"
-        )
-    size = context.defaultParallelism if num_proc is None else num_proc
-    _check_size(context, size)
-    limit = float(start_timeout or os.environ.get(START_TIMEOUT) or START_SECONDS)
-    settings = {"HVDLITE_START_TIMEOUT": f"{limit:g}"}
-    if nics:
-        settings["HVDLITE_NETWORK_INTERFACES"] = ",".join(nics)
-    if verbose > 1:
-        settings["HVDLITE_LOG_LEVEL"] = "debug"
+    context, size, limit, settings = prepare(num_proc, start_timeout, nics, verbose)
+    check_size(context, size)
     secret = new_secret()
     host = context.getConf().get("spark.driver.host") or "localhost"
     output = DriverOutput(size, secret, host, stdout, stderr, prefix_output_with_timestamp)
@@ -89,7 +76,28 @@ def run(
     return [read_answer(answer) for answer in sorted(answers, key=lambda answer: answer.rank)]
 
 
-def _check_size(context: Any, size: int) -> None:
+def prepare(
+    num_proc: int | None, start_timeout: float | None, nics: Sequence[str] | None, verbose: int
+) -> tuple[Any, int, float, dict[str, str]]:
+    """Return the context, the number of ranks, the limit of their start, and their settings."""
+    from pyspark import SparkContext
+
+    context = SparkContext._active_spark_context
+    if context is None:
+        raise RuntimeError(
+            "Could not find an active SparkContext: make a SparkSession before hvdlite.spark.run"
+        )
+    size = context.defaultParallelism if num_proc is None else num_proc
+    limit = float(start_timeout or os.environ.get(START_TIMEOUT) or START_SECONDS)
+    settings = {"HVDLITE_START_TIMEOUT": f"{limit:g}"}
+    if nics:
+        settings["HVDLITE_NETWORK_INTERFACES"] = ",".join(nics)
+    if verbose > 1:
+        settings["HVDLITE_LOG_LEVEL"] = "debug"
+    return context, size, limit, settings
+
+
+def check_size(context: Any, size: int) -> None:
     """Raise `ConfigError` for a number of ranks that can never run."""
     if size < 1:
         raise ConfigError(f"num_proc={size}: there must be at least one rank")
@@ -100,6 +108,16 @@ def _check_size(context: Any, size: int) -> None:
             f"num_proc={size}: the master {context.master} has {slots} slots, and all ranks run at "
             "the same time; give it more, or start fewer ranks"
         )
+
+
+def no_room(context: Any, size: int, when: str) -> str:
+    """Return the sentence for ranks that Spark has not all started."""
+    slots = _slots(context)
+    return (
+        f"Spark has found no room for {size} ranks at the same time {when}: it has "
+        f"{'an unknown number of' if slots is None else slots} slots; start fewer ranks "
+        "(num_proc), or give Spark more executors or cores"
+    )
 
 
 def _slots(context: Any) -> int | None:
@@ -163,11 +181,8 @@ class _Job:
         text = str(error)
         if "BarrierJobSlotsNumberCheckFailed" in text:
             raise TimeoutError(self._no_room("so far")) from error
-        if "PYTHON_EXCEPTION" in text and (reason := last_exception(text.encode())):
-            raise HorovodInternalError(
-                f"a task could not start its rank: {reason} (the executors' Python, which "
-                "PYSPARK_PYTHON names, needs hvdlite and what the function imports)"
-            ) from error
+        if reason := python_error(text):
+            raise HorovodInternalError(f"a task could not start its rank: {reason}") from error
         lost = [line for line in text.splitlines() if LOST_TASK.search(line)]
         if lost:
             raise HorovodInternalError(f"Spark has lost a task with its rank: {lost[0]}") from error
@@ -186,12 +201,7 @@ class _Job:
         raise_first({first.rank: read_answer(first)})
 
     def _no_room(self, when: str) -> str:
-        slots = _slots(self._context)
-        return (
-            f"Spark has found no room for {self._size} ranks at the same time {when}: it has "
-            f"{'an unknown number of' if slots is None else slots} slots; start fewer ranks "
-            "(num_proc), or give Spark more executors or cores"
-        )
+        return no_room(self._context, self._size, when)
 
     def _stages(self) -> list[Any]:
         tracker = self._context.statusTracker()
@@ -203,6 +213,16 @@ class _Job:
         return any(
             stage.numActiveTasks + stage.numCompletedTasks >= self._size for stage in self._stages()
         )
+
+
+def python_error(text: str) -> str:
+    """Return what has failed in the Python of the executors; empty if it was something else."""
+    reason = last_exception(text.encode()) if "PYTHON_EXCEPTION" in text else ""
+    remedy = (
+        "the executors' Python, which PYSPARK_PYTHON names, needs hvdlite and what the function "
+        "imports"
+    )
+    return f"{reason} ({remedy})" if reason else ""
 
 
 def _list_parameter() -> Any:

@@ -122,35 +122,62 @@ def run_task(call: Call, failures: Any) -> Iterator[Answer]:
 
 
 def _run_rank(call: Call, rank: int, variables: Mapping[str, str], output: RankOutput) -> Answer:
-    environ = {name: text for name, text in os.environ.items() if not of_another_job(name)}
-    if call.executable is None:  # another Python finds packages of its own
-        environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    environ["PYTHONUNBUFFERED"] = "1"  # output before a crash must not be lost in a buffer
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlite-spark-"))
-        path = Path(folder, ANSWER)
-        process = subprocess.Popen(
-            [call.executable or sys.executable, "-m", "hvdlite.spark.rank", str(path)],
-            env={**environ, **call.environ, **variables},
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            **output.streams(rank),
-        )
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        output.close()
-        assert process.stdin is not None
-        # The pipe stays open: its end tells the rank that this task is no more.
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(call.pickled)
-            process.stdin.flush()
-            process.wait()
-        code = process.wait()
+    with RankProcess(call, rank, variables, output) as started:
+        started.process.wait()
+        return started.answer()
+
+
+class RankProcess:
+    """The process of one rank; a context that ends it, at its end, with all that it started."""
+
+    def __init__(
+        self, call: Call, rank: int, variables: Mapping[str, str], output: RankOutput
+    ) -> None:
+        self._rank = rank
+        environ = {name: text for name, text in os.environ.items() if not of_another_job(name)}
+        if call.executable is None:  # another Python finds packages of its own
+            environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environ["PYTHONUNBUFFERED"] = "1"  # output before a crash must not be lost in a buffer
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlite-spark-"))
+            self._path = Path(folder, ANSWER)
+            self.process = subprocess.Popen(
+                [call.executable or sys.executable, "-m", "hvdlite.spark.rank", str(self._path)],
+                env={**environ, **call.environ, **variables},
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                **output.streams(rank),
+            )
+            stack.callback(self.process.wait)
+            stack.callback(self.process.kill)
+            output.close()
+            assert self.process.stdin is not None
+            # The pipe stays open: its end tells the rank that this task is no more.
+            stack.callback(self._close_pipe)
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(call.pickled)
+                self.process.stdin.flush()
+            self._stack = stack.pop_all()
+
+    def _close_pipe(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def __enter__(self) -> RankProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def answer(self) -> Answer:
+        """Return how the process, which has ended, did so."""
+        code = self.process.wait()
         if code:  # Its own child processes are in the group that it led.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        answer = path.read_bytes() if path.exists() else None
-    return Answer(rank, time.time(), code if code >= 0 else 128 - code, answer)
+                os.killpg(self.process.pid, signal.SIGKILL)
+        answer = self._path.read_bytes() if self._path.exists() else None
+        return Answer(self._rank, time.time(), code if code >= 0 else 128 - code, answer)
 
 
 def read_answer(answer: Answer) -> Any:

@@ -1,0 +1,239 @@
+"""hvdlite.spark.run_elastic: a function on ranks in Spark that goes on when some are lost."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TextIO, TypeVar
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.channel import Channel
+from hvdlite.launcher.elastic.decisions.commands import Finish, StartWorker
+from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.elastic.direct_job import DirectJob, make_plan
+from hvdlite.launcher.error_text import shorten
+from hvdlite.launcher.worker import Raised
+from hvdlite.spark.elastic_task import open_channel, run_elastic_task
+from hvdlite.spark.output import DriverOutput
+from hvdlite.spark.runner import LOOK_SECONDS, check_size, no_room, prepare, python_error
+from hvdlite.spark.task import Call, dump_call
+
+T = TypeVar("T")
+CAUSE_SECONDS = 1.0  # How long the driver may take to say why it ends.
+LEAVE_SECONDS = 5.0  # How long tasks may take to end after their workers have.
+
+
+def run_elastic(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Sequence[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+) -> list[T]:
+    """Run ``fn(*args, **kwargs)`` on `num_proc` ranks in Spark, and go on when some are lost.
+
+    The function is to use ``hvd.elastic.run``. Each rank is a process that a task of Spark starts,
+    on a host of its own as far as the ranks know. When a rank is lost, its task fails, Spark tries
+    it again (``spark.task.maxFailures`` times in all), and the others wait for the new rank: the
+    job neither shrinks nor grows, so `min_num_proc` and `max_num_proc` must equal `num_proc` where
+    they are given. `elastic_timeout` is how long, in seconds, ranks may be missing (default: the
+    variable HVDLITE_ELASTIC_TIMEOUT, or 600), and at most `reset_limit` resets are allowed. All
+    other arguments are those of `hvdlite.spark.run`.
+
+    Returns the results in rank order. An exception that ends the job is raised here as itself.
+    Raises `HorovodInternalError` where the job cannot go on otherwise, and as `hvdlite.spark.run`.
+    """
+    context, size, limit, settings = prepare(num_proc, start_timeout, nics, verbose)
+    for name, number in (("min_num_proc", min_num_proc), ("max_num_proc", max_num_proc)):
+        if number not in (None, size):
+            raise ConfigError(
+                f"{name}={number}: must equal num_proc={size}, as an elastic job in Spark replaces "
+                "ranks and neither shrinks nor grows"
+            )
+    check_size(context, size)
+    plan = make_plan(
+        size, size, reset_limit=reset_limit, elastic_timeout=elastic_timeout, by_host=True
+    )
+    host = context.getConf().get("spark.driver.host") or "localhost"
+    job = _SparkJob(plan, host, limit)
+    output = DriverOutput(
+        size, job.secret, host, stdout, stderr, prefix_output_with_timestamp, job.accept
+    )
+    try:
+        pickled = dump_call(fn, args, kwargs or {})
+        call = Call(pickled, settings | dict(env or {}), None, job.secret, output.address)
+        finish = _Tasks(context, size, call).run(job, limit)
+    finally:
+        output.close()
+    return job.take_results(finish)
+
+
+class _SparkJob(DirectJob):
+    """The tasks are hosts with one slot each; they come by `accept`."""
+
+    def __init__(self, plan: ElasticPlan, host: str, start_seconds: float) -> None:
+        super().__init__(plan, host, start_seconds)
+        self.tasks_seen = 0
+        self.last_cause = ""  # Of the loss of a worker.
+        self._tasks: dict[str, Channel] = {}  # By the names of their hosts.
+        self._answers: dict[int, bytearray] = {}
+
+    def accept(self, connection: socket.socket, name: str) -> None:
+        """Take the connection of a task; called on any thread."""
+        self.post(lambda: self._add(connection, name))
+
+    def _add(self, connection: socket.socket, name: str) -> None:
+        connection.setblocking(False)
+        self._tasks[name] = open_channel(
+            connection, self.loop, partial(self._received, name), partial(self._lost, name)
+        )
+        self.tasks_seen += 1
+        self._show_hosts()
+
+    def _show_hosts(self) -> None:
+        self.driver.discovered(dict.fromkeys(self._tasks, 1), self.now())
+
+    def _lost(self, name: str) -> None:
+        del self._tasks[name]
+        for number in [number for number, host in self.hosts.items() if host == name]:
+            self.hosts.pop(number)
+        self.driver.agent_lost(name, "its task of Spark has ended", False, self.now())
+        self._show_hosts()
+
+    def _received(self, _name: str, kind: str, fields: list[Any]) -> None:
+        number = fields[0]
+        if kind == "part":
+            self._answers.setdefault(number, bytearray()).extend(fields[1])
+        elif kind == "exit":
+            self._take_exit(number, *fields[1:])
+
+    def _take_exit(self, number: int, code: int, by_signal: bool) -> None:
+        answer = pickle.loads(self._answers[number]) if number in self._answers else None
+        cause = None
+        if isinstance(answer, Raised):
+            self.raised[number] = answer
+            cause = shorten(answer.text.rstrip().rpartition("\n")[2])
+        else:
+            self.results[number] = answer
+        if by_signal:
+            cause = f"killed by {signal.Signals(code - 128).name}"
+        self.last_cause = cause or self.last_cause
+        self.ended(number, code, cause, by_signal)
+
+    def start_process(self, worker: StartWorker, variables: dict[str, str]) -> None:
+        """See `DirectJob.start_process`."""
+        task = self._tasks.get(worker.host)
+        if task is not None:  # Else its end has been told already.
+            task.send("start", worker.number, worker.start_rank, variables)
+
+    def end_process(self, number: int, kill: bool) -> None:
+        """See `DirectJob.end_process`: the worker is its task's only one."""
+        if (task := self._tasks.get(self.hosts[number])) is not None:
+            task.send("end", True)
+
+    def drop_agent(self, host: str) -> None:
+        """See `DirectJob.drop_agent`."""
+        super().drop_agent(host)
+        if (task := self._tasks.get(host)) is not None:
+            task.send("end", True)
+
+    def end_all(self) -> None:
+        """See `DirectJob.end_all`."""
+        for task in self._tasks.values():
+            task.send("end", False)
+
+    def close(self) -> None:
+        """See `DirectJob.close`."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while self._tasks and time.monotonic() < deadline:
+            self.loop.run_once(LOOK_SECONDS)
+        for task in self._tasks.values():
+            task.close()
+        super().close()
+
+
+class _Tasks:
+    """The stage of one call: each of its tasks is tried again when its worker is lost."""
+
+    def __init__(self, context: Any, size: int, call: Call) -> None:
+        self._context, self._size, self._call = context, size, call
+        self._group = f"hvdlite-{uuid.uuid4()}"
+        self._error: Exception | None = None  # What Spark has raised.
+
+    def run(self, job: _SparkJob, limit_seconds: float) -> Finish:
+        """Run the job with these tasks; return how it has ended."""
+        from pyspark import InheritableThread
+
+        driver = threading.Thread(target=self._drive, args=(job,), name="hvdlite-driver")
+        tasks = InheritableThread(target=self._run_tasks)
+        self._ends: list[Finish | BaseException] = []
+        driver.start()
+        tasks.start()
+        try:
+            self._watch(job, driver, tasks, time.monotonic() + limit_seconds, limit_seconds)
+        finally:
+            job.stop(1, "the call was interrupted")
+            driver.join()
+            tasks.join(LEAVE_SECONDS)
+            if tasks.is_alive():
+                self._context.cancelJobGroup(self._group)
+                tasks.join()
+        end = self._ends[0]
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    def _drive(self, job: _SparkJob) -> None:
+        try:
+            self._ends.append(job.run())
+        except BaseException as error:
+            self._ends.append(error)
+
+    def _run_tasks(self) -> None:
+        call = self._call
+        try:
+            self._context.setJobGroup(
+                self._group, "hvdlite.spark.run_elastic", interruptOnCancel=True
+            )
+            tasks = self._context.parallelize(range(self._size), self._size)
+            tasks.mapPartitions(lambda _: run_elastic_task(call)).collect()
+        except Exception as error:
+            self._error = error
+
+    def _watch(
+        self, job: _SparkJob, driver: Any, tasks: Any, start_by: float, limit_seconds: float
+    ) -> None:
+        """Return when the job has ended; raises what has gone wrong with the tasks."""
+        while driver.is_alive():
+            driver.join(LOOK_SECONDS)
+            if job.tasks_seen < self._size and time.monotonic() > start_by:
+                raise TimeoutError(no_room(self._context, self._size, f"in {limit_seconds:g} s"))
+            if self._error is not None:
+                driver.join(CAUSE_SECONDS)
+                job.stop(1, self._spell(self._error, job.last_cause))
+
+    def _spell(self, error: Exception, last_cause: str) -> str:
+        """Return why Spark tries a task no more."""
+        if last_cause:
+            return (
+                "a task of Spark has lost its worker too often (spark.task.maxFailures; a master "
+                f"local[N] tries once, and local[N,4] four times): {last_cause}"
+            )
+        text = str(error)
+        return f"Spark has ended the tasks: {python_error(text) or shorten(text)}"
