@@ -111,7 +111,8 @@ class ElasticRayJob(DirectJob):
         try:
             outcome: Outcome = future.result()
         except ray.exceptions.RayActorError as error:
-            reason = shorten(str(error).strip().rpartition("\n")[2])
+            # What follows the first sentence is pages of advice for operators of the cluster.
+            reason = str(error).strip().rpartition("\n")[2].partition(". ")[0]
             self.ended(number, KILLED_CODE, f"its Ray actor has died: {reason}", by_signal=True)
         except Exception as error:  # Its result cannot be sent, for example.
             self.raised[number] = Raised(error, str(error), False, 0.0)

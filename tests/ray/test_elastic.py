@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite.ray import RayExecutor
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ray import ElasticRayExecutor, RayExecutor, ray_logger
 from tests.elastic_programs import Running, check_results, train, wait_for_world
 from tests.ray.conftest import CORES, STORE_BYTES
 
@@ -42,7 +43,7 @@ def node(cluster: Any, cores: int) -> Iterator[Any]:
     try:
         yield added
     finally:
-        if added in cluster.list_all_nodes:
+        if added in cluster.worker_nodes:
             cluster.remove_node(added)
 
 
@@ -206,7 +207,7 @@ class Discovery:
 
 def test_hosts_can_be_found_by_others(tmp_path: Path) -> None:
     settings = RayExecutor.create_settings()
-    with pytest.raises(ValueError, match="needs settings.discovery"):
+    with pytest.raises(ValueError, match=r"needs settings\.discovery"):
         RayExecutor(settings, min_workers=1, override_discovery=False)
     settings.discovery = Discovery()
     executor = RayExecutor(settings, min_workers=1, override_discovery=False)

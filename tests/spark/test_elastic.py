@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 
 import hvdlite.spark
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from tests.elastic_programs import Running, check_results, train, wait_for_world
 from tests.spark.sessions import session
 
