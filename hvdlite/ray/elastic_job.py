@@ -41,11 +41,13 @@ class ElasticRayJob(DirectJob):
 
         super().__init__(plan, ray.util.get_node_ip_address(), start_seconds)
         self._wanted, self._call, self._variables, self._queue = wanted, call, variables, queue
-        self._find = discovery.find_available_hosts_and_slots
-        own = isinstance(discovery, RayHostDiscovery)
-        self._nodes = discovery if own else RayHostDiscovery()
+        self._nodes = RayHostDiscovery()  # Knows which node a host is.
+        if isinstance(discovery, RayHostDiscovery):
+            self._nodes = discovery
         self._actors: dict[int, Any] = {}  # Of all workers, until they are killed.
-        self._thread = DiscoveryThread(self._look_for_hosts, self._discovered, self._failed)
+        self._thread = DiscoveryThread(
+            discovery.find_available_hosts_and_slots, self._discovered, self._failed
+        )
 
     def close(self) -> None:
         """See `DirectJob.close`."""
@@ -53,9 +55,6 @@ class ElasticRayJob(DirectJob):
         super().close()
 
     # -- discovery
-
-    def _look_for_hosts(self) -> dict[str, int]:
-        return dict(self._find())
 
     def _discovered(self, hosts: dict[str, int]) -> None:
         self.post(lambda: self.driver.discovered(hosts, self.now()))

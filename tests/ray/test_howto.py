@@ -19,4 +19,4 @@ def test_the_scripts_of_the_page(number: int, tmp_path: Path) -> None:
 
 
 def test_the_page_has_scripts() -> None:
-    assert len(SCRIPTS) == 2
+    assert len(SCRIPTS) == 3

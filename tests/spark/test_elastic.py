@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,9 +132,24 @@ def test_the_reset_limit_ends_the_job(tmp_path: Path) -> None:
             job.result()
 
 
-def test_missing_tasks_are_an_error_in_time() -> None:
-    with pytest.raises(TimeoutError, match=r"no room for 2 ranks .* in 0\.001 s"):
-        hvdlite.spark.run_elastic(os.getpid, num_proc=RANKS, start_timeout=0.001)
+def wait_for_end(folder: str) -> Iterator[None]:
+    """Keep a slot of Spark until the file `end` is there."""
+    while not Path(folder, "end").exists():
+        time.sleep(0.05)
+    yield from ()
+
+
+def test_missing_tasks_are_an_error_in_time(context: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    other = Running(
+        context.parallelize(range(1), 1).mapPartitions(lambda _: wait_for_end(folder)).collect
+    )
+    try:
+        with pytest.raises(TimeoutError, match=r"no room for 2 ranks .* in 1 s"):
+            hvdlite.spark.run_elastic(os.getpid, num_proc=RANKS, start_timeout=1)
+    finally:
+        (tmp_path / "end").touch()
+        other.wait()
 
 
 @pytest.mark.parametrize(
