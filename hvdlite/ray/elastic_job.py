@@ -126,6 +126,8 @@ class ElasticRayJob(DirectJob):
             cause = shorten(self.raised[number].text.rstrip().rpartition("\n")[2])
         else:
             self.results[number] = outcome.result
+        if not outcome.returned:  # One that has returned may still be needed by the other ranks.
+            self.end_process(number, kill=True)  # Its actor would keep its cores from the next.
         self.ended(number, outcome.code, cause)
 
     def end_process(self, number: int, kill: bool) -> None:

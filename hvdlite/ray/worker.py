@@ -41,6 +41,7 @@ class Outcome(NamedTuple):
     code: int  # As a shell has it.
     result: Any = None
     raised: bytes | None = None  # A pickled `Raised`.
+    returned: bool = False  # It has a result.
 
 
 class BaseHorovodWorker:
@@ -121,7 +122,7 @@ class BaseHorovodWorker:
             if call.executable_cls is not None:
                 args, kwargs = call.executable_args, call.executable_kwargs
                 self.executable = call.executable_cls(*args, **kwargs)
-            outcome = Outcome(0, call.function(self.executable))
+            outcome = Outcome(0, call.function(self.executable), returned=True)
         except SystemExit as end:  # Also of a worker that is not needed any more.
             outcome = Outcome(end.code if isinstance(end.code, int) else int(end.code is not None))
         except Exception as error:
