@@ -52,6 +52,22 @@ def train(folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def fail_again() -> None:
+    """Raise on rank 1 of each world."""
+    import hvdlite.numpy as hvd
+
+    hvd.init()
+    state = hvd.elastic.NumpyState(step=0)
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        if hvd.rank() == 1:
+            raise KeyError("mine")
+        hvd.barrier()
+
+    loop(state)
+
+
 def _write(folder: str, epoch: int, rank: int, size: int, step: int) -> None:
     place = {"rank": rank, "size": size, "step": step, "pid": os.getpid()}
     unfinished = Path(folder, f"part.{os.getpid()}")

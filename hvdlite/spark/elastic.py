@@ -93,13 +93,19 @@ class _SparkJob(DirectJob):
         self.last_cause = ""  # Of the loss of a worker.
         self._tasks: dict[str, Channel] = {}  # By the names of their hosts.
         self._answers: dict[int, bytearray] = {}
+        self._over = False
 
     def accept(self, connection: socket.socket, name: str) -> None:
         """Take the connection of a task; called on any thread."""
+        if self._over:  # Spark has tried a task again meanwhile, which ends now.
+            connection.close()
+            return
         self.post(lambda: self._add(connection, name))
 
     def _add(self, connection: socket.socket, name: str) -> None:
-        connection.setblocking(False)
+        if self._over:
+            connection.close()
+            return
         self._tasks[name] = open_channel(
             connection, self.loop, partial(self._received, name), partial(self._lost, name)
         )
@@ -155,6 +161,7 @@ class _SparkJob(DirectJob):
 
     def end_all(self) -> None:
         """See `DirectJob.end_all`."""
+        self._over = True
         for task in self._tasks.values():
             task.send("end", False)
 

@@ -14,7 +14,7 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ray import ElasticRayExecutor, RayExecutor, ray_logger
-from tests.elastic_programs import Running, check_results, train, wait_for_world
+from tests.elastic_programs import Running, check_results, fail_again, train, wait_for_world
 from tests.ray.conftest import CORES, STORE_BYTES
 
 ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
@@ -78,22 +78,6 @@ def test_a_call_leaves_the_cores_to_the_next_one(tmp_path: Path) -> None:
             wait_for_world(tmp_path / call, CORES)
             (tmp_path / call / "end").touch()
             check_results(job.result(), CORES)
-
-
-def fail_again() -> None:
-    """Raise on rank 1 of each world."""
-    import hvdlite.numpy as hvd
-
-    hvd.init()
-    state = hvd.elastic.NumpyState(step=0)
-
-    @hvd.elastic.run
-    def loop(state: Any) -> None:
-        if hvd.rank() == 1:
-            raise KeyError("mine")
-        hvd.barrier()
-
-    loop(state)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import pytest
 
 import hvdlite.spark
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
-from tests.elastic_programs import Running, check_results, train, wait_for_world
+from tests.elastic_programs import Running, check_results, fail_again, train, wait_for_world
 from tests.spark.sessions import session
 
 pytest.importorskip("pyspark", reason="the extra 'spark' is not installed")
@@ -88,25 +88,9 @@ def test_what_the_job_says_and_prints(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "was lost: killed by SIGKILL" in capfd.readouterr().err
 
 
-def fail_again(folder: str) -> None:
-    """Raise in each attempt of one rank."""
-    import hvdlite.numpy as hvd
-
-    hvd.init()
-    state = hvd.elastic.NumpyState(step=0)
-
-    @hvd.elastic.run
-    def loop(state: Any) -> None:
-        if hvd.rank() == 1:
-            raise KeyError("mine")
-        hvd.barrier()
-
-    loop(state)
-
-
-def test_an_exception_that_comes_again_and_again_is_raised_as_itself(tmp_path: Path) -> None:
+def test_an_exception_that_comes_again_and_again_is_raised_as_itself() -> None:
     with pytest.raises(KeyError, match="mine"):
-        hvdlite.spark.run_elastic(fail_again, (str(tmp_path),), num_proc=RANKS)
+        hvdlite.spark.run_elastic(fail_again, num_proc=RANKS)
 
 
 def test_a_task_that_loses_its_worker_too_often_ends_the_job(tmp_path: Path) -> None:
