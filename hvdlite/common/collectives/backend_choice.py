@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def build_backends(transport: Transport, config: Config) -> Backends:
 
     Raises `ConfigError` when a setting wishes for one that cannot exist.
     """
-    foreign = [load_factory(point)(transport) for point in entry_points(group=ENTRY_POINTS)]
+    foreign = [load_factory(point)(transport) for point in installed_entry_points()]
     local_ranks = transport.topology.peers(transport.rank)
     native = library(
         "off" if len(local_ranks) == 1 else config.native,
@@ -95,6 +96,16 @@ def build_backends(transport: Transport, config: Config) -> Backends:
         elif transport.topology.size > 1:
             raise ConfigError(f"{variable}={value}: this job does not run over MPI")
     return backends
+
+
+@cache
+def installed_entry_points() -> tuple[EntryPoint, ...]:
+    """Return the entry points of third parties' backends.
+
+    They are read once: all packages are searched, which would be a third of the CPU time of a reset
+    of an elastic job.
+    """
+    return tuple(entry_points(group=ENTRY_POINTS))
 
 
 def load_factory(point: Any) -> BackendFactory:

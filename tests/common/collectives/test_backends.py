@@ -260,13 +260,31 @@ class Foreign:
 
 def test_backends_of_third_parties_are_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("foreign", f"{__name__}:Foreign", select.ENTRY_POINTS)
-    monkeypatch.setattr(select, "entry_points", lambda group: [point])
+    monkeypatch.setattr(select, "installed_entry_points", lambda: [point])
     assert name_of(Topology.single_host(2), "allreduce", "float64") == "FOREIGN"
     assert name_of(Topology.single_host(2), "allreduce", "float32") == "SHM"
     broken = EntryPoint("broken", "no_such_module:factory", select.ENTRY_POINTS)
-    monkeypatch.setattr(select, "entry_points", lambda group: [broken])
+    monkeypatch.setattr(select, "installed_entry_points", lambda: [broken])
     with pytest.raises(HorovodInternalError, match=r"'broken'.*no_such_module"):
         build_backends(solo(), Config())
+
+
+def test_entry_points_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that goes from world to world builds backends again and again."""
+    searched: list[str] = []
+
+    def search(group: str) -> list[EntryPoint]:
+        searched.append(group)
+        return []
+
+    monkeypatch.setattr(select, "entry_points", search)
+    select.installed_entry_points.cache_clear()
+    try:
+        for _ in range(3):
+            build_backends(solo(), Config())
+    finally:
+        select.installed_entry_points.cache_clear()
+    assert searched == [select.ENTRY_POINTS]
 
 
 # -- failures and size
