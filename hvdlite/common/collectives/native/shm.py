@@ -20,11 +20,14 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.native.build import Recipe, say_that_python_runs
 from hvdlite.common.collectives.native.cache import BuildError
-from hvdlite.common.transport.base import CHECK_SECONDS, Transport, connection_lost
+from hvdlite.common.transport.base import Transport, connection_lost
 
 SLOTS = 8
 PIECE_BYTES = 256 << 10
 SMALL_BYTES = 32 << 10  # to add so much takes less time than to wait once more
+# How often a wait for another rank looks whether it is gone, or the world is over: this is the time
+# that the survivors of an elastic job lose. Waits are rare, as all ranks are ready when they begin.
+CHECK_SECONDS = 0.01
 MOST_RANKS = 256  # kMaxMembers in shm.cc
 BOARD_BYTES = 32 << 10  # room for the board of so many
 
