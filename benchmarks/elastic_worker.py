@@ -9,6 +9,7 @@ line, until the file FOLDER/end exists.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import threading
@@ -114,7 +115,8 @@ def train(notes: Notes, args: argparse.Namespace) -> None:
 
 
 def look() -> dict[str, float]:
-    """Return what this process holds."""
+    """Return what this process holds after a garbage collection."""
+    gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),

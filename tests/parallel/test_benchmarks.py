@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections import Counter
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,71 @@ def test_start(tmp_path: Path) -> None:
 def test_trace_cost(tmp_path: Path) -> None:
     output, records = run(tmp_path / "t.json", "trace_cost.py", "--networks", "tiny")
     assert [each["clock"] for each in records] == ["time", "CPU time"], output
+
+
+@pytest.mark.timeout(150)
+def test_elastic(tmp_path: Path) -> None:
+    """Survivors send nothing, a newcomer receives the state, and resets leave nothing open."""
+    script, path = str(BENCHMARKS / "elastic.py"), tmp_path / "e.json"
+    few = ("--quick", "--steps", "1", "--turns", "1", "--turn-steps", "1", "--json", str(path))
+    done = run_command([sys.executable, script, *few], timeout=140)
+    assert done.returncode == 0, done.stdout
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for each in json.loads(path.read_text())["records"]:
+        assert 0 < each["seconds"]["low"] <= each["seconds"]["median"] <= each["seconds"]["high"]
+        parts.setdefault(each["part"], []).append(each)
+    assert [each["rank"] for each in parts["kill"]] == [0, 1]
+    for each in parts["kill"]:
+        assert each["bytes"] == each["collectives"] == 0
+        noticed, joined, entered = each["stages"].values()
+        assert 0 < noticed < joined <= entered < each["seconds"]["median"]
+    assert all(each["bytes"] > 2**20 for each in parts["growth"])  # 1 MiB of weights
+    assert [each["commit"] for each in parts["commit"]] == ["copy", "step"]
+    assert [each["entry"] for each in parts["steady"]] == ["fixed", "elastic"]
+    assert parts["check"][0]["seconds"]["median"] < parts["steady"][0]["seconds"]["median"]
+    resets = parts["resets"]
+    assert [each["resets"] for each in resets] == list(range(2, 21, 2))
+    assert resets[-1]["descriptors"] == resets[0]["descriptors"]
+    assert resets[-1]["tasks"] == resets[0]["tasks"]
+
+
+@pytest.mark.timeout(100)
+def test_soak_elastic(tmp_path: Path) -> None:
+    script, path = str(BENCHMARKS / "soak_elastic.py"), tmp_path / "s.json"
+    words = ("--parts", "numbers", "gpt", "--kills", "5", "--seconds", "1", "--every", "1")
+    done = run_command([sys.executable, script, *words, "--json", str(path)], timeout=90)
+    assert done.returncode == 0, done.stdout
+    numbers, gpt = json.loads(path.read_text())["records"]
+    assert numbers["kills"] >= 5 and numbers["worlds"] >= 2 and numbers["digests"] > 8
+    assert (gpt["kills"], gpt["worlds"], [*gpt["sizes"]]) == (1, 3, ["1", "2"])
+
+
+@pytest.mark.parametrize("wrong", ["", "weights", "a step of one rank", "a rank too few"])
+def test_a_soak_finds_what_is_wrong(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worlds of 2 ranks from step 0 on, of 1 from step 3 on, and of 2 from step 5 to 7."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    soak, worker = import_module("soak_elastic"), import_module("elastic_soak_worker")
+    digests = worker.replay([2, 2, 2, 1, 1, 2, 2], {0, 3, 5, 7})
+    worlds = [(1, 0, 2, "began"), (2, 3, 1, "began"), (3, 5, 2, "began"), (3, 7, 2, "done")]
+    notes = [
+        {"what": what, "epoch": epoch, "step": step, "size": size, "digest": digests[step]}
+        for epoch, step, size, what in worlds for _ in range(size)
+    ]  # fmt: skip
+    # World 1 came to step 4 on one rank, which then died: no other rank has seen these weights.
+    lost = {"what": "began", "epoch": 1.5, "step": 4, "size": 1, "digest": "never compared"}
+    notes.insert(2, lost)
+    if wrong == "weights":
+        notes[3]["digest"] = digests[0]
+    elif wrong == "a step of one rank":
+        notes[4]["step"] = 6
+    elif wrong == "a rank too few":
+        notes.pop()
+    if wrong:
+        with pytest.raises(soak.JobError):
+            soak.compare(notes, 2, worker.replay)
+    else:
+        found = soak.compare(notes, 2, worker.replay)
+        assert (found["worlds"], found["steps"], found["digests"]) == (4, 7, 7)
 
 
 @pytest.mark.timeout(220)
