@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import mmap
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CHECKS = 10_000
+PATIENCE_SECONDS = 60.0
 WARM_STEPS = 2
 
 
@@ -176,29 +179,61 @@ def learn(notes: Notes, args: argparse.Namespace) -> None:
     loop(hvd.elastic.TorchState(task.model, optimizer, commit=kind, step=0))
 
 
+class Shares:
+    """Memory of two processes, each of which has written one share of the gradients."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        memory = mmap.mmap(-1, 2 * 4 * sum(sizes))
+        flat = torch.frombuffer(memory, dtype=torch.float32).view(2, -1)
+        self.of = [torch.split(row, sizes) for row in flat]
+        self.barrier = multiprocessing.get_context("fork").Barrier(2)
+
+
 def replay(network: str, sizes: list[int], wanted: set[int]) -> dict[int, str]:
     """Return the digests before the `wanted` steps of an undisturbed run of worlds of `sizes`.
 
-    One process computes the gradients of all ranks, and averages them; without hvdlite's.
+    Two processes compute the gradients of a rank each, and exchange them without hvdlite.
     """
     torch.set_num_threads(1)
     task, optimizer = make(network, distributed=False, **SMALL[network])
-    parameters = list(task.model.parameters())
+    shares = Shares([parameter.numel() for parameter in task.model.parameters()])
+    arguments = network, task, optimizer, sizes, shares
+    other = multiprocessing.get_context("fork").Process(target=walk, args=(*arguments, set(), 1))
+    other.start()
+    try:
+        found = walk(*arguments, wanted, 0)
+        other.join()
+    finally:
+        other.kill()
+    return found
+
+
+def walk(
+    network: str, task: Task, optimizer: Any, sizes: list[int], shares: Shares, wanted: set[int],
+    rank: int,
+) -> dict[int, str]:  # fmt: skip
+    """Make all steps as one of two processes; return the digests before the `wanted` ones."""
     found = {}
+    parameters = list(task.model.parameters())
     for number, size in enumerate([*sizes, 0]):
         if number in wanted:
             found[number] = digest_of(task)
         if not size:
             break
-        shares = []
-        for rank in range(size):
-            optimizer.zero_grad()
-            load_batch(network, task, number, rank)
-            task.loss(task.model).backward()
-            shares.append([parameter.grad for parameter in parameters])
-            for parameter in parameters:
-                parameter.grad = None
-        for parameter, *gradients in zip(parameters, *shares, strict=True):
-            parameter.grad = sum(gradients[1:], gradients[0]) / size
+        optimizer.zero_grad()
+        load_batch(network, task, number, rank if size == 2 else 0)
+        task.loss(task.model).backward()
+        if size == 2:
+            exchange(parameters, shares, rank)
         optimizer.step()
     return found
+
+
+def exchange(parameters: list[torch.nn.Parameter], shares: Shares, rank: int) -> None:
+    """Make the gradients the mean of both processes' gradients."""
+    for share, parameter in zip(shares.of[rank], parameters, strict=True):
+        share.copy_(parameter.grad.reshape(-1))
+    shares.barrier.wait(PATIENCE_SECONDS)
+    for first, second, parameter in zip(*shares.of, parameters, strict=True):
+        parameter.grad = ((first + second) / 2).view(parameter.shape)
+    shares.barrier.wait(PATIENCE_SECONDS)
