@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +29,8 @@ RENAMED = {
 }
 
 
+# Flags that hardly any command has, so that one after a command is likely to be misplaced.
+UNMISTAKABLE = {"-np", "--num-proc", "-H", "--hosts", "-hostfile", "--hostfile", "--min-np"}
 UNRECOGNIZED = "unrecognized arguments: "  # how argparse begins a message
 
 
@@ -112,7 +115,19 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         del args.command[0]
     elif args.command and args.command[0].startswith("-"):
         raise parser.unknown(args.command[0])
+    if args.num_proc is None:
+        args.notes += _misplaced(args.command)
     return args
+
+
+def _misplaced(command: Sequence[str]) -> list[str]:
+    """Return a note where a command begins with flags that are like those of hvdlite-run."""
+    if len(command) < 2 or command[1].partition("=")[0] not in UNMISTAKABLE:
+        return []
+    first, *words = command
+    end = 1 if "=" in words[0] else 2
+    right = shlex.join(["hvdlite-run", *words[:end], first, *words[end:]])
+    return [f"{words[0]} after the command is for {first}: did you mean {right}?"]
 
 
 def _add_flags_of_horovodrun(parser: Parser) -> None:

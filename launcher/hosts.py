@@ -91,7 +91,8 @@ def ranks_per_host(hosts: tuple[Host, ...], num_proc: int) -> tuple[int, ...]:
     if num_proc > slots:
         raise ConfigError(
             f"-np {num_proc} asks for more ranks than the {slots} slots of the hosts "
-            f"{','.join(map(str, hosts))}"
+            f"{','.join(map(str, hosts))}: ask for -np {slots} at most, or give the hosts "
+            "more slots (name:slots)"
         )
     counts, left = [], num_proc
     for host in hosts:

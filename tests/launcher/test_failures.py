@@ -218,3 +218,16 @@ def test_a_rank_that_has_fewer_batches_is_told_of_join() -> None:
 def test_a_debugger_without_a_terminal_is_told_of_debug_rank() -> None:
     *_, cause, hint = run("import bdb; raise bdb.BdbQuit", ranks=1)
     assert "BdbQuit" in cause and "--debug-rank" in hint
+
+
+def test_a_discovery_script_that_cannot_run_is_an_error_before_the_start(tmp_path: Path) -> None:
+    script = tmp_path / "hosts.sh"
+    words = ("-np", "1", "--host-discovery-script", str(script), "true")
+    done = launch(*words)
+    assert (done.returncode, "give the full path" in done.stderr) == (2, True), done.stderr
+    script.write_text("#!/bin/sh\necho localhost:1\n")
+    done = launch(*words)
+    assert (done.returncode, f"chmod +x {script}" in done.stderr) == (2, True), done.stderr
+    script.chmod(0o755)
+    done = launch(*words)
+    assert done.returncode == 0, done.stderr

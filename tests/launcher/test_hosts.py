@@ -70,8 +70,9 @@ def test_hosts_are_filled_in_their_order() -> None:
     hosts = parse_hosts("a:2,b:3,c:1")
     assert ranks_per_host(hosts, 6) == (2, 3, 1)
     assert ranks_per_host(hosts, 3) == (2, 1, 0)
-    with pytest.raises(ConfigError, match="-np 7 asks for more ranks than the 6 slots"):
+    with pytest.raises(ConfigError, match="-np 7 asks for more ranks than the 6 slots") as raised:
         ranks_per_host(hosts, 7)
+    assert "-np 6 at most, or give the hosts more slots (name:slots)" in str(raised.value)
 
 
 def test_this_host_is_not_remote() -> None:

@@ -33,6 +33,24 @@ def test_the_command_keeps_its_own_flags() -> None:
     assert args.command == ["python", "train.py", "-np", "3", "--verbose"]
 
 
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("python -np 2 train.py --lr 1", "hvdlite-run -np 2 python train.py --lr 1"),
+        ("train.py --num-proc=2", "hvdlite-run --num-proc=2 train.py"),
+        ("train.py -H a:2", "hvdlite-run -H a:2 train.py"),
+        ("-np 2 python -np 2", None),
+        ("-- python -v train.py", None),
+        ("train.py -n 2 -np 2", None),
+    ],
+)
+def test_flags_after_the_command_get_a_hint(words: str, right: str | None) -> None:
+    notes = parse_args(words.split()).notes
+    assert [note.partition("did you mean ")[2] for note in notes] == (
+        [f"{right}?"] if right else []
+    )
+
+
 def test_without_a_number_there_is_one_rank_per_core_or_slot() -> None:
     assert options().num_proc == cores()
     assert options("-H", "localhost:3,other:4").num_proc == 7

@@ -299,6 +299,12 @@ def test_a_command_that_is_not_there_is_an_error() -> None:
     assert done.stderr == "hvdlite-run: the command 'train.py': there is no such file\n"
 
 
+def test_a_folder_is_no_command(tmp_path: Path) -> None:
+    done = launch("-np", "1", str(tmp_path))
+    assert done.returncode == 2
+    assert f"the command '{tmp_path}': it is a folder" in done.stderr
+
+
 @with_openmpi
 @over_mpirun
 def test_version_and_build() -> None:
