@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Setting, boolean, settings
+from hvdlite.common.plain.misspelt import closest
 
 # Keys of horovodrun that have no meaning here, and what to use instead.
 IGNORED_KEYS = {
@@ -38,7 +39,8 @@ def read_config_file(path: str, notes: list[str]) -> dict[str, str]:
                 notes.append(f"{source}={value!r} has no meaning here, and is ignored: {why}")
         else:
             known = ", ".join(sorted(by_key))
-            raise ConfigError(f"{path}: unknown key {key}; the keys are {known}")
+            meant = closest(key, by_key)
+            raise ConfigError(f"{path}: unknown key {key}{meant or f'; the keys are {known}'}")
     return values
 
 

@@ -233,8 +233,11 @@ def test_the_config_file_has_horovods_keys_and_flags_win(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("params: {fusion_treshold_mb: 3}", "unknown key params.fusion_treshold_mb"),
-        ("surprise: 1", "unknown key surprise"),
+        (
+            "params: {fusion_treshold_mb: 3}",
+            "unknown key params.fusion_treshold_mb: did you mean params.fusion_threshold_mb?",
+        ),
+        ("surprise: 1", "unknown key surprise; the keys are autotune."),
         ("autotune: {bayes: 3}", "unknown key autotune.bayes"),
         ("[1, 2]", "the whole file"),
         ("params: {cycle_time_ms: often}", "params.cycle_time_ms='often'"),

@@ -16,6 +16,7 @@ from hvdlite.common.meeting.launch import Launch
 from hvdlite.common.membership.frames import Newcomer, World
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.logs import set_up_log
+from hvdlite.common.plain.misspelt import misspelt
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.connect import Membership, connect, find_launch
 from hvdlite.common.runtime.elastic_worker import ElasticWorker
@@ -60,12 +61,21 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
     claim_rank(launch)
     config = Config.from_environ()
     set_up_log(config)
+    _warn_of_misspelt_variables(launch)
     report_uncaught()
     _forget_finished()
     if launch.source == launches.ELASTIC:
         _enter_a_world(comm, sets, launch, config)
     else:
         _begin(connect(comm, launch, config), comm, sets, config)
+
+
+def _warn_of_misspelt_variables(launch: Launch) -> None:
+    """Let rank 0 speak for the job, in its first init."""
+    if launch.rank == 0 and not this_process.warned:
+        for sentence in misspelt(os.environ):
+            log.warning("%s", sentence)
+    this_process.warned = True
 
 
 def _begin(membership: Membership, comm: Any, sets: Sequence[ProcessSet], config: Config) -> None:

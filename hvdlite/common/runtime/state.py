@@ -32,6 +32,8 @@ class ProcessState:
         self.forked_from: int | None = None
         # Set by the first init of a worker of an elastic job, for the life of the process.
         self.worker: ElasticWorker | None = None
+        # Whether init has looked for misspelt variables.
+        self.warned = False
         # Held by the thread that is in init. Reentrant, because a signal handler may call init.
         self.initializing = threading.RLock()
 
