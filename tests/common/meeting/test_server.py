@@ -492,12 +492,12 @@ def test_the_server_makes_all_that_wait_fail() -> None:
 def test_who_needs_a_rank_that_has_finished_is_told_at_once(first: str, here: bool) -> None:
     """Rank 2 is one of this server, or one of another host; a meeting without it goes well."""
     options: dict[str, Any] = {} if here else {"ranks": (0, 1, 3), "gathered": lambda *_: None}
-    ended = r"rank 2 ended .* without calling"
 
     def refused(rank: int, members: list[int] | None) -> None:
         exchange = at_server(address, rank, 4, SECRET, soon(), members)
-        with pytest.raises(HorovodInternalError, match=ended) as raised:
+        with pytest.raises(HorovodInternalError) as raised:
             exchange.allgather(b"")
+        assert "rank 2 ended with exit code 0 without calling init()" in str(raised.value)
         assert raised.value.rank == 2
         exchange.close()
 
