@@ -91,9 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     commands = [options.run] if options.run else [helloworld, ring, latency, bandwidth]
     hvd.init()
+    if hvd.size() == 1:
+        _show("1 rank measures no communication: hvdlite-run -np 2 python -m hvdlite.bench\n")
     try:
         for number, command in enumerate(commands):
-            _show("\n" * (number > 0) + f"{command.__name__}, {hvd.size()} ranks")
+            _show("\n" * (number > 0) + f"{command.__name__}, {_ranks(hvd.size())}")
             command(options)
     except WrongResultError as error:
         if hvd.rank() == 0:
@@ -231,6 +233,10 @@ def _slowest(seconds: Sequence[float]) -> list[float]:
     """Return the seconds of the slowest rank, call by call."""
     most = hvd.allreduce(np.array(seconds), name="bench.slowest", op=hvd.Max)
     return [float(each) for each in most]
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _show(text: str) -> None:

@@ -91,3 +91,15 @@ def test_a_size_must_be_a_positive_number(text: str, capsys: pytest.CaptureFixtu
         bench.main(["latency", "--bytes", "4", text])
     said = capsys.readouterr().err
     assert f"{text!r}: must be a whole number" in said or f"unrecognized arguments: {text}" in said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_rank_is_told_how_to_start_several(
+    ranks: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(hvd, name, lambda: None)
+    run_ranks(ranks, lambda rank: bench.main(["latency", "--bytes", "4", "--calls", "1"]))
+    said = capsys.readouterr().out
+    assert ("hvdlite-run -np 2 python -m hvdlite.bench" in said) == (ranks == 1)
+    assert f"latency, {'1 rank' if ranks == 1 else '2 ranks'}\n" in said
