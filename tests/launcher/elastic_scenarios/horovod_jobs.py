@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from tests.launcher.elastic.jobs import Watch
-from tests.launcher.elastic_scenarios.jobs import discovery
+from tests.launcher.elastic_scenarios.jobs import OTHERS, discovery
 from tests.launcher.jobs import start
 
 EPOCHS, BATCHES = 8, 10
@@ -42,7 +42,7 @@ def train_through_two_kills_and_growth(script: str, folder: Path) -> list[tuple[
     words = ("--as-horovod", "-np", "3", "--min-np", "1", *discovery(folder, *hosts))
     path = Path(__file__).parent / "horovod_style" / f"{script}.py"
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    with start(*words, "python", str(path), may_leave="torchinductor_*", **quiet) as process:
+    with start(*words, "python", str(path), may_leave=OTHERS, **quiet) as process:
         watch = Watch(process)
         try:
             os.kill(wait_for_world(watch, 3, 0)[2], signal.SIGKILL)

@@ -12,6 +12,8 @@ from typing import Any
 
 from tests.launcher.jobs import launch
 
+# Files that frameworks leave, also where they are killed; names of ours begin with "hvdlite".
+OTHERS = "[!h]*"
 Line = dict[str, Any]
 Fault = dict[str, Any]
 MARKED = re.compile(r"\[\d+\]<stdout>:(?P<line>\{.*\})$")
@@ -62,7 +64,7 @@ def run(
     texts["FIRST_WORKERS"] = flags[flags.index("-np") + 1]
     done = launch(
         *flags, "python", "-m", module,
-        timeout=timeout, may_leave="torchinductor_*", **texts,
+        timeout=timeout, may_leave=OTHERS, **texts,
     )  # fmt: skip
     found = (MARKED.match(line) for line in done.stdout.splitlines())
     lines = sorted(
