@@ -137,7 +137,7 @@ def test_below_min_np_until_capacity_returns_seconds_later(tmp_path: Path) -> No
     )  # fmt: skip
     thread.join()
     result = check_weights(outcome, STEPS)
-    assert result["history"][-1][1] == [0, 2]
+    assert result["history"][-1][1] == [result["history"][0][1][0], 2]
     entered = [line["time"] for line in outcome.lines if "entered" in line and line["number"] == 2]
     assert entered[0] > changed[0]
     assert "lost" not in outcome.err
