@@ -93,9 +93,15 @@ def first_world(world: World) -> str:
     return f"world {world.epoch} has {count(len(world.members), 'rank')} ({placed(world)})"
 
 
+def _spell(seconds: float) -> str:
+    if seconds < 0.001:
+        return "within 1 ms"
+    return f"after {1000 * seconds:.0f} ms" if seconds < 1 else f"after {seconds:.1f} s"
+
+
 def next_world(old: World, new: World, cause: str, seconds: float, redone: bool) -> str:
     """Return the line for a world that follows another."""
-    parts = [f"after {seconds:.3g} s, world {new.epoch} has {count(len(new.members), 'rank')}"]
+    parts = [f"{_spell(seconds)}, world {new.epoch} has {count(len(new.members), 'rank')}"]
     parts += filter(None, [renumbered(old, new)])
     if not redone:
         parts.append("nothing is redone")
