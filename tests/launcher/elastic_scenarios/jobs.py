@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,15 @@ class Outcome:
     lines: list[Line]
     out: str
     err: str
+
+    @classmethod
+    def of(cls, done: subprocess.CompletedProcess[str]) -> Outcome:
+        """Read what the workers of a job have said."""
+        found = (MARKED.match(line) for line in done.stdout.splitlines())
+        lines = sorted(
+            (json.loads(match["line"]) for match in found if match), key=lambda line: line["time"]
+        )
+        return cls(done.returncode, lines, done.stdout, done.stderr)
 
     @property
     def results(self) -> list[Line]:
@@ -66,11 +76,7 @@ def run(
         *flags, "python", "-m", module,
         timeout=timeout, may_leave=OTHERS, **texts,
     )  # fmt: skip
-    found = (MARKED.match(line) for line in done.stdout.splitlines())
-    lines = sorted(
-        (json.loads(match["line"]) for match in found if match), key=lambda line: line["time"]
-    )
-    return Outcome(done.returncode, lines, done.stdout, done.stderr)
+    return Outcome.of(done)
 
 
 def flags(size: int, hosts: int = 1) -> tuple[str, ...]:
