@@ -63,6 +63,8 @@ class ElasticDriver:
         self._workers: dict[int, ToolWorker] = {}
         self._members: Sequence[int] = ()
         self._shutdown = threading.Event()
+        self._stopping = threading.Lock()  # Guards this alone.
+        self._rendezvous_stopped = False
         self._error: str | None = None
         self._timestamp = 0
         self._thread = threading.Thread(target=self._watch, name="hvdlite-driver", daemon=True)
@@ -91,8 +93,7 @@ class ElasticDriver:
                 if slots >= min_num_proc and len(hosts.available_hosts) >= min_hosts:
                     return hosts
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    sentence = f"{min_num_proc - slots} slots missing ({slots} are there)"
-                    self.stop(sentence)
+                    self.stop(_missing(hosts, min_num_proc, min_hosts))
 
     def record_ready(self, host: str, slot: int) -> None:
         """Ask for the next world for a worker; return when it is decided, or none will be."""
@@ -132,8 +133,9 @@ class ElasticDriver:
         return None
 
     def get_results(self) -> Results:
-        """Wait for the end of the job, and return how it has ended."""
+        """Wait for the end of the job and of the rendezvous, and return how it has ended."""
         self._shutdown.wait()
+        self._stop_rendezvous()
         with self._changed:
             self._changed.wait_for(lambda: all(each.result for each in self._workers.values()))
             assigned = [worker for worker in self._assigned() if worker.result]
@@ -154,8 +156,14 @@ class ElasticDriver:
                 self._shutdown.set()
                 for worker in self._workers.values():
                     worker.end.set()
-                self._rendezvous.stop()
                 self._changed.notify_all()
+
+    def _stop_rendezvous(self) -> None:
+        """Stop it once; not with the driver's lock, as it may wait for those who ask for places."""
+        with self._stopping:
+            if not self._rendezvous_stopped:
+                self._rendezvous_stopped = True
+                self._rendezvous.stop()
 
     def finished(self) -> bool:
         """Return whether the job has ended."""
@@ -204,6 +212,7 @@ class ElasticDriver:
                     self._driver.tick(time.monotonic())
                     self._carry_out()
             self._shutdown.wait(min(TICK_SECONDS, max(0.0, discover_at - time.monotonic())))
+        self._stop_rendezvous()
 
     def _discover(self) -> None:
         try:
@@ -308,3 +317,11 @@ class ElasticDriver:
                     worker.dropped = True
                     self._carry_out()
             self._changed.notify_all()
+
+
+def _missing(hosts: DiscoveredHosts, slots: int, host_count: int) -> str:
+    """Return which slots or hosts are missing."""
+    there, hosts_there = hosts.count_available_slots(), len(hosts.available_hosts)
+    if there < slots:
+        return f"{slots - there} slots missing ({there} are there)"
+    return f"{host_count - hosts_there} hosts missing ({hosts_there} are there)"

@@ -160,6 +160,44 @@ def test_enough_slots_on_too_few_hosts(make_driver: MakeDriver) -> None:
     timer.join()
 
 
+def test_too_few_hosts(make_driver: MakeDriver) -> None:
+    driver = make_driver({"host-1": 4}, 2, 4, timeout=0.2)
+    with pytest.raises(RuntimeError, match=r"1 hosts missing \(1 are there\)"):
+        driver.wait_for_available_slots(2, min_hosts=2)
+
+
+def test_a_rendezvous_that_ends_by_waiting_for_those_who_ask(make_driver: MakeDriver) -> None:
+    """A server joins the threads of its requests, and one of these waits for the next world."""
+    driver = make_driver({"host-1": 2}, 2, 2)
+    asked = threading.Event()
+
+    def ask() -> None:
+        asked.set()
+        driver.record_ready("host-1", 0)
+
+    request = threading.Thread(target=ask, daemon=True)
+    ended: list[bool] = []
+
+    def stop() -> None:
+        request.join(10)
+        ended.append(not request.is_alive())
+
+    rendezvous: Any = driver._rendezvous
+    rendezvous.stop.side_effect = stop
+
+    def work(slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
+        if slot.rank == 1:
+            request.start()
+            assert asked.wait(10)
+            return 0, time.time()
+        wait_for_one(events)
+        return 0, time.time()
+
+    driver.start(2, work)
+    assert driver.get_results().error_message is None
+    assert ended == [True]
+
+
 class Grower:
     """Workers that reset whenever their rank 0 is told of hosts, until `ranks` are there."""
 
