@@ -271,6 +271,16 @@ def test_a_stopped_worker_is_given_up_and_may_say_why_it_ends() -> None:
     assert len(job.worlds) == 2
 
 
+def test_a_rank_that_others_wait_for_too_long_is_given_up_alone() -> None:
+    job = running({"a": 3}, num_proc=3)
+    job.busy.add(1)
+    job.event("worker_said", 0, ["late", 7, [2]])  # of another world
+    job.event("worker_said", 0, ["late", 1, [1]])
+    assert job.members == [0, 2]
+    assert "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS" in job.processes[1].last("end")[2]
+    assert job.processes[3].start.slot == 1
+
+
 def test_a_closed_connection_waits_for_the_end_of_the_process() -> None:
     job = running({"a": 2}, num_proc=2)
     job.event("worker_closed", 0)

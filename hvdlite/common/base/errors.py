@@ -34,6 +34,14 @@ class ProtocolError(HorovodInternalError):
     """A peer sent a message that this version of hvdlite cannot have sent."""
 
 
+class StalledError(HorovodInternalError):
+    """Ranks have not submitted a tensor within the shutdown time of the stall inspector."""
+
+    def __init__(self, text: str, late: tuple[int, ...]) -> None:
+        super().__init__(text, rank=late[0])
+        self.late = late
+
+
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - the name of Horovod
     """Hosts have come or gone: raised on all ranks at the same point, and nothing is undone.
 

@@ -86,7 +86,10 @@ class StallInspector:
             if join.joined:
                 lines.append(f"  {_ranks(join.joined, 'wait')} in join for {_ranks(join.missing)}")
         if shutdown:
-            lines.append(f"  the limit of {self.shutdown_seconds:g} s is over: the job ends")
+            lines.append(
+                f"  the limit of {self.shutdown_seconds:g} s is over: the job ends, "
+                "or goes on without late ranks if it is elastic"
+            )
         return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
+from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator
@@ -296,7 +296,7 @@ class ControlPlane:
             return
         log.warning(report.text)
         if report.shutdown:
-            raise HorovodInternalError(report.text, rank=report.missing[0])
+            raise StalledError(report.text, report.missing)
         self._on_stack_query(StackQuery(report.missing))
 
     # -- failures

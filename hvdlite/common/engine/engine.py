@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
+from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
 from hvdlite.common.collectives.backend_choice import build_backends
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
@@ -60,6 +60,8 @@ class Engine:
         self.departed = threading.Event()
         # Set before `departed` if the job failed.
         self.failed = False
+        # Called on the thread of rank 0 with the ranks that were late for too long.
+        self.on_stall: Callable[[tuple[int, ...]], None] = lambda late: None
         self._transport = transport
         self._config = config
         self._timeline = timeline
@@ -168,6 +170,9 @@ class Engine:
             return self._control_plane.abandoned
         if isinstance(error, PeerLostError):
             return self._control_plane.blame(error)
+        if isinstance(error, StalledError):
+            self.on_stall(error.late)
+            return HorovodInternalError(str(error), rank=error.rank)
         if not isinstance(error, HorovodInternalError):
             log.error("the engine of rank %d failed", self.rank, exc_info=error)
             text = f"the engine of rank {self.rank} failed: {type(error).__name__}: {error}"

@@ -11,6 +11,7 @@ the rank; both ends prove that they know the job's secret. Then come frames of a
 | READY epoch commit | The worker wants the next world. `epoch` is that of the last world that was given to it (0: none), `commit` the number of the commit that it holds (0: none). |
 | GATHER epoch round body | One round of the exchange by which the ranks of the world meet; rounds are numbered from 0. |
 | CHECKS counter count | The answer to NOTICE: how many checks of its world the worker has passed. |
+| LATE epoch numbers | These members of the world `epoch` have not submitted what the others wait for, within the shutdown time of the stall inspector. |
 | BEAT | Sent every `BEAT_SECONDS`. The server takes it, and tells nobody. |
 
 | driver -> worker | |
@@ -38,6 +39,7 @@ from hvdlite.common.meeting.wire import job_digest
 HELLO, READY, GATHER, CHECKS, BEAT = "hello", "ready", "gather", "checks", "beat"
 NEWCOMER, WORLD, BODIES, REGROUP = "newcomer", "world", "bodies", "regroup"
 SEEN, NOTICE, RAISE, END = "seen", "notice", "raise", "end"
+LATE = "late"
 
 CLAIM_JOB = job_digest("hvdlite elastic membership")
 BEAT_SECONDS = 1.0
@@ -124,6 +126,8 @@ def is_from_worker(message: Sequence[Any]) -> bool:
             return True
         case [str(kind), int(), int(), bytes()] if kind == GATHER:
             return True
+        case [str(kind), int(), [*numbers]] if kind == LATE:
+            return all(isinstance(number, int) for number in numbers)
         case [str(kind)] if kind == BEAT:
             return True
     return False

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,10 @@ class DriverLink:
     def ready(self, epoch: int, commit: int) -> None:
         """Ask for the next world; `epoch` was the last one, and the worker holds `commit`."""
         self._send(frames.READY, epoch, commit)
+
+    def tell_late(self, epoch: int, numbers: Sequence[int]) -> None:
+        """Tell which workers the others of the world `epoch` have waited for too long."""
+        self._send(frames.LATE, epoch, list(numbers))
 
     def wait_for_world(self) -> World | Newcomer:
         """Return the next world, or the expected place if the answer to the hello says to wait.

@@ -288,7 +288,8 @@ class Config:
     )  # fmt: skip
     stall_shutdown_seconds: float = setting(
         0.0, "STALL_SHUTDOWN_TIME_SECONDS", number(float, 0, "seconds"),
-        "End the job when a tensor has waited this long for some ranks; 0 is never.",
+        "End the job, or of an elastic one the late ranks, when a tensor has waited this long for "
+        "some ranks; 0 is never.",
         flag="--stall-check-shutdown-time-seconds", yaml="stall_check.shutdown_time_seconds",
     )  # fmt: skip
     start_timeout_seconds: float = setting(

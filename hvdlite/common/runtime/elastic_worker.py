@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from hvdlite.common.base.errors import HorovodInternalError
@@ -101,6 +102,7 @@ class ElasticWorker:
         if self.world is None:
             engine.abandon(HorovodInternalError(NOT_IN_A_WORLD))
             return
+        engine.on_stall = partial(self._tell_late, self.world)
         over = self.link.over(self.epoch)
         if over is not None:
             engine.abandon(over)
@@ -109,6 +111,10 @@ class ElasticWorker:
         engine = self._engine
         if engine is not None and epoch in (0, self.epoch):
             engine.abandon(error)
+
+    def _tell_late(self, world: World, late: Sequence[int]) -> None:
+        """Let the driver give up the ranks that are late; called on the engine thread of rank 0."""
+        self.link.tell_late(world.epoch, [world.numbers[rank] for rank in late])
 
     def is_over(self) -> bool:
         """Return whether the driver has ended the world of this worker."""

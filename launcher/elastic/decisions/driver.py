@@ -137,6 +137,8 @@ class Driver:
                 return  # Nothing else follows from it.
             case ["checks", int(counter), int(passed)]:
                 self._succession.checks(worker, counter, passed)
+            case ["late", int(epoch), [*late]]:
+                self._losses.give_up_late(epoch, late, now)
         if not self._requirements.others_are_late():
             self._advance(now)
 

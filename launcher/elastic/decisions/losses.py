@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hvdlite.launcher.elastic.decisions import lines
 from hvdlite.launcher.elastic.decisions.commands import Command, DropAgent, Say
@@ -17,6 +17,8 @@ from hvdlite.launcher.elastic.decisions.succession import Succession
 # How long a worker may run after its connection has ended, and still return. A process ends its
 # connection when Python begins to exit, and frameworks take seconds to do so on a busy machine.
 CLOSED_SECONDS = 30.0
+
+STALLED = "it was late for a tensor for longer than HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
 
 
 class Losses:
@@ -71,6 +73,15 @@ class Losses:
         sentence = f"{lines.name(worker, self._succession.world)} was given up: {why}"
         self._staffing.give_up(worker, sentence, now)
         self.lose(worker, why, False, now)
+
+    def give_up_late(self, epoch: int, numbers: Sequence[int], now: float) -> None:
+        """Count out the ranks of the world `epoch` that the others have waited for too long."""
+        world = self._succession.world
+        if world is None or world.epoch != epoch:
+            return
+        for worker in self._succession.living_members():
+            if worker.number in numbers and not worker.ready:
+                self.give_up(worker, STALLED, now)
 
     def lose(self, worker: Worker, why: str, exception: bool, now: float) -> None:
         """Count a failure of a worker and end its world. A host that goes has no failures."""

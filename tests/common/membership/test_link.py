@@ -284,7 +284,14 @@ def test_foreigners_do_not_disturb(driver: FakeDriver, attack: bytes) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [["gather", 1, "0", b""], ["world", 1], ["checks", 1], ["hello", None], ["shutdown", 1]],
+    [
+        ["gather", 1, "0", b""],
+        ["world", 1],
+        ["checks", 1],
+        ["hello", None],
+        ["shutdown", 1],
+        ["late", 1, [None]],
+    ],
     ids=str,
 )
 def test_a_worker_that_says_nonsense_is_lost(driver: FakeDriver, message: list[Any]) -> None:

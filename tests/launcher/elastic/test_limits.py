@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -81,6 +82,38 @@ def test_a_stopped_worker_is_given_up_and_harms_nothing(tmp_path: Path) -> None:
         assert [place.pid for place in again if place.pid == first[1].pid] == []
         assert job.end() == 0
     assert "stopped" in job.watch.line("lost")
+
+
+STALL = """
+import time
+import numpy as np
+import hvdlite.numpy as hvd
+
+hvd.init()
+
+@hvd.elastic.run
+def train(state):
+    if hvd.size() == 2:
+        state.commit()
+        if hvd.rank() == LATE:
+            time.sleep(100)
+    hvd.allreduce(np.ones(2), name="x")
+    print("reduced by", hvd.size(), flush=True)
+
+train(hvd.elastic.NumpyState(step=0))
+"""
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_only_the_late_rank_is_given_up_after_the_stall_shutdown_time(late: int) -> None:
+    words = ("-np", "2", "--min-np", "1", "--reset-limit", "1", "python", "-c")
+    script = STALL.replace("LATE", str(late))
+    begin = time.monotonic()
+    done = launch(*words, script, HVDLITE_STALL_SHUTDOWN_TIME_SECONDS="1")
+    assert done.returncode == 0, done.stderr
+    assert 1 < time.monotonic() - begin < 15
+    assert done.stdout.count("reduced by 1") == 1
+    assert re.search(rf"rank {late} .* was lost: it was late for a tensor", done.stderr)
 
 
 HOLD = """
