@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from hvdlite.as_horovod import active
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.warn import warn_user
 from hvdlite.launcher.flags import parse_args
@@ -119,6 +120,8 @@ def run(
         "--mpi": use_mpi,
         "--gloo": use_gloo,
         "--disable-cache": disable_cache,
+        # Scripts for Horovod expect its policies of failures and of new hosts, and its variables.
+        "--as-horovod": elastic and active(),
     }
     words = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     if cooldown_range is not None:

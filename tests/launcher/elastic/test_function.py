@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,27 @@ def test_it_needs_hosts() -> None:
         hvdlite.run(place, hosts=HOSTS, min_np=1, cooldown_range=(5, 1))
     with pytest.raises(ValueError, match="--max-np needs"):
         hvdlite.run(place, hosts=HOSTS, max_np=3)
+
+
+def test_under_the_name_horovod_its_policies_hold() -> None:
+    """Commits wait for new hosts, and workers find Horovod's variables."""
+    found = subprocess.run(
+        [sys.executable, "-m", "hvdlite.as_horovod", "-c", AS_HOROVOD],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert found.stdout.splitlines()[-1] == "[('wait', True, '1', '1')]"
+
+
+AS_HOROVOD = """
+import os, horovod, hvdlite.launcher.function as function
+
+def look():
+    return os.environ["HOROVOD_ELASTIC"], os.environ["HOROVOD_SIZE"]
+
+run = function._run
+def note(options, environ, call):
+    policies = options.elastic.admit, options.as_horovod
+    return [(*policies, *result) for result in run(options, environ, call)]
+function._run = note
+print(horovod.run(look, min_np=1, np=1, hosts="localhost:1"))
+"""
