@@ -95,8 +95,10 @@ def run(
     least = _first(min_num_proc, min_np)
     elastic = least is not None or host_discovery_script is not None
     if elastic and not (hosts or hostfile or host_discovery_script):
-        raise ConfigError("min_num_proc needs hosts, hostfile or host_discovery_script, such as "
-                          "hosts='localhost:2'")  # fmt: skip
+        raise ConfigError(
+            "min_np (min_num_proc) needs hosts, hostfile or host_discovery_script, such as "
+            "hosts='localhost:2'"
+        )
     flags = {
         "--num-proc": _first(num_proc, np, None if hosts or hostfile or elastic else 1),
         "--hosts": hosts,

@@ -334,7 +334,7 @@ class Config:
     )  # fmt: skip
     elastic_timeout_seconds: float = setting(
         600.0, "ELASTIC_TIMEOUT", number(float, 0, "seconds"),
-        "Elastic training: how long fewer slots than --min-np may last, at the start and later.",
+        "Elastic training: how long fewer slots than -np (at the start) or --min-np may last.",
         flag="--elastic-timeout",
     )  # fmt: skip
     elastic_admit: str = setting(
