@@ -6,22 +6,28 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launcher.elastic.jobs import Watch
-from tests.launcher.jobs import start
+from tests.launcher.jobs import launch, start
 
 ROOT = Path(__file__).parents[3]
 BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LIMIT_SECONDS = 60
+LEFT = "torchinductor*"  # A folder of PyTorch.
+
+
+PAGE = (ROOT / "docs" / "elastic.md").read_text()
+SCRIPTS = [block for block in PYTHON.findall(PAGE) if "hvd.init()" in block]
 
 
 def commands() -> list[str]:
     """The shell commands of the tutorial."""
-    page = (ROOT / "docs" / "elastic.md").read_text()
-    tutorial = page.partition("## Five minutes")[2].partition("\n## ")[0]
+    tutorial = PAGE.partition("## Five minutes")[2].partition("\n## ")[0]
     return [block.strip() for block in BASH.findall(tutorial)]
 
 
@@ -39,7 +45,7 @@ def test_the_tutorial_can_be_followed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     launcher, *words = run.split()
     assert launcher == "hvdlite-run"
-    with start(*words, may_leave="torchinductor*") as process:  # PyTorch leaves that one.
+    with start(*words, may_leave=LEFT) as process:
         watch = Watch(process)
         watch.line("world 1 has 2 ranks", LIMIT_SECONDS)
         watch.said(r"epoch +1:", LIMIT_SECONDS)
@@ -54,3 +60,16 @@ def test_the_tutorial_can_be_followed(tmp_path: Path, monkeypatch: pytest.Monkey
         watch.line("ranks 1-2 .* were removed; .* world 5 has 1 rank", LIMIT_SECONDS)
         process.send_signal(signal.SIGINT)
         assert watch.finish(LIMIT_SECONDS) == 130
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("script", SCRIPTS, ids=["torch", "numpy"])
+def test_the_scripts_of_the_page_run(script: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    words = ("-np", "2", "--min-np", "2", sys.executable, str(path))
+    done = launch(*words, timeout=LIMIT_SECONDS, may_leave=LEFT)
+    assert done.returncode == 0, done.stderr
+    weights = re.findall(r"<stdout>:.*?(\[[-+.e\d].*|\[\[.*)$", done.stdout, re.MULTILINE)
+    assert len(weights) == 2 and weights[0] == weights[1]
