@@ -11,6 +11,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients import reducer
 from hvdlite.common.gradients.buckets import buckets_of
 from hvdlite.common.gradients.variables import Sources
+from hvdlite.common.runtime.state import for_collective
 from hvdlite.common.segmentation.strategies import Gradient
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.autograd import untraced
@@ -29,6 +30,8 @@ class Reducer(reducer.Reducer):
     sources = Sources(torch.Tensor)
     variable = "keras.Variable"
     _layouts: Layouts | None = None
+    # The era of the ranks that have agreed on layouts.
+    _era: object = None
 
     @torch.no_grad()
     def send(
@@ -40,6 +43,10 @@ class Reducer(reducer.Reducer):
         """
         if self._layouts is None:
             self._layouts = Layouts(self.reduction.process_set, next(iter(gradients), ""))
+        era = for_collective().era(self.reduction.process_set)
+        if era is not self._era:
+            self._layouts.ask_again()  # A newcomer of an elastic job knows no layout yet.
+            self._era = era
         to_reduce = {}
         for name in self._layouts.agree(gradients):
             gradient = gradients[name]
