@@ -92,9 +92,14 @@ def _making_step(method: Method) -> Method:
 
 
 def _fitting(method: Method) -> Method:
-    """Replace ``Model.fit()``, whose iterations are traced where the settings ask for it."""
+    """Replace ``Model.fit()``, whose iterations are traced where the settings ask for it.
+
+    After a reset no epoch may be left; Keras 2 would raise an error.
+    """
 
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("epochs") == 0 and _is_elastic(kwargs.get("callbacks")):
+            kwargs |= {"epochs": 1, "initial_epoch": 1}  # None either, and Keras 2 takes it.
         optimizer = getattr(self, "optimizer", None)
         trace = None
         if any(isinstance(part, Distributed) for part in parts_of(optimizer)) and is_initialized():
@@ -115,6 +120,14 @@ def _fitting(method: Method) -> Method:
         return method(*call.args, **call.kwargs)
 
     return fit
+
+
+def _is_elastic(callbacks: Any) -> bool:
+    from hvdlite.keras.callbacks.elastic import StateCallback
+
+    return isinstance(callbacks, (list, tuple)) and any(
+        isinstance(callback, StateCallback) for callback in callbacks
+    )
 
 
 def _exchange_in(optimizer: Any) -> Exchange | None:

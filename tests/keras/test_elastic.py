@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import permutations
 from typing import Any
 
 import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
-from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.keras.framework import keras
 from tests.elastic_job import ElasticJob, Worker
 from tests.ranks import run_ranks
@@ -72,15 +73,23 @@ def test_a_model_must_be_built() -> None:
 
 
 class Failing(keras.callbacks.Callback):  # type: ignore[misc]
-    """Raises at a batch of an epoch, and notes all counters after each batch."""
+    """Raises at a batch of an epoch, and notes the epoch and the batch after each batch."""
 
     def __init__(self, state: Any, at: tuple[int, int] | None) -> None:
         super().__init__()
         self.state, self.at = state, at
         self.seen: Seen = []
+        self.epoch = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.epoch = self.state.epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.seen.append((self.state.epoch, int(self.state.batch)))
+        done = int(self.state.batch)
+        if self.state.epoch > self.epoch:  # The epoch has ended with this batch.
+            assert (self.state.epoch, done) == (self.epoch + 1, 0)
+            done = BATCHES - 1
+        self.seen.append((self.epoch, done))
         if self.seen[-1] == self.at:
             raise HorovodInternalError("a rank is lost")
 
@@ -132,8 +141,107 @@ def test_an_epoch_goes_on_where_it_was_committed(
     assert first == [(0, b) for b in range(BATCHES)] + [(1, b) for b in range(4)]
     assert second == [(1, b) for b in range(4, 8)]
     assert third == [(1, 8), (1, 9)] + [(2, b) for b in range(BATCHES)]
-    # The last batch of epoch 2 was committed: its epoch passes without training.
-    assert last == [(2, BATCHES - 1)] + [(3, b) for b in range(BATCHES)]
+    # The last batch of epoch 2 was committed, so that epoch was over.
+    assert last == [(3, b) for b in range(BATCHES)]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+@pytest.mark.parametrize(("with_initial_epoch", "last"), [(False, 3), (True, 1)])
+def test_no_epoch_is_left_without_a_step(
+    order: Sequence[int], with_initial_epoch: bool, last: int
+) -> None:
+    """The ranks change at the commit of an epoch's last batch, also of the last epoch."""
+
+    def main(rank: int) -> None:
+        model = network(distributed=False)
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        commits: list[tuple[int, int]] = []
+        losses: list[float] = []
+        commit = state.commit
+
+        def commit_and_change() -> None:
+            commit()
+            commits.append((state.epoch, int(state.batch)))
+            if len(commits) == last * (BATCHES + 1) - 1:
+                raise HostsUpdatedInterrupt(skip_sync=False)
+
+        state.commit = commit_and_change  # type: ignore[method-assign]
+
+        class Read(keras.callbacks.Callback):  # type: ignore[misc]
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                losses.append(logs["loss"])
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            epochs = {"epochs": 3 - state.epoch}
+            if with_initial_epoch:
+                epochs = {"epochs": 3, "initial_epoch": state.epoch}
+            callbacks = [*all_callbacks(state, order), Read()]
+            model.fit(X, Y, batch_size=4, verbose=0, callbacks=callbacks, **epochs)
+
+        train(state)
+        assert (state.epoch, state.batch) == (3, 0)
+        assert commits[last * (BATCHES + 1) - 2] == (last, 0)
+        assert int(model.optimizer.iterations.numpy()) == 3 * BATCHES
+        assert len(losses) == 2  # The change came before the end of one epoch.
+
+    run_ranks(1, main)
+
+
+def test_a_script_that_counts_epochs_itself_commits_the_last_batch_as_one() -> None:
+    def main(rank: int) -> None:
+        model = network(distributed=False)
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        commits: list[tuple[int, int]] = []
+        state.commit = lambda: commits.append((state.epoch, int(state.batch)))  # type: ignore[method-assign]
+        callbacks = all_callbacks(state, (0, 1))
+        model.fit(X, Y, batch_size=4, verbose=0, callbacks=callbacks)
+        assert commits == [(0, b) for b in range(BATCHES)] + [(0, 0)]
+
+    run_ranks(1, main)
+
+
+def batches() -> Iterator[tuple[Any, Any]]:
+    for place in range(0, len(X), 4):
+        yield X[place : place + 4], Y[place : place + 4]
+
+
+def test_an_epoch_of_unknown_length_is_repeated_with_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tf = pytest.importorskip("tensorflow")
+    monkeypatch.setattr(hvd.elastic.UpdateBatchStateCallback, "_has_warned", False)
+    seen: list[Seen] = []
+
+    def main(rank: int) -> None:
+        model = network(distributed=False)
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        signature = (tf.TensorSpec((4, 3)), tf.TensorSpec((4, 2)))
+        data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+        failures = iter([(0, 3), (0, 5), None])
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            failing = Failing(state, next(failures))
+            callbacks = [*all_callbacks(state, (0, 1, 2)), failing]
+            seen.append(failing.seen)
+            model.fit(data, epochs=2 - state.epoch, verbose=0, shuffle=False, callbacks=callbacks)
+
+        hvd.init()
+        try:
+            train(state)
+        finally:
+            hvd.shutdown()
+        assert (state.epoch, state.batch) == (2, 0)
+
+    hvd.init()
+    main(0)
+    first, second, third = seen
+    assert [len(first), len(second)] == [4, 6]
+    assert third == [(epoch, b) for epoch in range(2) for b in range(BATCHES)]
+    (record,) = [each for each in caplog.records if "how many batches" in each.message]
+    assert "the 4 batches that were done" in record.message
+    assert "steps_per_epoch" in record.message and "assert_cardinality" in record.message
 
 
 def test_a_number_that_the_user_has_set_is_that_of_batches_done() -> None:

@@ -1,20 +1,27 @@
 """Callbacks that count epochs and batches in a state of elastic training, and commit it.
 
 Their order does not matter: a commit lets the callbacks that count for the same state in the same
-`fit` count first.
+`fit` count first. The last batch of an epoch counts as its end, so that no epoch without a step is
+left if the ranks change at its commit.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from hvdlite.keras.callbacks.base import Callback
 
 Logs = dict[str, Any] | None
+log = logging.getLogger("hvdlite")
 
 
 class CompletedBatch(int):
     """The number of a batch that is done, unlike a plain number, which is that of batches done."""
+
+
+def _batches_done(batch: int) -> int:
+    return batch + 1 if isinstance(batch, CompletedBatch) else batch
 
 
 class StateCallback(Callback):
@@ -23,9 +30,16 @@ class StateCallback(Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
+        # The number that Keras gives to the current epoch; None: none has begun.
+        self._epoch: int | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Note the epoch."""
+        self._epoch = epoch
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Let commits of the state find this callback."""
+        self._epoch = None
         others = [callback for callback in self.callbacks() if callback is not self]
         self.state._callbacks = [*others, self]
 
@@ -33,6 +47,22 @@ class StateCallback(Callback):
         """Return the callbacks for this state that take part in the same `fit`."""
         known: list[StateCallback] = vars(self.state).get("_callbacks", [])
         return [callback for callback in known if callback.params is self.params]
+
+    def is_last_batch(self, batch: int) -> bool:
+        """Return whether a batch of the current epoch is known to be its last one."""
+        return False
+
+    def end_batch(self, batch: int) -> None:
+        """Let all callbacks for this state count a batch, and the epoch if that ends with it."""
+        callbacks = self.callbacks()
+        for callback in callbacks:
+            callback.count_batch(batch)
+        counts_epochs = any(isinstance(each, UpdateEpochStateCallback) for each in callbacks)
+        if self._epoch is None or not counts_epochs:
+            return  # A script that counts epochs itself does so at their ends.
+        if any(callback.is_last_batch(batch) for callback in callbacks):
+            for callback in callbacks:
+                callback.count_epoch(self._epoch)
 
     def count_batch(self, batch: int) -> None:
         """Write down that a batch is done; may be called again for the same one."""
@@ -66,8 +96,7 @@ class CommitStateCallback(StateCallback):
         if self.batches_remaining > 0:
             return
         self.batches_remaining = self.batches_per_commit
-        for callback in self.callbacks():
-            callback.count_batch(batch)
+        self.end_batch(batch)
         self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -81,9 +110,13 @@ class UpdateBatchStateCallback(StateCallback):
     """Keeps the number of the last batch of this epoch in ``state.batch``.
 
     After a reset the first epoch has only the batches that are left of it: `fit` then ends it
-    early, if Keras knows how many batches an epoch has, and their numbers go on. At the end of an
-    epoch ``state.batch`` is 0. A number that you have set yourself is that of batches done.
+    early, if Keras knows how many batches an epoch has, and their numbers go on; if it does not,
+    all batches are done again, and a warning says so. At the end of an epoch, which is its last
+    batch where `UpdateEpochStateCallback` counts epochs, ``state.batch`` is 0. A number that you
+    have set yourself is that of batches done.
     """
+
+    _has_warned = False
 
     def __init__(self, state: Any) -> None:
         super().__init__(state)
@@ -104,14 +137,32 @@ class UpdateBatchStateCallback(StateCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Plan the batches that are left."""
+        super().on_epoch_begin(epoch)
         self._done_before = 0
         if self._steps is None or self.params is None:
+            self._warn_of_repeated_batches()
             return
-        batch = self.state.batch
-        self._done_before = batch + 1 if isinstance(batch, CompletedBatch) else batch
+        self._done_before = _batches_done(self.state.batch)
         self.params["steps"] = max(self._steps - self._done_before, 0)  # What Keras shows.
         if self._done_before >= self._steps:
             self._skip_one_batch()
+
+    def _warn_of_repeated_batches(self) -> None:
+        """Say once what an epoch of unknown length means after a reset.
+
+        The number of batches of an earlier epoch would be of no use: it changes with the ranks that
+        share the data, and a newcomer has seen none.
+        """
+        done = _batches_done(getattr(self.state, "batch", 0))
+        if done == 0 or self._has_warned:
+            return
+        UpdateBatchStateCallback._has_warned = True
+        log.warning(
+            "Keras does not know how many batches an epoch of this dataset has, so the %d batches "
+            "that were done of this one before the reset are done again: give fit() "
+            "steps_per_epoch, or the dataset tf.data.experimental.assert_cardinality(batches)",
+            done,
+        )
 
     def _skip_one_batch(self) -> None:
         """Let the epoch, whose batches are all done, pass without training: Keras begins one."""
@@ -126,8 +177,8 @@ class UpdateBatchStateCallback(StateCallback):
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Count, and end an epoch that has begun in an earlier `fit`."""
-        self.count_batch(batch)
-        if self._done_before and self._done_before + batch + 1 >= (self._steps or 0):
+        self.end_batch(batch)
+        if self._done_before and self.is_last_batch(batch):
             self._end.is_reached = True
             if not self.model.stop_training:
                 self.model.stop_training = self._end
@@ -136,6 +187,10 @@ class UpdateBatchStateCallback(StateCallback):
         """Begin the next epoch with its first batch."""
         self._end.is_reached = False
         self.count_epoch(epoch)
+
+    def is_last_batch(self, batch: int) -> bool:
+        """See `StateCallback`."""
+        return self._steps is not None and self._done_before + batch + 1 >= self._steps
 
     def count_batch(self, batch: int) -> None:
         """See `StateCallback`."""
@@ -163,6 +218,8 @@ class _EndOfEpoch:
 class UpdateEpochStateCallback(StateCallback):
     """Keeps the number of epochs that are done in ``state.epoch``.
 
+    Where `UpdateBatchStateCallback` knows the last batch of an epoch, it is done with that.
+
     `fit` gets either ``epochs=total - state.epoch`` or ``initial_epoch=state.epoch``.
     """
 
@@ -179,6 +236,7 @@ class UpdateEpochStateCallback(StateCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Notice from which number Keras counts."""
+        super().on_epoch_begin(epoch)
         if self._first is None:
             self._first = epoch
 
