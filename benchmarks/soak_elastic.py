@@ -72,6 +72,10 @@ class Killer:
         """Kill a rank of a world."""
         self._kill(self._lot.choice(world)["pid"])
 
+    def has_killed(self, world: list[Note]) -> bool:
+        """Return whether one of the ranks of a world was killed."""
+        return any(note["pid"] in self._killed for note in world)
+
     def _kill(self, pid: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -200,7 +204,10 @@ def finish(
     job: ElasticJob, killer: Killer, first: dict[str, float], ranks: int, replay: Replay
 ) -> dict[str, Any]:
     """Let a job end with all of its ranks, and compare."""
-    job.whole_world(ranks, max(note["epoch"] for note in job.read() if "epoch" in note) - 1)
+    epoch = max(note["epoch"] for note in job.read() if "epoch" in note) - 1
+    # The last world may be whole only because nobody has noticed yet who was killed in it.
+    while killer.has_killed(world := job.whole_world(ranks, epoch)):
+        epoch = world[0]["epoch"]
     last = launcher_holds(job)
     job.end(60)
     holds = {name: [first[name], last[name]] for name in first}
