@@ -97,6 +97,8 @@ class RayExecutor:
         self.settings = settings or Settings()
         self.workers: list[Any] = []  # handles of the actors, in the order of their ranks
         self._use_current = use_current_placement_group
+        if min_workers is None:
+            _check_not_elastic(max_workers, reset_limit, cooldown_range)
         self._wanted = Workers(
             _count(num_workers, num_hosts, num_workers_per_host)
             if min_workers is None
@@ -108,7 +110,6 @@ class RayExecutor:
         self._placement: Placement | None = None
         self._elastic: ElasticWorkers | None = None
         if min_workers is None:
-            _check_not_elastic(max_workers, reset_limit, cooldown_range)
             return
         if num_workers is not None or num_hosts is not None:
             raise ValueError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +52,19 @@ def session(master: str, **settings: str) -> Iterator[Any]:
         yield spark.sparkContext
     finally:
         spark.stop()
+
+
+def wait_for_ends(*processes: int) -> None:
+    """Wait until these processes have ended, though nobody may have taken note of it."""
+    end = time.monotonic() + 30
+    while any(_is_alive(process) for process in processes):
+        assert time.monotonic() < end, processes
+        time.sleep(0.05)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"

@@ -17,7 +17,7 @@ import pytest
 import hvdlite.spark
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from tests.elastic_programs import Running, check_results, fail_again, train, wait_for_world
-from tests.spark.sessions import session
+from tests.spark.sessions import session, wait_for_ends
 
 pytest.importorskip("pyspark", reason="the extra 'spark' is not installed")
 pytestmark = pytest.mark.timeout(120)
@@ -71,7 +71,7 @@ def test_a_killed_task_takes_its_rank_with_it_and_is_tried_again(tmp_path: Path)
         assert again[1].step <= again[0].step
         (tmp_path / "end").touch()
         check_results(job.result(), RANKS)
-    assert not Path(f"/proc/{first[1].pid}").exists()
+    wait_for_ends(first[1].pid)
 
 
 def test_what_the_job_says_and_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

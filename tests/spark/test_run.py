@@ -21,7 +21,7 @@ from hvdlite.launcher.function import RemoteError
 from hvdlite.missing_names import NO_ESTIMATORS
 from tests.cluster_programs import lose_a_rank, place, reduce, reduced, train, trained
 from tests.cluster_programs import wait_for_others as wait_for_them
-from tests.spark.sessions import session
+from tests.spark.sessions import session, wait_for_ends
 
 pytest.importorskip("pyspark", reason="the extra 'spark' is not installed")
 
@@ -124,18 +124,7 @@ def test_a_killed_rank_ends_the_others_and_their_children(tmp_path: Path) -> Non
     with pytest.raises(HorovodInternalError, match=r"rank 0 was killed by SIGKILL"):
         hvdlite.spark.run(kill_or_wait, (str(tmp_path),))
     numbers = [int(word) for rank in "01" for word in (tmp_path / rank).read_text().split()]
-    end = time.monotonic() + 30
-    while any(alive(number) for number in numbers):
-        assert time.monotonic() < end, numbers
-        time.sleep(0.05)
-
-
-def alive(number: int) -> bool:
-    try:
-        status = Path(f"/proc/{number}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
+    wait_for_ends(*numbers)
 
 
 @pytest.mark.usefixtures("context")
