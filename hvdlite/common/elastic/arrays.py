@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.elastic.pieces import in_pieces
 from hvdlite.common.elastic.source import Source
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.state import for_collective
-
-PIECE_BYTES = 64 << 20  # The most that a flat buffer takes, unless one array is larger.
 
 _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 
@@ -30,28 +30,16 @@ def broadcast_arrays(arrays: Sequence[Array], name: str, source: Source) -> list
     for index, array in enumerate(arrays):
         groups.setdefault(array.dtype, []).append(index)
     for dtype, indices in groups.items():
-        for number, piece in enumerate(_pieces(arrays, indices)):
-            flat = _packed([arrays[i] for i in piece], is_root)
+        rest = iter(indices)
+        for number, piece in enumerate(in_pieces([arrays[i] for i in indices])):
+            flat = _packed(piece, is_root)
             part = f"{name}.{dtype.name}.{number}"
             flat = _forms.broadcast_(flat, source.root_rank, part, source.process_set)
             if not is_root:
-                received = _unpacked(flat, [arrays[i] for i in piece])
-                results = _with(results, piece, received)
+                places = islice(rest, len(piece))
+                for index, array in zip(places, _unpacked(flat, piece), strict=True):
+                    results[index] = array
     return results
-
-
-def _pieces(arrays: Sequence[Array], indices: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices of neighbours that fit in a buffer."""
-    piece: list[int] = []
-    size_bytes = 0
-    for index in indices:
-        if piece and size_bytes + arrays[index].nbytes > PIECE_BYTES:
-            yield piece
-            piece, size_bytes = [], 0
-        piece.append(index)
-        size_bytes += arrays[index].nbytes
-    if size_bytes:
-        yield piece
 
 
 def _packed(arrays: Sequence[Array], with_values: bool) -> Array:
@@ -67,9 +55,3 @@ def _unpacked(flat: Array, like: Sequence[Array]) -> list[Array]:
         flat[start:end].view(array.dtype).reshape(array.shape)
         for start, end, array in zip(starts, ends, like, strict=True)
     ]
-
-
-def _with(results: list[Any], piece: Sequence[int], received: Sequence[Array]) -> list[Any]:
-    for index, array in zip(piece, received, strict=True):
-        results[index] = array
-    return results

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from hvdlite.common.elastic.pieces import in_pieces
 from hvdlite.common.elastic.source import Source
 from hvdlite.common.runtime.basics import rank
 from hvdlite.torch import mpi_ops
 
 Tensor = torch.Tensor
-PIECE_BYTES = 64 << 20  # The most that a flat buffer takes, unless one tensor is larger.
 
 
 @torch.no_grad()
@@ -25,22 +25,8 @@ def broadcast_flat(tensors: Sequence[Tensor], name: str, source: Source) -> None
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor.detach())
     for dtype, group in groups.items():
-        for number, piece in enumerate(_pieces(group)):
+        for number, piece in enumerate(in_pieces(group)):
             _broadcast_piece(piece, f"{name}.{str(dtype).removeprefix('torch.')}.{number}", source)
-
-
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield neighbours that fit in a buffer."""
-    piece: list[Tensor] = []
-    size_bytes = 0
-    for tensor in tensors:
-        if piece and size_bytes + tensor.nbytes > PIECE_BYTES:
-            yield piece
-            piece, size_bytes = [], 0
-        piece.append(tensor)
-        size_bytes += tensor.nbytes
-    if size_bytes:
-        yield piece
 
 
 def _broadcast_piece(piece: Sequence[Tensor], name: str, source: Source) -> None:
