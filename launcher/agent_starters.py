@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from hvdlite.launcher.agent_connection import AgentConnection
+from hvdlite.launcher.agent_remains import removal_command
 from hvdlite.launcher.event_loop import EventLoop
 from hvdlite.launcher.leading_process import LeadingProcess
 from hvdlite.launcher.options import LaunchOptions
@@ -105,10 +106,7 @@ class SpawnedAgents(AgentStarter):
 
     def tidy(self, agent: AgentConnection, groups: list[int]) -> None:
         """See `AgentStarter`: its ranks have died with it, but not their child processes."""
-        kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in groups)
-        there = f"{kill}rm -rf {shlex.quote(agent.folder)}"
-        path = self._environ.get("PATH")
-        command = ssh_command(agent.host.name, there, self._options, path)
+        command = removal_command(agent, groups, self._options, self._environ)
         ssh = LeadingProcess(command, self._environ, self._loop)
         ssh.wait(TIDY_SECONDS)
         ssh.close()

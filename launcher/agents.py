@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
+from hvdlite.launcher.agent_hello import reason_to_refuse
 from hvdlite.launcher.agent_job import AgentJob
+from hvdlite.launcher.agent_remains import kill_groups, remove_here
 from hvdlite.launcher.agent_starters import AgentStarter, SpawnedAgents
-from hvdlite.launcher.channel import VERSION
 from hvdlite.launcher.group_agents import GroupAgents
 from hvdlite.launcher.groups import make_group
 from hvdlite.launcher.launcher_choice import GROUPS
@@ -77,15 +74,8 @@ class Agents:
             self._starter.agent_came()
         agent.folder = hello["folder"]
         name = agent.host.name
-        if hello["channel"] != VERSION:
-            self._fail(f"host {name} has another version of hvdlite: install the same on all hosts")
-            return
-        theirs, ours = hello["python"][:2], list(sys.version_info[:2])
-        if theirs != ours and self.job.options.call is not None:
-            self._fail(
-                f"host {name} has Python {_dotted(theirs)}, and the function comes from Python "
-                f"{_dotted(ours)}: their bytecode differs, so install the same minor version"
-            )
+        if why := reason_to_refuse(hello, with_call=self.job.options.call is not None):
+            self._fail(f"host {name} {why}")
             return
         agent.send("job", self._description.for_host(agent.host))
 
@@ -228,7 +218,8 @@ class Agents:
         for rank in left:
             self.job.first_failure.lose(rank, f"is lost with host {agent.host.name}, which {why}")
         if not agent.host.remote:
-            self._kill_groups(left)
+            started = self.job.first_failure.started
+            kill_groups(started[rank] for rank in left if started.get(rank))
         self._look_for_end()
 
     def _left(self, agent: AgentConnection) -> list[int]:
@@ -296,13 +287,11 @@ class Agents:
 
     def close(self, kill: bool) -> None:
         """See `Runner`."""
-        heard = self.job.first_failure
         for agent in self.agents:
             abandoned = agent.leader is not None and agent.leader.code != 0
             agent.close()
             if abandoned and not agent.host.remote:
-                self._kill_groups([r for r in agent.host.ranks if heard.codes.get(r) != 0])
-                shutil.rmtree(agent.folder or os.devnull, ignore_errors=True)
+                remove_here(agent, self._pids(agent))
             if agent.gone:
                 self._starter.tidy(agent, self._pids(agent))
         self._starter.close()
@@ -314,14 +303,3 @@ class Agents:
             heard.started[rank] for rank in agent.host.ranks
             if heard.started.get(rank) and heard.codes.get(rank) != 0
         ]  # fmt: skip
-
-    def _kill_groups(self, ranks: list[int]) -> None:
-        """Kill ranks of this host whose agent cannot do so any more."""
-        for rank in ranks:
-            if pid := self.job.first_failure.started.get(rank):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-
-
-def _dotted(version: list[int]) -> str:
-    return ".".join(map(str, version))

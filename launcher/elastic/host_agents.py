@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shlex
-import shutil
-import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
+from hvdlite.launcher.agent_hello import reason_to_refuse
 from hvdlite.launcher.agent_job import AgentJob
+from hvdlite.launcher.agent_remains import removal_command, remove_here
 from hvdlite.launcher.agent_starters import MOST_AT_ONCE, SpawnedAgents
-from hvdlite.launcher.channel import BEATS, VERSION
+from hvdlite.launcher.channel import BEATS
 from hvdlite.launcher.elastic.decisions.commands import StartWorker
 from hvdlite.launcher.elastic.options import ElasticOptions
 from hvdlite.launcher.elastic.output import ElasticOutput
@@ -24,7 +20,6 @@ from hvdlite.launcher.elastic.worker_processes import WorkerEvents, WorkerProces
 from hvdlite.launcher.hosts import Host
 from hvdlite.launcher.leading_process import LeadingProcess
 from hvdlite.launcher.runner import JobContext
-from hvdlite.launcher.ssh import ssh_command
 from hvdlite.launcher.unreachable import (
     explain_agent,
     explain_silence,
@@ -137,12 +132,8 @@ class HostAgents:
     def _hello(self, agent: AgentConnection, hello: dict[str, Any]) -> None:
         agent.folder = hello["folder"]
         self._start_next()
-        theirs, ours = tuple(hello["python"][:2]), tuple(sys.version_info[:2])
-        if hello["channel"] != VERSION:
-            self._refuse(agent, "it has another version of hvdlite: install the same on all hosts")
-        elif theirs != ours and self._job.options.call is not None:
-            why = f"it has Python {_dotted(theirs)}, and the function comes from {_dotted(ours)}"
-            self._refuse(agent, f"{why}: install the same minor version")
+        if why := reason_to_refuse(hello, with_call=self._job.options.call is not None):
+            self._refuse(agent, f"it {why}")
         else:
             agent.send("job", self._description.for_host(agent.host) | {
                 "elastic": True,
@@ -217,14 +208,9 @@ class HostAgents:
         if not agent.folder or not abandoned:
             return
         if not agent.host.remote:
-            for group in groups:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(group, signal.SIGKILL)
-            shutil.rmtree(agent.folder, ignore_errors=True)
+            remove_here(agent, groups)
             return
-        kill = "".join(f"kill -KILL -- -{group} 2>/dev/null; " for group in groups)
-        there = f"{kill}rm -rf {shlex.quote(agent.folder)}"
-        command = ssh_command(agent.host.name, there, self._job.options, self._environ.get("PATH"))
+        command = removal_command(agent, groups, self._job.options, self._environ)
         self._tidying.append(LeadingProcess(command, self._environ, self._job.loop))
 
     # -- time
@@ -301,7 +287,3 @@ def _has_ended(agent: AgentConnection) -> bool:
 def _cause(name: str, sentence: str) -> str:
     """Return why a host cannot be used, from the sentence that says so."""
     return sentence.removeprefix(f"host {name} cannot be used: ")
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
