@@ -331,6 +331,7 @@ def test_a_launcher_that_is_killed_while_ssh_connects_leaves_nothing(tmp_path: P
         assert wait_for(others, 2.5), processes(str(tmp_path))
         for number in processes(str(tmp_path)):
             os.kill(number, signal.SIGKILL)
+        assert wait_for(lambda: not processes(str(tmp_path)), 20)  # its end takes a moment
 
 
 @pytest.mark.parametrize("host", ["localhost", "other"])
