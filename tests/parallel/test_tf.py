@@ -11,7 +11,7 @@ from tests.parallel.jobs import ranks, run_command
 
 pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
 LIMIT_SECONDS = 240  # to build graphs of hundreds of operations takes its time
-pytestmark = [pytest.mark.timeout(LIMIT_SECONDS + 20), pytest.mark.usefixtures("transport")]
+pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 20)
 
 
 def run(size: int, *arguments: str, lost: int = 0, **variables: str) -> None:
@@ -26,6 +26,7 @@ def test_no_collective_keeps_another_from_its_start(native: str) -> None:
     run(2, "starvation", INTER_OP_THREADS="1", HVDLITE_TF_NATIVE=native)
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("native", ["off", "auto"])
 def test_gradients_travel_while_backward_runs(native: str, tmp_path: Path) -> None:
     # Two threads: one of them sits in the gate that backward has to pass.
@@ -33,6 +34,7 @@ def test_gradients_travel_while_backward_runs(native: str, tmp_path: Path) -> No
     run(2, "overlap", path, INTER_OP_THREADS="2", HVDLITE_TF_NATIVE=native)
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("native", ["off", "auto"])
 def test_who_waits_in_a_graph_hears_of_a_dead_rank(native: str) -> None:
     run(3, "killed", lost=1, INTER_OP_THREADS="2", HVDLITE_TF_NATIVE=native)
