@@ -38,7 +38,7 @@ def run(lab: Lab, faults: list[Fault], **variables: str) -> Outcome:
         ([{"worker": 3, "place": "ring", "step": 4, "skip": 5}], [3]),
         ([{"worker": 0, "place": "negotiation", "step": 4}], [0]),
         ([{"worker": 1, "place": "idle", "step": 4},
-          {"worker": 4, "place": "connecting", "step": 4}], [1, 4]),
+          {"worker": 4, "place": "connecting", "step": 1}], [1, 4]),
         ([{"worker": 2, "place": "saved", "step": 4}, {"worker": 5, "place": "saved", "step": 4}],
          [2, 5]),
     ],
