@@ -8,6 +8,7 @@ import pytest
 
 from tests.hosts.build import build
 from tests.hosts.lab import CannotBuildError, Lab
+from tests.hosts.sites import ThreeHosts
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +31,9 @@ def lab(hosts: Lab) -> Iterator[Lab]:
     left = hosts.left()
     hosts.clear()
     assert left == {}
+
+
+@pytest.fixture
+def site(lab: Lab) -> ThreeHosts:
+    """The three hosts as the site of a scenario."""
+    return ThreeHosts(lab)

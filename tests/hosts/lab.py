@@ -164,6 +164,15 @@ class Lab:
                 continue
         return found
 
+    def outside(self, host: str, pid: int) -> int:
+        """Return the number that a process of a host has outside; raises `ProcessLookupError`."""
+        for number in self.processes(host):
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{number}/status").read_text()
+                if status.partition("NSpid:")[2].splitlines()[0].split()[-1] == str(pid):
+                    return number
+        raise ProcessLookupError(f"{host} has no process {pid}: {self.processes(host)}")
+
     def left(
         self, seconds: float = LEFT_SECONDS, hosts: Sequence[str] = HOSTS
     ) -> dict[str, list[str]]:

@@ -1,9 +1,12 @@
-"""What starts the ranks of a test: each launcher in turn."""
+"""What starts the ranks of a test, each launcher in turn; and where elastic jobs run."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.launcher.elastic_scenarios.sites import OneHost, Site
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN
 
 over_mpirun = pytest.param(
@@ -25,3 +28,9 @@ def with_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     if MPIRUN is None:
         pytest.skip(NO_MPIRUN)
     monkeypatch.setenv("HVDLITE_LAUNCHER", "mpirun")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    """Return this host, with an empty folder."""
+    return OneHost(tmp_path)

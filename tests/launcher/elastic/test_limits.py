@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import time
@@ -12,22 +11,23 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.elastic.jobs import elastic, kill
+from tests.launcher.elastic_scenarios.sites import Site
 from tests.launcher.jobs import launch
 
 pytestmark = pytest.mark.timeout(60)
-TWO_HOSTS = ("-H", "localhost:1,127.0.0.1:1")
 FOR_EVER = ("--blacklist-cooldown-range", "3600", "3600")  # a failed host stays away
 
 
-def test_missing_slots_end_the_job_after_the_elastic_timeout(tmp_path: Path) -> None:
-    words = ("-np", "2", "--min-np", "2", "--elastic-timeout", "2", *TWO_HOSTS, *FOR_EVER)
-    with elastic(tmp_path, *words) as job:
-        first = job.watch.world(2)
+def test_missing_slots_end_the_job_after_the_elastic_timeout(site: Site) -> None:
+    hosts = ("-H", site.spread(2, hosts=2), *FOR_EVER)
+    words = ("-np", "2", "--min-np", "2", "--elastic-timeout", "2", *hosts)
+    with site.elastic(*words) as watch:
+        first = watch.world(2)
         begin = time.monotonic()
-        kill(first[1])
-        assert job.watch.finish() == 1
+        site.kill(first[1])
+        assert watch.finish() == 1
         assert 1.9 < time.monotonic() - begin < 6
-    last = job.watch.err[-1]
+    last = watch.err[-1]
     assert "1 of 2" in last or "1 slot" in last, last
 
 
@@ -49,39 +49,44 @@ def test_a_loss_beyond_the_reset_limit_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_two_changes_of_hosts_need_two_resets(tmp_path: Path, limit: int) -> None:
-    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
-    hosts.write_text("localhost:1\n")
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
-    words = ("-np", "1", "--host-discovery-script", str(script), "--reset-limit", str(limit))
-    with elastic(tmp_path, *words) as job:
-        job.watch.world(1)
-        hosts.write_text("localhost:1\n127.0.0.1:1\n")
-        two = job.watch.world(2)
-        hosts.write_text("127.0.0.1:1\n")
+def test_two_changes_of_hosts_need_two_resets(site: Site, limit: int) -> None:
+    old, new, _ = site.hosts
+    words = ("-np", "1", *site.discovery(f"{old}:1"), "--reset-limit", str(limit))
+    with site.elastic(*words) as watch:
+        watch.world(1)
+        site.show(f"{old}:1", f"{new}:1")
+        two = watch.world(2)
+        site.show(f"{new}:1")
         if limit == 2:
-            (left,) = job.watch.world(1, epoch=two[0].epoch + 1)
+            (left,) = watch.world(1, epoch=two[0].epoch + 1)
             assert left.start == 1
-            assert job.end() == 0
+            assert site.end(watch) == 0
         else:
-            assert job.watch.finish() == 1
-            assert "limit 1" in job.watch.err[-1]
+            assert watch.finish() == 1
+            assert "limit 1" in watch.err[-1]
 
 
-def test_a_stopped_worker_is_given_up_and_harms_nothing(tmp_path: Path) -> None:
-    with elastic(tmp_path, "-np", "3", "--min-np", "1") as job:
-        first = job.watch.world(3)
+def test_a_stopped_worker_is_given_up_and_harms_nothing(site: Site) -> None:
+    """Also when it goes on after another one has come in its place."""
+    with site.elastic(*site.flags(3)) as watch:
+        first = watch.world(3)
         begin = time.monotonic()
-        os.kill(first[1].pid, signal.SIGSTOP)
-        two = job.watch.world(2)
+        stopped = first[1].host, first[1].pid
+        site.signal(*stopped, signal.SIGSTOP)
+        two = watch.world(2)
         assert time.monotonic() - begin < 2
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(first[1].pid, signal.SIGCONT)
-        again = job.watch.world(3, epoch=two[0].epoch + 1)
-        assert [place.pid for place in again if place.pid == first[1].pid] == []
-        assert job.end() == 0
-    assert "stopped" in job.watch.line("lost")
+        again = watch.world(3, epoch=two[0].epoch + 1)
+        assert first[1].number not in {place.number for place in again}
+        with contextlib.suppress(ProcessLookupError):  # It may have been killed.
+            site.signal(*stopped, signal.SIGCONT)
+            deadline = time.monotonic() + 5
+            while True:  # It ends by itself.
+                site.signal(*stopped, 0)
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert {place.epoch for place in watch.places()} == {1, 2, 3}
+        assert site.end(watch) == 0
+    assert "stopped" in watch.line("lost")
 
 
 STALL = """
@@ -176,37 +181,37 @@ print("result", train(state), flush=True)
 """
 
 
-def run_once(tmp_path: Path, when: str, fail: str, min_np: int = 2) -> tuple[int, list[str], str]:
+def run_once(site: Site, when: str, fail: str, min_np: int = 2) -> tuple[int, list[str], str]:
     """Run a script that fails after its fifth commit; return code, results and last line."""
-    script = tmp_path / "train.py"
-    script.write_text(ONCE.format(when=when, fail=fail))
-    words = ("-np", "2", "--min-np", str(min_np), "python", str(script), str(tmp_path / "marker"))
-    done = launch(*words)
-    lines = sorted(done.stdout.splitlines())
-    results = [line.partition(":")[2] for line in lines if "result" in line]
-    return done.returncode, results, done.stderr.splitlines()[-1]
+    (site.folder / "once.py").write_text(ONCE.format(when=when, fail=fail))
+    words = ("-np", "2", "--min-np", str(min_np), "-H", site.spread(2))
+    script = (str(site.inside / name) for name in ("once.py", "marker"))
+    with site.launch(*words, "python", *script) as watch:
+        code = watch.finish(40)
+    results = [line.partition(":")[2] for line in sorted(watch.out) if "result" in line]
+    return code, results, watch.err[-1]
 
 
 @pytest.mark.parametrize("fail", ["raise ValueError('bad batch')", "os.kill(os.getpid(), 9)"])
-def test_a_failure_of_one_rank_is_made_good(tmp_path: Path, fail: str) -> None:
+def test_a_failure_of_one_rank_is_made_good(site: Site, fail: str) -> None:
     when = "hvd.rank() == 1 and not marker.exists()"
-    code, results, _ = run_once(tmp_path, when, fail)
+    code, results, _ = run_once(site, when, fail)
     assert (code, results) == (0, ["result 10"] * 2)
 
 
-def test_an_exception_on_every_rank_ends_the_job(tmp_path: Path) -> None:
-    code, results, last = run_once(tmp_path, "True", "raise ValueError('bad batch')")
+def test_an_exception_on_every_rank_ends_the_job(site: Site) -> None:
+    code, results, last = run_once(site, "True", "raise ValueError('bad batch')")
     assert (code, results) == (1, [])
     assert "ValueError: bad batch" in last
 
 
-def test_an_exception_that_comes_again_ends_the_job(tmp_path: Path) -> None:
-    code, results, last = run_once(tmp_path, "hvd.rank() == 0", "raise ValueError('bad batch')")
+def test_an_exception_that_comes_again_ends_the_job(site: Site) -> None:
+    code, results, last = run_once(site, "hvd.rank() == 0", "raise ValueError('bad batch')")
     assert (code, results) == (1, [])
     assert "ValueError: bad batch" in last and "3 resets without a new commit" in last
 
 
-def test_a_rank_that_exits_early_leaves_the_rest_to_the_others(tmp_path: Path) -> None:
-    code, results, last = run_once(tmp_path, "hvd.rank() == 1", "sys.exit(0)", min_np=1)
+def test_a_rank_that_exits_early_leaves_the_rest_to_the_others(site: Site) -> None:
+    code, results, last = run_once(site, "hvd.rank() == 1", "sys.exit(0)", min_np=1)
     assert (code, results) == (0, ["result 10"])
     assert "rank 1 (host" in last and "done" in last

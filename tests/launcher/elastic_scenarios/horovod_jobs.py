@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import socket
 from pathlib import Path
 
 from tests.launcher.elastic.jobs import Watch
-from tests.launcher.elastic_scenarios.jobs import OTHERS, discovery
-from tests.launcher.jobs import start
+from tests.launcher.elastic_scenarios.sites import Site
 
 EPOCHS, BATCHES = 8, 10
 ENTERED = re.compile(r"\[\d+\]<stdout>:size (\d+) rank (\d+) pid (\d+)")
@@ -32,32 +29,27 @@ def wait_for_world(watch: Watch, size: int, seen: int) -> dict[int, int]:
     return pids
 
 
-def train_through_two_kills_and_growth(script: str, folder: Path) -> list[tuple[int, int, int]]:
-    """Start 3 ranks on 3 hosts, kill rank 2, add a slot, kill the middle one of the 3.
+def train_through_two_kills_and_growth(script: str, site: Site) -> list[tuple[int, int, int]]:
+    """Start 3 ranks on 3 hosts, kill rank 2, add a slot, kill the last one of the 3.
 
     Hosts that fail are out, as with Horovod. Return epoch, batch and steps of both that are left.
     """
-    third = socket.gethostname()
-    hosts = ("localhost:1", "127.0.0.1:1", f"{third}:1")
-    words = ("--as-horovod", "-np", "3", "--min-np", "1", *discovery(folder, *hosts))
+    first, second, third = site.hosts
+    hosts = site.discovery(f"{first}:1", f"{second}:1", f"{third}:1")
     path = Path(__file__).parent / "horovod_style" / f"{script}.py"
+    words = ("--as-horovod", "-np", "3", "--min-np", "1", *hosts, "python", str(path))
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    with start(*words, "python", str(path), may_leave=OTHERS, **quiet) as process:
-        watch = Watch(process)
-        try:
-            os.kill(wait_for_world(watch, 3, 0)[2], signal.SIGKILL)
-            two = wait_for_world(watch, 2, 0)
-            seen = len(watch.out)
-            (folder / "hosts").write_text("localhost:2\n127.0.0.1:1\n")
-            three = wait_for_world(watch, 3, seen)
-            assert set(two.values()) < set(three.values())
-            (middle,) = set(two.values()) - {two[0]}
-            seen = len(watch.out)
-            os.kill(middle, signal.SIGKILL)
-            assert wait_for_world(watch, 2, seen)[0] == two[0]
-            assert watch.finish(40) == 0, "\n".join([*watch.out, *watch.err])
-        finally:
-            watch.close()
+    with site.launch(*words, **quiet) as watch:
+        site.signal(third, wait_for_world(watch, 3, 0)[2], signal.SIGKILL)
+        two = wait_for_world(watch, 2, 0)
+        seen = len(watch.out)
+        site.show(f"{first}:2", f"{second}:1")
+        three = wait_for_world(watch, 3, seen)
+        assert (three[0], three[2]) == (two[0], two[1])  # Ranks go host by host.
+        seen = len(watch.out)
+        site.signal(second, two[1], signal.SIGKILL)
+        assert wait_for_world(watch, 2, seen) == {0: three[0], 1: three[1]}
+        assert watch.finish(40) == 0, "\n".join([*watch.out, *watch.err])
     results = [match for line in watch.out if (match := RESULT.match(line))]
     assert len(results) == 2, "\n".join(watch.out)
     for match in results:

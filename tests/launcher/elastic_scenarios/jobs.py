@@ -1,17 +1,13 @@
-"""Runs the scripts of the scenarios to their end, and reads what their workers say."""
+"""What came of a job of the scenarios, read from what its workers say."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from tests.launcher.jobs import launch
 
 # Files that frameworks leave, also where they are killed; names of ours begin with "hvdlite".
 OTHERS = "[!h]*"
@@ -30,13 +26,13 @@ class Outcome:
     err: str
 
     @classmethod
-    def of(cls, done: subprocess.CompletedProcess[str]) -> Outcome:
+    def of(cls, code: int, out: Sequence[str], err: Sequence[str]) -> Outcome:
         """Read what the workers of a job have said."""
-        found = (MARKED.match(line) for line in done.stdout.splitlines())
+        found = (MARKED.match(line) for line in out)
         lines = sorted(
             (json.loads(match["line"]) for match in found if match), key=lambda line: line["time"]
         )
-        return cls(done.returncode, lines, done.stdout, done.stderr)
+        return cls(code, lines, "\n".join(out), "\n".join(err))
 
     @property
     def results(self) -> list[Line]:
@@ -58,42 +54,6 @@ class Outcome:
                 assert found.setdefault(line["entered"], line["members"]) == line["members"]
                 assert line["members"][line["rank"]] == line["number"]
         return dict(sorted(found.items()))
-
-
-def run(
-    script: str,
-    *flags: str,
-    faults: Sequence[Fault] = (),
-    timeout: float = 60,
-    **variables: Any,
-) -> Outcome:
-    """Run a script of this folder under hvdlite-run; nothing of the job may be left."""
-    module = f"tests.launcher.elastic_scenarios.{script}"
-    texts = {name: str(value) for name, value in variables.items()}
-    texts["FAULTS"], texts["HVDLITE_ELASTIC_CHECK"] = json.dumps(list(faults)), "1"
-    texts["FIRST_WORKERS"] = flags[flags.index("-np") + 1]
-    done = launch(
-        *flags, "python", "-m", module,
-        timeout=timeout, may_leave=OTHERS, **texts,
-    )  # fmt: skip
-    return Outcome.of(done)
-
-
-def flags(size: int, hosts: int = 1) -> tuple[str, ...]:
-    """Ask for a job of so many ranks on one host, or on two between which TCP is used."""
-    spelled = f"localhost:{size}"
-    if hosts == 2:
-        spelled = f"localhost:{size - size // 2},127.0.0.1:{size // 2}"
-    return ("-np", str(size), "--min-np", "1", "-H", spelled)
-
-
-def discovery(folder: Path, *hosts: str) -> tuple[str, ...]:
-    """Write a discovery script that shows these hosts at first; return its flags."""
-    (folder / "hosts").write_text("".join(f"{host}\n" for host in hosts))
-    script = folder / "hosts.sh"
-    script.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
-    script.chmod(0o755)
-    return ("--host-discovery-script", str(script))
 
 
 def check_order(outcome: Outcome) -> None:

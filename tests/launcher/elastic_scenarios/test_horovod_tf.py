@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.launcher.elastic_scenarios.horovod_jobs import (
@@ -11,19 +9,20 @@ from tests.launcher.elastic_scenarios.horovod_jobs import (
     EPOCHS,
     train_through_two_kills_and_growth,
 )
+from tests.launcher.elastic_scenarios.sites import Site
 
 RESETS = 3
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.soak]  # TensorFlow starts four times.
 
 
-def test_the_loop_of_horovods_documentation(tmp_path: Path) -> None:
+def test_the_loop_of_horovods_documentation(site: Site) -> None:
     """Its loop begins again with the batch of the last commit, which it had made."""
-    for epoch, batch, steps in train_through_two_kills_and_growth("tensorflow_script", tmp_path):
+    for epoch, batch, steps in train_through_two_kills_and_growth("tensorflow_script", site):
         assert (epoch, batch) == (EPOCHS - 1, 0)
         assert EPOCHS * BATCHES <= steps <= EPOCHS * BATCHES + RESETS
 
 
-def test_fit_of_keras_makes_every_batch_once(tmp_path: Path) -> None:
-    for found in train_through_two_kills_and_growth("keras_script", tmp_path):
+def test_fit_of_keras_makes_every_batch_once(site: Site) -> None:
+    for found in train_through_two_kills_and_growth("keras_script", site):
         assert found == (EPOCHS, 0, EPOCHS * BATCHES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.launcher.elastic_scenarios.horovod_jobs import (
@@ -11,14 +9,15 @@ from tests.launcher.elastic_scenarios.horovod_jobs import (
     EPOCHS,
     train_through_two_kills_and_growth,
 )
+from tests.launcher.elastic_scenarios.sites import Site
 
 RESETS = 3
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_the_loop_of_horovods_documentation(tmp_path: Path) -> None:
+def test_the_loop_of_horovods_documentation(site: Site) -> None:
     """Its loop begins again with the batch of the last commit, which it had made."""
-    for epoch, batch, steps in train_through_two_kills_and_growth("torch_script", tmp_path):
+    for epoch, batch, steps in train_through_two_kills_and_growth("torch_script", site):
         assert (epoch, batch) == (EPOCHS - 1, 0)
         assert EPOCHS * BATCHES <= steps <= EPOCHS * BATCHES + RESETS

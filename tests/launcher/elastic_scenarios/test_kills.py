@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from tests.launcher.elastic_scenarios.jobs import (
     Fault,
     Outcome,
     check_weights,
-    flags,
     recovery_seconds,
-    run,
 )
+from tests.launcher.elastic_scenarios.sites import Site
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,25 +48,26 @@ def check(outcome: Outcome, *victims: int) -> None:
         assert len(made) - len(set(made)) <= len(victims)
 
 
-def in_training(place: str, victim: int, size: int) -> None:
+def in_training(site: Site, place: str, victim: int, size: int) -> None:
     """Kill a worker of the first world while it trains."""
     fields, variables = TRAINING[place]
     fault: Fault = {"worker": victim, "place": place, "step": 4, **fields}
-    check(run("train_numpy", *flags(size), faults=[fault], STEPS=STEPS, **variables), victim)
+    words = ("train_numpy", *site.flags(size))
+    check(site.run(*words, faults=[fault], STEPS=STEPS, **variables), victim)
 
 
-def in_ring(victim: int, size: int) -> None:
+def in_ring(site: Site, victim: int, size: int) -> None:
     """Kill a worker between two pieces that it sends to another host, or inside of a hierarchy."""
     fault: Fault = {"worker": victim, "place": "ring", "step": 4, "skip": 5}
     algorithm = "ring" if size % 2 else "hierarchical"
-    outcome = run(
-        "train_numpy", *flags(size, 2), faults=[fault], STEPS=STEPS, ELEMENTS=MEGABYTES,
+    outcome = site.run(
+        "train_numpy", *site.flags(size, 2), faults=[fault], STEPS=STEPS, ELEMENTS=MEGABYTES,
         HVDLITE_ALLREDUCE=algorithm,
     )  # fmt: skip
     check(outcome, victim)
 
 
-def in_reset(place: str, victim: int, size: int, hosts: int) -> None:
+def in_reset(site: Site, place: str, victim: int, size: int, hosts: int) -> None:
     """Kill a worker while the loss of the last one is dealt with."""
     first = size - 1 if victim != size - 1 else 0
     faults: list[Fault] = [
@@ -73,13 +75,14 @@ def in_reset(place: str, victim: int, size: int, hosts: int) -> None:
         # It passes the place in the reset, with whatever step it has ended by then.
         {"worker": victim, "place": place, "step": 1},
     ]
-    check(run("train_numpy", *flags(size, hosts), faults=faults, STEPS=STEPS), first, victim)
+    words = ("train_numpy", *site.flags(size, hosts))
+    check(site.run(*words, faults=faults, STEPS=STEPS), first, victim)
 
 
-def at_start(place: str, victim: int, size: int) -> Outcome:
+def at_start(site: Site, place: str, victim: int, size: int) -> Outcome:
     """Kill a worker before the others train: another one comes, or the others go on."""
-    outcome = run(
-        "train_numpy", *flags(size), faults=[{"worker": victim, "place": place}], STEPS=STEPS
+    outcome = site.run(
+        "train_numpy", *site.flags(size), faults=[{"worker": victim, "place": place}], STEPS=STEPS
     )
     assert [line["worker"] for line in outcome.faults] == [victim]
     check_weights(outcome, STEPS)
@@ -90,13 +93,13 @@ def at_start(place: str, victim: int, size: int) -> Outcome:
 @pytest.mark.parametrize(
     ("place", "victim"), [(place, number % 3) for number, place in enumerate(TRAINING)]
 )
-def test_in_training(place: str, victim: int) -> None:
-    in_training(place, victim, 3)
+def test_in_training(site: Site, place: str, victim: int) -> None:
+    in_training(site, place, victim, 3)
 
 
 @pytest.mark.parametrize(("victim", "size"), [(0, 4), (3, 4), (1, 3)])
-def test_in_a_ring_between_hosts(victim: int, size: int) -> None:
-    in_ring(victim, size)
+def test_in_a_ring_between_hosts(site: Site, victim: int, size: int) -> None:
+    in_ring(site, victim, size)
 
 
 @pytest.mark.parametrize(
@@ -104,30 +107,50 @@ def test_in_a_ring_between_hosts(victim: int, size: int) -> None:
     [("in init", 0, 1), ("meeting", 1, 1), ("mesh building", 2, 1), ("restore", 0, 1),
      ("on_reset", 2, 1), ("connecting", 1, 2)],
 )  # fmt: skip
-def test_in_the_reset_of_another_kill(place: str, victim: int, hosts: int) -> None:
-    in_reset(place, victim, 4, hosts)
+def test_in_the_reset_of_another_kill(site: Site, place: str, victim: int, hosts: int) -> None:
+    in_reset(site, place, victim, 4, hosts)
 
 
 @pytest.mark.parametrize(
     ("place", "victim"),
     [("before init", 1), ("in init", 0), ("meeting", 1), ("sync", 0), ("synced", 1)],
 )
-def test_at_the_start(place: str, victim: int) -> None:
-    at_start(place, victim, 3)
+def test_at_the_start(site: Site, place: str, victim: int) -> None:
+    at_start(site, place, victim, 3)
+
+
+@pytest.mark.parametrize(
+    "kills", [6, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+)
+def test_many_kills(site: Site, kills: int) -> None:
+    """So many workers die one after another at random, also while worlds are built."""
+    random, size = Random(kills), 4
+    faults: list[Fault] = []
+    for worker in range(kills):
+        place = random.choice(["idle", "check", "saved", "negotiation", *RESETTING])
+        faults.append({"worker": worker, "place": place, "skip": random.randrange(3, 30)})
+        # Where nothing comes to that place: in a world of one rank, or one that only waits.
+        faults.append({"worker": worker, "place": "idle", "skip": random.randrange(30, 200)})
+    outcome = site.run(
+        "train_numpy", *site.flags(size), faults=faults, timeout=800, STEPS=STEPS * 10,
+        FIRST_TO_LIVE=kills,
+    )  # fmt: skip
+    check_weights(outcome, STEPS * 10)
+    assert sorted(line["worker"] for line in outcome.faults) == list(range(kills))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_every_rank_at_every_place(size: int) -> None:
+def test_every_rank_at_every_place(site: Site, size: int) -> None:
     for victim in range(size):
         for place in TRAINING:
-            in_training(place, victim, size)
-        in_ring(victim, size)
+            in_training(site, place, victim, size)
+        in_ring(site, victim, size)
         for place in ("before init", "in init", "meeting", "mesh building", "sync", "synced"):
-            at_start(place, victim, size)
+            at_start(site, place, victim, size)
         if size > 2:
             for place in RESETTING:
-                in_reset(place, victim, size, 1)
+                in_reset(site, place, victim, size, 1)
         if size > 3:  # Two hosts are left after a death.
-            in_reset("connecting", victim, size, 2)
+            in_reset(site, "connecting", victim, size, 2)

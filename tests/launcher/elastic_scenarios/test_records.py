@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.launcher.elastic_scenarios.jobs import check_weights, flags, run
+from tests.launcher.elastic_scenarios.jobs import check_weights
+from tests.launcher.elastic_scenarios.sites import Site
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_nothing_that_was_written_is_overwritten(tmp_path: Path) -> None:
+def test_nothing_that_was_written_is_overwritten(site: Site) -> None:
     """Rank 1 dies, a newcomer takes its place, rank 0 dies, and another one comes."""
-    logs, line = tmp_path / "logs", tmp_path / "line.json"
+    logs, line = site.folder / "logs", site.folder / "line.json"
     faults = [
         {"worker": 1, "place": "idle", "step": 3},
         {"worker": 0, "place": "between collectives", "step": 9},
     ]
-    outcome = run(
-        "train_numpy", *flags(2), "--output-filename", str(logs),
-        "--timeline-filename", str(line), faults=faults, STEPS=16, HOLD="6 2",
+    outcome = site.run(
+        "train_numpy", *site.flags(2), "--output-filename", str(site.inside / logs.name),
+        "--timeline-filename", str(site.inside / line.name), faults=faults, STEPS=16, HOLD="6 2",
     )  # fmt: skip
     check_weights(outcome, 16)
     texts = {path.name: (path / "stdout").read_text() for path in logs.iterdir()}
@@ -39,5 +39,5 @@ def test_nothing_that_was_written_is_overwritten(tmp_path: Path) -> None:
     assert len(of_first) == 3
     assert marks in ([2], [2, 3])
     later = next(epoch for epoch in epochs if epoch not in of_first)
-    events = json.loads((tmp_path / f"line.world{later}.json").read_text())
+    events = json.loads((site.folder / f"line.world{later}.json").read_text())
     assert any(event.get("name") == "ALLREDUCE" for event in events)

@@ -7,8 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.launcher.elastic_scenarios.jobs import Fault, check_order, flags, run
+from tests.launcher.elastic_scenarios.jobs import Fault, check_order
 from tests.launcher.elastic_scenarios.regression import SAMPLES, train_alone
+from tests.launcher.elastic_scenarios.sites import Site
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -17,15 +18,15 @@ SIZE = 3
 
 
 @pytest.mark.parametrize("commit_every", [4])
-def test_every_sample_is_used_once_in_an_epoch(commit_every: int) -> None:
+def test_every_sample_is_used_once_in_an_epoch(site: Site, commit_every: int) -> None:
     """In 3 epochs with 3 deaths, also of rank 0, and 3 newcomers: 6 resets."""
     faults: list[Fault] = [
         {"worker": 1, "place": "gradients sent", "step": 6},
         {"worker": 0, "place": "before step", "step": 23},
         {"worker": 3, "place": "gradients sent", "step": 41},
     ]
-    outcome = run(
-        "train_torch", *flags(SIZE), faults=faults, EPOCHS=EPOCHS, COMMIT_EVERY=commit_every,
+    outcome = site.run(
+        "train_torch", *site.flags(SIZE), faults=faults, EPOCHS=EPOCHS, COMMIT_EVERY=commit_every,
         HOLD=f"10 28 46 {SIZE}",
     )  # fmt: skip
     assert outcome.code == 0, outcome.out + outcome.err

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launcher.elastic.jobs import elastic, kill
-from tests.launcher.jobs import processes
+from tests.launcher.elastic_scenarios.sites import Site
 
 pytestmark = pytest.mark.timeout(60)
 
 LISTENS_TCP, LISTENS_UNIX = "0A", "00010000"
-# Nothing, or less than the proof that is due: the connection is closed when its time is over. Then
-# more than that: another protocol, lengths of a gigabyte, zeros.
-SHORT = [b"", b"GET / HTTP/1.1\r\n\r\n", (1 << 30).to_bytes(4, "little")]
-LONG = [b"GET / HTTP/1.1\r\n\r\n" * 50, (1 << 30).to_bytes(4, "little") * 250, bytes(1000)]
+STRANGER = (sys.executable, "-m", "tests.launcher.elastic_scenarios.stranger")
+Address = tuple[int, str | tuple[str, int]]
 
 
 def holders(pids: dict[int, str]) -> dict[str, int]:
@@ -34,16 +33,16 @@ def holders(pids: dict[int, str]) -> dict[str, int]:
     return found
 
 
-def listeners(pids: dict[int, str]) -> Iterator[tuple[int, str | tuple[str, int]]]:
-    """Yield family and address of all sockets at which these processes listen."""
-    own = holders(pids)
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+def listeners(pids: dict[int, str]) -> Iterator[Address]:
+    """Yield family and address of all sockets at which these processes of a host listen."""
+    own, network = holders(pids), Path(f"/proc/{next(iter(pids))}/net")
+    for line in (network / "tcp").read_text().splitlines()[1:]:
         words = line.split()
         if words[3] == LISTENS_TCP and words[9] in own:
             address, port = words[1].split(":")
             host = socket.inet_ntoa(bytes.fromhex(address)[::-1])
             yield socket.AF_INET, (host, int(port, 16))
-    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+    for line in (network / "unix").read_text().splitlines()[1:]:
         words = line.split()
         path = words[7] if len(words) > 7 else "/proc/self/"
         if words[3] == LISTENS_UNIX and words[6] in own and not path.startswith("/proc/self/"):
@@ -63,41 +62,38 @@ def driver_sockets(pids: dict[int, str]) -> set[str]:
     return found
 
 
-def connect(family: int, address: str | tuple[str, int], attack: bytes) -> socket.socket:
-    stranger = socket.socket(family, socket.SOCK_STREAM)
-    stranger.settimeout(15)
-    try:
-        stranger.connect(address)
-        stranger.sendall(attack)
-    except ConnectionError:  # It is closed already: that is right, too.
-        pass
-    return stranger
+def attacks(site: Site) -> Iterator[tuple[str, Address]]:
+    """Yield each socket of a job, and the host from which it is attacked: another one for TCP."""
+    hosts = [*site.workers()]
+    agents = 0
+    for at, (host, pids) in enumerate(site.workers().items()):
+        agents += len(driver_sockets(pids))
+        for family, address in listeners(pids):
+            other = hosts[(at + 1) % len(hosts)]
+            yield other if family == socket.AF_INET else host, (family, address)
+    assert agents == max(site.used, 2)  # One on each host.
 
 
-def wait_until_closed(stranger: socket.socket) -> None:
-    """Wait until the other side has closed; raises `TimeoutError`."""
-    with contextlib.suppress(ConnectionError):
-        while stranger.recv(4096):
-            pass
-
-
-def test_training_is_not_disturbed(tmp_path: Path) -> None:
-    words = ("-np", "4", "--min-np", "1", "-H", "localhost:2,127.0.0.1:2")
-    with elastic(tmp_path, *words) as job:
-        first = job.watch.world(4)
-        found = list(listeners(processes(str(tmp_path))))
-        assert {family for family, _ in found} == {socket.AF_INET, socket.AF_UNIX}
-        assert len(driver_sockets(processes(str(tmp_path)))) == 2  # One of each host.
+def test_training_is_not_disturbed(site: Site) -> None:
+    with site.elastic(*site.flags(4, hosts=2)) as watch:
+        first = watch.world(4)
+        found: dict[str, list[Address]] = {}
+        for host, address in attacks(site):
+            found.setdefault(host, []).append(address)
+        for family in (socket.AF_INET, socket.AF_UNIX):
+            assert all(family in {each[0] for each in addresses} for addresses in found.values())
         with contextlib.ExitStack() as stack:
-            for family, address in found:
-                for attack in (*SHORT, *LONG):
-                    stranger = stack.enter_context(connect(family, address, attack))
-                    if attack in LONG:
-                        wait_until_closed(stranger)
-            assert {place.epoch for place in job.watch.places()} == {1}
-            kill(first[3])  # Other worlds are built while the silent ones are connected.
-            three = job.watch.world(3)
-            assert [place.pid for place in three] == [place.pid for place in first[:3]]
-            again = job.watch.world(4, epoch=three[0].epoch + 1)
-            assert [place.pid for place in again[:3]] == [place.pid for place in three]
-        assert job.end() == 0
+            strangers = [
+                stack.enter_context(site.beside(host, *STRANGER, json.dumps(addresses)))
+                for host, addresses in found.items()
+            ]
+            for stranger in strangers:
+                assert stranger.stdout is not None and stranger.stderr is not None
+                assert stranger.stdout.readline() == "closed\n", stranger.stderr.read()
+            assert {place.epoch for place in watch.places()} == {1}
+            site.kill(first[3])  # Other worlds are built while the silent ones are connected.
+            three = watch.world(3)
+            assert [place.number for place in three] == [place.number for place in first[:3]]
+            again = watch.world(4, epoch=three[0].epoch + 1)
+            assert [place.number for place in again[:3]] == [place.number for place in three]
+        assert site.end(watch) == 0

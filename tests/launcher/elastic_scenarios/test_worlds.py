@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,16 +13,15 @@ from tests.launcher.elastic_scenarios.jobs import (
     Fault,
     Outcome,
     check_weights,
-    discovery,
-    flags,
     recovery_seconds,
-    run,
 )
+from tests.launcher.elastic_scenarios.sites import Site
 
 pytestmark = pytest.mark.timeout(60)
 
 RECOVERY_SECONDS = 1.0
 STEPS = 12
+WEIGHTS = 2_000_000  # Elements of 8 bytes.
 
 
 def dies(worker: int, place: str = "idle", step: int = 4, **fields: Any) -> Fault:
@@ -35,9 +34,9 @@ def sizes(outcome: Outcome) -> list[int]:
 
 
 @pytest.mark.parametrize("victims", [(1, 2), (0, 1, 3)])
-def test_several_ranks_at_once(victims: tuple[int, ...]) -> None:
+def test_several_ranks_at_once(site: Site, victims: tuple[int, ...]) -> None:
     faults = [dies(victim) for victim in victims]
-    outcome = run("train_numpy", *flags(4), faults=faults, STEPS=STEPS)
+    outcome = site.run("train_numpy", *site.flags(4), faults=faults, STEPS=STEPS)
     assert {line["worker"] for line in outcome.faults} == {*victims}
     check_weights(outcome, STEPS)
     assert recovery_seconds(outcome) < RECOVERY_SECONDS
@@ -46,65 +45,65 @@ def test_several_ranks_at_once(victims: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "place", ["sync", *(pytest.param(p, marks=pytest.mark.soak) for p in ("before init", "idle"))]
 )
-def test_a_rank_and_the_newcomer_in_its_place(place: str) -> None:
+def test_a_rank_and_the_newcomer_in_its_place(site: Site, place: str) -> None:
     """Number 2 comes for 1, and 3 for 2; the others wait for it at a step."""
     faults = [dies(1), dies(2, place, step=0)]
-    outcome = run("train_numpy", *flags(2), faults=faults, STEPS=STEPS, HOLD="8 2")
+    outcome = site.run("train_numpy", *site.flags(2), faults=faults, STEPS=STEPS, HOLD="8 2")
     assert [line["worker"] for line in outcome.faults] == [1, 2]
     result = check_weights(outcome, STEPS)
-    assert result["history"][-1][1] == [0, 3]
+    assert result["history"][-1][1] == [result["history"][0][1][0], 3]
 
 
-def test_down_to_one_rank_and_up_again() -> None:
+def test_down_to_one_rank_and_up_again(site: Site) -> None:
     faults = [dies(0, step=3), dies(2, step=6)]
-    job = run("train_numpy", *flags(3), faults=faults, STEPS=STEPS, HOLD="9 3")
+    job = site.run("train_numpy", *site.flags(3), faults=faults, STEPS=STEPS, HOLD="9 3")
     result = check_weights(job, STEPS)
     members = dict(result["history"])
-    assert (members[2], members[STEPS - 1][0]) == ([0, 1, 2], 1)
-    assert len(members[STEPS - 1]) == 3
+    first, last = members[0], members[STEPS - 1]
+    assert (sorted(first), last[0], len(last)) == ([0, 1, 2], first[1], 3)
+    assert [first[1]] in members.values()
 
 
 @pytest.mark.parametrize(
-    ("place", "hosts", "variables"),
+    ("place", "count", "variables"),
     [("shm", 1, {"HVDLITE_NATIVE": "off", "ELEMENTS": 500_000}),
      ("ring", 2, {"ELEMENTS": 500_000})],
 )  # fmt: skip
 def test_a_rank_that_is_stopped_in_a_collective(
-    place: str, hosts: int, variables: dict[str, Any]
+    site: Site, place: str, count: int, variables: dict[str, Any]
 ) -> None:
     """It is given up; when it goes on, it ends."""
     fault = dies(1, place, do="stop", skip=3)
-    job = flags(4 if hosts == 2 else 3, hosts)
-    outcome = run("train_numpy", *job, faults=[fault], STEPS=STEPS, **variables)
+    job = site.flags(4 if count == 2 else 3, count)
+    outcome = site.run("train_numpy", *job, faults=[fault], STEPS=STEPS, **variables)
     check_weights(outcome, STEPS)
     stopped = outcome.faults[0]["number"]
     assert all(line["number"] != stopped for line in outcome.results)
     assert "rank 1" in outcome.err and "stopped" in outcome.err
 
 
-def test_all_hosts_are_replaced_at_once(tmp_path: Path) -> None:
+def test_all_hosts_are_replaced_at_once(site: Site) -> None:
     """Nobody who holds the state is left."""
-    words = ("-np", "1", *discovery(tmp_path, "localhost:1"))
-    fault = dies(0, do="hosts 127.0.0.1:1")
-    outcome = run(
-        "train_numpy", *words, faults=[fault], STEPS=STEPS, HOLD="6 2",
-        SCENARIO_HOSTS=tmp_path / "hosts",
+    old, new, _ = site.hosts
+    outcome = site.run(
+        "train_numpy", "-np", "1", *site.discovery(f"{old}:1"),
+        faults=[dies(0, do=f"hosts {new}:1")], STEPS=STEPS, HOLD="6 2",
     )  # fmt: skip
     assert outcome.code == 1
     assert outcome.results == []
     assert outcome.err.splitlines()[-1] == "hvdlite-run: No hosts from previous set remaining"
 
 
-def test_old_hosts_serve_until_the_newcomers_have_their_state(tmp_path: Path) -> None:
+def test_old_hosts_serve_until_the_newcomers_have_their_state(site: Site) -> None:
     """Hosts are replaced, and discovery shows the old ones until the new ones train."""
-    words = ("-np", "1", *discovery(tmp_path, "localhost:1"))
+    old, new, _ = site.hosts
     faults = [
-        dies(0, do="hosts localhost:1 127.0.0.1:1"),
-        dies(1, "between collectives", do="hosts 127.0.0.1:1"),
+        dies(0, do=f"hosts {old}:1 {new}:1"),
+        dies(1, "between collectives", do=f"hosts {new}:1"),
     ]
-    outcome = run(
-        "train_numpy", *words, faults=faults, STEPS=STEPS, HOLD="6 2", LATER="9 3",
-        SCENARIO_HOSTS=tmp_path / "hosts",
+    outcome = site.run(
+        "train_numpy", "-np", "1", *site.discovery(f"{old}:1"), faults=faults, STEPS=STEPS,
+        HOLD="6 2", LATER="9 3",
     )  # fmt: skip
     result = check_weights(outcome, STEPS)
     assert result["history"][0][1] == [0]
@@ -112,65 +111,127 @@ def test_old_hosts_serve_until_the_newcomers_have_their_state(tmp_path: Path) ->
     # Nobody was lost, and nothing is made again.
     done = [line["done"] for line in outcome.lines if "done" in line and line["number"] == 0]
     assert len(done) == len(set(done))
-    assert "lost" not in outcome.err
+    check_nothing_was_lost(outcome, removed=[0])
 
 
-def test_below_min_np_until_capacity_returns_seconds_later(tmp_path: Path) -> None:
+def check_nothing_was_lost(outcome: Outcome, removed: Sequence[int]) -> None:
+    """Hosts have left in order: their workers end with code 0, and no rank goes back."""
+    assert "lost" not in outcome.err, outcome.err
+    assert [line for line in outcome.lines if "restored" in line] == []
+    ends = {line["number"]: line["end"] for line in outcome.lines if "end" in line}
+    assert ends == dict.fromkeys(removed, 0)
+
+
+def test_a_host_that_leaves_costs_nothing(site: Site) -> None:
+    """Nothing is redone, and no weights are sent; newcomers receive those of the oldest rank."""
+    first, second, third = site.hosts
+    faults = [
+        dies(2, do=f"hosts {second}:1 {third}:1", step=4),  # The host of ranks 0 and 1 goes.
+        dies(2, "idle", do=f"hosts {second}:1 {third}:2", step=7),
+    ]
+    outcome = site.run(
+        "train_numpy", "-np", "4", "--min-np", "1",
+        *site.discovery(f"{first}:2", f"{second}:1", f"{third}:1"), faults=faults, STEPS=STEPS,
+        LATER="7 2", HOLD="10 3",
+    )  # fmt: skip
+    result = check_weights(outcome, STEPS)
+    members = dict(result["history"])
+    removed, kept = members[0][:2], members[0][2:]
+    assert (members[7], members[11]) == (kept, [*kept, 4])
+    for number in kept:
+        own = [line for line in outcome.lines if line["number"] == number]
+        assert [line["done"] for line in own if "done" in line] == list(range(1, STEPS + 1))
+        received = [line["sent"] > 0 for line in own if "entered" in line]
+        assert received == [True, False, number == kept[0]]  # The source of the newcomer's state.
+    newcomer = next(line for line in outcome.lines if line["number"] == 4 and "entered" in line)
+    assert newcomer["step"] == 10
+    check_nothing_was_lost(outcome, removed)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_failure_without_newcomers_sends_no_weights(site: Site, victim: int) -> None:
+    """All survivors hold the commit; the gradients are next to nothing beside the weights."""
+    outcome = site.run(
+        "train_numpy", *site.flags(3), faults=[dies(victim)], STEPS=STEPS, WEIGHTS=WEIGHTS,
+        COMMIT_EVERY=100,
+    )  # fmt: skip
+    check_weights(outcome, STEPS)
+    members = outcome.worlds()[1]
+    survivors = [number for rank, number in enumerate(members) if rank != victim]
+    for number in survivors:
+        own = [line for line in outcome.lines if line["number"] == number]
+        first, second = (line["sent"] for line in own if "entered" in line)
+        assert (first >= 8 * WEIGHTS, second) == (True, 0)
+        (restored,) = (line for line in own if "restored" in line)
+        assert (restored["restored"], restored["step"]) == (1, 4)
+    if site.used > 1:  # All that has left the hosts of these ranks, and nothing else runs there.
+        begun, restored, reduced = (
+            {(line["number"], line[word]): line["wire"] for line in outcome.lines if word in line}
+            for word in ("begun", "restored", "reduced")
+        )
+        assert reduced[members[0], 1] - begun[members[0], 0] >= 8 * WEIGHTS
+        for number in survivors:
+            assert reduced[number, 2] - restored[number, 1] < WEIGHTS
+
+
+def test_below_min_np_until_capacity_returns_seconds_later(site: Site) -> None:
     """A host was removed in order, so survivors hold all; the newcomer holds nothing."""
-    words = ("-np", "2", "--min-np", "2", *discovery(tmp_path, "localhost:1", "127.0.0.1:1"))
-    hosts, later = tmp_path / "hosts", 3.0
+    stays, goes, _ = site.hosts
+    words = ("-np", "2", "--min-np", "2", *site.discovery(f"{stays}:1", f"{goes}:1"))
+    hosts, later = site.folder / "hosts", 3.0
     changed: list[float] = []
 
     def return_later() -> None:
         deadline = time.monotonic() + 30
-        while "127" in hosts.read_text() and time.monotonic() < deadline:
+        while goes in hosts.read_text() and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(later)  # So long is capacity missing.
         changed.append(time.monotonic())
-        hosts.write_text("localhost:2\n")
+        hosts.write_text(f"{stays}:2\n")
 
     thread = threading.Thread(target=return_later)
     thread.start()
-    outcome = run(
-        "train_numpy", *words, faults=[dies(0, do="hosts localhost:1")], STEPS=STEPS,
-        LATER="5 2", SCENARIO_HOSTS=hosts,
+    outcome = site.run(
+        "train_numpy", *words, faults=[dies(0, do=f"hosts {stays}:1")], STEPS=STEPS, LATER="5 2",
     )  # fmt: skip
     thread.join()
     result = check_weights(outcome, STEPS)
     assert result["history"][-1][1] == [result["history"][0][1][0], 2]
     entered = [line["time"] for line in outcome.lines if "entered" in line and line["number"] == 2]
     assert entered[0] > changed[0]
-    assert "lost" not in outcome.err
+    check_nothing_was_lost(outcome, removed=result["history"][0][1][1:])
 
 
 @pytest.mark.parametrize(
-    ("victim", "place"), [(0, "all begun"), (1, "half begun"), (3, "all begun")]
+    ("victim", "place"),
+    [(0, "all begun"), (1, "half begun"), (3, "all begun"), (2, "one has joined")],
 )
-def test_collectives_of_all_kinds_in_flight(victim: int, place: str) -> None:
+def test_collectives_of_all_kinds_in_flight(site: Site, victim: int, place: str) -> None:
     """Sets, groups, Adasum and alltoall are right with 4, 3 and 4 ranks, and with a full cache."""
-    outcome = run(
-        "train_mixed", *flags(4, 1 + victim % 2), faults=[dies(victim, place)], STEPS=STEPS,
-        HOLD="8 4", HVDLITE_CACHE_CAPACITY="4",
+    outcome = site.run(
+        "train_mixed", *site.flags(4, 1 + victim % 2), faults=[dies(victim, place)], STEPS=STEPS,
+        HOLD="8 4", HVDLITE_CACHE_CAPACITY="4", JOIN=4 if place == "one has joined" else -1,
     )  # fmt: skip
+    assert [line["fault"] for line in outcome.faults] == [place]
     result = check_weights(outcome, STEPS)
     assert {len(members) for _, members in result["history"]} == {3, 4}
 
 
-def test_the_size_goes_from_four_to_three_to_five(tmp_path: Path) -> None:
-    words = ("-np", "4", "--min-np", "1", *discovery(tmp_path, "localhost:4"))
-    faults = [dies(2, "all begun"), dies(0, "half begun", step=7, do="hosts localhost:5")]
-    outcome = run(
-        "train_mixed", *words, faults=faults, STEPS=STEPS, HOLD="8 5",
-        SCENARIO_HOSTS=tmp_path / "hosts", HVDLITE_CACHE_CAPACITY="4",
+def test_the_size_goes_from_four_to_three_to_five(site: Site) -> None:
+    words = ("-np", "4", "--min-np", "1", *site.discovery(*site.spread(4).split(",")))
+    larger = site.spread(5).replace(",", " ")
+    faults = [dies(2, "all begun"), dies(0, "half begun", step=7, do=f"hosts {larger}")]
+    outcome = site.run(
+        "train_mixed", *words, faults=faults, STEPS=STEPS, HOLD="8 5", HVDLITE_CACHE_CAPACITY="4",
     )  # fmt: skip
     result = check_weights(outcome, STEPS)
     found = [len(members) for _, members in result["history"]]
     assert (found[0], found[-1]) == (4, 5) and 3 in found
 
 
-def test_shapes_that_ranks_disagree_about_reset_nothing() -> None:
+def test_shapes_that_ranks_disagree_about_reset_nothing(site: Site) -> None:
     """It is an error of the script, which comes again after each reset."""
-    outcome = run("train_numpy", *flags(3), STEPS=STEPS, MISMATCH_STEP="5")
+    outcome = site.run("train_numpy", *site.flags(3), STEPS=STEPS, MISMATCH_STEP="5")
     assert outcome.code == 1
     assert list(outcome.worlds()) == [1]
     errors = [line["error"] for line in outcome.lines if "error" in line]

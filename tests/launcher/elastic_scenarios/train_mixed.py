@@ -17,6 +17,7 @@ from tests.launcher.elastic_scenarios import faults
 
 STEPS = int(os.environ["STEPS"])
 HOLD_STEP, HOLD_SIZE = map(int, os.environ.get("HOLD", "-1 0").split())
+JOIN_STEP = int(os.environ.get("JOIN", "-1"))  # At which one rank joins in the first world.
 ELEMENTS = 3000
 Waiting = list[tuple[int, Any]]
 Sets = list[tuple[hvd.ProcessSet, list[int]]]  # With the numbers of their first members.
@@ -46,6 +47,9 @@ def begin_reductions(numbers: list[int], step: int) -> Waiting:
     handle = hvd.grouped_allreduce_async(group, op=hvd.Average, name="group")
     sums = [sum(own(number, step, which) for number in numbers) for which in (7, 8)]
     waiting.append((handle, [total / len(numbers) for total in sums]))
+    # Without a name: which one it gets is counted, anew in each world.
+    handle = hvd.allreduce_async(own(faults.NUMBER, step, 6), op=hvd.Sum)
+    waiting.append((handle, sum(own(number, step, 6) for number in numbers)))
     # Vectors at right angles are added; that of another world has another length.
     axis = np.zeros(len(numbers))
     axis[hvd.rank()] = faults.NUMBER + 1
@@ -99,6 +103,16 @@ def check(came: Any, expected: Any) -> None:
         np.testing.assert_allclose(came, expected, rtol=1e-13)
 
 
+def join_or_reduce() -> None:
+    """Let the last rank join, and the others reduce until one of them is lost."""
+    if hvd.rank() == hvd.size() - 1:
+        hvd.join()
+    while True:
+        sums = hvd.allreduce(np.ones(3), op=hvd.Sum, name="no more")
+        if sums[0] < hvd.size():
+            faults.at("one has joined")
+
+
 @hvd.elastic.run
 def train(state: Any, sets: Sets) -> None:
     """Go on to the last step."""
@@ -112,6 +126,8 @@ def train(state: Any, sets: Sets) -> None:
         if state.step == HOLD_STEP and hvd.size() < HOLD_SIZE:
             state.check_host_updates()
             continue
+        if state.step == JOIN_STEP and world.epoch == 1:
+            join_or_reduce()
         waiting = begin_reductions(numbers, state.step)
         faults.at("half begun")
         waiting += begin_exchanges(numbers, state.step)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.launcher.elastic_scenarios import faults
@@ -19,18 +21,52 @@ import numpy as np  # noqa: E402
 import hvdlite.numpy as hvd  # noqa: E402
 from hvdlite.common.base.errors import HorovodInternalError  # noqa: E402
 from hvdlite.common.runtime import worlds  # noqa: E402
+from hvdlite.common.runtime.state import current  # noqa: E402
 
 STEPS = int(os.environ.get("STEPS", "30"))
 MISMATCH_STEP = int(os.environ.get("MISMATCH_STEP", "-1"))
-ELEMENTS = int(os.environ.get("ELEMENTS", "1000"))
+ELEMENTS = int(os.environ.get("ELEMENTS", "1000"))  # Of what is summed in each step.
+WEIGHTS = int(os.environ.get("WEIGHTS", "1000"))
 COMMIT_EVERY = int(os.environ.get("COMMIT_EVERY", "1"))
 # A step that waits for a world of a size, as "step size", and one that waits for an epoch.
 HOLD_STEP, HOLD_SIZE = map(int, os.environ.get("HOLD", "-1 0").split())
 LATER_STEP, LATER_EPOCH = map(int, os.environ.get("LATER", "-1 0").split())
+# The last step waits until all workers have such numbers: those below are to die.
+FIRST_TO_LIVE = int(os.environ.get("FIRST_TO_LIVE", "0"))
+VERIFIES = "elastic.check"  # Compares the weights of all ranks after a reset.
+
+
+class Sent:
+    """Counts the bytes of collectives from the begin of a world to that of its training."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._remove: Callable[[], None] = lambda: None
+
+    def begin(self) -> None:
+        """Count in a new world."""
+        self._remove()
+        self.bytes = 0
+        self._remove = current().engine.observe(self._add)
+
+    def _add(self, run: Any) -> None:
+        if not all(VERIFIES in name for name in run.names):
+            self.bytes += run.bytes
+
+
+sent = Sent()
+
+
+def wire() -> int:
+    """Return the bytes that this host has sent to others."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.split()[9]) for line in lines if line.split()[0] != "lo:")
 
 
 class State(hvd.elastic.NumpyState):
     """A state that passes places of the scenarios."""
+
+    syncs = False
 
     def save(self) -> None:
         faults.at("save")
@@ -39,11 +75,17 @@ class State(hvd.elastic.NumpyState):
 
     def restore(self) -> None:
         faults.at("restore")
+        if not self.syncs:
+            faults.say(restored=epoch(), step=self.step, wire=wire())
         super().restore()
 
     def sync(self) -> None:
         faults.at("sync")
-        super().sync()
+        self.syncs = True
+        try:
+            super().sync()
+        finally:
+            self.syncs = False
         faults.at("synced")
 
     def check_host_updates(self) -> None:
@@ -64,17 +106,26 @@ def epoch() -> int:
     return 0 if world is None else world.epoch
 
 
+def waits(step: int) -> bool:
+    """Return whether a step is for a later world."""
+    return (
+        (step == HOLD_STEP and hvd.size() < HOLD_SIZE)
+        or (step == LATER_STEP and epoch() < LATER_EPOCH)
+        or (step == STEPS - 1 and min(members()) < FIRST_TO_LIVE)
+    )
+
+
 @hvd.elastic.run
 def train(state: State) -> None:
     """Go on to the last step."""
     first = True
     faults.at_step(state.step)
-    faults.say(entered=epoch(), members=members(), rank=hvd.rank(), step=state.step)
+    faults.say(
+        entered=epoch(), members=members(), rank=hvd.rank(), step=state.step, sent=sent.bytes
+    )
     while state.step < STEPS:
         faults.at("idle")
-        if (state.step == HOLD_STEP and hvd.size() < HOLD_SIZE) or (
-            state.step == LATER_STEP and epoch() < LATER_EPOCH
-        ):
+        if waits(state.step):
             time.sleep(0.002)
             state.check_host_updates()
             continue
@@ -82,11 +133,11 @@ def train(state: State) -> None:
         own = np.full(elements, (faults.NUMBER + 1.0) * (state.step + 1))
         sums = hvd.allreduce(own, op=hvd.Sum, name="gradient")
         if first:
-            faults.say(reduced=epoch())
+            faults.say(reduced=epoch(), wire=wire())
             first = False
         assert (sums == sums[0]).all()
         faults.at("between collectives")
-        state.weights += sums
+        state.weights += sums[0]
         state.history.append([state.step, members()])
         state.step += 1
         faults.at_step(state.step)
@@ -100,12 +151,18 @@ def train(state: State) -> None:
 def main() -> None:
     """Train, and say what came of it."""
     faults.at("before hvd.init")
+    faults.say(begun=0, wire=wire())
     hvd.init()
     fields: dict[str, Any] = {"step": 0, "history": []}
-    state = State(weights=np.zeros(ELEMENTS), **fields)
-    state.register_reset_callbacks([lambda: faults.at("on_reset")])
+    state = State(weights=np.zeros(WEIGHTS), **fields)
+    state.register_reset_callbacks([lambda: faults.at("on_reset"), sent.begin])
+    if not worlds.waiting():
+        sent.begin()
     try:
         train(state)
+    except SystemExit as end:  # Of a worker that is not needed any more.
+        faults.say(end=end.code)
+        raise
     except HorovodInternalError as error:
         faults.say(error=str(error))
         raise
