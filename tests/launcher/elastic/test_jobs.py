@@ -54,40 +54,6 @@ def test_a_signal_to_the_launcher_leaves_nothing(tmp_path: Path, number: int, co
         assert job.watch.err[-1] == f"hvdlite-run: ended by {signal.Signals(number).name}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_launcher_in_a_reset_leaves_nothing(tmp_path: Path, number: int) -> None:
-    with elastic(tmp_path, "-np", "3", "--min-np", "1") as job:
-        first = job.watch.world(3)
-        kill(first[1])
-        job.watch.process.send_signal(number)
-        job.watch.finish(10)
-        job.wait_for_nothing(4.0)
-
-
-def test_sizes_follow_the_discovery_script(tmp_path: Path) -> None:
-    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
-    hosts.write_text("localhost:1\n")
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
-    words = ("-np", "1", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script))
-    with elastic(tmp_path, *words) as job:
-        (first,) = job.watch.world(1)
-        hosts.write_text("localhost:2\n")
-        two = job.watch.world(2)
-        assert two[0].pid == first.pid
-        hosts.write_text("localhost:2\n127.0.0.1:2\n")
-        three = job.watch.world(3)
-        assert [place.pid for place in three[:2]] == [place.pid for place in two]
-        assert [place.local for place in three] == [0, 1, 0]
-        assert three[2].host == "127.0.0.1"
-        hosts.write_text("127.0.0.1:2\n")
-        left = job.watch.world(2, epoch=three[0].epoch + 1)
-        assert left[0].pid == three[2].pid
-        assert {place.host for place in left} == {"127.0.0.1"}
-        assert job.end() == 0
-    assert not any("failed" in line for line in job.watch.err)
-
-
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -105,21 +71,6 @@ def test_a_discovery_script_that_fails_at_first_ends_the_job(
     assert done.returncode == 1
     assert said in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "x").exists()
-
-
-def test_a_discovery_script_that_fails_later_is_asked_again(tmp_path: Path) -> None:
-    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
-    hosts.write_text("localhost:1\n")
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
-    with elastic(tmp_path, "-np", "1", "--host-discovery-script", str(script)) as job:
-        (first,) = job.watch.world(1)
-        hosts.unlink()
-        job.watch.line("discovery failed.*exit code 1")
-        hosts.write_text("localhost:2\n")
-        two = job.watch.world(2)
-        assert two[0].pid == first.pid
-        assert job.end() == 0
 
 
 def test_a_worker_that_raises_names_host_and_cause(tmp_path: Path) -> None:

@@ -65,17 +65,17 @@ def test_down_to_one_rank_and_up_again(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "count", "variables"),
-    [("shm", 1, {"HVDLITE_NATIVE": "off", "ELEMENTS": 500_000}),
-     ("ring", 2, {"ELEMENTS": 500_000})],
-)  # fmt: skip
+    ("place", "hosts_at_least", "algorithm"), [("shm", 1, "hierarchical"), ("ring", 2, "ring")]
+)
 def test_a_rank_that_is_stopped_in_a_collective(
-    site: Site, place: str, count: int, variables: dict[str, Any]
+    site: Site, place: str, hosts_at_least: int, algorithm: str
 ) -> None:
     """It is given up; when it goes on, it ends."""
-    fault = dies(1, place, do="stop", skip=3)
-    job = site.flags(4 if count == 2 else 3, count)
-    outcome = site.run("train_numpy", *job, faults=[fault], STEPS=STEPS, **variables)
+    flags = site.flags(2 * max(site.used, hosts_at_least), hosts_at_least)
+    outcome = site.run(
+        "train_numpy", *flags, faults=[dies(1, place, do="stop", skip=3)], STEPS=STEPS,
+        ELEMENTS=500_000, HVDLITE_NATIVE="off", HVDLITE_ALLREDUCE=algorithm,
+    )  # fmt: skip
     check_weights(outcome, STEPS)
     stopped = outcome.faults[0]["number"]
     assert all(line["number"] != stopped for line in outcome.results)
@@ -163,7 +163,7 @@ def test_a_failure_without_newcomers_sends_no_weights(site: Site, victim: int) -
         first, second = (line["sent"] for line in own if "entered" in line)
         assert (first >= 8 * WEIGHTS, second) == (True, 0)
         (restored,) = (line for line in own if "restored" in line)
-        assert (restored["restored"], restored["step"]) == (1, 4)
+        assert restored["restored"] == 1 and restored["step"] > 0
     if site.used > 1:  # All that has left the hosts of these ranks, and nothing else runs there.
         begun, restored, reduced = (
             {(line["number"], line[word]): line["wire"] for line in outcome.lines if word in line}

@@ -31,6 +31,8 @@ COMMIT_EVERY = int(os.environ.get("COMMIT_EVERY", "1"))
 # A step that waits for a world of a size, as "step size", and one that waits for an epoch.
 HOLD_STEP, HOLD_SIZE = map(int, os.environ.get("HOLD", "-1 0").split())
 LATER_STEP, LATER_EPOCH = map(int, os.environ.get("LATER", "-1 0").split())
+# Any step waits for a world of so many ranks.
+LEAST_SIZE = int(os.environ.get("LEAST_SIZE", "1"))
 # The last step waits until all workers have such numbers: those below are to die.
 FIRST_TO_LIVE = int(os.environ.get("FIRST_TO_LIVE", "0"))
 VERIFIES = "elastic.check"  # Compares the weights of all ranks after a reset.
@@ -109,7 +111,8 @@ def epoch() -> int:
 def waits(step: int) -> bool:
     """Return whether a step is for a later world."""
     return (
-        (step == HOLD_STEP and hvd.size() < HOLD_SIZE)
+        hvd.size() < LEAST_SIZE
+        or (step == HOLD_STEP and hvd.size() < HOLD_SIZE)
         or (step == LATER_STEP and epoch() < LATER_EPOCH)
         or (step == STEPS - 1 and min(members()) < FIRST_TO_LIVE)
     )
@@ -125,6 +128,8 @@ def train(state: State) -> None:
     )
     while state.step < STEPS:
         faults.at("idle")
+        if hvd.size() >= LEAST_SIZE:
+            faults.at("large enough")
         if waits(state.step):
             time.sleep(0.002)
             state.check_host_updates()
