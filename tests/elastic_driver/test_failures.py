@@ -39,6 +39,22 @@ def test_a_failure_that_excludes_its_host(code: int) -> None:
     assert (job.finish.code, job.finish.results) == (0, (0, 1, 4, 5))
 
 
+@pytest.mark.parametrize("hosts", [{"a": 4}, {"a": 2, "b": 2}, {"a": 1, "b": 3}])
+@pytest.mark.parametrize("lost", [(0, 1), (1, 2), (2, 1), (1, 0, 2)])
+def test_newcomers_after_several_losses_have_different_start_ranks(
+    hosts: dict[str, int], lost: tuple[int, ...]
+) -> None:
+    job = running(hosts)
+    for number in lost:
+        job.kill(number)
+    newcomers = [job.processes[number].start for number in sorted(job.processes)[4:]]
+    ranks = [start.start_rank for start in newcomers]
+    assert len(set(ranks)) == len(lost) and set(ranks) <= set(range(4))
+    assert [start.place["RANK"] for start in newcomers] == ranks
+    local = [(start.host, start.place["LOCAL_RANK"]) for start in newcomers]
+    assert len(set(local)) == len(lost)
+
+
 def test_one_process_of_each_host_fails() -> None:
     job = abc()
     for number in (0, 2, 4):

@@ -142,11 +142,29 @@ class Staffing:
                 starts.append(vacancy)
         if starts:
             expected = self._expected(now)
-            ranks = {slot: rank for rank, slot in enumerate(expected)}
             all_places = places([host for host, _ in expected])
+            free = self._free_ranks(expected)
+            ranks = {slot: rank for rank, slot in enumerate(expected)}
             for vacancy in starts:
-                rank = ranks[vacancy.host, vacancy.slot]
-                self._start(vacancy, rank, all_places[rank])
+                own = ranks[vacancy.host, vacancy.slot]
+                rank = own if own in free else next(iter(free))
+                del free[rank]
+                self._start(vacancy, rank, _with_slot(all_places[own], vacancy.slot))
+
+    def _free_ranks(self, expected: Sequence[tuple[str, int]]) -> dict[int, None]:
+        """Return the ranks of newcomers that no newcomer has been told yet, in their order.
+
+        After one of several losses, a newcomer may have been told the rank that another one is
+        expected to have now.
+        """
+        living = {(each.host, each.slot): each for each in self._roster.living()}
+        present = [living.get(place) for place in expected]
+        told = {each.start_rank for each in present if each and each.number not in self._ranks}
+        return {
+            rank: None
+            for rank, worker in enumerate(present)
+            if rank not in told and (worker is None or worker.number not in self._ranks)
+        }
 
     def _expected(self, now: float) -> list[tuple[str, int]]:
         """Return host and slot of each rank of a world in which all slots have workers."""
@@ -164,6 +182,7 @@ class Staffing:
     def _start(self, vacancy: Vacancy, rank: int, place: dict[str, int]) -> None:
         replaces = self._failures.failed(vacancy.host, vacancy.slot)
         worker = self._roster.start(vacancy.host, vacancy.slot, rank, replaces)
+        place = {**place, "RANK": rank}
         self._order(StartWorker(worker.number, worker.host, worker.slot, rank, place))
 
     def dismiss(self, worker: Worker, sentence: str, now: float) -> None:
@@ -216,3 +235,8 @@ class Staffing:
             if worker.running:
                 times += filter(None, (worker.terminate_at, worker.kill_at))
         return min(times, default=None)
+
+
+def _with_slot(place: dict[str, int], slot: int) -> dict[str, int]:
+    """Return the place with the slot as local rank: a lost worker had the same GPU."""
+    return {**place, "LOCAL_RANK": slot} if slot < place["LOCAL_SIZE"] else place
