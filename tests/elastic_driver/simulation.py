@@ -149,8 +149,7 @@ class Simulation:
             case StartWorker(number, host, slot):
                 assert host in self.agents
                 assert number not in self.processes
-                assert not any(each.slot == slot and each.alive and not each.ended
-                               and not each.last("end") for each in self.on(host))  # fmt: skip
+                assert not any(each.slot == slot and each.alive for each in self.on(host))
                 self.processes[number] = Process(number, host, slot, command)
                 if not self.slow_workers:
                     self.driver.worker_said(number, ["hello", 1], now=self.now)

@@ -271,20 +271,25 @@ def test_exceptions_with_commits_in_between_end_no_job() -> None:
 # -- workers that do not answer
 
 
-def test_a_stopped_worker_is_given_up_and_may_say_why_it_ends() -> None:
-    job = running({"a": 3}, num_proc=3)
+@pytest.mark.parametrize("admit", ["ready", "wait"])
+def test_a_worker_that_is_given_up_has_ended_before_another_takes_its_slot(admit: str) -> None:
+    job = running({"a": 3}, num_proc=3, admit=admit)
     job.event("worker_stopped", 1)
-    assert job.members == [0, 2]
     assert job.processes[1].last("end") == [
         "end", 1, "rank 1 (host a) was given up: its process was stopped"
     ]  # fmt: skip
-    assert job.processes[3].start.slot == 1
-    job.wait(5)
-    assert job.processes[1].ended == []
-    job.wait(30)
     assert job.processes[1].ended == [True]
-    job.end(1, 1)
-    assert len(job.worlds) == 2
+    assert len(job.worlds) == (2 if admit == "ready" else 1)
+    job.wait(12)
+    assert 3 not in job.processes
+    waits = "the next world waits for the end of rank 1 (host a), which was killed"
+    assert (waits in job.lines) == (admit == "wait")
+    job.kill(1)
+    assert job.processes[3].start.slot == 1
+    job.newcomers_ready()
+    job.pass_checks()
+    assert job.members == [0, 2, 3]
+    assert job.processes[0].last("seen") is None  # The hosts have not changed.
 
 
 def test_a_rank_that_others_wait_for_too_long_is_given_up_alone() -> None:
@@ -294,21 +299,59 @@ def test_a_rank_that_others_wait_for_too_long_is_given_up_alone() -> None:
     job.event("worker_said", 0, ["late", 1, [1]])
     assert job.members == [0, 2]
     assert "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS" in job.processes[1].last("end")[2]
+    job.kill(1)
     assert job.processes[3].start.slot == 1
 
 
-def test_a_closed_connection_waits_for_the_end_of_the_process() -> None:
+def test_the_job_waits_for_the_end_of_a_worker_that_never_was_a_rank() -> None:
+    job = Simulation(num_proc=2)
+    job.slow_workers = True
+    job.discover({"a": 2})
+    job.end(0, 0)
+    job.event("worker_lost", 1, "it has not answered for 10 seconds")
+    assert job.finish is None
+    job.kill(1)
+    assert job.processes[2].start.slot == 1
+
+
+def test_a_connection_that_breaks_waits_for_the_end_of_the_process() -> None:
     job = running({"a": 2}, num_proc=2)
     job.event("worker_closed", 0)
+    job.wait(4)  # It may write a core dump.
     job.end(0, 0)
     job.event("worker_closed", 1)
-    job.wait(20)  # Python may take long to end.
+    job.wait(6)
+    code, sentence = finished(job)
+    assert code == 1
+    assert "rank 1 (host a) was lost: its connection to the driver ended" in sentence
+
+
+def leave(job: Simulation, number: int) -> None:
+    job.busy.add(number)
+    job.event("worker_said", number, ["bye"])
+    job.event("worker_closed", number)
+
+
+def test_a_worker_that_says_bye_may_take_long_to_end() -> None:
+    job = running({"a": 2}, num_proc=2)
+    leave(job, 0)
+    leave(job, 1)
+    job.wait(1000)
+    job.end(0, 0)
     job.end(1, 0)
     assert finished(job)[0] == 0
-    job = running({"a": 2}, num_proc=2)
-    job.event("worker_closed", 0)
-    job.wait(30)
-    assert job.members == [1]
+
+
+def test_a_worker_that_says_bye_and_never_ends_does_not_stop_the_others() -> None:
+    job = running({"a": 3}, num_proc=3)
+    leave(job, 0)
+    job.wait(100)
+    job.kill(2)
+    assert len(job.worlds) == 1  # Rank 0 may return, and its result counts.
+    job.wait(29)
+    assert len(job.worlds) == 1
+    job.wait(2)
+    assert job.members[0] == 1
     assert "rank 0 (host a) was lost: its connection to the driver ended" in job.lines[-1]
 
 

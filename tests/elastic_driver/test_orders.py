@@ -41,6 +41,9 @@ class Puppets(Simulation):
         process = self.processes[number]
         if not process.alive:
             return
+        if any(process.ended):
+            self.kill(number)
+            return
         if number not in self.greeted:
             self.greeted.add(number)
             self.hello(number)

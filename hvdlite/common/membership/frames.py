@@ -12,6 +12,7 @@ the rank; both ends prove that they know the job's secret. Then come frames of a
 | GATHER epoch round body | One round of the exchange by which the ranks of the world meet; rounds are numbered from 0. |
 | CHECKS counter count | The answer to NOTICE: how many checks of its world the worker has passed. |
 | LATE epoch numbers | These members of the world `epoch` have not submitted what the others wait for, within the shutdown time of the stall inspector. |
+| BYE | The last frame of a worker whose script is done with the job. Its process may go on. |
 | BEAT | Sent every `BEAT_SECONDS`. The server takes it, and tells nobody. |
 
 | driver -> worker | |
@@ -39,7 +40,7 @@ from hvdlite.common.meeting.wire import job_digest
 HELLO, READY, GATHER, CHECKS, BEAT = "hello", "ready", "gather", "checks", "beat"
 NEWCOMER, WORLD, BODIES, REGROUP = "newcomer", "world", "bodies", "regroup"
 SEEN, NOTICE, RAISE, END = "seen", "notice", "raise", "end"
-LATE = "late"
+LATE, BYE = "late", "bye"
 
 CLAIM_JOB = job_digest("hvdlite elastic membership")
 BEAT_SECONDS = 1.0
@@ -128,7 +129,7 @@ def is_from_worker(message: Sequence[Any]) -> bool:
             return True
         case [str(kind), int(), [*numbers]] if kind == LATE:
             return all(isinstance(number, int) for number in numbers)
-        case [str(kind)] if kind == BEAT:
+        case [str(kind)] if kind in (BEAT, BYE):
             return True
     return False
 

@@ -33,6 +33,7 @@ from hvdlite.common.membership.process_end import ProcessEnd
 
 LINE_SECONDS = 10.0  # The time between two lines of a worker that waits.
 READ_BYTES = 1 << 18
+BYE_SECONDS = 1.0  # How long the last frames may take to be sent.
 
 log = logging.getLogger("hvdlite")
 
@@ -169,7 +170,16 @@ class DriverLink:
         self._thread.join()
         _links.discard(self)
         self._process_end.cancel()
+        self._say_bye()
         self._close_descriptors()
+
+    def _say_bye(self) -> None:
+        """Send what is left, and that this worker needs the driver no more."""
+        self._outbox.append(memoryview(wire.pack_frame(frames.BYE)))
+        with contextlib.suppress(OSError):  # The driver has gone, or does not read.
+            self._socket.settimeout(BYE_SECONDS)
+            while self._outbox:
+                self._socket.sendall(self._outbox.popleft())
 
     def after_fork_in_child(self) -> None:
         """Close this process's copies of all descriptors: they would hide the end of the parent."""

@@ -139,6 +139,8 @@ class Driver:
                 self._succession.checks(worker, counter, passed)
             case ["late", int(epoch), [*late]]:
                 self._losses.give_up_late(epoch, late, now)
+            case ["bye"]:
+                worker.said_bye = True
         if not self._requirements.others_are_late():
             self._advance(now)
 

@@ -14,9 +14,12 @@ from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
 from hvdlite.launcher.elastic.decisions.staffing import Staffing
 from hvdlite.launcher.elastic.decisions.succession import Succession
 
-# How long a worker may run after its connection has ended, and still return. A process ends its
-# connection when Python begins to exit, and frameworks take seconds to do so on a busy machine.
-CLOSED_SECONDS = 30.0
+# How long a process may run on after its connection has broken: the kernel takes a while to end one
+# that has much memory, or writes a core dump.
+CLOSED_SECONDS = 5.0
+# How long the next world waits for a worker that has said bye and still runs: it may return, and
+# frameworks take seconds to end on a busy machine. While nobody waits for it, it has no limit.
+BYE_SECONDS = 30.0
 
 STALLED = "it was late for a tensor for longer than HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
 
@@ -71,7 +74,7 @@ class Losses:
     def give_up(self, worker: Worker, why: str, now: float) -> None:
         """Count a worker out whose process may still run."""
         sentence = f"{lines.name(worker, self._succession.world)} was given up: {why}"
-        self._staffing.give_up(worker, sentence, now)
+        self._staffing.give_up(worker, sentence)
         self.lose(worker, why, False, now)
 
     def give_up_late(self, epoch: int, numbers: Sequence[int], now: float) -> None:
@@ -108,10 +111,20 @@ class Losses:
             self._order(Say(lines.lost([worker], None)))
 
     def give_up_closed(self, now: float) -> None:
-        """Count out the workers that run on long after their connections have ended."""
+        """Count out the workers that run on for too long after their connections have ended."""
         for worker in self._roster.living():
-            if worker.closed_at is not None and now >= worker.closed_at + CLOSED_SECONDS:
+            limit = self._end_limit(worker)
+            if limit is not None and now >= limit:
                 self.give_up(worker, "its connection to the driver ended", now)
+
+    def _end_limit(self, worker: Worker) -> float | None:
+        """Return when a worker that has no connection must have ended; None: whenever it likes."""
+        if worker.closed_at is None:
+            return None
+        if not worker.said_bye:
+            return worker.closed_at + CLOSED_SECONDS
+        reset = self._succession.reset
+        return max(worker.closed_at, reset.since) + BYE_SECONDS if reset is not None else None
 
     # -- hosts
 
@@ -160,5 +173,5 @@ class Losses:
 
     def next_time(self) -> float | None:
         """Return when a worker has had its time to end after its connection."""
-        closed = (each.closed_at for each in self._roster.living())
-        return min((at + CLOSED_SECONDS for at in closed if at is not None), default=None)
+        limits = (self._end_limit(each) for each in self._roster.living())
+        return min((limit for limit in limits if limit is not None), default=None)

@@ -145,6 +145,11 @@ class Requirements:
         if late := self.waited_for(now):
             names = lines.names(late, self._succession.world)
             parts.append(f"workers that have not said ready: {names}")
+        if ending := [each for each in self._roster if each.ending]:
+            names = lines.names(ending, self._succession.world)
+            parts.append(
+                f"the end of {names}, which {'was' if len(ending) == 1 else 'were'} killed"
+            )
         if coming := self._hosts.coming():
             parts.append(f"agents of hosts: {', '.join(coming)}")
         return "; ".join(parts) or "workers that are started again"

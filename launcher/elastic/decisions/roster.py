@@ -29,6 +29,7 @@ class Worker:
     stage: Stage = Stage.LIVING
     running: bool = True
     closed_at: float | None = None  # When its connection ended; it is about to end, too.
+    said_bye: bool = False  # It ended its connection itself, as the script was done with the job.
     greeted: bool = False
     ready: bool = False
     commit: int = 0
@@ -48,6 +49,11 @@ class Worker:
     def past(self) -> bool:
         """It has ended, and nothing depends on it any more."""
         return not self.running and self.stage not in (Stage.LIVING, Stage.RETURNED)
+
+    @property
+    def ending(self) -> bool:
+        """It is lost, and its process has not ended yet."""
+        return self.stage is Stage.LOST and self.running
 
     @property
     def holds_slot(self) -> bool:

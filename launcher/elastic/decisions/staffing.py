@@ -14,6 +14,7 @@ from hvdlite.launcher.elastic.decisions.commands import (
     StartWorker,
     Tell,
 )
+from hvdlite.launcher.elastic.decisions.cooldowns import FOREVER
 from hvdlite.launcher.elastic.decisions.failures import Failures
 from hvdlite.launcher.elastic.decisions.host_order import order_hosts, places
 from hvdlite.launcher.elastic.decisions.hosts import Hosts, Stand
@@ -23,13 +24,15 @@ from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
 # How long a worker that was told to end may take, until SIGTERM and until SIGKILL.
 TERMINATE_SECONDS = 10.0
 KILL_SECONDS = 15.0
-# A stopped worker may be continued, and then says why it ends.
-STOPPED_KILL_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Vacancy:
-    """A slot that should have a worker, from the time `start_at` on."""
+    """A slot that should have a worker, from the time `start_at` on.
+
+    The time is `FOREVER` while the process of a worker that was given up has not ended: both would
+    need the memory of the same GPU.
+    """
 
     host: str
     slot: int
@@ -108,11 +111,12 @@ class Staffing:
         for host in self.hosts_in_order(now):
             taken = {each.slot for each in self._roster.on(host) if each.holds_slot}
             free = [slot for slot in range(usable[host]) if slot not in taken]
+            ending = {each.slot for each in self._roster.on(host) if each.ending}
             # A worker beyond the slots of its host holds one of them until it has ended.
             for slot in free[: max(0, usable[host] - len(taken))]:
                 if room > 0:
                     start_at = self._failures.retry_time(host, slot, now)
-                    result.append(Vacancy(host, slot, start_at))
+                    result.append(Vacancy(host, slot, FOREVER if slot in ending else start_at))
                     room -= 1
         return result
 
@@ -195,13 +199,11 @@ class Staffing:
             self._order(EndWorker(worker.number, kill=False))
             worker.kill_at = now + KILL_SECONDS - TERMINATE_SECONDS
 
-    def give_up(self, worker: Worker, sentence: str, now: float) -> None:
-        """Tell a worker that does not answer that it is out; it is killed later."""
+    def give_up(self, worker: Worker, sentence: str) -> None:
+        """Kill a worker that may never answer; `sentence` tells it why, if it is quick."""
         if worker.greeted:
             self._order(Tell((worker.number,), ["end", 1, sentence]))
-            worker.kill_at = now + STOPPED_KILL_SECONDS
-        else:
-            self._order(EndWorker(worker.number, kill=True))
+        self._order(EndWorker(worker.number, kill=True))
 
     def drop_host(self, host: str) -> None:
         """End the agent of a host, and all workers there."""
@@ -230,7 +232,7 @@ class Staffing:
 
     def next_time(self, now: float) -> float | None:
         """Return when a worker may start, or has had its time to end."""
-        times = [each.start_at for each in self.vacancies(now) if each.start_at > now]
+        times = [each.start_at for each in self.vacancies(now) if now < each.start_at < FOREVER]
         for worker in self._roster:
             if worker.running:
                 times += filter(None, (worker.terminate_at, worker.kill_at))
