@@ -179,6 +179,22 @@ def test_two_deaths_are_one_reset() -> None:
     assert "number of resets exceeded limit 1" in finished(job)[1]
 
 
+def test_the_end_beyond_the_reset_limit_names_who_was_lost() -> None:
+    job = running({"a": 3}, num_proc=3, reset_limit=0)
+    job.ready(0)  # Its peer has gone, which the agent tells a moment later.
+    assert job.finish is None
+    job.kill(2)
+    sentence = finished(job)[1]
+    assert "limit 0 (--reset-limit): rank 2 (host a) was lost: killed by signal 9" in sentence
+
+
+def test_a_rank_that_leaves_without_a_loss_counts_for_the_reset_limit() -> None:
+    job = running({"a": 3}, num_proc=3, reset_limit=0)
+    job.ready(0)
+    job.wait(0.1)
+    assert "limit 0" in finished(job)[1]
+
+
 def test_a_death_during_a_reset_is_another_world_at_most() -> None:
     job = running({"a": 3}, num_proc=3)
     job.kill(2)

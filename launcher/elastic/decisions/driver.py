@@ -243,7 +243,9 @@ class Driver:
             self._staffing.fill(now)
 
     def _end_reset_beyond_limit(self, now: float) -> None:
-        limit = self.plan.reset_limit
+        limit, reset = self.plan.reset_limit, self._succession.reset
+        if reset is not None and reset.regroup_at is not None and now < reset.regroup_at:
+            return  # A rank has left its world, and who was lost is known in a moment.
         if limit is not None and self._succession.resets > limit:
             sentence = f"{RESET_LIMIT_EXCEEDED.format(limit)} (--reset-limit)"
             why = self._losses.text
