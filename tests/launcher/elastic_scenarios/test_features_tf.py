@@ -1,0 +1,30 @@
+"""A function of TensorFlow that was traced before a reset goes on after it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.launcher.elastic_scenarios.features_tf import STEPS, train_alone
+from tests.launcher.elastic_scenarios.jobs import check_order, flags, run
+
+pytestmark = pytest.mark.timeout(120)
+
+FLOAT16 = 2.0**-10  # Gradients are rounded to it on their way.
+
+
+def test_traced_function_with_batch_norm_compression_and_join() -> None:
+    """It was traced on two ranks, runs on one that is left, and then with a newcomer."""
+    fault = {"worker": 1, "place": "before step", "step": 3}
+    outcome = run("train_features_tf", *flags(2), faults=[fault], HOLD="6 2", timeout=100)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert list(outcome.worlds().values()) == [[0, 1], [0], [0, 2]]
+    check_order(outcome)
+    assert len(outcome.results) == 2
+    history = outcome.results[0]["history"]
+    assert history == [[0, 1]] * 3 + [[0]] * 3 + [[0, 2]] * (STEPS - 6)
+    expected, way = train_alone(history)
+    for line in outcome.results:
+        assert (line["history"], line["traces"]) == (history, 1)
+        for found, value in zip(line["result"], expected, strict=True):
+            np.testing.assert_allclose(found, value, rtol=1e-4, atol=FLOAT16 * way)
