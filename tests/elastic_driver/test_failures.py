@@ -393,6 +393,28 @@ def test_a_rank_that_leaves_its_world_takes_the_others_along() -> None:
     assert job.worlds[-1] == [2, [0, 1, 2], 0, [], 4]
 
 
+def test_ranks_that_all_leave_their_world_wait_for_nobody() -> None:
+    """An error of the script on all ranks: nobody was lost, so there is nothing to learn of."""
+    job = running({"a": 3}, num_proc=3)
+    for number in (1, 0):
+        job.ready(number)
+        assert len(job.worlds) == 1
+    job.ready(2)
+    assert job.worlds[-1] == [2, [0, 1, 2], 0, [], 4]
+    assert [process.last("regroup") for process in job.processes.values()] == [None] * 3
+
+
+def test_a_rank_that_may_mean_an_older_world_is_waited_for() -> None:
+    """It has said so before it has seen the world that runs, which it then enters."""
+    job = running({"a": 2}, num_proc=2)
+    job.processes[1].epoch = 0
+    job.ready(1)
+    job.ready(0)
+    assert len(job.worlds) == 1
+    job.wait(2)
+    assert len(job.worlds) == 2
+
+
 def test_a_rank_that_leaves_its_world_before_its_peer_is_known_to_be_lost() -> None:
     job = running({"a": 3}, num_proc=3)
     job.ready(1)

@@ -23,6 +23,7 @@ class Reset:
     interrupted: bool = False  # The first rank is there.
     regroup_at: float | None = None  # A rank has left the world; who was lost is not known yet.
     regrouped: bool = False
+    left: set[int] = field(default_factory=set)  # The ranks that have left this very world.
     losses: list[Worker] = field(default_factory=list)
 
     @property

@@ -100,6 +100,10 @@ class Succession:
         wait = BROKEN_SECONDS if epoch == self.world.epoch else OLDER_SECONDS
         if self.reset.regroup_at is None:
             self.reset.regroup_at = now + wait
+        if epoch == self.world.epoch:
+            self.reset.left.add(worker.number)
+        if all(each.number in self.reset.left for each in self.living_members()):
+            self.reset.regroup_at = now  # Nobody was lost, and nobody is left to be told.
 
     def gather(self, worker: Worker, epoch: int, round_: int, body: bytes) -> None:
         """Take a rank's part of a round of the world's meeting."""
