@@ -14,7 +14,6 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.decisions.control_tree import neighbours
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.meeting import launch as launches
-from hvdlite.common.meeting.exchange import Exchange
 from hvdlite.common.membership.frames import Member, Newcomer, World
 from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.plain.config import Config
@@ -135,15 +134,15 @@ class ElasticWorker:
             return Connected(InProcessWorld(_topology(offer.members)).transport(offer.rank), [])
         if offer.size == 1:
             return Connected(solo(), self.sets.agree([self.sets.pack()], offer))
-        exchange = self.link.exchange(offer)
-        sets = self.sets.agree(exchange.allgather(self.sets.pack()), offer)
-        return Connected(self._connect_over_tcp(exchange, offer, config), sets)
+        return self._connect_over_tcp(offer, config)
 
-    def _connect_over_tcp(self, exchange: Exchange, world: World, config: Config) -> Transport:
+    def _connect_over_tcp(self, world: World, config: Config) -> Connected:
+        from hvdlite.common.transport.tcp.connect import Known
         from hvdlite.common.transport.tcp.connect import connect as connect_over_tcp
 
-        return connect_over_tcp(
-            exchange,
+        sets: list[tuple[int, ...]] = []
+        transport = connect_over_tcp(
+            self.link.exchange(world),
             config,
             time.monotonic() + config.start_timeout_seconds,
             neighbours,
@@ -152,7 +151,13 @@ class ElasticWorker:
             epoch=world.epoch,
             interrupt=self.link,
             folder=self._folder(),
+            known=Known(
+                [host for _, host in world.members],
+                self.sets.pack(),
+                lambda told: sets.extend(self.sets.agree(told, world)),
+            ),
         )
+        return Connected(transport, sets)
 
     def _folder(self) -> str | None:
         """Return the folder of the agent, which removes it; None where it has none."""

@@ -29,14 +29,18 @@ MAGIC = b"hvdlite\0"
 log = logging.getLogger("hvdlite")
 
 
-def exchange_versions(exchange: Exchange) -> None:
-    """Raise `HorovodVersionMismatchError` on all ranks when two protocols take part."""
+def exchange_versions(exchange: Exchange, more: bytes = b"") -> list[bytes]:
+    """Raise `HorovodVersionMismatchError` on all ranks when two protocols take part.
+
+    Returns what each rank says beside its version: its `more`.
+    """
     local_version = installed_version()
     hello = HELLO.pack(MAGIC, PROTOCOL_VERSION, local_version.encode()[:52])
-    for rank, other in enumerate(exchange.allgather(hello)):
-        if len(other) != HELLO.size or not other.startswith(MAGIC):
+    said = exchange.allgather(hello + more)
+    for rank, other in enumerate(said):
+        if len(other) < HELLO.size or not other.startswith(MAGIC):
             raise ProtocolError(f"rank {rank} does not run hvdlite: it says {other[:8]!r}", rank)
-        _, protocol, other_version = HELLO.unpack(other)
+        _, protocol, other_version = HELLO.unpack(other[: HELLO.size])
         if protocol != PROTOCOL_VERSION:
             name = other_version.rstrip(b"\0").decode(errors="replace")
             raise HorovodVersionMismatchError(
@@ -44,102 +48,120 @@ def exchange_versions(exchange: Exchange) -> None:
                 f"{name} (protocol {protocol})",
                 f"{local_version} (protocol {PROTOCOL_VERSION})",
             )
+    return [other[HELLO.size :] for other in said]
 
 
-def find_hosts(
-    exchange: Exchange,
-    host: str,
-    deadline: float,
-    *,
-    interrupt: Interrupt | None = None,
-    folder: str | None = None,
-) -> tuple[Topology, LocalMesh]:
+def find_hosts(exchange: Exchange, host: str, deadline: float) -> tuple[Topology, LocalMesh]:
     """Return which ranks share a host, and the connections of this rank inside its host.
 
-    Ranks that give the same `host`, but do not see each other's files, count as hosts of their own.
-    The ranks of a host meet in `folder`, by default that of temporary files. Raises
-    `HorovodInternalError` on all ranks when one does not connect inside its host by `deadline`
-    (monotonic seconds), and as `interrupt`.
+    Raises `HorovodInternalError` on all ranks when one does not connect inside its host by
+    `deadline` (monotonic seconds). See `Gathering` for `host`.
     """
-    hosts: dict[bytes, list[int]] = {}
-    for rank, name in enumerate(exchange.allgather(host.encode())):
-        hosts.setdefault(name, []).append(rank)
-    ranks = hosts[host.encode()]
-    with ExitStack() as stack:
-        meeting = _invite(exchange, ranks, folder, stack)
-        listener = None if meeting is None else _listen(meeting, exchange.rank, stack)
-        alone = len(ranks) == 1
-        listens = exchange.allgather(b"1" if alone or listener is not None else b"0")
-        topology = _split(hosts.values(), listens)
-        together = topology.peers(exchange.rank)
-        if len(together) < len(ranks) and exchange.rank == ranks[0]:
+    names = [name.decode() for name in exchange.allgather(host.encode())]
+    with Gathering(exchange.rank, names) as gathering:
+        gathering.listen(exchange.allgather(gathering.invite()))
+        topology = gathering.split(exchange.allgather(gathering.answer))
+        raise_first(exchange, gathering.meet(deadline))
+        return topology, gathering.take_mesh()
+
+
+class Gathering:
+    """The ranks of this rank's host on their way to each other, in four steps.
+
+    What `invite` returns, and then `answer`, goes to all ranks; `meet` connects; and when all ranks
+    are known to have done that, `take_mesh` returns the connections. Until then the gathering must
+    be open. Ranks whose entry in `hosts` is the same, but that do not see each other's files, count
+    as hosts of their own. They meet in `folder`, by default that of temporary files.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[str], folder: str | None = None) -> None:
+        self._rank, self._folder = rank, folder
+        self._hosts: dict[str, list[int]] = {}
+        for other, name in enumerate(hosts):
+            self._hosts.setdefault(name, []).append(other)
+        self._ranks = self._hosts[hosts[rank]]
+        self._peers: tuple[int, ...] = ()
+        self._place: tuple[Meeting, socket.socket] | None = None
+        self._mesh: LocalMesh | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Gathering:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._mesh is not None:
+            self._mesh.close()
+        self._stack.close()
+
+    def invite(self) -> bytes:
+        """Return the place where the ranks of this host meet, if this rank is to make it."""
+        if len(self._ranks) > 1 and self._rank == self._ranks[0]:
+            with suppress(OSError):
+                meeting = Meeting.new(self._folder)
+                self._stack.callback(meeting.close)
+                return meeting.token + os.fsencode(meeting.directory)
+        return b""
+
+    def listen(self, invitations: Sequence[bytes]) -> None:
+        """Listen at the place to which this rank is invited, if it can be seen."""
+        body = invitations[self._ranks[0]]
+        if body:
+            meeting = Meeting(os.fsdecode(body[TOKEN_BYTES:]), body[:TOKEN_BYTES])
+            with suppress(OSError):
+                self._place = meeting, self._stack.enter_context(listen(meeting, self._rank))
+
+    @property
+    def answer(self) -> bytes:
+        """One byte: whether this rank listens, or is alone."""
+        return b"1" if len(self._ranks) == 1 or self._place is not None else b"0"
+
+    def split(self, answers: Sequence[bytes]) -> Topology:
+        """Return the topology."""
+        topology = _split(self._hosts.values(), answers)
+        together = topology.peers(self._rank)
+        if len(together) < len(self._ranks) and self._rank == self._ranks[0]:
             log.warning(
                 "the ranks %s of this host do not see each other's files in %s, so each counts "
                 "as a host of its own: set TMPDIR to a directory that all of them see",
-                ", ".join(map(str, ranks)), tempfile.gettempdir(),
+                ", ".join(map(str, self._ranks)), tempfile.gettempdir(),
             )  # fmt: skip
-        peers = tuple(rank for rank in together if rank != exchange.rank)
-        place = None if meeting is None or listener is None else (meeting, listener)
-        return topology, _meet(exchange, place, peers, deadline, interrupt)
+        self._peers = tuple(rank for rank in together if rank != self._rank)
+        return topology
 
+    def meet(
+        self, deadline: float, interrupt: Interrupt | None = None
+    ) -> HorovodInternalError | None:
+        """Connect to the other ranks of the host; return why that failed, None: it has not.
 
-def _invite(
-    exchange: Exchange, ranks: Sequence[int], folder: str | None, stack: ExitStack
-) -> Meeting | None:
-    """Return the place where `ranks` meet, which the first of them makes; None if it cannot."""
-    body = b""
-    if len(ranks) > 1 and exchange.rank == ranks[0]:
-        with suppress(OSError):
-            meeting = Meeting.new(folder)
-            stack.callback(meeting.close)
-            body = meeting.token + os.fsencode(meeting.directory)
-    body = exchange.allgather(body)[ranks[0]]
-    if not body:
-        return None
-    return Meeting(os.fsdecode(body[TOKEN_BYTES:]), body[:TOKEN_BYTES])
-
-
-def _listen(meeting: Meeting, rank: int, stack: ExitStack) -> socket.socket | None:
-    """Listen at the meeting; None where its directory is not visible."""
-    try:
-        return stack.enter_context(listen(meeting, rank))
-    except OSError:
+        Raises as `interrupt` does in its waits.
+        """
+        memory = create_memory()
+        links: dict[int, Peer] = {}
+        try:
+            if self._peers and self._place is not None:
+                links = meet(*self._place, self._rank, self._peers, memory, deadline, interrupt)
+        except BaseException as error:
+            os.close(memory)
+            if isinstance(error, HorovodInternalError):
+                return error
+            raise
+        self._mesh = LocalMesh(self._rank, links, memory)
         return None
 
+    def take_mesh(self) -> LocalMesh:
+        """Return the connections, which belong to the caller afterwards."""
+        mesh, self._mesh = self._mesh, None
+        assert mesh is not None  # They have met.
+        return mesh
 
-def _split(hosts: Iterable[Sequence[int]], listens: Sequence[bytes]) -> Topology:
+
+def _split(hosts: Iterable[Sequence[int]], answers: Sequence[bytes]) -> Topology:
     """Return the topology: the ranks of a host are apart unless all of them listen."""
     together: list[tuple[int, ...]] = []
     for ranks in hosts:
-        seen = all(listens[rank] == b"1" for rank in ranks)
+        seen = all(answers[rank] == b"1" for rank in ranks)
         together += [tuple(ranks)] if seen else [(rank,) for rank in ranks]
     return Topology(tuple(sorted(together)))
-
-
-def _meet(
-    exchange: Exchange,
-    place: tuple[Meeting, socket.socket] | None,
-    peers: tuple[int, ...],
-    deadline: float,
-    interrupt: Interrupt | None,
-) -> LocalMesh:
-    """Connect to `peers`, the other ranks of the host, which meet at `place`."""
-    memory = create_memory()
-    links: dict[int, Peer] = {}
-    failure: HorovodInternalError | None = None
-    try:
-        if peers and place is not None:
-            try:
-                links = meet(*place, exchange.rank, peers, memory, deadline, interrupt)
-            except HorovodInternalError as error:
-                failure = error
-        raise_first(exchange, failure)
-        return LocalMesh(exchange.rank, links, memory)
-    except BaseException:
-        os.close(memory)
-        for peer in links.values():
-            peer.close()
-        raise
 
 
 def raise_first(

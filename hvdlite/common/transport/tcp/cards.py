@@ -56,9 +56,18 @@ class Card(NamedTuple):
         return card._replace(endpoints=endpoints)
 
 
-def exchange_cards(exchange: Exchange, card: Card) -> list[Card]:
-    """Return the cards of all ranks. Raises `HorovodInternalError` when one cannot listen."""
+def exchange_cards(
+    exchange: Exchange, card: Card, failure: HorovodInternalError | None = None
+) -> list[Card]:
+    """Return the cards of all ranks. Raises `HorovodInternalError` on all ranks if one has failed.
+
+    `failure` is why this rank has not found those of its host; a card tells why it cannot listen.
+    """
+    if failure is not None:
+        card = card._replace(failure=str(failure))
     cards = [Card.unpack(body, rank) for rank, body in enumerate(exchange.allgather(card.pack()))]
+    if failure is not None:
+        raise failure
     for rank, each in enumerate(cards):
         if each.failure:
             raise HorovodInternalError(f"rank {rank} ({each.host}): {each.failure}", rank)

@@ -8,19 +8,22 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import msgpack
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.meeting.host_identity import THREAD_NETWORK, boot_id, network_namespace
 from hvdlite.common.plain.config import Config
-from hvdlite.common.transport.bootstrap import exchange_versions, find_hosts, raise_first
+from hvdlite.common.transport.bootstrap import Gathering, exchange_versions, raise_first
 from hvdlite.common.transport.poller import READ, Poller
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose
 from hvdlite.common.transport.tcp.cards import AddressBook, Card, exchange_cards
 from hvdlite.common.transport.tcp.connections import Connections
 from hvdlite.common.transport.tcp.dials import Limits
-from hvdlite.common.transport.tcp.interfaces import Interface, list_interfaces
+from hvdlite.common.transport.tcp.interfaces import list_interfaces
 from hvdlite.common.transport.tcp.listeners import listen_local, listen_remote
 from hvdlite.common.transport.tcp.liveness import Liveness
 from hvdlite.common.transport.tcp.strangers import Identity
@@ -28,6 +31,15 @@ from hvdlite.common.transport.tcp.transport import Job, TcpTransport
 
 Neighbours = Callable[[Topology, int], Iterable[int]]
 MACHINE_BYTES = 16
+
+
+class Known(NamedTuple):
+    """What the ranks of a job know before they meet, which saves rounds of their meeting."""
+
+    hosts: Sequence[str]  # That of each rank; equal ones share memory.
+    greeting: bytes = b""  # For all other ranks.
+    # Called with the greetings of all ranks, in rank order.
+    heard: Callable[[list[bytes]], None] = lambda greetings: None
 
 
 def connect(
@@ -41,6 +53,7 @@ def connect(
     epoch: int = 0,
     interrupt: Interrupt | None = None,
     folder: str | None = None,
+    known: Known | None = None,
 ) -> TcpTransport:
     """Return the transport of this rank; collective over the ranks of `exchange`.
 
@@ -48,15 +61,20 @@ def connect(
     are connected at once, others at first use. Ranks with the same `host` share memory. `secret` is
     what the ranks of the job know and others do not; `epoch` tells a job that has started again
     from the one before. `interrupt` ends all waits when a rank is lost; the ranks of a host meet in
-    `folder`. Raises `HorovodInternalError` when ranks are not connected by `deadline` (monotonic
-    seconds), and `HorovodVersionMismatchError`.
+    `folder`. Ranks that know each other's hosts already say so by `known`, all of them or none.
+    Raises `HorovodInternalError` when ranks are not connected by `deadline` (monotonic seconds),
+    and `HorovodVersionMismatchError`.
     """
-    exchange_versions(exchange)
-    topology, mesh = find_hosts(exchange, host, deadline, interrupt=interrupt, folder=folder)
     with ExitStack() as stack:
+        hosts = _introduce(exchange, host) if known is None else known.hosts
+        with Gathering(exchange.rank, hosts, folder) as gathering:
+            _invite(exchange, gathering, known)
+            topology, one_machine = _find_hosts(exchange, gathering, several=len(set(hosts)) > 1)
+            failure = gathering.meet(deadline, interrupt)
+            card, listeners = _listen(exchange.rank, topology, one_machine, config, stack)
+            cards = exchange_cards(exchange, card, failure)
+            mesh = gathering.take_mesh()
         stack.callback(mesh.close)
-        card, listeners = _listen(exchange, topology, config, stack)
-        cards = exchange_cards(exchange, card)
         key = hmac.new(secret, cards[0].nonce, hashlib.sha256).digest()
         connections = Connections(
             mesh.poller,
@@ -94,22 +112,52 @@ def _interrupted_by(interrupt: Interrupt | None, poller: Poller) -> Iterator[Non
         poller.forget(descriptor)
 
 
+def _introduce(exchange: Exchange, host: str) -> list[str]:
+    """Return the hosts of all ranks. Raises `HorovodVersionMismatchError`."""
+    return [name.decode() for name in exchange_versions(exchange, host.encode())]
+
+
+def _invite(exchange: Exchange, gathering: Gathering, known: Known | None) -> None:
+    """Let the ranks of each host know where they meet: by the first round if all is `known`."""
+    if known is None:
+        gathering.listen(exchange.allgather(gathering.invite()))
+        return
+    packed = msgpack.packb([known.greeting, gathering.invite()])
+    bodies = [msgpack.unpackb(body) for body in exchange_versions(exchange, packed)]
+    gathering.listen([invitation for _, invitation in bodies])
+    known.heard([greeting for greeting, _ in bodies])
+
+
+def _find_hosts(
+    exchange: Exchange, gathering: Gathering, *, several: bool
+) -> tuple[Topology, bool]:
+    """Return the topology, and whether all hosts of it are simulated by one machine.
+
+    `several`: the ranks have given the names of more than one host.
+    """
+    machine = _machine() if several else b""
+    answers = exchange.allgather(gathering.answer + machine)
+    topology = gathering.split([answer[:1] for answer in answers])
+    machines = {answer[1:] for answer in answers}
+    if len(topology.hosts) > 1 and not several:  # Ranks of one name do not see each other's files.
+        machines = set(exchange.allgather(_machine()))
+    return topology, len(machines) == 1
+
+
 def _listen(
-    exchange: Exchange, topology: Topology, config: Config, stack: ExitStack
+    rank: int, topology: Topology, one_machine: bool, config: Config, stack: ExitStack
 ) -> tuple[Card, list[socket.socket]]:
     """Listen for the ranks of this host, and for those of others, where there are any."""
     listeners: list[socket.socket] = []
     endpoints: list[Endpoint] = []
     local, failure = b"", ""
-    if len(topology.peers(exchange.rank)) > 1:
+    if len(topology.peers(rank)) > 1:
         listeners.append(stack.enter_context(listen_local()))
         local = listeners[0].getsockname()
     if len(topology.hosts) > 1:
-        interfaces = list_interfaces()
-        machines = set(exchange.allgather(_machine(interfaces)))
-        first = topology.local_rank(exchange.rank)
+        first = topology.local_rank(rank)
         try:
-            chosen = choose(interfaces, config.network_interfaces, one_machine=len(machines) == 1)
+            chosen = choose(list_interfaces(), config.network_interfaces, one_machine=one_machine)
             for endpoint, listener in listen_remote(chosen, config.tcp_ports, first):
                 endpoints.append(endpoint)
                 listeners.append(stack.enter_context(listener))
@@ -118,9 +166,9 @@ def _listen(
     return Card.new(local, endpoints, config.tcp_streams, failure), listeners
 
 
-def _machine(interfaces: Sequence[Interface]) -> bytes:
+def _machine() -> bytes:
     """Return what is equal on all ranks if they share one network stack: simulated hosts do."""
-    known = [boot_id(), network_namespace(THREAD_NETWORK), *map(str, interfaces)]
+    known = [boot_id(), network_namespace(THREAD_NETWORK), *map(str, list_interfaces())]
     return hashlib.sha256("\n".join(known).encode()).digest()[:MACHINE_BYTES]
 
 
