@@ -179,7 +179,7 @@ class Program:
         """From the last member."""
         root = self.members.size - 1
         array = values(self.members.index, size, dtype)
-        self.backend("broadcast", dtype).broadcast(self.members, array, root, quiet)
+        self.backend("broadcast", dtype).broadcast(self.members, [array], root, quiet)
         compare([array], [values(root, size, dtype)])
 
     def alltoall(self, dtype: str, size: int) -> None:

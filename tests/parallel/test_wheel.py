@@ -32,7 +32,7 @@ import json, sys
 import numpy as np
 import hvdlite
 import hvdlite.numpy as hvd
-from hvdlite.common.collectives.native.shm import NativeShm
+from hvdlite.common.collectives.native.collectives import NativeShm
 
 calls = []
 compiled = NativeShm.allreduce

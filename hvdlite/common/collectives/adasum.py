@@ -79,7 +79,7 @@ class AdasumBackend(RingBackend):
             arithmetic.store(result, vector)
         one_host = len(members.topology.hosts) == 1
         carrier = self._shm if one_host else RingBackend(self._transport)
-        carrier.broadcast(members, result, 0, activity)
+        carrier.broadcast(members, [result], 0, activity)
         Chain(outputs).unpack(0, result)
 
     def _reduce_up_the_tree(

@@ -91,11 +91,11 @@ class Backend(Protocol):
     def broadcast(
         self,
         members: Members,
-        array: Array,
+        arrays: Sequence[Array],
         root: int,
         activity: Activity,
     ) -> None:
-        """Copy `array` of the member at position `root` into `array` of all others."""
+        """Copy each of `arrays` of the member at position `root` into those of all others."""
 
     def alltoall(
         self,

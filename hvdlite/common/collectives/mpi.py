@@ -125,10 +125,13 @@ class MpiBackend(RingBackend):
                 for view in target.views(0, target.size):
                     self._broadcast(members, view, member)
 
-    def broadcast(self, members: Members, array: Array, root: int, activity: Activity) -> None:
+    def broadcast(
+        self, members: Members, arrays: Sequence[Array], root: int, activity: Activity
+    ) -> None:
         """See `Backend.broadcast`."""
         with activity("MPI_BROADCAST"):
-            self._broadcast(members, array, root)
+            for array in arrays:
+                self._broadcast(members, array, root)
 
     def _broadcast(self, members: Members, array: Array, root: int) -> None:
         comm = self._mpi.subcommunicator(members.ranks)

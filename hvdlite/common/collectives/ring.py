@@ -131,12 +131,13 @@ class RingBackend:
         if any(plan.sizes):
             RingRun(self._transport, plan).run()
 
-    def broadcast(self, members: Members, array: Array, root: int, activity: Activity) -> None:
+    def broadcast(
+        self, members: Members, arrays: Sequence[Array], root: int, activity: Activity
+    ) -> None:
         """See `Backend.broadcast`. Pieces go from member to member, and follow each other."""
         ring_order = RingOrder.of(members)
         distance = (ring_order.index - ring_order.order.index(root)) % members.size
-        length = max(1, self.piece_bytes // array.itemsize)
-        pieces = [array[start : start + length] for start in range(0, array.size, length)]
+        pieces = [piece for array in arrays for piece in self._pieces(array)]
         sends: deque[Pending] = deque()
         with activity("RING_BROADCAST"):
             receives = deque(
@@ -148,6 +149,10 @@ class RingBackend:
                 if distance < members.size - 1:
                     sends.append(self._transport.isend(ring_order.rank(1), piece))
             self._transport.wait(sends)
+
+    def _pieces(self, array: Array) -> list[Array]:
+        length = max(1, self.piece_bytes // array.itemsize)
+        return [array[start : start + length] for start in range(0, array.size, length)]
 
     def alltoall(
         self,

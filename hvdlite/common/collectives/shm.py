@@ -23,7 +23,6 @@ collective begins, which must not touch the slots earlier.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,8 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_part, member_chain
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.native.shm import MEMORY_BYTES, Library, NativeShm
+from hvdlite.common.collectives.native.collectives import MEMORY_BYTES, MOST_RANKS, NativeShm
+from hvdlite.common.collectives.native.shm import Library
 from hvdlite.common.transport.base import Transport
 
 SLOTS = 4
@@ -59,7 +59,7 @@ class ShmBackend:
         self._transport = transport
         self._piece_bytes = piece_bytes
         self._native: NativeShm | None = None
-        if library is not None:
+        if library is not None and len(transport.topology.peers(transport.rank)) <= MOST_RANKS:
             self._native = NativeShm(transport, library, SLOTS * piece_bytes)
         # Whether all members have the same library, by their ranks; they ask each other once.
         self._agreed: dict[tuple[int, ...], bool] = {}
@@ -84,17 +84,16 @@ class ShmBackend:
         """See `Backend.allreduce`. Summed in the order of the members."""
         if not inputs:
             return
-        native = self._native_of(members)
-        if native is not None and native.runs(inputs[0].dtype, reduction.reduce_op, members):
+        dtype = inputs[0].dtype
+        arithmetic = Arithmetic(dtype, reduction)
+        native = self._compiled(members, arithmetic)
+        if native is not None:
             with activity("SHM_ALLREDUCE"):
-                self._begin()  # a signal that nobody takes would hide that a peer is gone
-                native.allreduce(members, inputs, outputs, reduction)
+                native.allreduce(members, inputs, outputs, arithmetic)
             return
         source, target = Chain(inputs), Chain(outputs)
         if not source.size:
             return
-        dtype = inputs[0].dtype
-        arithmetic = Arithmetic(dtype, reduction)
         length = self._piece_bytes // dtype.itemsize
 
         def slots(piece: int) -> list[Array]:
@@ -127,16 +126,28 @@ class ShmBackend:
             else:
                 self._run(self._peers(members), -(-source.size // length), pack, reduce, unpack)
 
-    def _native_of(self, members: Members) -> NativeShm | None:
-        """Return the compiled allreduce if all members have the same one; they ask once."""
+    def _compiled(self, members: Members, arithmetic: Arithmetic | None = None) -> NativeShm | None:
+        """Return the compiled collectives if all members have the same; they ask each other once.
+
+        None as well for an arithmetic that is not compiled.
+        """
+        native = self._native
+        if members.size == 1 or not self._agree(members) or native is None:
+            return None
+        if arithmetic is not None and not native.reduces(arithmetic):
+            return None
+        self._begin()  # a signal that nobody takes would hide that a peer is gone
+        return native
+
+    def _agree(self, members: Members) -> bool:
         agreed = self._agreed.get(members.ranks)
         if agreed is None:
             identity = np.array([self._native.identity if self._native else 0], np.uint64)
             identities = np.empty(members.size, np.uint64)
-            counts = [[1] * members.size]
-            self.allgather(members, [identity], [identities], counts, lambda _: nullcontext())
-            agreed = self._agreed[members.ranks] = bool((identities == identity).all())
-        return self._native if agreed else None
+            self._gather_in_python(members, [identity], [identities], [[1] * members.size])
+            agreed = bool((identities == identity).all())
+            self._agreed[members.ranks] = agreed
+        return agreed
 
     def reducescatter(
         self,
@@ -162,6 +173,10 @@ class ShmBackend:
         arithmetic: Arithmetic,
     ) -> None:
         """Reduce and scatter with any arithmetic. A slot holds one part for each member."""
+        native = self._compiled(members, arithmetic)
+        if native is not None:
+            native.reducescatter(members, inputs, outputs, counts, arithmetic)
+            return
         dtype = arithmetic.input_dtype
         sources = [member_chain(inputs, counts, member) for member in range(members.size)]
         target = Chain(outputs)
@@ -196,6 +211,20 @@ class ShmBackend:
         """See `Backend.allgather`."""
         if not inputs:
             return
+        with activity("SHM_ALLGATHER"):
+            native = self._compiled(members)
+            if native is not None:
+                native.allgather(members, inputs, outputs, counts)
+            else:
+                self._gather_in_python(members, inputs, outputs, counts)
+
+    def _gather_in_python(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+    ) -> None:
         dtype = inputs[0].dtype
         source = Chain(inputs)
         targets = [member_chain(outputs, counts, member) for member in range(members.size)]
@@ -213,17 +242,29 @@ class ShmBackend:
                 target.unpack(piece * length, slot(member, piece))
 
         pieces = max(-(-target.size // length) for target in targets)
-        with activity("SHM_ALLGATHER"):
-            self._run(self._peers(members), pieces, pack, unpack)
+        self._run(self._peers(members), pieces, pack, unpack)
 
-    def broadcast(self, members: Members, array: Array, root: int, activity: Activity) -> None:
-        """See `Backend.broadcast`. The others signal to the root alone."""
-        chain = Chain([array])
-        length = self._piece_bytes // array.itemsize
+    def broadcast(
+        self, members: Members, arrays: Sequence[Array], root: int, activity: Activity
+    ) -> None:
+        """See `Backend.broadcast`."""
+        if not arrays:
+            return
+        with activity("SHM_BROADCAST"):
+            native = self._compiled(members)
+            if native is not None:
+                native.broadcast(members, arrays, root)
+            else:
+                self._broadcast_in_python(members, arrays, root)
+
+    def _broadcast_in_python(self, members: Members, arrays: Sequence[Array], root: int) -> None:
+        """Broadcast; the others signal to the root alone."""
+        chain, dtype = Chain(arrays), arrays[0].dtype
+        length = self._piece_bytes // dtype.itemsize
         owner = members.ranks[root]
 
         def slot(piece: int) -> Array:
-            return self._slot(owner, piece, array.dtype)[: chain.size - piece * length]
+            return self._slot(owner, piece, dtype)[: chain.size - piece * length]
 
         def pack(piece: int) -> None:
             if members.index == root:
@@ -234,8 +275,7 @@ class ShmBackend:
                 chain.unpack(piece * length, slot(piece))
 
         peers = self._peers(members) if members.index == root else (owner,)
-        with activity("SHM_BROADCAST"):
-            self._run(peers, -(-chain.size // length), pack, unpack)
+        self._run(peers, -(-chain.size // length), pack, unpack)
 
     def alltoall(
         self,
@@ -245,30 +285,44 @@ class ShmBackend:
         allocate: Callable[[list[int]], Array],
         activity: Activity,
     ) -> None:
-        """See `Backend.alltoall`. A slot holds one part for each member."""
+        """See `Backend.alltoall`."""
         with activity("SHM_ALLTOALL"):
-            matrix = self._exchange_counts(members, send_counts)
-            received = [int(count) for count in matrix[:, members.index]]
-            output = allocate(received)
-            sources = [member_chain([array], [send_counts], each) for each in range(members.size)]
-            targets = [member_chain([output], [received], each) for each in range(members.size)]
-            length = self._piece_bytes // array.itemsize // members.size
+            native = self._compiled(members)
+            if native is not None:
+                native.alltoall(members, array, send_counts, allocate)
+            else:
+                self._exchange_in_python(members, array, send_counts, allocate)
 
-            def part(sender: int, receiver: int, piece: int) -> Array:
-                size = max(0, min(length, int(matrix[sender, receiver]) - piece * length))
-                slot = self._slot(members.ranks[sender], piece, array.dtype)
-                return slot[receiver * length :][:size]
+    def _exchange_in_python(
+        self,
+        members: Members,
+        array: Array,
+        send_counts: Sequence[int],
+        allocate: Callable[[list[int]], Array],
+    ) -> None:
+        """Exchange the parts of `array`. A slot holds one part for each member."""
+        matrix = self._exchange_counts(members, send_counts)
+        received = [int(count) for count in matrix[:, members.index]]
+        output = allocate(received)
+        sources = [member_chain([array], [send_counts], each) for each in range(members.size)]
+        targets = [member_chain([output], [received], each) for each in range(members.size)]
+        length = self._piece_bytes // array.itemsize // members.size
 
-            def pack(piece: int) -> None:
-                for receiver, source in enumerate(sources):
-                    source.pack(piece * length, part(members.index, receiver, piece))
+        def part(sender: int, receiver: int, piece: int) -> Array:
+            size = max(0, min(length, int(matrix[sender, receiver]) - piece * length))
+            slot = self._slot(members.ranks[sender], piece, array.dtype)
+            return slot[receiver * length :][:size]
 
-            def unpack(piece: int) -> None:
-                for sender, target in enumerate(targets):
-                    target.unpack(piece * length, part(sender, members.index, piece))
+        def pack(piece: int) -> None:
+            for receiver, source in enumerate(sources):
+                source.pack(piece * length, part(members.index, receiver, piece))
 
-            pieces = -(-int(matrix.max()) // length)
-            self._run(self._peers(members), pieces, pack, unpack)
+        def unpack(piece: int) -> None:
+            for sender, target in enumerate(targets):
+                target.unpack(piece * length, part(sender, members.index, piece))
+
+        pieces = -(-int(matrix.max()) // length)
+        self._run(self._peers(members), pieces, pack, unpack)
 
     def _exchange_counts(self, members: Members, send_counts: Sequence[int]) -> Array:
         """Return how many elements are sent, as a matrix of senders by receivers."""

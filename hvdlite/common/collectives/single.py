@@ -63,7 +63,9 @@ class SingleBackend:
             for source, output in zip(inputs, outputs, strict=True):
                 np.copyto(output, source)
 
-    def broadcast(self, members: Members, array: Array, root: int, activity: Activity) -> None:
+    def broadcast(
+        self, members: Members, arrays: Sequence[Array], root: int, activity: Activity
+    ) -> None:
         """Nothing to do."""
 
     def alltoall(

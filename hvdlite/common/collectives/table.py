@@ -128,13 +128,13 @@ def _allgather(run: CollectiveRun) -> None:
 
 
 def _broadcast(run: CollectiveRun) -> None:
-    (operand,) = run.operands
-    request = operand.response.request
-    root = run.members.ranks.index(request.root_rank)
-    output = operand.output(request.shape)
-    if root == run.members.index and not np.shares_memory(output, operand.input):
-        np.copyto(output, operand.input)
-    run.backend.broadcast(run.members, output, root, run.activity)
+    root = run.members.ranks.index(run.operands[0].response.request.root_rank)
+    outputs = [operand.output(operand.response.request.shape) for operand in run.operands]
+    if root == run.members.index:
+        for operand, output in zip(run.operands, outputs, strict=True):
+            if output is not operand.input and not np.shares_memory(output, operand.input):
+                np.copyto(output, operand.input)
+    run.backend.broadcast(run.members, outputs, root, run.activity)
 
 
 def _alltoall(run: CollectiveRun) -> None:

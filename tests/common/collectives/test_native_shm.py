@@ -16,7 +16,8 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.native import shm as native_shm
 from hvdlite.common.collectives.native.cache import BuildError
-from hvdlite.common.collectives.native.shm import PIECE_BYTES, SLOTS, Library, library
+from hvdlite.common.collectives.native.collectives import PIECE_BYTES, SLOTS
+from hvdlite.common.collectives.native.shm import Library, library
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config

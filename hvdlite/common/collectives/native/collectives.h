@@ -1,0 +1,286 @@
+// The collectives as steps of the pipeline.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "chain.h"
+#include "pipeline.h"
+#include "reducer.h"
+
+namespace {
+
+int64_t pieces_of(int64_t elements, int64_t length) { return (elements + length - 1) / length; }
+
+int64_t larger(int64_t a, int64_t b) { return a < b ? b : a; }
+
+// A piece has a part for each member, which that one reduces. What a rank reduces itself is never
+// packed. What is small is reduced as a whole by every rank, which saves one of the two waits.
+class Allreduce : public Pipeline<Allreduce> {
+ public:
+  static constexpr bool kReducesBetween = true;
+
+  explicit Allreduce(Segment& segment)
+      : Pipeline(segment),
+        packs_(work_, work_.source, 0),
+        reduces_(packs_),
+        unpacks_(work_, work_.target, 0),
+        reduce_(reduce_of(work_.type, work_.operation)),
+        length_(boards_.slot_bytes() / work_.itemsize) {
+    progress_.pieces = pieces_of(packs_.total, length_);
+  }
+
+  int64_t go() {
+    if (progress_.packed == 0 && !boards_.nobody_reads()) return kWaiting;
+    return work_.whole ? go_whole() : run();
+  }
+
+  void pack(int64_t piece) {
+    pack_range(piece, 0, part(piece, me()));
+    pack_range(piece, part(piece, me() + 1), length(piece));
+  }
+
+  void reduce(int64_t piece) {
+    reduce_range(piece, part(piece, me()), part(piece, me() + 1), boards_.slot(me(), piece));
+  }
+
+  void unpack(int64_t piece) {
+    for (int64_t m = 0; m < members(); ++m) {
+      if (m == me()) continue;
+      int64_t from = part(piece, m), first = piece * length_;
+      const char* slot = boards_.slot(m, piece) + from * work_.itemsize;
+      unpacks_.unpack(first + from, first + part(piece, m + 1), slot, work_.streamed);
+    }
+    if (work_.streamed) end_of_stream();
+  }
+
+ private:
+  Chain packs_, reduces_, unpacks_;
+  const Reduce reduce_;
+  const int64_t length_;
+
+  int64_t length(int64_t piece) const { return packs_.left(piece * length_, length_); }
+
+  // Where the part of `member` begins in a piece; that of the last member + 1 is the end.
+  int64_t part(int64_t piece, int64_t member) const { return length(piece) * member / members(); }
+
+  int64_t go_whole() {
+    if (progress_.packed == 0) {
+      pack_range(0, 0, packs_.total);
+      boards_.tell(&Counters::packed, ++progress_.packed);
+    }
+    for (int64_t m = 0; m < members(); ++m)
+      if (m != me() && !boards_.wait(m, &Counters::packed, 1)) return kWaiting;
+    reduce_range(0, 0, packs_.total, nullptr);
+    boards_.tell(&Counters::unpacked, 1);
+    boards_.finish(1);
+    return kDone;
+  }
+
+  void pack_range(int64_t piece, int64_t from, int64_t to) {
+    int64_t first = piece * length_;
+    packs_.pack(first + from, first + to, boards_.slot(me(), piece) + from * work_.itemsize);
+  }
+
+  void reduce_range(int64_t piece, int64_t from, int64_t to, char* copy) {
+    const char* parts[kMaxMembers];
+    int64_t itemsize = work_.itemsize, first = piece * length_;
+    for (int64_t m = 0; m < members(); ++m) parts[m] = boards_.slot(m, piece) + from * itemsize;
+    if (copy != nullptr) copy += from * itemsize;
+    reduces_.spans(first + from, first + to, [&](int64_t tensor, int64_t at, int64_t n) {
+      parts[me()] = reduces_.address(tensor, at, itemsize);
+      char* output = unpacks_.address(tensor, at, itemsize);
+      reduce_(members(), work_.prescale, work_.postscale, parts, n, output, copy);
+      for (int64_t m = 0; m < members(); ++m) parts[m] += n * itemsize;
+      if (copy != nullptr) copy += n * itemsize;
+    });
+  }
+};
+
+// A slot has a part for each other member, which gets it.
+template <class Steps>
+class Scattering : public Pipeline<Steps> {
+ public:
+  void pack(int64_t piece) {
+    int64_t from = piece * length_;
+    for (int64_t m = 0; m < this->members(); ++m)
+      if (m != this->me())
+        sources_[m].pack(from, from + sources_[m].left(from, length_),
+                         part(this->me(), m, piece));
+  }
+
+ protected:
+  explicit Scattering(Segment& segment) : Pipeline<Steps>(segment) {
+    const Work& work = this->work_;
+    int64_t part_bytes = this->boards_.slot_bytes() / (this->members() - 1) & -kLine;
+    length_ = part_bytes / work.itemsize;
+    for (int64_t m = 0; m < this->members(); ++m) sources_[m] = Chain(work, work.source, m);
+  }
+
+  Chain sources_[kMaxMembers];
+  int64_t length_;
+
+  // What `sender` has for `receiver` in a piece.
+  char* part(int64_t sender, int64_t receiver, int64_t piece) const {
+    int64_t place = receiver < sender ? receiver : receiver - 1;
+    return this->boards_.slot(sender, piece) + place * length_ * this->work_.itemsize;
+  }
+};
+
+class Reducescatter : public Scattering<Reducescatter> {
+ public:
+  explicit Reducescatter(Segment& segment)
+      : Scattering(segment),
+        target_(work_, work_.target, 0),
+        reduce_(reduce_of(work_.type, work_.operation)) {
+    int64_t most = 0;
+    for (int64_t m = 0; m < members(); ++m) most = larger(most, sources_[m].total);
+    progress_.pieces = pieces_of(most, length_);
+  }
+
+  void unpack(int64_t piece) {
+    const char* parts[kMaxMembers];
+    Chain& mine = sources_[me()];
+    int64_t from = piece * length_, itemsize = work_.itemsize;
+    for (int64_t m = 0; m < members(); ++m)
+      if (m != me()) parts[m] = part(m, me(), piece);
+    mine.spans(from, from + mine.left(from, length_), [&](int64_t tensor, int64_t at, int64_t n) {
+      parts[me()] = mine.address(tensor, at, itemsize);
+      char* output = target_.address(tensor, at, work_.result_itemsize);
+      reduce_(members(), work_.prescale, work_.postscale, parts, n, output, nullptr);
+      for (int64_t m = 0; m < members(); ++m) parts[m] += n * itemsize;
+    });
+  }
+
+ private:
+  Chain target_;
+  const Reduce reduce_;
+};
+
+class Allgather : public Pipeline<Allgather> {
+ public:
+  explicit Allgather(Segment& segment)
+      : Pipeline(segment),
+        source_(work_, work_.source, 0),
+        length_(boards_.slot_bytes() / work_.itemsize) {
+    int64_t most = 0;
+    for (int64_t m = 0; m < members(); ++m) {
+      targets_[m] = Chain(work_, work_.target, m);
+      most = larger(most, targets_[m].total);
+    }
+    progress_.pieces = pieces_of(most, length_);
+  }
+
+  void pack(int64_t piece) {
+    int64_t from = piece * length_;
+    source_.pack(from, from + source_.left(from, length_), boards_.slot(me(), piece));
+    unpack_part(piece, me());  // what is in the cache now
+  }
+
+  void unpack(int64_t piece) {
+    for (int64_t m = 0; m < members(); ++m)
+      if (m != me()) unpack_part(piece, m);
+    if (work_.streamed) end_of_stream();
+  }
+
+ private:
+  Chain source_, targets_[kMaxMembers];
+  const int64_t length_;
+
+  void unpack_part(int64_t piece, int64_t member) {
+    Chain& target = targets_[member];
+    int64_t from = piece * length_;
+    target.unpack(from, from + target.left(from, length_), boards_.slot(member, piece),
+                  work_.streamed);
+  }
+};
+
+class Alltoall : public Scattering<Alltoall> {
+ public:
+  explicit Alltoall(Segment& segment) : Scattering(segment) {
+    if (progress_.pieces == 0) return;  // the targets are not known yet
+    for (int64_t m = 0; m < members(); ++m) targets_[m] = Chain(work_, work_.target, m);
+  }
+
+  // The first call ends when the counts of all members are known: they decide what is allocated.
+  int64_t go() {
+    if (progress_.pieces > 0) return run();
+    if (progress_.packed == 0) {
+      if (!boards_.nobody_reads()) return kWaiting;
+      memcpy(boards_.row(me()), work_.counts, members() * sizeof(int64_t));
+      pack_next();
+    }
+    for (int64_t m = 0; m < members(); ++m)
+      if (m != me() && !boards_.wait(m, &Counters::packed, 1)) return kWaiting;
+    progress_.pieces = larger(1, pieces_of(largest_count(), length_));
+    for (int64_t m = 0; m < members(); ++m) work_.counts[m] = boards_.row(m)[me()];
+    return kCounted;
+  }
+
+  void unpack(int64_t piece) {
+    int64_t from = piece * length_;
+    for (int64_t m = 0; m < members(); ++m) {
+      Chain& target = targets_[m];
+      if (m != me())
+        target.unpack(from, from + target.left(from, length_), part(m, me(), piece),
+                      work_.streamed);
+    }
+    copy_own(piece);
+    if (work_.streamed) end_of_stream();
+  }
+
+ private:
+  Chain targets_[kMaxMembers];
+
+  int64_t largest_count() const {
+    int64_t most = 0;
+    for (int64_t sender = 0; sender < members(); ++sender)
+      for (int64_t receiver = 0; receiver < members(); ++receiver)
+        if (sender != receiver) most = larger(most, boards_.row(sender)[receiver]);
+    return most;
+  }
+
+  // Copy what I send to myself, a share of it with each piece.
+  void copy_own(int64_t piece) {
+    Chain& source = sources_[me()];
+    int64_t pieces = progress_.pieces, itemsize = work_.itemsize;
+    int64_t from = source.total * piece / pieces, to = source.total * (piece + 1) / pieces;
+    source.spans(from, to, [&](int64_t tensor, int64_t at, int64_t n) {
+      copy(targets_[me()].address(tensor, at, itemsize), source.address(tensor, at, itemsize),
+           n * itemsize, work_.streamed);
+    });
+  }
+};
+
+class Broadcast : public Pipeline<Broadcast> {
+ public:
+  explicit Broadcast(Segment& segment)
+      : Pipeline(segment),
+        tensors_(work_, work_.source, 0),
+        length_(boards_.slot_bytes() / work_.itemsize) {
+    progress_.pieces = pieces_of(tensors_.total, length_);
+  }
+
+  bool gives(int64_t member) const { return member == work_.root; }
+  bool takes(int64_t member) const { return member != work_.root; }
+
+  void pack(int64_t piece) {
+    int64_t from = piece * length_;
+    if (gives(me())) tensors_.pack(from, end(from), boards_.slot(me(), piece));
+  }
+
+  void unpack(int64_t piece) {
+    int64_t from = piece * length_;
+    if (!takes(me())) return;
+    tensors_.unpack(from, end(from), boards_.slot(work_.root, piece), work_.streamed);
+    if (work_.streamed) end_of_stream();
+  }
+
+ private:
+  Chain tensors_;
+  const int64_t length_;
+
+  int64_t end(int64_t from) const { return from + tensors_.left(from, length_); }
+};
+
+}  // namespace

@@ -1,0 +1,206 @@
+"""The compiled collectives of one host at one rank.
+
+They compute what `shm.py` computes in Python: reductions in the order of the members, 16-bit floats
+in float32, hence the same bits. Their memory lies behind the slots that Python uses. Members use
+them when all of them have the same library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hvdlite.common.collectives.base import Array, Members
+from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.native.segment import (
+    SegmentArguments,
+    address,
+    codes,
+    parts,
+    point,
+    set_reduction,
+    wholes,
+)
+from hvdlite.common.collectives.native.shm import Library
+from hvdlite.common.transport.base import Transport, connection_lost
+
+SLOTS = 8
+PIECE_BYTES = 256 << 10
+SMALL_BYTES = 32 << 10  # to add so much takes less time than to wait once more
+# Results of so many bytes go past the caches: they would not stay there until somebody reads them.
+STREAMED_BYTES = 8 << 20
+# How often a wait for another rank looks whether it is gone, or the world is over: this is the time
+# that the survivors of an elastic job lose. Waits are rare, as all ranks are ready when they begin.
+CHECK_SECONDS = 0.01
+MOST_RANKS = 256  # kMaxMembers in chain.h
+BOARD_BYTES = 32 << 10  # room for the board of so many, and for the row of an alltoall
+ROW_START = BOARD_BYTES - MOST_RANKS * 8
+MEMORY_BYTES = BOARD_BYTES + SLOTS * PIECE_BYTES  # of each rank
+
+ALLREDUCE, REDUCESCATTER, ALLGATHER, ALLTOALL, BROADCAST = range(5)  # as in `hvdlite_run`
+_COUNTED = 2  # what it returns when the counts of an alltoall are known
+
+
+class NativeShm:
+    """The compiled collectives at one rank. They own a part of the memory that ranks share."""
+
+    def __init__(self, transport: Transport, found: Library, start: int) -> None:
+        self._transport = transport
+        self._library = found
+        self._start = start  # of this part in the memory of every rank, in bytes
+        self._ranks = transport.topology.peers(transport.rank)
+        self._number = {rank: number for number, rank in enumerate(self._ranks)}
+        self._views: dict[int, Array] = {}  # keeps what `_memory` points to
+        self._memory = np.zeros(len(self._ranks), np.uint64)
+        self._base = np.zeros(len(self._ranks), np.uint64)
+        # By the ranks of the members: what is the same in all calls, and what it points to.
+        self._groups: dict[tuple[int, ...], tuple[SegmentArguments, Array]] = {}
+
+    @property
+    def identity(self) -> int:
+        """A number that differs between libraries that cannot work together."""
+        return self._library.identity
+
+    def reduces(self, arithmetic: Arithmetic) -> bool:
+        """Return whether the compiled code can run this reduction."""
+        return codes(arithmetic) is not None
+
+    def allreduce(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        arithmetic: Arithmetic,
+    ) -> None:
+        """See `Backend.allreduce`. All members must have room for it in their memory already.
+
+        The other methods need that as well.
+        """
+        sizes = [array.size for array in inputs]
+        sources = [address(array) for array in inputs]
+        targets = [
+            source if given is taken else address(taken)
+            for source, given, taken in zip(sources, inputs, outputs, strict=True)
+        ]
+        lists = np.array([sizes, sources, targets], np.int64)
+        arguments = self._arguments(members, ALLREDUCE, arithmetic.input_dtype.itemsize)
+        set_reduction(arguments, arithmetic)
+        arguments.whole = sum(sizes) * arguments.itemsize <= SMALL_BYTES
+        arguments.tensors = len(inputs)
+        point(arguments, lists[0], lists[1], lists[0], lists[2])
+        self._run(arguments)
+
+    def reducescatter(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+        arithmetic: Arithmetic,
+    ) -> None:
+        """See `Backend.reducescatter`."""
+        arguments = self._arguments(members, REDUCESCATTER, arithmetic.input_dtype.itemsize)
+        set_reduction(arguments, arithmetic)
+        arguments.tensors = len(inputs)
+        lists = parts(inputs, counts), wholes(outputs)
+        point(arguments, *lists[0], *lists[1])
+        self._run(arguments)
+
+    def allgather(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+    ) -> None:
+        """See `Backend.allgather`."""
+        arguments = self._arguments(members, ALLGATHER, inputs[0].itemsize)
+        arguments.tensors = len(inputs)
+        arguments.streamed = _streamed(outputs)
+        lists = wholes(inputs), parts(outputs, counts)
+        point(arguments, *lists[0], *lists[1])
+        self._run(arguments)
+
+    def broadcast(self, members: Members, arrays: Sequence[Array], root: int) -> None:
+        """See `Backend.broadcast`."""
+        arguments = self._arguments(members, BROADCAST, arrays[0].itemsize)
+        arguments.root = root
+        arguments.tensors = len(arrays)
+        arguments.streamed = _streamed(arrays)
+        lists = wholes(arrays)
+        point(arguments, *lists, *lists)
+        self._run(arguments)
+
+    def alltoall(
+        self,
+        members: Members,
+        array: Array,
+        send_counts: Sequence[int],
+        allocate: Callable[[list[int]], Array],
+    ) -> None:
+        """See `Backend.alltoall`."""
+        arguments = self._arguments(members, ALLTOALL, array.itemsize)
+        arguments.tensors = 1
+        counts = np.array(send_counts, np.int64)
+        arguments.counts = address(counts)
+        sources = parts([array], [send_counts])
+        point(arguments, *sources, *sources)
+        self._run(arguments)
+        received = counts.tolist()
+        output = allocate(received)
+        arguments.streamed = _streamed([output])
+        targets = parts([output], [received])
+        point(arguments, *sources, *targets)
+        self._run(arguments)
+
+    def _run(self, arguments: SegmentArguments) -> None:
+        gone = -1
+        while self._library.run(ctypes.byref(arguments)) not in (0, _COUNTED):
+            rank = self._ranks[arguments.missed]
+            if gone == rank:
+                raise connection_lost(rank)
+            if self._transport.gone(rank):
+                gone = rank  # it may have done its part before it went: look once more
+            self._transport.while_waiting()
+
+    def _arguments(self, members: Members, collective: int, itemsize: int) -> SegmentArguments:
+        """Return the arguments of a collective, for this call alone."""
+        known = self._groups.get(members.ranks)
+        if known is None:
+            known = self._groups[members.ranks] = self._group(members)
+        arguments = SegmentArguments.from_buffer_copy(known[0])
+        arguments.collective = collective
+        arguments.itemsize = itemsize
+        return arguments
+
+    def _group(self, members: Members) -> tuple[SegmentArguments, Array]:
+        local = np.array([self._number[rank] for rank in members.ranks], np.int64)
+        for rank in members.ranks:
+            self._map(rank)
+        group = SegmentArguments(
+            members=members.size,
+            index=members.index,
+            local_size=len(self._ranks),
+            own=self._number[self._transport.rank],
+            slots=SLOTS,
+            slot_bytes=PIECE_BYTES,
+            slots_start=BOARD_BYTES,
+            row_start=ROW_START,
+            timeout_ns=int(CHECK_SECONDS * 1e9),
+            local=address(local),
+            memory=address(self._memory),
+            base=address(self._base),
+        )
+        return group, local
+
+    def _map(self, rank: int) -> None:
+        if rank not in self._views:
+            view = self._transport.shared(rank, self._start + MEMORY_BYTES)[self._start :]
+            self._views[rank] = view
+            self._memory[self._number[rank]] = address(view)
+
+
+def _streamed(arrays: Sequence[Array]) -> bool:
+    return sum(array.nbytes for array in arrays) >= STREAMED_BYTES

@@ -1,0 +1,66 @@
+// What is to be done: the arguments of one call, `SegmentArguments` of native/shm.py.
+
+#pragma once
+
+#include <stdint.h>
+
+namespace {
+
+// The members, and the memory that they share.
+struct Group {
+  int64_t members, index, local_size;  // how many, my place among them, ranks of this host
+  int64_t own;                         // my local number
+  int64_t slots, slot_bytes;           // of a rank
+  int64_t slots_start, row_start;      // in the memory of a rank, in bytes
+  int64_t timeout_ns;
+  const int64_t* local;   // by member: its local number
+  char* const* memory;    // by local number: the memory of that rank
+  uint64_t* base;         // by local number: pieces that we had done together before
+  int64_t missed;         // set: the local rank that did not come in time
+};
+
+// Tensors in chains: a chain has a part of each tensor, and is cut into pieces as one.
+struct Chains {
+  const int64_t* sizes;        // by chain and tensor: elements
+  char* const* addresses;      // by chain and tensor
+};
+
+// A piece of a small allreduce is reduced by all members. A large result goes past the caches.
+struct Work {
+  int64_t collective, root;
+  int64_t type, operation, itemsize, result_itemsize;
+  int64_t whole, streamed;
+  double prescale, postscale;
+  int64_t tensors;
+  Chains source, target;
+  int64_t* counts;  // alltoall: elements that I send to each member, then (set) that each sends me
+};
+
+// Pieces. Zero at first.
+struct Progress {
+  int64_t pieces, packed, reduced, unpacked;
+};
+
+struct Segment {
+  Group group;
+  Work work;
+  Progress progress;
+};
+
+// A place in a chain; it only moves forward.
+struct Cursor {
+  int64_t tensor = 0, start = 0;  // start: elements before this tensor
+
+  // Call use(tensor, from, n) for the stretches of tensors that hold [from, to) of the chain.
+  template <class Use>
+  void spans(const int64_t* sizes, int64_t from, int64_t to, Use use) {
+    while (from < to) {
+      while (from >= start + sizes[tensor]) start += sizes[tensor++];
+      int64_t stop = start + sizes[tensor], n = (stop < to ? stop : to) - from;
+      use(tensor, from - start, n);
+      from += n;
+    }
+  }
+};
+
+}  // namespace
