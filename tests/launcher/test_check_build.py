@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.collectives.native.build import find_compiler
+from hvdlite.common.collectives.native.compiler import find_compiler
 from hvdlite.launcher import check_build
 from tests.compilers import Compiler
 from tests.launcher.jobs import MARK, launch, processes

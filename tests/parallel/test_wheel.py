@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.collectives.native.build import find_compiler
+from hvdlite.common.collectives.native.compiler import find_compiler
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, clean_environment, mpirun
 from tests.wheel import ROOT, build, copy_of_the_checkout
 

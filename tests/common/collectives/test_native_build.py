@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.collectives.native import shm as native_shm
-from hvdlite.common.collectives.native.build import Recipe, find_compiler
+from hvdlite.common.collectives.native.build import Recipe
 from hvdlite.common.collectives.native.cache import BuildError
+from hvdlite.common.collectives.native.compiler import find_compiler
 from tests.compilers import Compiler, small_recipe
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,15 +15,20 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hvdlite.common.collectives.native.cache import LIMIT_SECONDS, BuildError, Cache, opened
+from hvdlite.common.collectives.native.cache import BuildError, Cache, opened
+from hvdlite.common.collectives.native.compiler import (
+    COMPILERS,
+    FLAGS,
+    CompilerError,
+    compile_library,
+    find_compiler,
+)
 
 log = logging.getLogger("hvdlite")
 
@@ -31,8 +36,6 @@ Loaded = TypeVar("Loaded")
 
 SOURCE_FAILURE_SECONDS = 24 * 3600
 ACCIDENT_SECONDS = 60  # so long that the ranks of one job need not all try
-_COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-fPIC", "-shared", "-w")  # -w: what is wrong in the headers of others is not ours
 _FORMAT = "library and sha256"  # of the files, see `cache`
 _AT_A_LINE = re.compile(r"^\S+:\d+(:\d+)?: (fatal )?error: ", re.MULTILINE)
 _ACCIDENT = re.compile(
@@ -42,10 +45,6 @@ _ACCIDENT = re.compile(
 )
 
 
-class _CompilerError(Exception):
-    """The compiler failed; the text is its command and what it said."""
-
-
 @dataclass(frozen=True)
 class Recipe:
     """What is compiled, and how."""
@@ -53,6 +52,7 @@ class Recipe:
     source: Path
     folder: str  # of the cache
     name: str
+    parts: tuple[Path, ...] = ()  # further sources, and headers of our own
     flags: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()  # flags that come after the source
     depends_on: tuple[str, ...] = ()  # what else makes another file of it
@@ -98,15 +98,15 @@ class Recipe:
     def file_name(self) -> str:
         """Return another name for everything that the compiled file depends on."""
         try:
-            source = self.source.read_text()
+            texts = [path.read_text() for path in (self.source, *self.parts)]
         except OSError as error:
             raise BuildError(
                 f"this installation of hvdlite is not complete: {error}; install it again"
             ) from None
         parts = [
-            source,
+            *texts,
             _FORMAT,
-            *_FLAGS,
+            *FLAGS,
             *self.flags,
             *self.libraries,
             *self.depends_on,
@@ -129,7 +129,7 @@ class Recipe:
                 log.warning("compiling %s %s", self.source.name, self.remark)
             try:
                 body = self._compile(compiler)
-            except _CompilerError as error:
+            except CompilerError as error:
                 cache.write(failed, f"{by}\n\n{error}\n".encode(errors="backslashreplace"))
                 text = f"{by} cannot compile {self.source}: {_gist(str(error))}"
                 raise BuildError(f"{text}; see {cache.path(failed)}") from None
@@ -151,35 +151,8 @@ class Recipe:
         )
 
     def _compile(self, compiler: list[str]) -> bytes:
-        """Run the compiler in a folder of its own, and return the library."""
-        try:
-            with tempfile.TemporaryDirectory(prefix="hvdlite-") as folder:
-                target = Path(folder) / "library.so"
-                before = [*compiler, *_FLAGS, *self.flags, str(self.source)]
-                command = [*before, *self.libraries, "-o", str(target)]
-                done = subprocess.run(
-                    command,
-                    capture_output=True,
-                    text=True,
-                    errors="backslashreplace",
-                    timeout=LIMIT_SECONDS,
-                    check=False,
-                )
-                if done.returncode == 0:
-                    return target.read_bytes()
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise _CompilerError(str(error)) from None
-        said = f"{done.stdout}{done.stderr}" or f"exit code {done.returncode}"
-        raise _CompilerError(f"{shlex.join(command)}\n{said}")
-
-
-def find_compiler() -> list[str] | None:
-    """Return the command of the C++ compiler: $CXX, or the first that is there; None without."""
-    given = shlex.split(os.environ.get("CXX", ""))
-    for command in [given] if given else [[name] for name in _COMPILERS]:
-        if shutil.which(command[0]):
-            return command
-    return None
+        parts = [path for path in self.parts if path.suffix == self.source.suffix]
+        return compile_library(compiler, [self.source, *parts], self.flags, self.libraries)
 
 
 def say_that_python_runs(what: str, error: BuildError, *, first_of_host: bool) -> None:
@@ -205,7 +178,7 @@ def _compiler() -> list[str]:
     compiler = find_compiler()
     if compiler is None:
         given = os.environ.get("CXX", "").strip()
-        missing = f"$CXX ({given})" if given else f"C++ compiler ({', '.join(_COMPILERS)})"
+        missing = f"$CXX ({given})" if given else f"C++ compiler ({', '.join(COMPILERS)})"
         raise BuildError(f"there is no {missing} here")
     return compiler
 

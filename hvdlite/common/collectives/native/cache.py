@@ -27,9 +27,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hvdlite.common.collectives.native.compiler import LIMIT_SECONDS
+
 log = logging.getLogger("hvdlite")
 
-LIMIT_SECONDS = 600  # for the compiler, and for waiting for another process that runs it
 _SAY_AFTER_SECONDS = 20
 _LOOK_SECONDS = 0.1
 _DIGEST_BYTES = hashlib.sha256().digest_size
