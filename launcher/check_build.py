@@ -32,7 +32,7 @@ class CompiledPath(NamedTuple):
 
     name: str
     setting: str  # of Config
-    trial: str  # a module: exits with 0 if the code works, and else says why not in its last line
+    trial: str  # a module: exits with 0 if the code works; its last line says which, or why not
     package: str  # that it needs
 
 
@@ -106,12 +106,12 @@ def _compiled(
         return _mark(False, f"{path.name}: {path.package} is not installed")
     if getattr(Config.from_environ(environ), path.setting) == "off":
         return _mark(False, f"{path.name}: HVDLITE_{path.setting.upper()}=off")
-    reason = _try(path.trial, environ)
-    return _mark(False, f"{path.name}: {reason}") if reason else _mark(True, path.name)
+    works, text = _try(path.trial, environ)
+    return _mark(works, f"{path.name}: {text}")
 
 
-def _try(trial: str, environ: Mapping[str, str]) -> str:
-    """Run a trial in a process of its own, which may crash. Return why it failed, or ""."""
+def _try(trial: str, environ: Mapping[str, str]) -> tuple[bool, str]:
+    """Run a trial in a process of its own, which may crash. Return whether it works, and why."""
     process = subprocess.Popen(
         [sys.executable, "-m", trial],
         env=dict(environ),
@@ -125,17 +125,15 @@ def _try(trial: str, environ: Mapping[str, str]) -> str:
     try:
         out, err = process.communicate(timeout=TRIAL_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"it has not ended within {TRIAL_SECONDS:.0f} seconds"
+        return False, f"it has not ended within {TRIAL_SECONDS:.0f} seconds"
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # the compiler that it runs, too
             process.communicate()
     if process.returncode < 0:
-        return f"it was ended by {signal.Signals(-process.returncode).name}"
-    if process.returncode == 0:
-        return ""
+        return False, f"it was ended by {signal.Signals(-process.returncode).name}"
     lines = [f"exit code {process.returncode}", *err.splitlines(), *out.splitlines()]
-    return lines[-1].strip()
+    return process.returncode == 0, lines[-1].strip()
 
 
 def _package(name: str, package: str, installed: Mapping[str, list[str]]) -> str:
