@@ -188,6 +188,11 @@ class Simulation:
         if not self.worlds or self.worlds[-1][0] != epoch:
             assert all(self.processes[number].alive for number in numbers), "a dead member"
             assert epoch == len(self.worlds) + 1
+            if self.worlds:
+                before = self.worlds[-1][1]
+                kept = [number for number in numbers if number in before]
+                assert kept == [number for number in before if number in numbers], "ranks swapped"
+                assert numbers[0] in before, "rank 0 is a newcomer"
             self.worlds.append(world)
         assert self.worlds[-1] == world, "two worlds of one epoch"
         process.epoch, process.in_world, process.checks = epoch, True, 0

@@ -61,8 +61,11 @@ class Staffing:
     # -- who may stay
 
     def hosts_in_order(self, now: float) -> list[str]:
-        """Return the usable hosts, those of the last world first."""
-        return order_hosts(self._assigned, self._hosts.usable(now))
+        """Return the usable hosts: those with ranks of the last world first, in its order."""
+        living = {worker.host for worker in self._roster.living() if worker.number in self._ranks}
+        # A newcomer must not be rank 0 because all ranks of the first host have died.
+        assigned = sorted(self._assigned, key=lambda host: host not in living)
+        return order_hosts(assigned, self._hosts.usable(now))
 
     def unwanted(self, now: float) -> list[Worker]:
         """Return the living workers that have to leave.
