@@ -41,6 +41,7 @@ def start(
 
     `may_leave` is a pattern of files that a killed process of another host cannot remove.
     """
+    before = set(SHARED_MEMORY.iterdir())  # A process that was killed long ago had the same number.
     with tempfile.TemporaryDirectory() as folder:
         # Temporary files of the launcher and of MPI go where we can look for them.
         variables = {MARK: folder, "TMPDIR": folder, **variables}
@@ -62,7 +63,7 @@ def start(
             for number in left:
                 os.kill(number, signal.SIGKILL)
         assert left == {}
-        assert list(SHARED_MEMORY.glob(f"hvdlite-run-{process.pid}-*")) == []
+        assert set(SHARED_MEMORY.glob(f"hvdlite-run-{process.pid}-*")) <= before
         left_files = [name for name in os.listdir(folder) if not fnmatch(name, may_leave)]
         assert left_files == [], left_files
 
