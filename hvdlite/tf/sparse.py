@@ -11,6 +11,7 @@ from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import Compressor
+from hvdlite.tf.topology_ops import size_of
 
 
 def dense(value: Any, what: str = "this") -> tf.Tensor:
@@ -45,13 +46,13 @@ def check_slices(slices: tf.IndexedSlices, options: CallOptions) -> None:
 def averaged(values: tf.Tensor, options: CallOptions) -> tf.Tensor:
     """Return the gathered values, divided by the number of ranks where the reduction is Average.
 
-    Their dtype stays what it is.
+    The number is that of the world in which a graph is run. Their dtype stays what it is.
     """
     if options.reduce_op is not ReduceOp.AVERAGE:
         return values
-    size = options.process_set.size()
+    size = size_of(options.process_set)
     if values.dtype.is_integer:  # truncated toward zero, as a dense average is
-        return tf.cast(tf.cast(values, tf.float64) / size, values.dtype)
+        return tf.cast(tf.cast(values, tf.float64) / tf.cast(size, tf.float64), values.dtype)
     return values / tf.cast(size, values.dtype)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.common.runtime.basics import local_rank, local_size, rank
+from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import finder, use
 from hvdlite.tf.errors import public
@@ -41,6 +42,11 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """
     find = finder()
     return _answer(lambda: len(_members(find(), process_set_id)), name or "HorovodSize")
+
+
+def size_of(process_set: ProcessSet) -> tf.Tensor:
+    """Return the number of members that a process set has when a graph is run, as `size_op`."""
+    return _answer(process_set.size, "HorovodSize")
 
 
 @public
