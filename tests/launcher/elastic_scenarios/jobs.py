@@ -65,6 +65,18 @@ def check_order(outcome: Outcome) -> None:
         assert new[0] in old, worlds
 
 
+def check_nothing_is_kept(outcome: Outcome) -> None:
+    """No worker has more threads or files open than in an earlier world that was not smaller."""
+    earlier: dict[int, list[Line]] = {}
+    for line in outcome.lines:
+        if "held" in line:
+            known = earlier.setdefault(line["number"], [])
+            larger = [each["held"] for each in known if each["size"] >= line["size"]]
+            for before, now in zip(zip(*larger, strict=True), line["held"], strict=False):
+                assert now <= max(before), [*known, line]
+            known.append(line)
+
+
 def check_weights(outcome: Outcome, steps: int) -> Line:
     """All that have returned agree; weights are those of the history; return one result."""
     assert outcome.code == 0, outcome.out + outcome.err
@@ -80,6 +92,7 @@ def check_weights(outcome: Outcome, steps: int) -> Line:
     )
     assert first["result"] == expected
     check_order(outcome)
+    check_nothing_is_kept(outcome)
     return first
 
 

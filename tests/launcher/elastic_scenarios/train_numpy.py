@@ -6,7 +6,9 @@ exact, and the history (step, numbers of the members) says what they must be.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +22,8 @@ import numpy as np  # noqa: E402
 
 import hvdlite.numpy as hvd  # noqa: E402
 from hvdlite.common.base.errors import HorovodInternalError  # noqa: E402
-from hvdlite.common.runtime import worlds  # noqa: E402
-from hvdlite.common.runtime.state import current  # noqa: E402
+from hvdlite.common.runtime import lifecycle, worlds  # noqa: E402
+from hvdlite.common.runtime.state import current, this_process  # noqa: E402
 
 STEPS = int(os.environ.get("STEPS", "30"))
 MISMATCH_STEP = int(os.environ.get("MISMATCH_STEP", "-1"))
@@ -108,6 +110,20 @@ def epoch() -> int:
     return 0 if world is None else world.epoch
 
 
+def say_what_is_held() -> None:
+    """Tell the threads and open files of this process, as soon as the last world has ended."""
+    deadline = time.monotonic() + 10
+    while any(not old.engine.finished for old in this_process.shut_down):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    lifecycle._forget_finished()
+    files = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # The one of this loop.
+            files += not os.readlink(path).startswith("socket:")
+    faults.say(held=[threading.active_count(), files], size=hvd.size())
+
+
 def waits(step: int) -> bool:
     """Return whether a step is for a later world."""
     return (
@@ -139,6 +155,7 @@ def train(state: State) -> None:
         sums = hvd.allreduce(own, op=hvd.Sum, name="gradient")
         if first:
             faults.say(reduced=epoch(), wire=wire())
+            say_what_is_held()
             first = False
         assert (sums == sums[0]).all()
         faults.at("between collectives")

@@ -1,0 +1,14 @@
+"""The scenarios that train with TensorFlow and Keras, on three hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launcher.elastic_scenarios.test_horovod_tf import (
+    test_fit_of_keras_makes_every_batch_once,
+    test_the_loop_of_horovods_documentation,
+)
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.soak]
+
+__all__ = ["test_fit_of_keras_makes_every_batch_once", "test_the_loop_of_horovods_documentation"]
