@@ -173,6 +173,35 @@ def test_a_host_that_will_go_is_drained() -> None:
     assert job.agents == {"a"}
 
 
+def test_a_host_whose_agent_was_ended_comes_back() -> None:
+    job = running({"a": 1, "b": 1}, num_proc=2)
+    for number, seconds in ((1, 60), (2, 120)):
+        job.event("agent_leaving", "b", "its agent got SIGTERM")
+        job.event("agent_leaving", "b", "its agent got SIGTERM")
+        line = "host b leaves at the next commit: its agent got SIGTERM; it is tried again"
+        assert job.lines[-1] == f"{line} {seconds} s after that"
+        job.wait(1000)  # There is no commit yet.
+        job.pass_checks()
+        assert job.hosts == "a"
+        job.end(number, 0)
+        job.wait(seconds - 1)
+        assert job.agents == {"a"}
+        job.wait(2)
+        grow(job)
+        assert job.hosts == "ab"
+
+
+def test_a_host_whose_agent_was_ended_comes_back_at_once_when_discovery_shows_it_anew() -> None:
+    job = running({"a": 1, "b": 1}, num_proc=2)
+    job.event("agent_leaving", "b", "its agent got SIGTERM")
+    job.pass_checks()
+    job.end(1, 0)
+    job.discover({"a": 1})
+    job.discover({"a": 1, "b": 1})
+    grow(job)
+    assert job.hosts == "ab"
+
+
 def test_a_removal_is_undone_in_time() -> None:
     job = running({"a": 1, "b": 1}, num_proc=2)
     job.discover({"a": 1})

@@ -118,8 +118,15 @@ class Driver:
         self._advance(now)
 
     def agent_leaving(self, host: str, why: str, now: float) -> None:
-        """Note that a host will go: its workers leave at the next commit, as if undiscovered."""
-        self._hosts.leave(host, why)
+        """Note that a host will go: its workers leave at the next commit, as if undiscovered.
+
+        It is tried again some time after that, unless discovery no longer shows it.
+        """
+        there = host in self._hosts.with_agents()
+        seconds = self._hosts.leave(host, why) if there else None
+        if seconds is not None:
+            again = f"it is tried again {seconds:.0f} s after that"
+            self._say(f"host {host} leaves at the next commit: {why}; {again}")
         self._advance(now)
 
     def worker_said(self, number: int, message: list[Any], now: float) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
 from hvdlite.launcher.elastic.decisions.cooldowns import FOREVER, Cooldowns
 
 LONGEST_DELAY_SECONDS = 60.0
+# How long a host stays away whose agent was told to end, while discovery shows it: twice as long
+# after each time.
+LEAVE_SECONDS = 60.0
+LONGEST_LEAVE_SECONDS = 3600.0
 
 
 class Stand(Enum):
@@ -28,6 +33,15 @@ class Agent:
     retry_at: float = 0.0
 
 
+@dataclass
+class Leave:
+    """A host will go, or is away until the time `until`, which its agent's end determines."""
+
+    why: str
+    seconds: float
+    until: float = FOREVER
+
+
 class Hosts:
     """What is known of each host."""
 
@@ -36,35 +50,45 @@ class Hosts:
         self.cooldowns = cooldowns
         self._start_timeout = start_timeout
         self._agents: dict[str, Agent] = {}
-        self._leaving: dict[str, str] = {}
+        self._leaving: dict[str, Leave] = {}
+        self._leaves: Counter[str] = Counter()
 
     def agent(self, host: str) -> Agent:
         """Return the agent of a host."""
         return self._agents.setdefault(host, Agent())
 
     def discover(self, hosts: dict[str, int]) -> None:
-        """Take an answer of discovery; a host that has left may come back after that."""
+        """Take an answer of discovery; a host that it did not show may come back at once."""
         self.found = dict(hosts)
-        self._leaving = {host: why for host, why in self._leaving.items() if host in hosts}
+        self._leaving = {host: leave for host, leave in self._leaving.items() if host in hosts}
 
-    def leave(self, host: str, why: str) -> None:
-        """Note that a host will go."""
-        self._leaving[host] = why
+    def leave(self, host: str, why: str) -> float | None:
+        """Note that a host will go; return for how long, or None where that is known."""
+        if host in self._leaving:
+            return None
+        seconds = min(LEAVE_SECONDS * 2.0 ** self._leaves[host], LONGEST_LEAVE_SECONDS)
+        self._leaves[host] += 1
+        self._leaving[host] = Leave(why, seconds)
+        return seconds
 
-    def shown(self, host: str) -> bool:
-        """Return whether discovery shows the host, and it will not go."""
-        return host in (self.found or {}) and host not in self._leaving
+    def _leaves_now(self, host: str, now: float) -> bool:
+        return host in self._leaving and now < self._leaving[host].until
+
+    def shown(self, host: str, now: float) -> bool:
+        """Return whether discovery shows the host, and it neither will go nor has gone."""
+        return host in (self.found or {}) and not self._leaves_now(host, now)
 
     def why_gone(self, host: str) -> str:
         """Return why a host is no longer used."""
-        return self._leaving.get(host, "discovery no longer shows it")
+        leave = self._leaving.get(host)
+        return "discovery no longer shows it" if leave is None else leave.why
 
     def usable(self, now: float) -> dict[str, int]:
         """Return the slots of the hosts on which workers may run, in the order of discovery."""
         return {
             host: slots
             for host, slots in (self.found or {}).items()
-            if host not in self._leaving
+            if not self._leaves_now(host, now)
             and not self.cooldowns.excluded(host, now)
             and now >= self.agent(host).retry_at
         }
@@ -72,7 +96,9 @@ class Hosts:
     def may_return(self, host: str, now: float) -> bool:
         """Return whether the host is usable, or will be after some seconds."""
         excluded = self.cooldowns.excluded(host, now)
-        return self.shown(host) and not (excluded and self.cooldowns.until(host) == FOREVER)
+        return host in (self.found or {}) and not (
+            excluded and self.cooldowns.until(host) == FOREVER
+        )
 
     def counts(self, host: str) -> bool:
         """Return whether slots of the host are capacity: its agent is there, or first comes."""
@@ -83,6 +109,7 @@ class Hosts:
         """Note that an agent was started."""
         agent = self.agent(host)
         agent.stand, agent.since = Stand.COMING, now
+        self._leaving.pop(host, None)
 
     def came(self, host: str) -> bool:
         """Note that an agent can start workers; return whether one was expected."""
@@ -92,9 +119,12 @@ class Hosts:
         agent.stand, agent.losses = Stand.UP, 0
         return True
 
-    def end(self, host: str) -> None:
+    def end(self, host: str, now: float) -> None:
         """Note that the host has no agent any more."""
         self.agent(host).stand = Stand.ABSENT
+        leave = self._leaving.get(host)
+        if leave is not None and leave.until == FOREVER:
+            leave.until = now + leave.seconds
 
     def lose(self, host: str, now: float) -> float:
         """Keep away from a host whose agent was lost; return for how long, in seconds."""
@@ -128,5 +158,6 @@ class Hosts:
         """Return when the next host becomes usable, or its agent overdue."""
         times = [end for _, end in self._start_ends()]
         times += [agent.retry_at for agent in self._agents.values() if agent.retry_at > now]
+        times += [leave.until for leave in self._leaving.values() if now < leave.until < FOREVER]
         times += filter(None, [self.cooldowns.next_end(now)])
         return min(times, default=None)

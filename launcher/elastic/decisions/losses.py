@@ -90,7 +90,7 @@ class Losses:
         """Count a failure of a worker and end its world. A host that goes has no failures."""
         host, succession = worker.host, self._succession
         epoch = succession.world.epoch if succession.world else 0
-        if not self._hosts.shown(host):
+        if not self._hosts.shown(host, now):
             self._drop(worker, why, now)
             return
         member = worker.number in succession.members
@@ -140,16 +140,16 @@ class Losses:
         for worker in self._roster.on(host):
             if worker.living:
                 self._drop(worker, "its host was given up", now)
-        self._staffing.drop_host(host)
+        self._staffing.drop_host(host, now)
 
     def lose_host(self, host: str, why: str, may_return: bool, now: float) -> None:
         """Lose all workers of a host whose agent has gone, and try it again later if it may be."""
-        self._hosts.end(host)
+        self._hosts.end(host, now)
         for worker in self._roster.on(host):
             worker.running = False
             if worker.living:
                 self._drop(worker, f"its host was lost: {why}", now)
-        if not self._hosts.shown(host):
+        if not self._hosts.shown(host, now):
             return
         if self._plan.failures_by_host or not may_return:
             self.exclude(host, why, now)

@@ -208,11 +208,11 @@ class Staffing:
             self._order(Tell((worker.number,), ["end", 1, sentence]))
         self._order(EndWorker(worker.number, kill=True))
 
-    def drop_host(self, host: str) -> None:
+    def drop_host(self, host: str, now: float) -> None:
         """End the agent of a host, and all workers there."""
         if self._hosts.agent(host).stand is not Stand.ABSENT:
             self._order(DropAgent(host))
-            self._hosts.end(host)
+            self._hosts.end(host, now)
         for worker in self._roster.on(host):
             worker.running = False
 
@@ -231,7 +231,7 @@ class Staffing:
         usable = self._hosts.usable(now)
         for host in self._hosts.with_agents():
             if host not in usable and not any(each.running for each in self._roster.on(host)):
-                self.drop_host(host)
+                self.drop_host(host, now)
 
     def next_time(self, now: float) -> float | None:
         """Return when a worker may start, or has had its time to end."""
