@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.common.base.host_update import HostUpdateResult
+from hvdlite.common.plain.config import Config
 from hvdlite.launcher.elastic.decisions import commands
 from hvdlite.launcher.elastic.decisions.driver import Driver
 from hvdlite.launcher.elastic.decisions.host_order import places
@@ -33,7 +34,7 @@ class ElasticDriver:
     """Runs the workers that `create_worker_fn` of `start` makes, on the hosts of `discovery`.
 
     `rendezvous` has ``init(list of slots)``, called for each world, and ``stop()``. `timeout`
-    limits each wait for slots, in seconds.
+    limits each wait for slots, in seconds; None: HOROVOD_ELASTIC_TIMEOUT, or 600.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ElasticDriver:
         self._plan = ElasticPlan(
             num_proc=min_num_proc, min_np=min_num_proc, max_np=max_num_proc,
             reset_limit=reset_limit, cooldown=cooldown_range,
-            elastic_timeout=ELASTIC_TIMEOUT_SECS if timeout is None else timeout,
+            elastic_timeout=_elastic_timeout() if timeout is None else timeout,
             admit=WAIT, failures_by_host=True,
         )  # fmt: skip
         self._host_manager = HostManager(discovery, cooldown_range)
@@ -317,6 +318,13 @@ class ElasticDriver:
                     worker.dropped = True
                     self._carry_out()
             self._changed.notify_all()
+
+
+def _elastic_timeout() -> float:
+    """Return the setting of this process, or else what tools may have set in this module."""
+    config = Config.from_environ()
+    given = "elastic_timeout_seconds" in config.given
+    return config.elastic_timeout_seconds if given else ELASTIC_TIMEOUT_SECS
 
 
 def _missing(hosts: DiscoveredHosts, slots: int, host_count: int) -> str:

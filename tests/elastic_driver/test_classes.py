@@ -48,6 +48,25 @@ def wait_for_one(events: list[threading.Event]) -> None:
         assert time.monotonic() < deadline, "no event was set"
 
 
+@pytest.mark.parametrize(
+    ("variables", "timeout", "seconds"),
+    [({}, None, 0.3), ({"HOROVOD_ELASTIC_TIMEOUT": "0.1"}, None, 0.1),
+     ({"HVDLITE_ELASTIC_TIMEOUT": "0.2"}, None, 0.2), ({"HOROVOD_ELASTIC_TIMEOUT": "600"}, 0.1, 0.1)],
+)  # fmt: skip
+def test_the_variable_limits_the_wait_for_slots_where_no_timeout_is_given(
+    make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str],
+    timeout: float | None, seconds: float,
+) -> None:  # fmt: skip
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(driver_module, "ELASTIC_TIMEOUT_SECS", 20 if variables else 0.3)
+    driver = make_driver({"host-1": 1}, 2, 2, timeout=timeout)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="1 slots missing"):
+        driver.wait_for_available_slots(2)
+    assert seconds <= time.monotonic() - begin < seconds + 5
+
+
 def test_all_workers_return_zero(make_driver: MakeDriver) -> None:
     driver = make_driver({"host-1": 2}, 2, 4)
     driver.wait_for_available_slots(2)
