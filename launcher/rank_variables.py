@@ -19,6 +19,7 @@ class RankVariables:
 
     def __init__(self, job: Mapping[str, Any], folder: AgentFolder) -> None:
         own = dict(os.environ) if job["inherit"] else {}
+        own.pop("PYTHONPATH", None)  # The launcher set it, so that the agent finds hvdlite.
         environ = {name: text for name, text in own.items() if not of_another_job(name)}
         environ = without_step(environ | job["variables"])  # The step is that of an agent.
         environ |= {

@@ -20,8 +20,9 @@ from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import resolve
 from hvdlite.launcher.passed_variables import CALL_VARIABLE
 from hvdlite.launcher.start import run_job
-from tests.launcher.jobs import MARK, launch, processes, start
+from tests.launcher.jobs import LAUNCHER, MARK, launch, processes, start
 from tests.launcher.other_hosts import HAVE_NAMES, agents, calls, make_ssh, python
+from tests.parallel.jobs import environment
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
@@ -88,6 +89,18 @@ def test_the_environment_travels_in_the_channel(ssh: dict[str, str], tmp_path: P
     assert "TOKEN" not in call
     assert "SECRET" not in call
     assert "BatchMode=yes" in call
+
+
+def test_ranks_there_do_not_get_the_python_path_of_their_agent(tmp_path: Path) -> None:
+    """The agent finds this hvdlite by it, which is nothing for the user's scripts."""
+    variables = environment(**make_ssh(tmp_path))
+    del variables["PYTHONPATH"]
+    code = "import os; print(os.environ.get('PYTHONPATH'))"
+    words = ("-np", "1", "--no-check-hosts", "-H", "other:1", sys.executable, "-S", "-c", code)
+    done = subprocess.run(
+        [*LAUNCHER, *words], env=variables, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.stderr, done.stdout) == ("", "[0]<stdout>:None\n")
 
 
 def test_a_large_call_takes_little_memory_of_the_launcher(
