@@ -125,7 +125,8 @@ def _enter_a_world(comm: Any, sets: Sequence[ProcessSet], launch: Launch, config
         if isinstance(offer, World):
             worker.lasting.recording.enter(offer, worker.sets.follows)
         new = [] if worker.sets.follows else sets
-        _begin(Membership(transport, sets=kept_sets), comm, new, config)
+        settings = worker.lasting.recording.with_new_files(config)
+        _begin(Membership(transport, sets=kept_sets), comm, new, settings)
         _forget_finished()
 
     worker.enter(join, config.peer_timeout_seconds)

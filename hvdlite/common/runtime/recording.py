@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import NamedTuple
 
 from hvdlite.common.membership.frames import World
@@ -57,6 +58,12 @@ class Recording:
             if not (self._epoch and os.path.exists(file)):
                 break
         return file
+
+    def with_new_files(self, config: Config) -> Config:
+        """Return the settings of a world, whose log of autotuning is a file of its own."""
+        if not config.autotune_log:
+            return config
+        return replace(config, autotune_log=self.new_file(config.autotune_log, of_rank=False))
 
     def stop(self) -> None:
         """Complete the file, and want none."""

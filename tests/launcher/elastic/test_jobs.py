@@ -161,3 +161,27 @@ def test_workers_that_are_started_again_leave_no_open_file(tmp_path: Path) -> No
             world = job.watch.world(2, epoch=world[0].epoch + 1)
         assert counts[1:] == counts[:-1]
         assert job.end() == 0
+
+
+def test_the_log_of_autotuning_of_each_world_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "tune.csv"
+    words = ("-np", "3", "--min-np", "2", "--max-np", "3", "--autotune", "--autotune-log-file")
+    tuning = ("--autotune-warmup-samples", "1", "--autotune-steps-per-sample", "1")
+
+    def wait_for_samples(pattern: str) -> list[str]:
+        deadline = time.monotonic() + 20
+        while True:
+            for path in tmp_path.glob(pattern):
+                if len(rows := path.read_text().splitlines()) > 1:
+                    return rows
+            assert time.monotonic() < deadline, pattern
+            time.sleep(0.02)
+
+    with elastic(tmp_path, *words, str(log), *tuning) as job:
+        first = job.watch.world(3)
+        before = wait_for_samples("tune.csv")
+        kill(first[2])
+        after = wait_for_samples("tune.world*.csv")  # Of two ranks, or three again.
+        assert job.end() == 0
+    assert after[0] == before[0]
+    assert log.read_text().splitlines()[: len(before)] == before
