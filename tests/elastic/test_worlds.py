@@ -107,7 +107,7 @@ def test_the_loss_of_a_silent_rank_ends_all_waits_for_it(
         stop(workers, 1)
 
 
-@pytest.mark.parametrize("answered", [0, 2, 4])
+@pytest.mark.parametrize("answered", [0, 1, 2])
 def test_a_death_while_the_ranks_of_a_world_meet(tmp_path: Path, answered: int) -> None:
     with job(tmp_path, 3, MODULE) as workers:
         driver = workers.driver

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -109,7 +109,7 @@ def all_callbacks(state: Any, order: Sequence[int], every: int = 1) -> list[Any]
 def test_an_epoch_goes_on_where_it_was_committed(
     order: Sequence[int], with_initial_epoch: bool
 ) -> None:
-    """Every batch of every epoch is made once, also where the last one of an epoch fails."""
+    """Every batch of every epoch counts once; the last one is committed with the epoch's end."""
     seen: list[Seen] = []
 
     def main(rank: int) -> int:
@@ -141,54 +141,99 @@ def test_an_epoch_goes_on_where_it_was_committed(
     assert first == [(0, b) for b in range(BATCHES)] + [(1, b) for b in range(4)]
     assert second == [(1, b) for b in range(4, 8)]
     assert third == [(1, 8), (1, 9)] + [(2, b) for b in range(BATCHES)]
-    # The last batch of epoch 2 was committed, so that epoch was over.
-    assert last == [(3, b) for b in range(BATCHES)]
+    assert last == [(2, BATCHES - 1)] + [(3, b) for b in range(BATCHES)]
+
+
+class Ends(keras.callbacks.Callback):  # type: ignore[misc]
+    """Notes at the end of each epoch its number and loss, and changes a variable."""
+
+    def __init__(self, state: Any, seen: Seen, fails_at: int = 0) -> None:
+        super().__init__()
+        self.state, self.seen, self.fails_at = state, seen, fails_at
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        assert logs["loss"] > 0
+        self.seen.append((self.state.epoch, int(self.model.optimizer.iterations.numpy())))
+        rate = self.model.optimizer.learning_rate
+        rate.assign(rate * 0.5)
+        if len(self.seen) == self.fails_at:
+            raise HorovodInternalError("a rank is lost")
+
+
+def train_three_epochs(state: Any, make: Callable[[], list[Any]], with_initial_epoch: bool) -> None:
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        epochs = {"epochs": 3 - state.epoch}
+        if with_initial_epoch:
+            epochs = {"epochs": 3, "initial_epoch": state.epoch}
+        state.model.fit(X, Y, batch_size=4, verbose=0, callbacks=make(), **epochs)
+
+    train(state)
+
+
+def rate_of(model: Any) -> float:
+    return float(model.optimizer.learning_rate.numpy())
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-@pytest.mark.parametrize(("with_initial_epoch", "last"), [(False, 3), (True, 1)])
-def test_no_epoch_is_left_without_a_step(
-    order: Sequence[int], with_initial_epoch: bool, last: int
+@pytest.mark.parametrize(("with_initial_epoch", "commit"), [(False, 3), (True, 2), (False, 1)])
+def test_all_callbacks_see_the_end_of_each_epoch_once(
+    order: Sequence[int], with_initial_epoch: bool, commit: int
 ) -> None:
-    """The ranks change at the commit of an epoch's last batch, also of the last epoch."""
+    """The ranks change at the last commit of an epoch, also of the last one."""
 
     def main(rank: int) -> None:
         model = network(distributed=False)
+        begun = rate_of(model)
         state = hvd.elastic.KerasState(model, epoch=0, batch=0)
         commits: list[tuple[int, int]] = []
-        losses: list[float] = []
-        commit = state.commit
+        seen: list[Seen] = [[], []]
+        original = state.commit
 
         def commit_and_change() -> None:
-            commit()
+            original()
             commits.append((state.epoch, int(state.batch)))
-            if len(commits) == last * (BATCHES + 1) - 1:
+            if len(commits) == commit * BATCHES:
                 raise HostsUpdatedInterrupt(skip_sync=False)
 
         state.commit = commit_and_change  # type: ignore[method-assign]
-
-        class Read(keras.callbacks.Callback):  # type: ignore[misc]
-            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-                losses.append(logs["loss"])
-
-        @hvd.elastic.run
-        def train(state: Any) -> None:
-            epochs = {"epochs": 3 - state.epoch}
-            if with_initial_epoch:
-                epochs = {"epochs": 3, "initial_epoch": state.epoch}
-            callbacks = [*all_callbacks(state, order), Read()]
-            model.fit(X, Y, batch_size=4, verbose=0, callbacks=callbacks, **epochs)
-
-        train(state)
+        before, after = (Ends(state, each) for each in seen)
+        train_three_epochs(
+            state, lambda: [before, *all_callbacks(state, order), after], with_initial_epoch
+        )
         assert (state.epoch, state.batch) == (3, 0)
-        assert commits[last * (BATCHES + 1) - 2] == (last, 0)
-        assert int(model.optimizer.iterations.numpy()) == 3 * BATCHES
-        assert len(losses) == 2  # The change came before the end of one epoch.
+        assert commits[commit * BATCHES - 1] == (commit, 0)
+        assert seen[0] == [(epoch, epoch * BATCHES) for epoch in (1, 2, 3)]
+        assert [iterations for _, iterations in seen[1]] == [BATCHES, 2 * BATCHES, 3 * BATCHES]
+        # What they changed at the end of the epoch was not undone.
+        assert rate_of(model) == begun * 0.5**6
 
     run_ranks(1, main)
 
 
-def test_a_script_that_counts_epochs_itself_commits_the_last_batch_as_one() -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_a_rank_lost_at_the_end_of_an_epoch_leaves_no_end_out(order: Sequence[int]) -> None:
+    """Its last batch is made again, and what callbacks had changed is undone before."""
+
+    def main(rank: int) -> tuple[Seen, float]:
+        model = network(distributed=False)
+        begun = rate_of(model)
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+        ends = Ends(state, [], fails_at=2)
+        hvd.init()
+        try:
+            train_three_epochs(state, lambda: [*all_callbacks(state, order), ends], False)
+        finally:
+            hvd.shutdown()
+        return ends.seen, rate_of(model) / begun
+
+    hvd.init()
+    seen, ratio = main(0)
+    assert seen == [(epoch, epoch * BATCHES) for epoch in (1, 2, 2, 3)]
+    assert ratio == 0.5**3
+
+
+def test_a_script_that_counts_epochs_itself_commits_the_last_batch_with_the_end() -> None:
     def main(rank: int) -> None:
         model = network(distributed=False)
         state = hvd.elastic.KerasState(model, epoch=0, batch=0)
@@ -196,7 +241,7 @@ def test_a_script_that_counts_epochs_itself_commits_the_last_batch_as_one() -> N
         state.commit = lambda: commits.append((state.epoch, int(state.batch)))  # type: ignore[method-assign]
         callbacks = all_callbacks(state, (0, 1))
         model.fit(X, Y, batch_size=4, verbose=0, callbacks=callbacks)
-        assert commits == [(0, b) for b in range(BATCHES)] + [(0, 0)]
+        assert commits == [(0, b) for b in range(BATCHES - 1)] + [(0, 0)]
 
     run_ranks(1, main)
 
@@ -258,9 +303,9 @@ def test_a_number_that_the_user_has_set_is_that_of_batches_done() -> None:
     run_ranks(1, main)
 
 
-@pytest.mark.parametrize(("every", "expected"), [(1, 22), (3, 2 + 6), (100, 2)])
+@pytest.mark.parametrize(("every", "expected"), [(1, 20), (3, 2 + 6), (100, 2)])
 def test_how_often_is_committed(every: int, expected: int) -> None:
-    """Every so many batches, counted through `fit`, and at the end of each epoch."""
+    """Every so many batches, counted through `fit`, and at the end of each epoch, never twice."""
 
     def main(rank: int) -> int:
         model = network(distributed=False)

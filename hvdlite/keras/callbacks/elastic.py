@@ -1,8 +1,8 @@
 """Callbacks that count epochs and batches in a state of elastic training, and commit it.
 
 Their order does not matter: a commit lets the callbacks that count for the same state in the same
-`fit` count first. The last batch of an epoch counts as its end, so that no epoch without a step is
-left if the ranks change at its commit.
+`fit` count first. The end of an epoch is not divided: its last batch, its validation, and what all
+callbacks do at its end are committed together, so that none of that is left out if ranks change.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class StateCallback(Callback):
 class CommitStateCallback(StateCallback):
     """Commits `state` after every `batches_per_commit` batches, and at the end of each epoch.
 
-    It may raise `HostsUpdatedInterrupt`, which ends `fit`. Raises `ValueError` unless
-    `batches_per_commit` is a positive integer.
+    An epoch is committed when all callbacks have seen its end, with its last batch: as the next one
+    begins, or training ends. A commit may raise `HostsUpdatedInterrupt`, which ends `fit`. Raises
+    `ValueError` unless `batches_per_commit` is a positive integer.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -84,26 +85,45 @@ class CommitStateCallback(StateCallback):
             raise ValueError(f"batches_per_commit={batches_per_commit}: it must be at least 1")
         self.batches_per_commit = batches_per_commit
         self.batches_remaining = batches_per_commit
+        # Whether an epoch is over and not committed yet.
+        self._epoch_is_due = False
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Count batches from the beginning."""
         super().on_train_begin(logs)
         self.batches_remaining = self.batches_per_commit
+        self._epoch_is_due = False
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Commit the epoch before."""
+        super().on_epoch_begin(epoch)
+        self._commit_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Commit if it is time."""
+        """Commit if it is time, and the epoch goes on."""
         self.batches_remaining -= 1
         if self.batches_remaining > 0:
             return
         self.batches_remaining = self.batches_per_commit
         self.end_batch(batch)
-        self.state.commit()
+        steps = (self.params or {}).get("steps")  # Of those that are left of the epoch.
+        if steps is None or batch + 1 < steps:
+            self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Commit."""
+        """Count the epoch. Callbacks that come later in the list have not seen its end yet."""
         for callback in self.callbacks():
             callback.count_epoch(epoch)
-        self.state.commit()
+        self._epoch_is_due = True
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Commit the last epoch."""
+        self._commit_epoch()
+
+    def _commit_epoch(self) -> None:
+        if self._epoch_is_due:
+            self._epoch_is_due = False
+            self.state.commit()
 
 
 class UpdateBatchStateCallback(StateCallback):
