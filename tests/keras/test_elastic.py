@@ -177,7 +177,10 @@ def rate_of(model: Any) -> float:
 
 @pytest.mark.parametrize(
     ("order", "with_initial_epoch", "commit"),
-    [(*each,) for each in zip(permutations(range(3)), [False, True] * 3, [3, 2, 1] * 2)],
+    [
+        (*each,)
+        for each in zip(permutations(range(3)), [False, True] * 3, [3, 2, 1] * 2, strict=True)
+    ],
 )
 def test_all_callbacks_see_the_end_of_each_epoch_once(
     order: Sequence[int], with_initial_epoch: bool, commit: int
