@@ -22,9 +22,10 @@ class Allreduce : public Pipeline<Allreduce> {
 
   explicit Allreduce(Segment& segment)
       : Pipeline(segment),
-        packs_(work_, work_.source, 0),
-        reduces_(packs_),
-        unpacks_(work_, work_.target, 0),
+        packs_(work_.source, 0, work_.itemsize),
+        sources_(packs_),
+        targets_(work_.target, 0, work_.itemsize),
+        unpacks_(targets_),
         reduce_(reduce_of(work_.type, work_.operation)),
         length_(boards_.slot_bytes() / work_.itemsize) {
     progress_.pieces = pieces_of(packs_.total, length_);
@@ -55,11 +56,14 @@ class Allreduce : public Pipeline<Allreduce> {
   }
 
  private:
-  Chain packs_, reduces_, unpacks_;
+  Chain packs_, sources_, targets_, unpacks_;  // each moves forward by itself
   const Reduce reduce_;
   const int64_t length_;
 
-  int64_t length(int64_t piece) const { return packs_.left(piece * length_, length_); }
+  int64_t length(int64_t piece) const {
+    int64_t first = piece * length_;
+    return packs_.end(first, length_) - first;
+  }
 
   // Where the part of `member` begins in a piece; that of the last member + 1 is the end.
   int64_t part(int64_t piece, int64_t member) const { return length(piece) * member / members(); }
@@ -87,13 +91,13 @@ class Allreduce : public Pipeline<Allreduce> {
     int64_t itemsize = work_.itemsize, first = piece * length_;
     for (int64_t m = 0; m < members(); ++m) parts[m] = boards_.slot(m, piece) + from * itemsize;
     if (copy != nullptr) copy += from * itemsize;
-    reduces_.spans(first + from, first + to, [&](int64_t tensor, int64_t at, int64_t n) {
-      parts[me()] = reduces_.address(tensor, at, itemsize);
-      char* output = unpacks_.address(tensor, at, itemsize);
-      reduce_(members(), work_.prescale, work_.postscale, parts, n, output, copy);
+    auto use = [&](const char* source, char* target, int64_t n) {
+      parts[me()] = source;
+      reduce_(members(), work_.prescale, work_.postscale, parts, n, target, copy);
       for (int64_t m = 0; m < members(); ++m) parts[m] += n * itemsize;
       if (copy != nullptr) copy += n * itemsize;
-    });
+    };
+    spans_of_both(sources_, targets_, first + from, first + to, itemsize, use);
   }
 };
 
@@ -105,8 +109,7 @@ class Scattering : public Pipeline<Steps> {
     int64_t from = piece * length_;
     for (int64_t m = 0; m < this->members(); ++m)
       if (m != this->me())
-        sources_[m].pack(from, from + sources_[m].left(from, length_),
-                         part(this->me(), m, piece));
+        sources_[m].pack(from, sources_[m].end(from, length_), part(this->me(), m, piece));
   }
 
  protected:
@@ -114,7 +117,7 @@ class Scattering : public Pipeline<Steps> {
     const Work& work = this->work_;
     int64_t part_bytes = this->boards_.slot_bytes() / (this->members() - 1) & -kLine;
     length_ = part_bytes / work.itemsize;
-    for (int64_t m = 0; m < this->members(); ++m) sources_[m] = Chain(work, work.source, m);
+    for (int64_t m = 0; m < this->members(); ++m) sources_[m] = Chain(work.source, m, work.itemsize);
   }
 
   Chain sources_[kMaxMembers];
@@ -131,7 +134,7 @@ class Reducescatter : public Scattering<Reducescatter> {
  public:
   explicit Reducescatter(Segment& segment)
       : Scattering(segment),
-        target_(work_, work_.target, 0),
+        target_(work_.target, 0, work_.result_itemsize),
         reduce_(reduce_of(work_.type, work_.operation)) {
     int64_t most = 0;
     for (int64_t m = 0; m < members(); ++m) most = larger(most, sources_[m].total);
@@ -144,12 +147,12 @@ class Reducescatter : public Scattering<Reducescatter> {
     int64_t from = piece * length_, itemsize = work_.itemsize;
     for (int64_t m = 0; m < members(); ++m)
       if (m != me()) parts[m] = part(m, me(), piece);
-    mine.spans(from, from + mine.left(from, length_), [&](int64_t tensor, int64_t at, int64_t n) {
-      parts[me()] = mine.address(tensor, at, itemsize);
-      char* output = target_.address(tensor, at, work_.result_itemsize);
-      reduce_(members(), work_.prescale, work_.postscale, parts, n, output, nullptr);
+    auto use = [&](const char* source, char* target, int64_t n) {
+      parts[me()] = source;
+      reduce_(members(), work_.prescale, work_.postscale, parts, n, target, nullptr);
       for (int64_t m = 0; m < members(); ++m) parts[m] += n * itemsize;
-    });
+    };
+    spans_of_both(mine, target_, from, mine.end(from, length_), itemsize, use);
   }
 
  private:
@@ -161,11 +164,11 @@ class Allgather : public Pipeline<Allgather> {
  public:
   explicit Allgather(Segment& segment)
       : Pipeline(segment),
-        source_(work_, work_.source, 0),
+        source_(work_.source, 0, work_.itemsize),
         length_(boards_.slot_bytes() / work_.itemsize) {
     int64_t most = 0;
     for (int64_t m = 0; m < members(); ++m) {
-      targets_[m] = Chain(work_, work_.target, m);
+      targets_[m] = Chain(work_.target, m, work_.itemsize);
       most = larger(most, targets_[m].total);
     }
     progress_.pieces = pieces_of(most, length_);
@@ -173,7 +176,7 @@ class Allgather : public Pipeline<Allgather> {
 
   void pack(int64_t piece) {
     int64_t from = piece * length_;
-    source_.pack(from, from + source_.left(from, length_), boards_.slot(me(), piece));
+    source_.pack(from, source_.end(from, length_), boards_.slot(me(), piece));
     unpack_part(piece, me());  // what is in the cache now
   }
 
@@ -190,8 +193,7 @@ class Allgather : public Pipeline<Allgather> {
   void unpack_part(int64_t piece, int64_t member) {
     Chain& target = targets_[member];
     int64_t from = piece * length_;
-    target.unpack(from, from + target.left(from, length_), boards_.slot(member, piece),
-                  work_.streamed);
+    target.unpack(from, target.end(from, length_), boards_.slot(member, piece), work_.streamed);
   }
 };
 
@@ -199,7 +201,7 @@ class Alltoall : public Scattering<Alltoall> {
  public:
   explicit Alltoall(Segment& segment) : Scattering(segment) {
     if (progress_.pieces == 0) return;  // the targets are not known yet
-    for (int64_t m = 0; m < members(); ++m) targets_[m] = Chain(work_, work_.target, m);
+    for (int64_t m = 0; m < members(); ++m) targets_[m] = Chain(work_.target, m, work_.itemsize);
   }
 
   // The first call ends when the counts of all members are known: they decide what is allocated.
@@ -222,8 +224,7 @@ class Alltoall : public Scattering<Alltoall> {
     for (int64_t m = 0; m < members(); ++m) {
       Chain& target = targets_[m];
       if (m != me())
-        target.unpack(from, from + target.left(from, length_), part(m, me(), piece),
-                      work_.streamed);
+        target.unpack(from, target.end(from, length_), part(m, me(), piece), work_.streamed);
     }
     copy_own(piece);
     if (work_.streamed) end_of_stream();
@@ -245,10 +246,10 @@ class Alltoall : public Scattering<Alltoall> {
     Chain& source = sources_[me()];
     int64_t pieces = progress_.pieces, itemsize = work_.itemsize;
     int64_t from = source.total * piece / pieces, to = source.total * (piece + 1) / pieces;
-    source.spans(from, to, [&](int64_t tensor, int64_t at, int64_t n) {
-      copy(targets_[me()].address(tensor, at, itemsize), source.address(tensor, at, itemsize),
-           n * itemsize, work_.streamed);
-    });
+    spans_of_both(source, targets_[me()], from, to, itemsize,
+                  [&](const char* input, char* output, int64_t n) {
+                    copy(output, input, n * itemsize, work_.streamed);
+                  });
   }
 };
 
@@ -256,7 +257,7 @@ class Broadcast : public Pipeline<Broadcast> {
  public:
   explicit Broadcast(Segment& segment)
       : Pipeline(segment),
-        tensors_(work_, work_.source, 0),
+        tensors_(work_.source, 0, work_.itemsize),
         length_(boards_.slot_bytes() / work_.itemsize) {
     progress_.pieces = pieces_of(tensors_.total, length_);
   }
@@ -266,21 +267,20 @@ class Broadcast : public Pipeline<Broadcast> {
 
   void pack(int64_t piece) {
     int64_t from = piece * length_;
-    if (gives(me())) tensors_.pack(from, end(from), boards_.slot(me(), piece));
+    if (gives(me())) tensors_.pack(from, tensors_.end(from, length_), boards_.slot(me(), piece));
   }
 
   void unpack(int64_t piece) {
     int64_t from = piece * length_;
     if (!takes(me())) return;
-    tensors_.unpack(from, end(from), boards_.slot(work_.root, piece), work_.streamed);
+    int64_t to = tensors_.end(from, length_);
+    tensors_.unpack(from, to, boards_.slot(work_.root, piece), work_.streamed);
     if (work_.streamed) end_of_stream();
   }
 
  private:
   Chain tensors_;
   const int64_t length_;
-
-  int64_t end(int64_t from) const { return from + tensors_.left(from, length_); }
 };
 
 }  // namespace

@@ -88,8 +88,7 @@ class NativeShm:
         arguments = self._arguments(members, ALLREDUCE, arithmetic.input_dtype.itemsize)
         set_reduction(arguments, arithmetic)
         arguments.whole = sum(sizes) * arguments.itemsize <= SMALL_BYTES
-        arguments.tensors = len(inputs)
-        point(arguments, lists[0], lists[1], lists[0], lists[2])
+        point(arguments, (lists[0], lists[1]), (lists[0], lists[2]))
         self._run(arguments)
 
     def reducescatter(
@@ -103,9 +102,8 @@ class NativeShm:
         """See `Backend.reducescatter`."""
         arguments = self._arguments(members, REDUCESCATTER, arithmetic.input_dtype.itemsize)
         set_reduction(arguments, arithmetic)
-        arguments.tensors = len(inputs)
-        lists = parts(inputs, counts), wholes(outputs)
-        point(arguments, *lists[0], *lists[1])
+        source, target = parts(inputs, counts), wholes(outputs)
+        point(arguments, source, target)
         self._run(arguments)
 
     def allgather(
@@ -117,20 +115,18 @@ class NativeShm:
     ) -> None:
         """See `Backend.allgather`."""
         arguments = self._arguments(members, ALLGATHER, inputs[0].itemsize)
-        arguments.tensors = len(inputs)
         arguments.streamed = _streamed(outputs)
-        lists = wholes(inputs), parts(outputs, counts)
-        point(arguments, *lists[0], *lists[1])
+        source, target = wholes(inputs), parts(outputs, counts)
+        point(arguments, source, target)
         self._run(arguments)
 
     def broadcast(self, members: Members, arrays: Sequence[Array], root: int) -> None:
         """See `Backend.broadcast`."""
         arguments = self._arguments(members, BROADCAST, arrays[0].itemsize)
         arguments.root = root
-        arguments.tensors = len(arrays)
         arguments.streamed = _streamed(arrays)
-        lists = wholes(arrays)
-        point(arguments, *lists, *lists)
+        chains = wholes(arrays)
+        point(arguments, chains, chains)
         self._run(arguments)
 
     def alltoall(
@@ -142,17 +138,16 @@ class NativeShm:
     ) -> None:
         """See `Backend.alltoall`."""
         arguments = self._arguments(members, ALLTOALL, array.itemsize)
-        arguments.tensors = 1
         counts = np.array(send_counts, np.int64)
         arguments.counts = address(counts)
-        sources = parts([array], [send_counts])
-        point(arguments, *sources, *sources)
+        source = parts([array], [send_counts])
+        point(arguments, source, source)
         self._run(arguments)
         received = counts.tolist()
         output = allocate(received)
         arguments.streamed = _streamed([output])
-        targets = parts([output], [received])
-        point(arguments, *sources, *targets)
+        target = parts([output], [received])
+        point(arguments, source, target)
         self._run(arguments)
 
     def _run(self, arguments: SegmentArguments) -> None:

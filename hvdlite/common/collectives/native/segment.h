@@ -21,6 +21,7 @@ struct Group {
 
 // Tensors in chains: a chain has a part of each tensor, and is cut into pieces as one.
 struct Chains {
+  int64_t tensors;
   const int64_t* sizes;        // by chain and tensor: elements
   char* const* addresses;      // by chain and tensor
 };
@@ -31,7 +32,6 @@ struct Work {
   int64_t type, operation, itemsize, result_itemsize;
   int64_t whole, streamed;
   double prescale, postscale;
-  int64_t tensors;
   Chains source, target;
   int64_t* counts;  // alltoall: elements that I send to each member, then (set) that each sends me
 };
@@ -45,22 +45,6 @@ struct Segment {
   Group group;
   Work work;
   Progress progress;
-};
-
-// A place in a chain; it only moves forward.
-struct Cursor {
-  int64_t tensor = 0, start = 0;  // start: elements before this tensor
-
-  // Call use(tensor, from, n) for the stretches of tensors that hold [from, to) of the chain.
-  template <class Use>
-  void spans(const int64_t* sizes, int64_t from, int64_t to, Use use) {
-    while (from < to) {
-      while (from >= start + sizes[tensor]) start += sizes[tensor++];
-      int64_t stop = start + sizes[tensor], n = (stop < to ? stop : to) - from;
-      use(tensor, from - start, n);
-      from += n;
-    }
-  }
 };
 
 }  // namespace

@@ -47,10 +47,13 @@ class SegmentArguments(ctypes.Structure):
         )),
         ("prescale", ctypes.c_double),
         ("postscale", ctypes.c_double),
-        ("tensors", _Integer),
-        *((name, _Pointer) for name in (
-            "source_sizes", "sources", "target_sizes", "targets", "counts",
-        )),
+        ("source_tensors", _Integer),
+        ("source_sizes", _Pointer),
+        ("sources", _Pointer),
+        ("target_tensors", _Integer),
+        ("target_sizes", _Pointer),
+        ("targets", _Pointer),
+        ("counts", _Pointer),
         *((name, _Integer) for name in ("pieces", "packed", "reduced", "unpacked")),
     )  # fmt: skip
 
@@ -65,20 +68,24 @@ def set_reduction(arguments: SegmentArguments, arithmetic: Arithmetic) -> None:
     arguments.postscale = arithmetic.reduction.postscale
 
 
-def point(arguments: SegmentArguments, *lists: Array) -> None:
+Chains = tuple[Array, Array]  # Sizes and addresses: a row for each chain, of its parts of tensors.
+
+
+def point(arguments: SegmentArguments, source: Chains, target: Chains) -> None:
     """Set the sizes and addresses of sources and targets, which the caller keeps."""
-    pointers = map(address, lists)
-    arguments.source_sizes, arguments.sources = next(pointers), next(pointers)
-    arguments.target_sizes, arguments.targets = next(pointers), next(pointers)
+    arguments.source_tensors = source[0].shape[-1]
+    arguments.source_sizes, arguments.sources = address(source[0]), address(source[1])
+    arguments.target_tensors = target[0].shape[-1]
+    arguments.target_sizes, arguments.targets = address(target[0]), address(target[1])
 
 
-def wholes(arrays: Sequence[Array]) -> tuple[Array, Array]:
+def wholes(arrays: Sequence[Array]) -> Chains:
     """Return sizes and addresses of arrays as one chain."""
     sizes = np.array([array.size for array in arrays], np.int64)
     return sizes, np.array([address(array) for array in arrays], np.int64)
 
 
-def parts(arrays: Sequence[Array], counts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+def parts(arrays: Sequence[Array], counts: Sequence[Sequence[int]]) -> Chains:
     """Return sizes and addresses of the chains of the members, a row for each of them."""
     sizes = np.array(counts, np.int64)
     starts = (np.cumsum(sizes, axis=1) - sizes) * arrays[0].itemsize
