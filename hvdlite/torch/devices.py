@@ -10,6 +10,7 @@ Both copies run on a stream of their own, so that they overlap with computation 
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -17,8 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer
-from hvdlite.torch.dtypes import as_array
+from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, numpy_dtype
+from hvdlite.common.plain.result_memory import result_memory
+from hvdlite.torch.dtypes import DTYPE_NAMES, as_array, as_tensor
 
 
 class Device(Protocol):
@@ -60,8 +62,13 @@ class HostDevice:
         return CpuBuffer(as_array(tensor.contiguous()))
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a new tensor."""
-        return new_tensor(like, shape)
+        """Return a new tensor; see `result_memory`."""
+        if like.shape == shape and not like.is_contiguous():
+            return new_tensor(like, shape)
+        memory = result_memory.lend(math.prod(shape) * like.itemsize)
+        if memory is None:
+            return new_tensor(like, shape)
+        return as_tensor(memory.view(numpy_dtype(DTYPE_NAMES[like.dtype]))).view(shape)
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:
         """Return the tensor's own memory, or a buffer for one that is not contiguous."""

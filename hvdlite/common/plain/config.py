@@ -371,12 +371,18 @@ class Config:
     )  # fmt: skip
     native: str = setting(
         "auto", "NATIVE", choice(*NATIVE),
-        "Compiled allreduce inside a host: auto (where there is a compiler), on or off.",
+        "Compiled collectives inside a host: auto (where there is a compiler), on or off.",
         alias=False,
     )  # fmt: skip
     tf_native: str = setting(
         "auto", "TF_NATIVE", choice(*NATIVE),
         "Compiled operations in TensorFlow's graphs: auto (where there is a compiler), on or off.",
+        alias=False,
+    )  # fmt: skip
+    result_memory_bytes: int = setting(
+        512 * MIB, "RESULT_MEMORY", number(int, 0, "bytes"),
+        "Memory of results of 4 MiB and more that each process keeps for later ones, as long as no "
+        "program needs it; 0: none.",
         alias=False,
     )  # fmt: skip
     log_level: str = setting(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, TensorSpec
+from hvdlite.common.plain.result_memory import result_memory
 
 Array = NDArray[Any]
 
@@ -71,8 +72,12 @@ class NumpyAdapter:
         return CpuBuffer((array if array.flags.aligned else array.copy()).reshape(-1))
 
     def empty_like(self, tensor: Array, shape: tuple[int, ...]) -> Array:
-        """Allocate an array, aligned for every kernel."""
-        return aligned_empty(shape, np.asarray(tensor).dtype)
+        """Allocate an array, aligned for every kernel; see `result_memory`."""
+        dtype = np.asarray(tensor).dtype
+        memory = result_memory.lend(math.prod(shape) * dtype.itemsize)
+        if memory is None:
+            return aligned_empty(shape, dtype)
+        return memory.view(dtype).reshape(shape)
 
     def output(self, tensor: Array) -> HostBuffer:
         """Return the memory of the array, or a buffer if it is not contiguous and aligned."""

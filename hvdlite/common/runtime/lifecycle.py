@@ -18,6 +18,7 @@ from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.logs import set_up_log
 from hvdlite.common.plain.misspelt import misspelt
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.plain.result_memory import result_memory
 from hvdlite.common.runtime.connect import Membership, connect, find_launch
 from hvdlite.common.runtime.elastic_worker import ElasticWorker
 from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, skip_mpi_finalize
@@ -61,6 +62,7 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
     claim_rank(launch)
     config = Config.from_environ()
     set_up_log(config)
+    result_memory.limit_bytes = config.result_memory_bytes
     _warn_of_misspelt_variables(launch)
     report_uncaught()
     _forget_finished()
@@ -231,6 +233,7 @@ def shutdown() -> None:
     finally:
         global_process_set.ranks = global_process_set.mpi_comm = this_process.comm = None
         this_process.shut_down.append(runtime)
+        result_memory.release()
         _forget_finished()
 
 
