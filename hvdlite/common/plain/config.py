@@ -371,7 +371,7 @@ class Config:
     )  # fmt: skip
     native: str = setting(
         "auto", "NATIVE", choice(*NATIVE),
-        "Compiled collectives inside a host: auto (where there is a compiler), on or off.",
+        "Compiled collectives inside a host: auto (shipped, or compiled here), on or off.",
         alias=False,
     )  # fmt: skip
     tf_native: str = setting(

@@ -13,8 +13,8 @@ from hvdlite.common.collectives.native.build import Recipe
 from hvdlite.common.collectives.native.cache import BuildError
 
 Loaded = TypeVar("Loaded")
-# With the path of the library, where it is from, and a number that no other library has: ranks whose
-# libraries differ may not work together, as they could keep another one of several NaNs.
+# With the path of the library, where it is from, and a number that no other library has: ranks with
+# different libraries must not work together, as these may keep another one of several NaNs.
 OpenLibrary = Callable[[str, str, int], Loaded]
 
 
