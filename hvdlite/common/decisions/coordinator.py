@@ -95,6 +95,8 @@ from hvdlite.common.plain.messages import (
 )
 from hvdlite.common.plain.process_set_table import ProcessSetTable, flatten
 
+_MOST_CUTS = 256  # That are remembered: each step has a few.
+
 
 class Coordinator:
     """Reports in, orders out. Used by the engine thread of rank 0."""
@@ -122,6 +124,9 @@ class Coordinator:
         self._retunes: list[Retune] = []
         # The (process set id, bit) that members know: later segments name only the bit.
         self._announced: set[tuple[int, int]] = set()
+        # The segments of answers that were cut before, by the ids of these, which are kept. Only
+        # those of which members know all bits, until a bit or a threshold changes.
+        self._cut: dict[tuple[int, ...], tuple[list[Response], list[Order]]] = {}
         # The ranks that have shut down, as a mask, and in order: errors blame the first one.
         self._departed = 0
         self._departed_order: list[int] = []
@@ -157,6 +162,7 @@ class Coordinator:
 
     def retune(self, retune: Retune) -> None:
         """Decide by these settings from now on, and order all ranks to follow."""
+        self._cut.clear()
         self._threshold_bytes = retune.fusion_threshold_bytes
         self._capacity = retune.cache_capacity
         for state in self._sets.values():
@@ -169,8 +175,7 @@ class Coordinator:
         """Return what all ranks execute next, in this sequence; each order is returned once."""
         if not (self._ready or self._evictions or self._departures or self._retunes):
             return ()
-        segments = next_segments(self._ready, self._threshold_bytes, self._keep_groups)
-        orders: list[Order] = [self._segment(responses) for responses in segments]
+        orders = self._segments(self._ready)
         # Evictions follow the segments, which may name the bits that are evicted. Departures follow
         # both, since the rank executes all orders before its own departure.
         orders += self._evictions
@@ -263,11 +268,15 @@ class Coordinator:
 
     def _complete_bits(self, state: ProcessSetState, arrival: Arrival) -> None:
         """Answer cached tensors that all members have, except those that joined."""
+        use, whole = state.cache.use, arrival.ranks == state.mask
         for bit in arrival.bits:
-            response = state.cache.use(bit)
-            if arrival.ranks != state.mask:
+            response = use(bit)
+            if not whole:
                 response = self._answer_partial(state, response, arrival.ranks)
-            self._ready += state.groups.hold(response)
+            if response.request.group:
+                self._ready += state.groups.hold(response)
+            else:
+                self._ready.append(response)
 
     def _complete(self, state: ProcessSetState, requests: RanksByRequest) -> None:
         """Answer a new tensor that all members have, except those that joined."""
@@ -309,6 +318,7 @@ class Coordinator:
         # The id may be given to another set, for which these would be wrong.
         self._evictions = [e for e in self._evictions if e.process_set_id not in removed]
         self._announced = {key for key in self._announced if key[0] not in removed}
+        self._cut.clear()
         return response._replace(first_dims=removed)
 
     def _add_sets(self, response: Response, requests: RanksByRequest) -> Response:
@@ -366,10 +376,25 @@ class Coordinator:
         for arrival in state.bits.pop(NumberSet.of((bit,))):
             # A joined rank among them reports the tensor again, and its join after it.
             state.expect(arrival.ranks & state.bits.absent)
+        self._cut.clear()
         state.evictions += 1
         state.cache.forget(bit)
         self._announced.discard((state.process_set_id, bit))
         self._evictions.append(Eviction(state.process_set_id, bit))
+
+    def _segments(self, ready: list[Response]) -> list[Order]:
+        """Cut answers into segments; a step has the answers of the last one in the same order."""
+        key = tuple(map(id, ready))
+        known = self._cut.get(key)
+        if known is not None:
+            return [*known[1]]
+        segments = next_segments(ready, self._threshold_bytes, self._keep_groups)
+        orders: list[Order] = [self._segment(responses) for responses in segments]
+        if ready and all(type(item) is int for order in orders for item in order.items):  # type: ignore[union-attr]
+            if len(self._cut) >= _MOST_CUTS:
+                self._cut.clear()
+            self._cut[key] = ready, [*orders]
+        return orders
 
     def _segment(self, responses: list[Response]) -> Segment:
         process_set_id = responses[0].request.process_set_id

@@ -37,9 +37,10 @@ class ResponseCache:
     def find(self, request: Request) -> int | None:
         """Return the bit under which exactly this request was answered, or None."""
         bit = self._bits.get(request.name)
-        if bit is None or self._lines[bit].request != request:
+        if bit is None:
             return None
-        return bit
+        known = self._lines[bit].request
+        return bit if known is request or known == request else None
 
     def remember(self, response: Response, request: Request | None) -> None:
         """Store an answer under its bit, in place of an older answer for the name."""

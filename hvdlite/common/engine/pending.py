@@ -44,11 +44,11 @@ class PendingTable:
                 raise HorovodInternalError(str(self._closed), rank=self._closed.rank)
             if self._joined:
                 self._refuse_after_join(entries)
+            pending = self._entries
             for count, entry in enumerate(entries):
-                key = _key(entry.request)
-                if self._entries.setdefault(key, entry) is not entry:
+                if pending.setdefault(entry.key, entry) is not entry:
                     for added in entries[:count]:
-                        del self._entries[_key(added.request)]
+                        del pending[added.key]
                     raise ValueError(_duplicate(entry.request.name, self._rank))
             if entries and _is_join(entries[0].request):
                 self._joined.add(entries[0].request.process_set_id)
@@ -66,10 +66,11 @@ class PendingTable:
                     "until then. Call join after everything else"
                 )
 
-    def pop(self, requests: Iterable[Request]) -> list[Entry | None]:
-        """Remove and return the entries of these requests; None where this rank has none."""
+    def pop(self, keys: Iterable[Key]) -> list[Entry | None]:
+        """Remove and return the entries of these keys; None where this rank has none."""
         with self._lock:
-            entries = [self._entries.pop(_key(request), None) for request in requests]
+            pop = self._entries.pop
+            entries = [pop(key, None) for key in keys]
             self._running = [entry for entry in entries if entry is not None]
             if self._joined and self._running and _is_join(self._running[0].request):
                 self._joined.discard(self._running[0].request.process_set_id)
@@ -98,10 +99,6 @@ class PendingTable:
         for entry in [*running, *failed]:
             if not entry.handle.poll():
                 entry.handle.fail(error)
-
-
-def _key(request: Request) -> Key:
-    return request.process_set_id, request.name
 
 
 def _is_join(request: Request) -> bool:

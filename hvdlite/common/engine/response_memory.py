@@ -8,15 +8,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
+from typing import NamedTuple
 
+from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.response_cache import ResponseCache
-from hvdlite.common.engine.pending import PendingTable
+from hvdlite.common.engine.pending import Key, PendingTable
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import NO_BIT, Eviction, Report, Request, Response, Segment
 
 log = logging.getLogger("hvdlite")
+
+_MOST_SEGMENTS = 1024  # That are remembered as a whole, in each process set.
+
+
+class _Answers(NamedTuple):
+    """The answers of a segment, and where the entries of this rank are pending."""
+
+    responses: list[Response]
+    keys: list[Key]
 
 
 class _SetMemory:
@@ -24,6 +36,9 @@ class _SetMemory:
 
     def __init__(self) -> None:
         self.cache = ResponseCache()
+        # The answers of segments that consist of bits, since a step has the segments of the last.
+        # Emptied when what a bit stands for changes.
+        self._segments: dict[tuple[Response | int, ...], _Answers] = {}
         # How many joins of all members are complete.
         self.joins = 0
         # Set from the report of this rank's join to its answer: an eviction repeats the report.
@@ -44,6 +59,31 @@ class _SetMemory:
         )  # fmt: skip
         return entry.request._replace(shape=(self.joins, self.cache.evictions))
 
+    def answers(self, items: tuple[Response | int, ...]) -> _Answers:
+        """Return the answers of a segment with these items. Raises `ProtocolError`."""
+        known = self._segments.get(items)
+        if known is not None:
+            return known
+        cache = self.cache
+        responses = [_recall(cache, i) if isinstance(i, int) else i for i in items]
+        requests = (response.request for response in responses)
+        answers = _Answers(responses, [(r.process_set_id, r.name) for r in requests])
+        if all(isinstance(item, int) for item in items):
+            if len(self._segments) >= _MOST_SEGMENTS:
+                self._segments.clear()
+            self._segments[items] = answers
+        return answers
+
+    def remember(self, response: Response, request: Request | None) -> None:
+        """Remember an answer, and the request of this rank."""
+        self._segments.clear()
+        self.cache.remember(response, request)
+
+    def forget(self, bit: int) -> str:
+        """Execute an eviction; return the name of the tensor, or '' if the bit was unknown."""
+        self._segments.clear()
+        return self.cache.forget(bit)
+
 
 class ResponseMemory:
     """Entries in, reports out; orders in, entries and their answers out."""
@@ -55,27 +95,24 @@ class ResponseMemory:
 
     def reports(self, entries: Iterable[Entry]) -> tuple[Report, ...]:
         """Return the reports of `entries`: by bit where they were answered before."""
-        bits: dict[int, list[int]] = {}
-        requests: dict[int, list[Request]] = {}
+        sets: dict[int, tuple[list[int], list[Request]]] = {}
+        last, find = -1, None
         for entry in entries:
             request = entry.request
-            process_set_id = request.process_set_id
-            state = self._set(process_set_id)
-            bit = state.cache.find(request)
+            if request.process_set_id != last or find is None:
+                last = request.process_set_id
+                bits, requests = sets.setdefault(last, ([], []))
+                state = self._set(last)
+                find = state.cache.find
+            bit = find(request)
             if bit is None:
-                requests.setdefault(process_set_id, []).append(state.request(entry))
+                requests.append(state.request(entry))
             else:
                 entry.sent_bit = bit
-                bits.setdefault(process_set_id, []).append(bit)
-        process_set_ids = dict.fromkeys([*bits, *requests])
+                bits.append(bit)
         return tuple(
-            Report(
-                process_set_id,
-                (self._rank,),
-                tuple(bits.get(process_set_id, ())),
-                tuple(requests.get(process_set_id, ())),
-            )
-            for process_set_id in process_set_ids
+            Report(process_set_id, (self._rank,), _bit_set(tuple(bits)), tuple(requests))
+            for process_set_id, (bits, requests) in sets.items()
         )
 
     def resolve(self, segment: Segment) -> tuple[list[Response], list[Entry | None]]:
@@ -86,17 +123,15 @@ class ResponseMemory:
         it remembered no request of its own.
         """
         state = self._set(segment.process_set_id)
-        cache = state.cache
-        responses = [_recall(cache, i) if isinstance(i, int) else i for i in segment.items]
-        entries = self._pending.pop([response.request for response in responses])
+        responses, keys = state.answers(segment.items)
+        entries = self._pending.pop(keys)
         for item, response, entry in zip(segment.items, responses, entries, strict=True):
-            known = isinstance(item, int)
             if entry is not None:
                 entry.response = response
-                if response.bit != NO_BIT and not (known and entry.sent_bit == response.bit):
-                    cache.remember(response, entry.request)
-            elif response.bit != NO_BIT and not known:
-                cache.remember(response, None)
+                if entry.sent_bit != item and response.bit != NO_BIT:
+                    state.remember(response, entry.request)
+            elif response.bit != NO_BIT and not isinstance(item, int):
+                state.remember(response, None)
         if state.join is not None and entries[0] is state.join:
             state.join = None
             state.joins += not responses[0].error
@@ -109,7 +144,7 @@ class ResponseMemory:
         which the coordinator has ignored if it has crossed the eviction.
         """
         state = self._set(eviction.process_set_id)
-        name = state.cache.forget(eviction.bit)
+        name = state.forget(eviction.bit)
         entry = self._pending.find(eviction.process_set_id, name)
         unanswered: list[Entry] = []
         if entry is not None and entry.sent_bit == eviction.bit:
@@ -137,6 +172,12 @@ class ResponseMemory:
         if state is None:
             state = self._sets[process_set_id] = _SetMemory()
         return state
+
+
+@lru_cache(256)
+def _bit_set(bits: tuple[int, ...]) -> NumberSet:
+    """Return the bits as a set: a step reports the bits of the last one."""
+    return NumberSet.of(bits) if bits else NO_NUMBERS
 
 
 def _recall(cache: ResponseCache, bit: int) -> Response:

@@ -20,13 +20,20 @@ class Entry:
     splits: tuple[int, ...] = ()
     received_splits: tuple[int, ...] = ()
     size_bytes = 0  # The size of the input.
+    # Where the memory begins that is read and written, if this is contiguous memory of the host
+    # and the input is the output: backends in compiled code need no array then.
+    address: int | None = None
+    # The number of elements; set where there is an address.
+    count = 0
     # When it was enqueued, in seconds of `time.monotonic`. Set only while there are observers.
     enqueued = 0.0
     response: Response  # Set when the coordinator has answered, before the entry is run.
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, handle: Handle | None = None) -> None:
+        """Complete `handle` when it has run, a new one by default."""
         self.request = request
-        self.handle = Handle()
+        self.key = request.process_set_id, request.name
+        self.handle = Handle() if handle is None else handle
         # The bit under which it was reported; NO_BIT if it was reported in full, or not yet.
         self.sent_bit = NO_BIT
 

@@ -315,7 +315,9 @@ def _order(kind: Any, fields: Any) -> Order:
     cls = _ORDERS[_natural(kind)]
     if cls is Segment:
         process_set_id, items = fields
-        return Segment(_natural(process_set_id), tuple(map(_item, items)))
+        if type(items) is not tuple or set(map(type, items)) != {int}:
+            items = tuple(map(_item, items))
+        return Segment(_natural(process_set_id), items)
     order: Order = cls(*_checked(fields, _FIELDS[cls]))
     return order
 

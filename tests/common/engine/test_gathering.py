@@ -141,7 +141,7 @@ def test_a_call_that_is_refused_adds_nothing() -> None:
     with pytest.raises(ValueError, match="'a' on rank 0 has the same name"):
         pending.add(entries)
     pending.add(entries[:3])
-    assert pending.pop([each.request for each in entries]) == [*entries[:3], None]
+    assert pending.pop([each.key for each in entries]) == [*entries[:3], None]
 
 
 def readable(wake_up: WakeUp, milliseconds: int) -> bool:
