@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite.common.plain.adapter import HostBuffer, TensorSpec
+from hvdlite.common.plain.adapter import HOST_DEVICE, HostBuffer, Place, TensorSpec
 from hvdlite.common.plain.numpy_adapter import read_splits
 from hvdlite.torch.devices import Device, find_device
 from hvdlite.torch.dtypes import DTYPE_NAMES
+
+# A tensor of a subclass may keep its values elsewhere.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class TorchAdapter:
@@ -41,6 +44,21 @@ class TorchAdapter:
                 f"{', '.join(DTYPE_NAMES.values())}"
             )
         return TensorSpec(name, tuple(tensor.shape), self._device(tensor).name)
+
+    def place(self, tensor: torch.Tensor, spec: TensorSpec) -> Place | None:
+        """Return the memory of a tensor of the host that has this dtype and shape."""
+        if (
+            type(tensor) in _PLAIN
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and tensor.shape == spec.shape
+            and DTYPE_NAMES.get(tensor.dtype) == spec.dtype
+            and spec.device == HOST_DEVICE
+            and tensor.is_contiguous()
+            and not (tensor.is_neg() or tensor.is_conj())
+        ):
+            return Place(tensor.data_ptr(), tensor.untyped_storage())
+        return None
 
     def input(self, tensor: torch.Tensor) -> HostBuffer:
         """Return the tensor's values, in its own memory where possible."""
@@ -85,6 +103,15 @@ class TorchAdapter:
         self._device(tensor).finish(tensor)
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
+
+    def finish_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Do as `finish` does for several tensors, in one call where they are on the host."""
+        written = [tensor for tensor in tensors if tensor.is_cpu and not tensor.is_inference()]
+        if len(written) < len(tensors):
+            for tensor in tensors:
+                self.finish(tensor)
+        else:
+            torch.autograd.graph.increment_version(written)
 
     def _device(self, tensor: torch.Tensor) -> Device:
         return self._host if tensor.is_cpu else self._find(tensor.device.type)

@@ -8,6 +8,7 @@ step -> synchronize -> send                          the rest; zeros where a gra
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import BucketSchedule, ReductionConfig
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.torch import mpi_ops
+from hvdlite.torch.compression import Compression
 from hvdlite.torch.flat_gradients import FlatGradients
 from hvdlite.torch.in_flight import (
     CASTS,
@@ -79,6 +81,12 @@ class GradientExchange:
         # Results of casts by name: their memory is used again in the next step.
         self._packed: dict[str, torch.Tensor] = {}
         self._hooked: set[torch.Tensor] = set()
+        # The gradients by name; each object serves all steps.
+        self._gradients: dict[str, PendingGradient] = {}
+        # The parameters, whether each is trained, and their names, as `watch` has seen them last.
+        self._seen: list[torch.Tensor] = []
+        self._trained: list[bool] = []
+        self._seen_names: list[str] = []
         if reduction.active:
             self.watch()
 
@@ -99,6 +107,15 @@ class GradientExchange:
 
     def watch(self) -> None:
         """Register the hooks of parameters that were added since the last call."""
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        trained = [parameter.requires_grad for parameter in parameters]
+        if trained == self._trained and all(map(operator.is_, parameters, self._seen)):
+            return
+        self._register_hooks()
+        self._seen, self._trained = parameters, trained
+        self._seen_names = [self.names[parameter] for parameter in parameters]
+
+    def _register_hooks(self) -> None:
         for parameter, default_name in self._parameters():
             if parameter not in self.names:
                 self.names[parameter] = default_name
@@ -107,15 +124,15 @@ class GradientExchange:
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
                 register: Any = parameter.register_post_accumulate_grad_hook
-                weakref.finalize(self, register(_weak(self._on_gradient)).remove)
+                hook = _hook(weakref.ref(self), self.names[parameter])
+                weakref.finalize(self, register(hook).remove)
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
         return named_by_position(self.param_groups)
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def on_gradient(self, name: str) -> None:
         """Count a pass that has added to this gradient. Runs in the thread of backward."""
         self.synchronized = False
-        name = self.names[parameter]
         segmented = self._segments.strategy is not None
         if segmented:
             self.segment_schedule.note(name)
@@ -140,14 +157,56 @@ class GradientExchange:
                 f"the gradient of {name} has a graph of its own (create_graph=True); "
                 "such gradients cannot be reduced in place"
             )
-        return PendingGradient(name, parameter, gradient)
+        pending = self._gradients.get(name)
+        if pending is None:
+            pending = self._gradients[name] = PendingGradient(name, parameter)
+        pending.complete(gradient)
+        return pending
 
     def _send(self) -> None:
         """Start the reduction of all pending buckets."""
         self._pending_bytes = 0
-        # Each bucket is removed first: where one is refused, the next call sends the others.
+        # Buckets are removed first: where one is refused, the next call sends the others.
+        if self._segments.strategy is None:
+            alone = [bucket[0] for bucket in self._pending if len(bucket) == 1]
+            self._pending = [bucket for bucket in self._pending if len(bucket) > 1]
+            self._start_alone(alone)
         while self._pending:
             self._start(self._pending.pop(0))
+
+    def _start_alone(self, gradients: Sequence[PendingGradient]) -> None:
+        """Start gradients that are buckets of their own, in one call.
+
+        Where one is refused the others are sent, as other ranks wait for them, and its error is
+        raised.
+        """
+        errors: list[Exception] = []
+        dense = []
+        for gradient in gradients:
+            try:
+                self._pack(gradient)
+                if gradient.packed.is_sparse:
+                    self._in_flight.append(SparseGradientInFlight(gradient, self.reduction))
+                else:
+                    dense.append(gradient)
+            except Exception as error:
+                errors.append(error)
+        errors += self._start_dense(dense)
+        if errors:
+            raise errors[0]
+
+    def _start_dense(self, dense: Sequence[PendingGradient]) -> list[Exception]:
+        """Start packed gradients that are buckets of their own; return the errors."""
+        if not dense:
+            return []
+        options = self._segments.options([dense[0].name])
+        try:
+            self._in_flight.append(BucketInFlight(dense, self.reduction.compression, options))
+        except Exception as error:
+            if len(dense) == 1:
+                return [error]
+            return [error for each in dense for error in self._start_dense([each])]
+        return []
 
     def _start(self, bucket: Sequence[PendingGradient]) -> None:
         flat = (self.segment_schedule.flat or {}).get(bucket[0].name)
@@ -180,9 +239,12 @@ class GradientExchange:
     def _pack(self, pending: PendingGradient) -> None:
         packed = pending.gradient
         pending.context = None
+        compression = self.reduction.compression
+        if compression is Compression.none and not packed.is_sparse:
+            pending.packed = packed
+            return
         if packed.is_sparse and self.reduction.sparse_as_dense:
             packed = packed.to_dense()
-        compression = self.reduction.compression
         if compression in CASTS and not pending.gradient.is_sparse:
             packed = compression.compress_into(self._packed.get(pending.name), packed)
             if packed is not pending.gradient:
@@ -208,9 +270,11 @@ class GradientExchange:
     def _reduce_all(self) -> None:
         self.watch()
         gradients: Mapping[str, torch.Tensor | None] = {
-            self.names[parameter]: parameter.grad
-            for parameter, _ in self._parameters()
-            if parameter.requires_grad or parameter.grad is not None
+            name: parameter.grad
+            for name, parameter, trained in zip(
+                self._seen_names, self._seen, self._trained, strict=True
+            )
+            if trained or parameter.grad is not None
         }
         names = self.segment_schedule.agree(gradients)
         for bucket in self._schedule.rest(names):
@@ -278,13 +342,12 @@ def named_by_position(param_groups: ParamGroups) -> Iterator[tuple[torch.Tensor,
             yield parameter, f"allreduce.noname.{number}.{index}"
 
 
-def _weak(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """Return a hook that does not keep the owner of `method` alive."""
-    reference = weakref.WeakMethod(method)
+def _hook(reference: weakref.ref[GradientExchange], name: str) -> Callable[[torch.Tensor], None]:
+    """Return the hook of one parameter, which does not keep the exchange alive."""
 
     def hook(parameter: torch.Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(parameter)
+        exchange = reference()
+        if exchange is not None:
+            exchange.on_gradient(name)
 
     return hook

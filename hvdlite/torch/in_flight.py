@@ -9,7 +9,7 @@ import torch
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.gradients.buckets import ReductionConfig
-from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
 from hvdlite.torch.flat_gradients import FlatGradients
@@ -19,24 +19,37 @@ T = TypeVar("T")
 # These compressors only cast: `copy_` undoes them, and their memory can be used again in the next
 # step. A user's subclass may do anything, so the test is for the classes themselves.
 CASTS: tuple[type[CastCompressor], ...] = (FP16Compressor, BF16Compressor)
+_NONE: type[Compressor] = NoneCompressor
 
 
 class PendingGradient:
-    """One gradient that is complete, from the hook until its reduction has ended."""
+    """The gradient of one parameter that is complete, from the hook until its reduction has ended.
+
+    The object serves all steps. `gradient` and `packed` are valid from `complete` to `release`.
+    """
 
     __slots__ = ("context", "gradient", "name", "packed", "parameter", "version")
 
+    # The gradient as it was when it was complete, and its version, so that `check` finds changes.
+    gradient: torch.Tensor
+    version: int
     # Both are set when the gradient is sent. `packed` is the tensor that is reduced: `gradient`
     # itself where it is neither compressed nor made dense. `decompress` needs `context`.
     packed: torch.Tensor
     context: Any
 
-    def __init__(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def __init__(self, name: str, parameter: torch.Tensor) -> None:
         self.name = name
         self.parameter = parameter
+
+    def complete(self, gradient: torch.Tensor) -> None:
+        """Record that backward has computed the gradient."""
         self.gradient = gradient
-        # The version when the gradient was complete, so that `check` finds later changes.
         self.version = gradient._version
+
+    def release(self) -> None:
+        """Drop the tensors, so that their memory is free for the next backward."""
+        self.gradient = self.packed = self.context = None  # type: ignore[assignment]
 
     @property
     def size_bytes(self) -> int:
@@ -90,19 +103,26 @@ class BucketInFlight:
         """Start to reduce the packed tensors in place."""
         self._pending = pending
         self._compression = compression
+        names = [gradient.name for gradient in pending]
         packed = [gradient.packed for gradient in pending]
-        self._operation = mpi_ops.runner.start(
-            "allreduce", packed, pending[0].name, options, in_place=True
-        )
+        self._bucket = mpi_ops.runner.start_bucket(names, packed, options)
 
     def wait(self) -> None:
         """Wait for the results, and write them to the gradients."""
-        _check_and_wait(self._pending, self._operation.wait_for_tensors)
-        for gradient in self._pending:
-            self._unpack(gradient)
+        try:
+            _check_and_wait(self._pending, self._bucket.wait)
+            for gradient in self._pending:
+                self._unpack(gradient)
+        finally:
+            for gradient in self._pending:
+                gradient.release()
 
     def _unpack(self, pending: PendingGradient) -> None:
         result, gradient = pending.packed, pending.gradient
+        if result is gradient and pending.context is None and self._compression is _NONE:
+            if pending.parameter.grad is not gradient:  # set to None meanwhile
+                pending.parameter.grad = gradient
+            return
         if gradient.is_sparse or self._compression not in CASTS:
             result = self._compression.decompress(result, pending.context)
         if gradient.is_sparse:
@@ -137,6 +157,7 @@ class SegmentInFlight:
             self._buffer.copy_(self._packed)
         for gradient in self._pending:
             gradient.parameter.grad = gradient.gradient
+            gradient.release()
 
 
 class SparseGradientInFlight:
@@ -152,6 +173,7 @@ class SparseGradientInFlight:
     def wait(self) -> None:
         """Wait for the sum, and replace the gradient by it."""
         self._pending.parameter.grad = _check_and_wait([self._pending], self._wait)
+        self._pending.release()
 
 
 InFlight = BucketInFlight | SegmentInFlight | SparseGradientInFlight

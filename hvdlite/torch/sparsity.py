@@ -40,6 +40,8 @@ class Layouts:
 
         Raises `HorovodInternalError` on all ranks for one that is dense here and sparse there.
         """
+        if self._agreed and gradients.keys() <= self._codes.keys():  # as in every steady step
+            return list(gradients)
         unknown = [name for name in gradients if not self._agreed or name not in self._codes]
         if unknown:
             self._ask(unknown, [self._codes.get(name, _code(gradients[name])) for name in unknown])

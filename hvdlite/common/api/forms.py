@@ -19,7 +19,7 @@ from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import CallOptions, reduction, scattering
 from hvdlite.common.api.runner import EngineRunner, Shaping
 from hvdlite.common.api.signals import Signal
-from hvdlite.common.api.submit import Operation, as_list
+from hvdlite.common.api.submit import Operation, as_list, start
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
@@ -54,10 +54,9 @@ class Forms(Generic[T]):
         in_place: bool = False,
     ) -> int:
         """Start, and return the number that stands for the operation."""
-        operation = self._runner.start(
-            collective, tensors, name, options, in_place=in_place, shape_result=shape_result
-        )
-        return for_collective().handles.add(operation)
+        runtime, targets = for_collective(), tensors if in_place else None
+        entries = start(runtime, self._runner.adapter, collective, name, tensors, options, targets)
+        return runtime.handles.add(Operation(entries, shape_result))
 
     def _run_in_place(
         self, collective: str, tensors: Tensors[T], name: str | None, options: CallOptions

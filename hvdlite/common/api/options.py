@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hvdlite.common.base.errors import UnsupportedError
@@ -55,11 +57,30 @@ def reduction(
     grouped: bool = False,
 ) -> CallOptions:
     """Return the options of an allreduce. Raises `ValueError` as `resolve_op` does."""
+    if average is None:
+        with suppress(TypeError):  # Something cannot be hashed: it may be wrong, or an array.
+            return _known(op, prescale_factor, postscale_factor, process_set, grouped)
+    return _reduction(
+        resolve_op(average, op), prescale_factor, postscale_factor, process_set, grouped
+    )
+
+
+@lru_cache(64)
+def _known(
+    op: int | None, prescale: float, postscale: float, process_set: ProcessSet, grouped: bool
+) -> CallOptions:
+    """Return the options of calls that come again and again; the same object each time."""
+    return _reduction(resolve_op(None, op), prescale, postscale, process_set, grouped)
+
+
+def _reduction(
+    reduce_op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet, grouped: bool
+) -> CallOptions:
     return CallOptions(
         process_set,
-        resolve_op(average, op),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
+        reduce_op,
+        prescale_factor=prescale,
+        postscale_factor=postscale,
         grouped=grouped,
     )
 

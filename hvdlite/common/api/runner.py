@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.prepared_bucket import PreparedBucket, start_bucket
 from hvdlite.common.api.submit import Operation, as_list, start
 from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.runtime.state import for_collective
@@ -72,6 +73,12 @@ class EngineRunner(Runner[T]):
         runtime, targets = for_collective(), tensors if in_place else None
         entries = start(runtime, self.adapter, collective, name, tensors, options, targets)
         return Operation(entries, shape_result)
+
+    def start_bucket(
+        self, names: Sequence[str], tensors: Sequence[T], options: CallOptions
+    ) -> PreparedBucket[T]:
+        """Start to reduce tensors in place in one call, each under its name; never wait."""
+        return start_bucket(for_collective(), self.adapter, names, tensors, options)
 
     def run(
         self, collective: str, tensors: Sequence[T], name: str | None, options: CallOptions

@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from numpy.typing import NDArray
-
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.adapter import Adapter, CpuBuffer, HostBuffer, TensorSpec
-from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.adapter import Adapter, TensorSpec
 from hvdlite.common.plain.messages import NO_RANK, Request
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
@@ -31,71 +29,6 @@ _EXACT = frozenset(
 )
 _MOST_REQUESTS = 10_000  # that are remembered
 DTYPES = _EXACT | _FLOATS | _COMPLEX
-
-
-class TensorEntry(Entry, Generic[T]):
-    """A tensor on its way through the engine."""
-
-    def __init__(
-        self,
-        request: Request,
-        adapter: Adapter[T],
-        tensor: T,
-        target: T | None,
-        splits: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(request)
-        self.splits = splits
-        self.result = target  # None: made when the shape of the output is known
-        self._adapter = adapter
-        self._tensor = tensor
-        self._output: HostBuffer | None = None if target is None else adapter.output(target)
-        if target is tensor and type(self._output) is CpuBuffer:  # the tensor's own memory
-            self._input: HostBuffer = self._output
-        else:
-            self._input = adapter.input(tensor)
-        self.size_bytes = self._input.array.nbytes
-
-    def wait(self) -> None:
-        """Sleep until the input may be read."""
-        self._input.wait()
-
-    @property
-    def input(self) -> NDArray[Any]:
-        """The input as a flat array."""
-        return self._input.array
-
-    def output(self, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return the output of this shape as a flat array."""
-        if self._output is None:
-            self.result = self._adapter.empty_like(self._tensor, shape)
-            self._output = self._adapter.output(self.result)
-        return self._output.array
-
-    @property
-    def target_address(self) -> int:
-        """Where the memory begins that is written in place, in bytes; in place only."""
-        assert self._output is not None
-        address: int = self._output.array.__array_interface__["data"][0]
-        return address
-
-    def complete(self, value: Any = None) -> None:
-        """Copy the output to its device, and complete the handle; the collective has run."""
-        if self._output is not None:
-            self._output.commit()
-        self.handle.complete(value)
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The rows from each member, () where all give the same number; valid after the run."""
-        return self.received_splits or self.response.first_dims
-
-    def wait_for_result(self) -> T:
-        """Sleep until the collective has run; return the result."""
-        self.handle.wait()
-        assert self.result is not None  # Every collective with a `run` makes an output.
-        self._adapter.finish(self.result)
-        return self.result
 
 
 def as_list(operation: Operation[T], results: list[T]) -> Any:
@@ -116,6 +49,8 @@ class Operation(Generic[T]):
 
     def wait(self) -> Any:
         """Sleep until all entries have ended; return the result, or raise the first error."""
+        if len(self.entries) == 1:
+            return self.shape_result(self, [self.entries[0].wait_for_result()])
         return self.shape_result(self, self.wait_for_tensors())
 
     def wait_for_tensors(self) -> list[T]:
@@ -143,6 +78,8 @@ def start(
 ) -> list[TensorEntry[T]]:
     """Enqueue as `submit`, under the user's `name`, or the next number of the process set."""
     label = f"grouped_{collective}" if options.grouped else collective
+    if name is not None:
+        return submit(runtime, adapter, collective, f"{label}.{name}", tensors, options, targets)
     with runtime.named(name, options.process_set) as known:
         return submit(runtime, adapter, collective, f"{label}.{known}", tensors, options, targets)
 
@@ -161,17 +98,16 @@ def submit(
     `targets` are the tensors to write to (in place: the inputs). Raises `ValueError` for what
     this rank can see to be wrong, `HorovodInternalError` when the engine has ended.
     """
-    members = members_of(runtime, collective, options.process_set)
     if len(tensors) == 1 and not options.grouped and not SPECS[collective].splits:
         target = None if targets is None else targets[0]
-        request = _prepared(runtime, collective, name, adapter.spec(tensors[0]), options, members)
-        entries = [TensorEntry(request, adapter, tensors[0], target)]
+        entries = [_entry(runtime, adapter, collective, name, tensors[0], options, target)]
         runtime.engine.enqueue(entries)
         return entries
+    members = members_of(runtime, collective, options.process_set)
     specs = tuple(adapter.spec(tensor) for tensor in tensors)
     remembered = runtime.requests.get(name)
     if options.grouped:
-        requests = _prepared_group(runtime, collective, name, specs, options, members)
+        requests = prepared_group(runtime, collective, name, specs, options)
         splits: tuple[int, ...] = ()
     else:
         _check(collective, name, specs[0], options, members)
@@ -185,13 +121,36 @@ def submit(
         is_new = runtime.requests.get(name) is not remembered
         if is_new or len(set(map(id, targets))) < len(targets):
             runtime.requests.pop(name, None)  # the next call is checked again if this one fails
-            _check_targets(entries)
-            _remember(runtime, name, specs, options, requests)
+            check_targets(entries)
+            _remember(runtime, name, (specs, options, requests))
     runtime.engine.enqueue(entries)
     return entries
 
 
-def _check_targets(entries: Sequence[TensorEntry[Any]]) -> None:
+def _entry(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    name: str,
+    tensor: T,
+    options: CallOptions,
+    target: T | None,
+) -> TensorEntry[T]:
+    """Return the entry for one tensor; one that is like that of the last call is not checked."""
+    call = runtime.requests.get(name)
+    if (
+        target is tensor
+        and type(call) is PreparedCall
+        and (call.options is options or call.options == options)
+    ):
+        place = adapter.place(tensor, call.spec)
+        if place is not None:
+            return PlacedEntry(call, adapter, tensor, place)
+    call = prepared(runtime, adapter, collective, name, tensor, options)
+    return entry_of(call, adapter, tensor, target)
+
+
+def check_targets(entries: Sequence[TensorEntry[Any]]) -> None:
     """Raise `ValueError` where two tensors of an in-place group have memory in common.
 
     One result would be written while another rank may still read the other's input: the values
@@ -211,15 +170,15 @@ def _check_targets(entries: Sequence[TensorEntry[Any]]) -> None:
             last_end, last = start + entry.size_bytes, entry
 
 
-def _prepared_group(
+def prepared_group(
     runtime: Runtime,
     collective: str,
     name: str,
     specs: tuple[TensorSpec, ...],
     options: CallOptions,
-    members: tuple[int, ...],
 ) -> tuple[Request, ...]:
-    """Return the requests for the tensors of a group, which are checked once, as `_prepared`."""
+    """Return the requests for the tensors of a group, which are checked once, as `prepared`."""
+    members = members_of(runtime, collective, options.process_set)
     known = runtime.requests.get(name)
     if known is not None and known[0] == specs and known[1] == options:
         return cast("tuple[Request, ...]", known[2])
@@ -235,32 +194,35 @@ def _prepared_group(
         _request(runtime, collective, each, spec, options, name, len(specs))
         for each, spec in zip(_names(collective, name, len(specs), options), specs, strict=True)
     )
-    _remember(runtime, name, specs, options, requests)
+    _remember(runtime, name, (specs, options, requests))
     return requests
 
 
-def _prepared(
+def prepared(
     runtime: Runtime,
+    adapter: Adapter[T],
     collective: str,
     name: str,
-    spec: TensorSpec,
+    tensor: T,
     options: CallOptions,
-    members: tuple[int, ...],
-) -> Request:
-    """Return the request for one tensor. It is checked once, as most names come again each step."""
+) -> PreparedCall:
+    """Return the call for one tensor. It is checked once, as most names come again each step."""
+    members = members_of(runtime, collective, options.process_set)
+    spec = adapter.spec(tensor)
     known = runtime.requests.get(name)
     if known is not None and known[0] == spec and known[1] == options:
-        return cast("Request", known[2])
+        return cast("PreparedCall", known)
     _check(collective, name, spec, options, members)
     request = _request(runtime, collective, name, spec, options, "", 1)
-    _remember(runtime, name, spec, options, request)
-    return request
+    call = PreparedCall.of(spec, options, request)
+    _remember(runtime, name, call)
+    return call
 
 
-def _remember(runtime: Runtime, name: str, specs: Any, options: CallOptions, made: Any) -> None:
+def _remember(runtime: Runtime, name: str, call: Any) -> None:
     if len(runtime.requests) >= _MOST_REQUESTS:
-        runtime.requests.clear()
-    runtime.requests[name] = specs, options, made
+        runtime.forget_calls()
+    runtime.requests[name] = call
 
 
 def members_of(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[int, ...]:

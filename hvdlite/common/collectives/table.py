@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Backend, Members, Reduction
+from hvdlite.common.collectives.in_place import InPlace
 from hvdlite.common.plain.lists import split_rows
 from hvdlite.common.plain.messages import Request, Response
 
@@ -29,6 +30,8 @@ class Operand(Protocol):
     response: Response
     splits: tuple[int, ...]  # alltoall: rows for each member
     received_splits: tuple[int, ...]  # alltoall: set by the run
+    address: int | None  # see `Entry.address`
+    count: int
 
     @property
     def input(self) -> Array:
@@ -96,13 +99,12 @@ class CollectiveSpec:
 
 
 def _allreduce(run: CollectiveRun) -> None:
-    run.backend.allreduce(
-        run.members,
-        [operand.input for operand in run.operands],
-        [operand.output(operand.response.request.shape) for operand in run.operands],
-        run.reduction,
-        run.activity,
-    )
+    inputs: Sequence[Array] | None = InPlace.of(run.operands)
+    outputs = inputs
+    if inputs is None or outputs is None:
+        inputs = [operand.input for operand in run.operands]
+        outputs = [operand.output(operand.response.request.shape) for operand in run.operands]
+    run.backend.allreduce(run.members, inputs, outputs, run.reduction, run.activity)
 
 
 def _reducescatter(run: CollectiveRun) -> None:

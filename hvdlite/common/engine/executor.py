@@ -16,7 +16,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, choose
 from hvdlite.common.collectives.base import Backend, Members
-from hvdlite.common.collectives.table import SPECS, CollectiveRun
+from hvdlite.common.collectives.table import SPECS, CollectiveRun, Operand
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.entries import Entry, Observer, SegmentRun
@@ -32,6 +32,8 @@ class JoinedOperand:
 
     splits: tuple[int, ...] = ()
     received_splits: tuple[int, ...] = ()
+    address: int | None = None
+    count = 0
 
     def __init__(self, response: Response, members: int) -> None:
         self.response = response
@@ -114,6 +116,12 @@ class Executor:
         request = responses[0].request
         spec = SPECS[request.collective]
         present = [entry for entry in entries if entry is not None]
+        operands: Sequence[Operand] = present
+        if len(present) < len(entries):
+            operands = [
+                JoinedOperand(response, members.size) if entry is None else entry
+                for response, entry in zip(responses, entries, strict=True)
+            ]
         reduce_op = ReduceOp(request.reduce_op)
         if reduce_op is ReduceOp.AVERAGE:  # Backends see a sum that is scaled afterwards.
             reduce_op = ReduceOp.SUM
@@ -124,23 +132,22 @@ class Executor:
             for entry in present:
                 entry.handle.fail(HorovodInternalError(str(error), job_goes_on=True))
             return
-        names = [response.request.name for response in responses]
+        names: list[str] = []  # Only who watches needs them.
+        if self._timeline.enabled:
+            names = [response.request.name for response in responses]
         if log.isEnabledFor(logging.DEBUG):
             self._log_backend(spec.name, request.dtype, backend, ranks)
         start = time.monotonic()
         with _Recorded(self._timeline, names, responses):
             for entry in present:
                 entry.wait()
-            operands = [
-                JoinedOperand(response, members.size) if entry is None else entry
-                for response, entry in zip(responses, entries, strict=True)
-            ]
             self._run(request, CollectiveRun(backend, members, operands, self._activity(names)))
         if self.observers:
             nbytes = sum(entry.size_bytes for entry in present)
             ready = max((entry.enqueued for entry in present), default=0.0)
             times = start, time.monotonic()
-            run = SegmentRun(tuple(names), spec.name, nbytes, *times, ranks, ready)
+            run_names = tuple(response.request.name for response in responses)
+            run = SegmentRun(run_names, spec.name, nbytes, *times, ranks, ready)
             for observe in self.observers:
                 observe(run)
         # A thread that waits for the first handle finds all others complete when it wakes.

@@ -194,13 +194,17 @@ class BucketSchedule(Generic[K]):
             )
         self._passes_of[key] = passes
         bucket = self._bucket_of[key]
-        if any(self._passes_of.get(member, 0) < self.passes for member in bucket):
+        if passes < self.passes:
+            return ()
+        if len(bucket) > 1 and any(self._passes_of.get(k, 0) < self.passes for k in bucket):
             return ()
         self._sent.update(bucket)
         return bucket
 
     def rest(self, keys: Collection[K]) -> list[list[K]]:
         """Return those of `keys` that are not sent yet, by buckets, and count them as sent."""
+        if self._sent.issuperset(keys):
+            return []
         unsent = set(keys) - self._sent
         self._sent |= unsent
         rest = [[key for key in bucket if key in unsent] for bucket in self._buckets]

@@ -62,7 +62,7 @@ def set_comm_fusion(
     runtime = current()
     gradients = [strategies.pop(name) for name in [*strategies] if SPECS[name].carries_gradients]
     _choice(runtime, process_set).set_fusion(next(iter(gradients), None), strategies)
-    runtime.requests.clear()  # Prepared requests may contain other limits.
+    runtime.forget_calls()  # Prepared requests may contain other limits.
 
 
 def _set_split(strategy: Size | Index, process_set: ProcessSet) -> None:

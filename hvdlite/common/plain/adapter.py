@@ -27,6 +27,13 @@ class TensorSpec(NamedTuple):
     device: str  # The kind of device without its number, such as "cpu" or "cuda".
 
 
+class Place(NamedTuple):
+    """Contiguous memory of the host that belongs to a tensor."""
+
+    address: int
+    owner: object  # The memory exists for as long as this object does.
+
+
 @runtime_checkable
 class HostBuffer(Protocol):
     """A tensor's bytes on the host, as a flat contiguous array of the tensor's dtype."""
@@ -61,6 +68,9 @@ class Adapter(Protocol[T]):
     def spec(self, tensor: T) -> TensorSpec:
         """Return dtype, shape and device. Raises `ValueError` for an unsupported dtype."""
 
+    def place(self, tensor: T, spec: TensorSpec) -> Place | None:
+        """Return the tensor's own memory if it is as `spec` says, contiguous, and on the host."""
+
     def input(self, tensor: T) -> HostBuffer:
         """Return a buffer of the values; a non-contiguous tensor is copied. Calling thread."""
 
@@ -78,6 +88,9 @@ class Adapter(Protocol[T]):
 
     def finish(self, tensor: T) -> None:
         """Order the user's next operations on `tensor` behind `commit`. Calling thread."""
+
+    def finish_all(self, tensors: Sequence[T]) -> None:
+        """Do as `finish` does for several tensors."""
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, TensorSpec
+from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, Place, TensorSpec
 from hvdlite.common.plain.result_memory import result_memory
 
 Array = NDArray[Any]
@@ -66,6 +66,17 @@ class NumpyAdapter:
         array = np.asarray(tensor)
         return TensorSpec(_name(array.dtype), array.shape, HOST_DEVICE)
 
+    def place(self, tensor: Array, spec: TensorSpec) -> Place | None:
+        """Return the memory of an array that has this dtype and shape, and can be written to."""
+        if (
+            type(tensor) is np.ndarray
+            and tensor.shape == spec.shape
+            and tensor.flags.carray
+            and _name(tensor.dtype) == spec.dtype
+        ):
+            return Place(tensor.__array_interface__["data"][0], tensor)
+        return None
+
     def input(self, tensor: Array) -> HostBuffer:
         """Return the memory of the array, or a copy if it is not contiguous and aligned."""
         array = np.ascontiguousarray(tensor)
@@ -95,4 +106,7 @@ class NumpyAdapter:
         return np.array(splits, like.dtype if isinstance(like, np.ndarray) else np.int32)
 
     def finish(self, tensor: Array) -> None:
+        """Do nothing: host memory needs no ordering."""
+
+    def finish_all(self, tensors: Sequence[Array]) -> None:
         """Do nothing: host memory needs no ordering."""

@@ -59,7 +59,9 @@ class Runtime:
         self.timeline = self.recording.timeline
         # Checked calls by the name of a tensor or group: specs, options, and the resulting request
         # or requests. Steps after the first find theirs here.
-        self.requests: dict[str, tuple[Any, Any, Request | tuple[Request, ...]]] = {}
+        self.requests: dict[str, Any] = {}
+        # Prepared buckets by the names of their tensors: steps after the first use them again.
+        self.buckets: dict[Any, Any] = {}
         # By process set id: how the user has asked for gradients to be split.
         self.choices: dict[int, UserChoice] = {}
         # By process set id: how many calls without a name this era has seen, and the token of the
@@ -235,11 +237,16 @@ class Runtime:
         self._forget_set(process_set_id)
 
     def _forget_set(self, process_set_id: int) -> None:
-        self.requests.clear()
+        self.forget_calls()
         self.choices.pop(process_set_id, None)
         process_set = self.known_sets.pop(process_set_id, None)
         if process_set is not None:
             process_set._invalidate()
+
+    def forget_calls(self) -> None:
+        """Check all calls anew from now on."""
+        self.requests.clear()
+        self.buckets.clear()
 
     def shutdown(self) -> None:
         """Depart from the job; the engine thread may go on for ranks that need it.

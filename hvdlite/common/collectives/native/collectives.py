@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hvdlite.common.collectives.base import Array, Members
+from hvdlite.common.collectives.in_place import InPlace
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native.segment import (
     SegmentArguments,
@@ -78,12 +79,15 @@ class NativeShm:
 
         The other methods need that as well.
         """
-        sizes = [array.size for array in inputs]
-        sources = [address(array) for array in inputs]
-        targets = [
-            source if given is taken else address(taken)
-            for source, given, taken in zip(sources, inputs, outputs, strict=True)
-        ]
+        if isinstance(inputs, InPlace):
+            sizes, sources, targets = inputs.sizes, inputs.addresses, inputs.addresses
+        else:
+            sizes = [array.size for array in inputs]
+            sources = [address(array) for array in inputs]
+            targets = [
+                source if given is taken else address(taken)
+                for source, given, taken in zip(sources, inputs, outputs, strict=True)
+            ]
         lists = np.array([sizes, sources, targets], np.int64)
         arguments = self._arguments(members, ALLREDUCE, arithmetic.input_dtype.itemsize)
         set_reduction(arguments, arithmetic)

@@ -1,0 +1,136 @@
+"""Prepared buckets: tensors that are reduced in place together, in one call, step after step.
+
+What depends on names, shapes and dtypes alone is made once: requests and entries. A step with the
+same tensors, or with others of the same properties, gives the entries new addresses and one handle
+for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.submit import check_targets, prepared, prepared_group
+from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
+from hvdlite.common.plain.adapter import Adapter
+from hvdlite.common.plain.shared_handle import SharedHandle
+from hvdlite.common.runtime.runtime import Runtime
+
+T = TypeVar("T")
+COLLECTIVE = "allreduce"
+_MOST_BUCKETS = 1000  # that are remembered
+
+
+class PreparedBucket(Generic[T]):
+    """The allreduce of tensors under these names: each on its own, or all as one group."""
+
+    def __init__(self, adapter: Adapter[T], names: tuple[str, ...], options: CallOptions) -> None:
+        self.options = options
+        # Whether the tensors of the last `start` are in flight.
+        self.busy = False
+        self._adapter = adapter
+        self._names = names
+        self._calls: list[PreparedCall] = []
+        self._entries: list[TensorEntry[T]] = []
+        self._tensors: Sequence[T] = ()
+        self._handle = SharedHandle(0)
+
+    def start(self, runtime: Runtime, tensors: Sequence[T]) -> None:
+        """Enqueue the tensors; never waits.
+
+        Raises `ValueError` for what this rank can see to be wrong, and `HorovodInternalError` when
+        the engine has ended. Nothing is in flight then.
+        """
+        handle = SharedHandle(len(tensors))
+        if not self._renew(tensors, handle):
+            self._prepare(runtime, tensors, handle)
+        runtime.engine.enqueue(self._entries)
+        self.busy, self._handle, self._tensors = True, handle, tensors
+
+    def wait(self) -> None:
+        """Sleep until all are reduced. Raises the first error; nothing is in flight then."""
+        try:
+            self._handle.wait()
+            self._adapter.finish_all(self._tensors)
+        finally:
+            if self._handle.poll():  # otherwise a signal has ended the wait
+                self._release()
+
+    def _release(self) -> None:
+        for entry in self._entries:
+            entry.release()
+        self.busy, self._tensors = False, ()
+
+    def _renew(self, tensors: Sequence[T], handle: SharedHandle) -> bool:
+        """Give the entries these tensors; return False where a tensor has other properties."""
+        entries, place, addresses = self._entries, self._adapter.place, set()
+        if len(entries) != len(tensors):
+            return False
+        for index, (entry, tensor) in enumerate(zip(entries, tensors, strict=True)):
+            if type(entry) is PlacedEntry:
+                found = place(tensor, entry.spec)
+                if found is None:
+                    return False
+                entry.renew(tensor, found, handle)
+                addresses.add(found.address)
+            else:  # not contiguous, or not on the host: its copies are made anew
+                call = self._calls[index]
+                if self._adapter.spec(tensor) != call.spec:
+                    return False
+                entries[index] = entry_of(call, self._adapter, tensor, tensor, handle)
+                addresses.add(entries[index].target_address)
+        if self.options.grouped and len(addresses) < len(tensors):
+            check_targets(entries)
+        return True
+
+    def _prepare(self, runtime: Runtime, tensors: Sequence[T], handle: SharedHandle) -> None:
+        """Check the tensors, and make their entries."""
+        self._entries = []
+        self._calls = self._check(runtime, tensors)
+        entries = [
+            entry_of(call, self._adapter, tensor, tensor, handle)
+            for call, tensor in zip(self._calls, tensors, strict=True)
+        ]
+        if self.options.grouped:
+            check_targets(entries)
+        self._entries = entries
+
+    def _check(self, runtime: Runtime, tensors: Sequence[T]) -> list[PreparedCall]:
+        adapter, options = self._adapter, self.options
+        if not options.grouped:
+            return [
+                prepared(runtime, adapter, COLLECTIVE, f"{COLLECTIVE}.{name}", tensor, options)
+                for name, tensor in zip(self._names, tensors, strict=True)
+            ]
+        name = f"grouped_{COLLECTIVE}.{self._names[0]}"
+        specs = tuple(map(adapter.spec, tensors))
+        requests = prepared_group(runtime, COLLECTIVE, name, specs, options)
+        return [
+            PreparedCall.of(spec, options, request)
+            for spec, request in zip(specs, requests, strict=True)
+        ]
+
+
+def start_bucket(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    names: Sequence[str],
+    tensors: Sequence[T],
+    options: CallOptions,
+) -> PreparedBucket[Any]:
+    """Start to reduce tensors in place, as `PreparedBucket.start`; return their bucket."""
+    key = options.grouped, tuple(names)
+    bucket = runtime.buckets.get(key)
+    if bucket is None or bucket.busy or bucket.options != options:
+        if len(runtime.buckets) >= _MOST_BUCKETS:
+            runtime.buckets.clear()
+        bucket = PreparedBucket(adapter, key[1], options)
+        runtime.buckets[key] = bucket
+    found: PreparedBucket[Any] = bucket
+    try:
+        found.start(runtime, tensors)
+    except BaseException:  # What was prepared may be half renewed.
+        runtime.buckets.pop(key, None)
+        raise
+    return found

@@ -1,0 +1,185 @@
+"""The entries of tensors: how the tensors of any framework pass through the engine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from numpy.typing import NDArray
+
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.plain.adapter import (
+    Adapter,
+    CpuBuffer,
+    HostBuffer,
+    Place,
+    TensorSpec,
+    numpy_dtype,
+)
+from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.handles import Handle
+from hvdlite.common.plain.messages import NO_BIT, Request
+
+T = TypeVar("T")
+
+
+class TensorEntry(Entry, Generic[T]):
+    """A tensor on its way through the engine."""
+
+    def __init__(
+        self,
+        request: Request,
+        adapter: Adapter[T],
+        tensor: T,
+        target: T | None,
+        splits: tuple[int, ...] = (),
+        handle: Handle | None = None,
+    ) -> None:
+        super().__init__(request, handle)
+        self.splits = splits
+        self.result = target  # None: made when the shape of the output is known
+        self._adapter = adapter
+        self._tensor = tensor
+        self._output: HostBuffer | None = None if target is None else adapter.output(target)
+        if target is tensor and type(self._output) is CpuBuffer:  # the tensor's own memory
+            self._input: HostBuffer = self._output
+        else:
+            self._input = adapter.input(tensor)
+        self.size_bytes = self._input.array.nbytes
+
+    def wait(self) -> None:
+        """Sleep until the input may be read."""
+        self._input.wait()
+
+    @property
+    def input(self) -> NDArray[Any]:
+        """The input as a flat array."""
+        return self._input.array
+
+    def output(self, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return the output of this shape as a flat array."""
+        if self._output is None:
+            self.result = self._adapter.empty_like(self._tensor, shape)
+            self._output = self._adapter.output(self.result)
+        return self._output.array
+
+    @property
+    def target_address(self) -> int:
+        """Where the memory begins that is written in place, in bytes; in place only."""
+        assert self._output is not None
+        address: int = self._output.array.__array_interface__["data"][0]
+        return address
+
+    def release(self) -> None:
+        """Drop the tensors: the entry has ended, and is renewed for the next step."""
+        self.result = None
+
+    def complete(self, value: Any = None) -> None:
+        """Copy the output to its device, and complete the handle; the collective has run."""
+        if self._output is not None:
+            self._output.commit()
+        self.handle.complete(value)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows from each member, () where all give the same number; valid after the run."""
+        return self.received_splits or self.response.first_dims
+
+    def wait_for_result(self) -> T:
+        """Sleep until the collective has run; return the result."""
+        self.handle.wait()
+        assert self.result is not None  # Every collective with a `run` makes an output.
+        self._adapter.finish(self.result)
+        return self.result
+
+
+class PreparedCall(NamedTuple):
+    """A call on one tensor that was checked, as the next one with such a tensor need not be."""
+
+    spec: TensorSpec
+    options: CallOptions
+    request: Request
+    count: int  # elements
+    size_bytes: int
+
+    @classmethod
+    def of(cls, spec: TensorSpec, options: CallOptions, request: Request) -> PreparedCall:
+        """Return the prepared call of a request."""
+        count = math.prod(spec.shape)
+        return cls(spec, options, request, count, count * numpy_dtype(spec.dtype).itemsize)
+
+
+class PlacedEntry(TensorEntry[T]):
+    """A tensor in contiguous memory of the host that is reduced in place.
+
+    Its array is made only where a backend asks for it. One entry may serve a tensor of the same
+    properties in every step.
+    """
+
+    def __init__(
+        self,
+        call: PreparedCall,
+        adapter: Adapter[T],
+        tensor: T,
+        place: Place,
+        handle: Handle | None = None,
+    ) -> None:
+        Entry.__init__(self, call.request, handle)
+        self.spec = call.spec
+        self.count = call.count
+        self.size_bytes = call.size_bytes
+        self._adapter = adapter
+        self._array: NDArray[Any] | None = None
+        self.address, self._owner = place
+        self.result: T | None = tensor
+
+    def renew(self, tensor: T, place: Place, handle: Handle) -> None:
+        """Serve another tensor of the same properties; the last use has ended."""
+        self.handle = handle
+        self.sent_bit = NO_BIT
+        self.address, self._owner = place
+        self.result = tensor
+
+    def release(self) -> None:
+        """Drop the tensor, so that its memory is free for the next step."""
+        self.result = self._array = self._owner = None
+
+    def wait(self) -> None:
+        """Return at once: host memory is always ready."""
+
+    @property
+    def input(self) -> NDArray[Any]:
+        """The tensor as a flat array."""
+        if self._array is None:
+            assert self.result is not None
+            self._array = self._adapter.output(self.result).array
+        return self._array
+
+    def output(self, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return the same array."""
+        return self.input
+
+    @property
+    def target_address(self) -> int:
+        """Where the memory begins that is written in place, in bytes."""
+        assert self.address is not None
+        return self.address
+
+    def complete(self, value: Any = None) -> None:
+        """Complete the handle; the collective has run."""
+        self.handle.complete(value)
+
+
+def entry_of(
+    call: PreparedCall,
+    adapter: Adapter[T],
+    tensor: T,
+    target: T | None,
+    handle: Handle | None = None,
+) -> TensorEntry[T]:
+    """Return an entry for one tensor."""
+    if target is tensor:
+        place = adapter.place(tensor, call.spec)
+        if place is not None:
+            return PlacedEntry(call, adapter, tensor, place, handle)
+    return TensorEntry(call.request, adapter, tensor, target, handle=handle)
