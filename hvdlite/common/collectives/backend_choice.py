@@ -13,7 +13,9 @@ import numpy as np
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.adasum import AdasumBackend
+from hvdlite.common.collectives.algorithms import ALGORITHMS, Choice
 from hvdlite.common.collectives.base import Backend, BackendFactory, Members
+from hvdlite.common.collectives.flat import FlatBackend
 from hvdlite.common.collectives.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.mpi import MpiBackend
 from hvdlite.common.collectives.native.shm import library
@@ -49,8 +51,9 @@ class Backends(list[Backend]):
     and Adasum have one possible backend each, and backends of third parties come before ours.
     """
 
-    def __init__(self, first: Iterable[Backend], rest: Iterable[Backend]) -> None:
+    def __init__(self, first: Iterable[Backend], rest: Iterable[Backend], choice: Choice) -> None:
         self.first = list(first)
+        self.choice = choice  # Of the algorithm between hosts.
         super().__init__([*self.first, *rest])
         self.wishes: dict[bool, _Wish] = {}  # key: for what carries gradients
 
@@ -81,14 +84,16 @@ def build_backends(transport: Transport, config: Config) -> Backends:
     )
     shm = ShmBackend(transport, native)
     ring = RingBackend(transport)
+    choice = Choice("ring" if config.allreduce == "hierarchical" else config.allreduce)
     mpi = MpiBackend(transport) if isinstance(transport, MpiTransport) else None
-    local_and_ring: list[Backend] = [shm, HierarchicalBackend(transport, shm), ring]
-    backends = Backends([*foreign, SingleBackend(), AdasumBackend(transport, shm)], local_and_ring)
-    named: dict[str, Backend | None] = {backend.name.lower(): backend for backend in local_and_ring}
+    hierarchical = HierarchicalBackend(transport, shm, choice=choice)
+    ours: list[Backend] = [shm, hierarchical, FlatBackend(transport, choice), ring]
+    backends = Backends([*foreign, SingleBackend(), AdasumBackend(transport, shm)], ours, choice)
+    named: dict[str, Backend | None] = {backend.name.lower(): backend for backend in ours}
     named["mpi"] = mpi
     for is_allreduce, value in ((True, config.allreduce), (False, config.data_plane)):
-        if value == "auto":
-            continue
+        if value == "auto" or (value in ALGORITHMS and value not in named):
+            continue  # The choice has the name of the algorithm.
         variable = ALLREDUCE if is_allreduce else "HVDLITE_DATA_PLANE"
         chosen = named[value]
         if chosen is not None:

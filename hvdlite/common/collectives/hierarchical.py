@@ -1,20 +1,23 @@
-"""Allreduce over several hosts: shared memory inside a host, rings between the hosts.
+"""Allreduce over several hosts: shared memory inside a host, an algorithm between the hosts.
 
 With L slices, L being the number of members on the smallest host, and H hosts:
 
     1. inside each host      reduce-scatter by shared memory: local member l < L gets slice l
-    2. across the hosts      L rings at a time: members with the same l allreduce their slice
+    2. across the hosts      L allreduces at a time: members with the same l reduce their slice
     3. inside each host      allgather by shared memory: everybody gets all slices
 
-A large segment is cut into blocks, and all three phases go on at once. Each slice has H chunks, as
-the ring wants them; a block is some pieces of every chunk of every slice. The schedule of the
-pieces is the same in all L rings. It says when a block is needed, which is then reduce-scattered,
+What runs across the hosts is one of `algorithms`, chosen tensor by tensor: a segment is reduced in
+one part for each algorithm that its tensors need.
+
+A large part is cut into blocks, and all three phases go on at once. Each slice has chunks, as many
+as the algorithm wants; a block is some pieces of every chunk of every slice. The schedule of the
+pieces is the same for all L slices. It says when a block is needed, which is then reduce-scattered,
 and when it has come back, which is then gathered. So the link between hosts is busy while the host
 adds and copies.
 
-A host sends 2 (H-1)/H S bytes, S being the bytes of the segment. Every tensor is sliced by itself,
-so that the order of summation does not depend on what it is fused with. 16-bit types are summed in
-float32 inside a host, and the ring rounds once for each host.
+In rings a host sends 2 (H-1)/H S bytes, S being the bytes of the segment. Every tensor is sliced by
+itself, so that the order of summation does not depend on what it is fused with. 16-bit types are
+summed in float32 inside a host, and rounded once for each host.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.collectives.algorithms import Algorithm, Choice
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_chain, even_part
 from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.pipeline import Pipeline, RingOrder
 from hvdlite.common.collectives.ring import PIECE_BYTES, RingBackend
-from hvdlite.common.collectives.ring_pipeline import Plan, RingOrder, RingRun
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.base import Transport
 
@@ -63,7 +67,7 @@ class _Layers:
 
     @property
     def has_slice(self) -> bool:
-        """Whether this member takes part in a ring between hosts."""
+        """Whether this member takes part in what goes on between hosts."""
         return self.local.index < self.slices
 
 
@@ -76,10 +80,16 @@ class HierarchicalBackend(RingBackend):
     name = "HIERARCHICAL"
 
     def __init__(
-        self, transport: Transport, shm: ShmBackend, piece_bytes: int = PIECE_BYTES
+        self,
+        transport: Transport,
+        shm: ShmBackend,
+        piece_bytes: int = PIECE_BYTES,
+        choice: Choice | None = None,
     ) -> None:
+        """Choose what runs between the hosts by `choice` (default: rings)."""
         super().__init__(transport, piece_bytes)
         self._shm = shm
+        self._choice = choice or Choice("ring")
 
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
@@ -97,27 +107,43 @@ class HierarchicalBackend(RingBackend):
         reduction: Reduction,
         activity: Activity,
     ) -> None:
-        """See `Backend.allreduce`. Summed by local members first, then around the hosts."""
+        """See `Backend.allreduce`. Summed by local members first, then across the hosts."""
         if not inputs:
             return
         layers = _Layers.of(members)
         arithmetic = Arithmetic(inputs[0].dtype, reduction)
-        slices, hosts = layers.slices, len(layers.ring_order.order)
-        block_bytes = BLOCK_PIECES * self.piece_bytes * slices * hosts
+        hosts = len(layers.ring_order.order)
+        for algorithm, numbers in self._choice.groups(hosts, layers.slices, inputs).items():
+            part = [inputs[number] for number in numbers], [outputs[number] for number in numbers]
+            self._reduce(algorithm, layers, *part, arithmetic, activity)
+
+    def _reduce(
+        self,
+        algorithm: Algorithm,
+        layers: _Layers,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        arithmetic: Arithmetic,
+        activity: Activity,
+    ) -> None:
+        """Reduce tensors that have the same algorithm."""
+        blocks = algorithm.blocks(layers.ring_order)
+        block_bytes = BLOCK_PIECES * self.piece_bytes * layers.slices * blocks
         if sum(array.nbytes for array in inputs) <= block_bytes:
-            self._at_once(layers, inputs, outputs, arithmetic, activity)
+            self._at_once(algorithm, layers, inputs, outputs, arithmetic, activity)
             return
         plan = _Pipeline(
-            self._shm, layers, inputs, outputs, arithmetic, self.piece_bytes, activity
+            self._shm, algorithm, layers, inputs, outputs, arithmetic, self.piece_bytes, activity
         ).plan()
-        with activity("HIERARCHICAL_RING"):
+        with activity(f"HIERARCHICAL_{algorithm.phase}"):
             if layers.has_slice:
-                RingRun(self._transport, plan).run()
+                plan.run(self._transport)
             else:
                 plan.watch()
 
     def _at_once(
         self,
+        algorithm: Algorithm,
         layers: _Layers,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
@@ -133,8 +159,8 @@ class HierarchicalBackend(RingBackend):
         with activity("HIERARCHICAL_REDUCESCATTER"):
             self._shm.reduce_parts(local, inputs, partial, counts, arithmetic.inner())
         if layers.has_slice:
-            with activity("HIERARCHICAL_RING"):
-                self.allreduce_in_ring(layers.ring_order, partial, result, arithmetic.outer())
+            with activity(f"HIERARCHICAL_{algorithm.phase}"):
+                self.allreduce_by(algorithm, layers.ring_order, partial, result, arithmetic.outer())
         self._shm.allgather(local, result, outputs, counts, activity)
 
 
@@ -146,7 +172,7 @@ class _Block(NamedTuple):
 
 
 class _Window:
-    """A chunk of which only the blocks under way are in memory; see `ring_pipeline.Chunk`."""
+    """A chunk of which only the blocks under way are in memory; see `pipeline.Chunk`."""
 
     def __init__(self, size: int, index: int, length: int, blocks: dict[int, _Block]) -> None:
         self.size = size
@@ -168,11 +194,12 @@ class _Window:
 
 
 class _Pipeline:
-    """A large allreduce in blocks, driven by the schedule of the ring."""
+    """A large allreduce in blocks, driven by the schedule of what runs between hosts."""
 
     def __init__(
         self,
         shm: ShmBackend,
+        algorithm: Algorithm,
         layers: _Layers,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
@@ -181,27 +208,28 @@ class _Pipeline:
         activity: Activity,
     ) -> None:
         self._shm = shm
+        self._algorithm = algorithm
         self._layers = layers
         self._arithmetic = arithmetic
-        self._piece_bytes = piece_bytes
         self._activity = activity
-        self._hosts = len(layers.ring_order.order)
+        self._chunks = algorithm.blocks(layers.ring_order)
         self._sources = self._cut(inputs)
         self._targets = self._cut(outputs)
         self._blocks: dict[int, _Block] = {}  # The blocks under way, by number.
         self._free: list[_Block] = []
-        length = piece_bytes // arithmetic.output_dtype.itemsize
+        itemsize = arithmetic.output_dtype.itemsize
+        length = self._piece_length = algorithm.length(layers.ring_order, piece_bytes, itemsize)
         largest = max(chunk.size for chunks in self._sources for chunk in chunks)
         self._pieces = -(-largest // length)
         self._length = BLOCK_PIECES * length  # elements of a chunk in a block
 
     def _cut(self, arrays: Sequence[Array]) -> list[list[Chain]]:
         """Return the chunks of every slice."""
-        slices, hosts = self._layers.slices, self._hosts
+        slices, count = self._layers.slices, self._chunks
         cut = []
         for index in range(slices):
             parts = [array[even_part(array.size, slices, index)] for array in arrays]
-            cut.append([even_chain(parts, hosts, chunk) for chunk in range(hosts)])
+            cut.append([even_chain(parts, count, chunk) for chunk in range(count)])
         return cut
 
     @property
@@ -209,25 +237,22 @@ class _Pipeline:
         """The chunks of the slice of this member."""
         return self._sources[self._layers.local.index]
 
-    def plan(self) -> Plan:
-        """Return the plan of the ring between the hosts."""
+    def plan(self) -> Pipeline:
+        """Return what runs between the hosts."""
         chunks = self._slice_chunks if self._layers.has_slice else self._sources[0]
         windows = [
             _Window(chunk.size, index, self._length, self._blocks)
             for index, chunk in enumerate(chunks)
         ]
-        return Plan(
+        return self._algorithm.plan(
             self._layers.ring_order,
-            windows,
-            windows,
-            self._arithmetic.outer(),
-            self._hosts - 1,
-            self._hosts - 1,
-            0,
-            self._piece_bytes,
-            self._before,
-            self._after,
-            self._pieces,
+            sources=windows,
+            targets=windows,
+            arithmetic=self._arithmetic.outer(),
+            length=self._piece_length,
+            before=self._before,
+            after=self._after,
+            fewest_pieces=self._pieces,
         )
 
     def _before(self, piece: int) -> None:
@@ -255,7 +280,7 @@ class _Pipeline:
         self._free.append(memory)
 
     def _new_block(self) -> _Block:
-        shape = (self._hosts, self._length)
+        shape = (self._chunks, self._length)
         partial = np.empty(shape, self._arithmetic.accumulator)
         if self._arithmetic.output_dtype == self._arithmetic.accumulator:
             return _Block(partial, partial)

@@ -31,10 +31,12 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.collectives.algorithms import RING, Algorithm
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_chain, member_chain
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.ring_pipeline import Plan, RingOrder, RingRun
+from hvdlite.common.collectives.pipeline import Pipeline, RingOrder
+from hvdlite.common.collectives.ring_pipeline import Plan
 from hvdlite.common.transport.base import Pending, Transport
 
 PIECE_BYTES = 252 << 10
@@ -67,21 +69,26 @@ class RingBackend:
         if inputs:
             arithmetic = Arithmetic(inputs[0].dtype, reduction)
             with activity("RING_ALLREDUCE"):
-                self.allreduce_in_ring(RingOrder.of(members), inputs, outputs, arithmetic)
+                self.allreduce_by(RING, RingOrder.of(members), inputs, outputs, arithmetic)
 
-    def allreduce_in_ring(
+    def allreduce_by(
         self,
-        ring_order: RingOrder,
+        algorithm: Algorithm,
+        order: RingOrder,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         arithmetic: Arithmetic,
     ) -> None:
-        """Reduce among the members of `ring_order`, with any arithmetic."""
-        size = len(ring_order.order)
-        sources = [even_chain(inputs, size, chunk) for chunk in range(size)]
-        targets = [even_chain(outputs, size, chunk) for chunk in range(size)]
-        steps = size - 1
-        self._run(Plan(ring_order, sources, targets, arithmetic, steps, steps, 0, self.piece_bytes))
+        """Reduce among the members of `order`, with any arithmetic."""
+        blocks = algorithm.blocks(order)
+        plan = algorithm.plan(
+            order,
+            sources=[even_chain(inputs, blocks, block) for block in range(blocks)],
+            targets=[even_chain(outputs, blocks, block) for block in range(blocks)],
+            arithmetic=arithmetic,
+            length=algorithm.length(order, self.piece_bytes, arithmetic.output_dtype.itemsize),
+        )
+        self._run(plan)
 
     def reducescatter(
         self,
@@ -100,8 +107,9 @@ class RingBackend:
         targets = [Chain([])] * members.size
         targets[ring_order.index] = Chain(outputs)
         plan = Plan(
-            ring_order, sources, targets, arithmetic, members.size - 1, 0, 1, self.piece_bytes
-        )
+            ring_order=ring_order, sources=sources, targets=targets, arithmetic=arithmetic,
+            reduce_steps=members.size - 1, gather_steps=0, shift=1, length=self._length(arithmetic),
+        )  # fmt: skip
         with activity("RING_REDUCESCATTER"):
             self._run(plan)
 
@@ -123,13 +131,19 @@ class RingBackend:
         sources[ring_order.index] = Chain(inputs)
         with activity("RING_ALLGATHER"):
             sources[ring_order.index].copy_to(targets[ring_order.index])
-            self._run(
-                Plan(ring_order, sources, targets, copied, 0, members.size - 1, 0, self.piece_bytes)
-            )
+            plan = Plan(
+                ring_order=ring_order, sources=sources, targets=targets, arithmetic=copied,
+                reduce_steps=0, gather_steps=members.size - 1, length=self._length(copied),
+            )  # fmt: skip
+            self._run(plan)
 
-    def _run(self, plan: Plan) -> None:
+    def _length(self, arithmetic: Arithmetic) -> int:
+        """Return how many elements a piece has."""
+        return max(1, self.piece_bytes // arithmetic.output_dtype.itemsize)
+
+    def _run(self, plan: Pipeline) -> None:
         if any(plan.sizes):
-            RingRun(self._transport, plan).run()
+            plan.run(self._transport)
 
     def broadcast(
         self, members: Members, arrays: Sequence[Array], root: int, activity: Activity

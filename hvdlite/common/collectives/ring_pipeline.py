@@ -1,17 +1,7 @@
-"""The pipeline of a ring: chunks are cut into pieces that follow each other around it.
+"""A ring as a pipeline: chunks go around it in steps, cut into the pieces of `pipeline`.
 
-All collectives of `ring` but alltoall and broadcast are a `Plan`, which a `RingRun` executes. Piece
-p of a chunk makes step s in wave s + p // DEPTH. With two steps, DEPTH = 2 and pieces 0 to 5, the
-messages (step: pieces) of one member are
-
-    wave     0        1        2        3
-    step 0   0 1      2 3      4 5
-    step 1            0 1      2 3      4 5
-
-Within a wave the later step comes first, so that a piece that is nearly done does not wait for one
-that begins. Every member sends and receives in this order, which is why messages carry no numbers.
-While one piece is added, others are sent and received, and the memory in use depends on DEPTH,
-AHEAD and the size of a piece, but not on the size of the tensors.
+All collectives of `ring` but alltoall and broadcast are a `Plan`, which a `RingRun` executes. The
+memory in use depends on DEPTH, AHEAD and the size of a piece, but not on the size of the tensors.
 
 Partial sums are sent in the dtype of the tensors. If that is a 16-bit float, each member widens the
 sum to float32, adds its part, and rounds once before it sends the sum on.
@@ -20,73 +10,26 @@ sum to float32, adds its part, and rounds once before it sends the sum on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
 
 import numpy as np
 
-from hvdlite.common.collectives.base import Array, Members
-from hvdlite.common.collectives.kernels import Arithmetic, convert, scale
+from hvdlite.common.collectives.base import Array
+from hvdlite.common.collectives.kernels import convert, scale
+from hvdlite.common.collectives.pipeline import AHEAD, START, Pipeline, RingOrder
 from hvdlite.common.transport.base import Pending, Transport
 
-DEPTH = 2  # Pieces of one step in one wave.
-AHEAD = 4  # Receives are posted before they are waited for, so that no message waits in the kernel.
-START = -1  # The step of the chunk that this member is the first to send.
 
-
-class Chunk(Protocol):
-    """Part of the tensors, such as a `Chain`. A run reads and writes it piece by piece."""
-
-    size: int  # elements
-
-    def views(self, start: int, stop: int) -> Iterator[Array]:
-        """Yield views of the elements [start, stop), in order."""
-
-    def unpack(self, start: int, buffer: Array) -> None:
-        """Copy `buffer` into the elements from `start` on."""
-
-
-def nothing(piece: int) -> None:
-    """Do nothing: the default of `Plan.before` and `Plan.after`."""
-
-
-@dataclass(frozen=True)
-class RingOrder:
-    """The order of the members around the ring, as one of them sees it."""
-
-    order: tuple[int, ...]  # positions of the members, host by host
-    ranks: tuple[int, ...]  # their global ranks
-    index: int  # the place of this member in `order`
-
-    @classmethod
-    def of(cls, members: Members) -> RingOrder:
-        """Return the ring through all `members`."""
-        order = tuple(member for host in members.topology.hosts for member in host)
-        ranks = tuple(members.ranks[member] for member in order)
-        return cls(order, ranks, order.index(members.index))
-
-    def rank(self, distance: int) -> int:
-        """Return the global rank `distance` places after this member."""
-        return self.ranks[(self.index + distance) % len(self.ranks)]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One run around the ring: `reduce_steps`, then `gather_steps`."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(Pipeline):
+    """One run around the ring: `reduce_steps`, which add, then `gather_steps`, which copy."""
 
     ring_order: RingOrder
-    sources: Sequence[Chunk]  # The chunks of this member's input; those it does not have are empty.
-    targets: Sequence[Chunk]  # The chunks of its output; those that it does not want are empty.
-    arithmetic: Arithmetic  # How the reduce steps add; the gather steps copy the results.
     reduce_steps: int
     gather_steps: int
-    shift: int  # In step s, member i sends chunk (i - s - shift) mod N.
-    piece_bytes: int  # As sent; the last piece of a chunk may be smaller.
-    before: Callable[[int], None] = nothing  # Is called with a piece when its sources are needed.
-    after: Callable[[int], None] = nothing  # Is called with a piece when its targets are complete.
-    fewest_pieces: int = 0  # Rings that run side by side have the same number of pieces.
+    shift: int = 0  # In step s, member i sends chunk (i - s - shift) mod N.
 
     @cached_property
     def steps(self) -> int:
@@ -97,53 +40,9 @@ class Plan:
         """Return the chunk that is received in `step`. The one sent is the chunk of step - 1."""
         return (self.ring_order.index - step - 1 - self.shift) % len(self.ring_order.order)
 
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Number of elements of every chunk."""
-        pairs = zip(self.sources, self.targets, strict=True)
-        return [max(source.size, target.size) for source, target in pairs]
-
-    @property
-    def wire_dtype(self) -> np.dtype[Any]:
-        """The dtype of what is sent."""
-        return self.arithmetic.output_dtype
-
-    @cached_property
-    def length(self) -> int:
-        """Number of elements of a piece."""
-        return max(1, self.piece_bytes // self.wire_dtype.itemsize)
-
-    @cached_property
-    def pieces(self) -> int:
-        """Number of pieces of the largest chunk; smaller chunks end in empty pieces."""
-        return max(-(-max(self.sizes) // self.length), self.fewest_pieces)
-
-    def schedule(self) -> Iterator[tuple[int, int]]:
-        """Yield (step, piece) of every action of a member, in order."""
-        started = 0
-        for step, piece in self.messages():
-            # The previous member can only send this message after it got pieces from its own.
-            while started < min(self.pieces, (step + piece // DEPTH + 1) * DEPTH):
-                yield START, started
-                started += 1
-            yield step, piece
-
-    def watch(self) -> None:
-        """Call `before` and `after` when the members of the ring do, without being a member."""
-        for step, piece in self.schedule():
-            if step == START:
-                self.before(piece)
-            elif step == self.steps - 1:
-                self.after(piece)
-
-    def messages(self) -> Iterator[tuple[int, int]]:
-        """Yield (step, piece) of every message in the order in which all members send them."""
-        rounds = -(-self.pieces // DEPTH)
-        for wave in range(rounds + self.steps - 1):
-            for step in range(min(wave, self.steps - 1), max(-1, wave - rounds), -1):
-                first = (wave - step) * DEPTH
-                for piece in range(first, min(first + DEPTH, self.pieces)):
-                    yield step, piece
+    def run(self, transport: Transport) -> None:
+        """See `Pipeline.run`."""
+        RingRun(transport, self).run()
 
 
 class RingRun:

@@ -72,7 +72,7 @@ def in_order_place(size: int, node: int) -> Place:
 
 
 def _left(count: int) -> int:
-    """Return the size of the left subtree of `count` nodes: it is full, the right one may not be."""
+    """Return the size of the left subtree of `count` nodes, in which no place is empty."""
     return (1 << (count.bit_length() - 1)) - 1
 
 

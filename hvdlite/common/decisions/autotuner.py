@@ -53,7 +53,7 @@ class Autotuner:
         self._noise = config.autotune_noise
         self._defaults = _defaults(config)
         self._joint = _joint(config)
-        self._layered = layered(topology) and config.allreduce in ("auto", "hierarchical")
+        self._layered = layered(topology) and config.allreduce not in ("ring", "shm", "mpi")
         self._single = _single(config, topology)
         self._values = self._defaults
         self._samples: list[Sample] = []
@@ -252,7 +252,7 @@ def _single(config: Config, topology: Topology) -> list[dict[str, Any]]:
     changes: list[dict[str, Any]] = []
     if layered(topology) and _plane_is_free(config):
         changes.append({"allreduce": "ring"})
-    if len(topology.hosts) > 1 and config.allreduce in ("auto", "ring", "hierarchical"):
+    if len(topology.hosts) > 1 and config.allreduce not in ("shm", "mpi"):
         changes += [{"piece_bytes": piece} for piece in PIECES]
     if "cache_capacity" not in config.given:
         changes.append({"cache_capacity": 0})

@@ -168,7 +168,7 @@ def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **wh
 
 
 DATA_PLANES = ("auto", "shm", "ring", "mpi")
-ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "mpi")
+ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "trees", "halving", "two_level", "mpi")
 LAUNCHERS = ("auto", "ssh", "srun", "jsrun", "mpirun")
 TRANSPORTS = ("auto", "tcp", "mpi")
 ADMISSIONS = ("ready", "wait")
@@ -203,7 +203,8 @@ class Config:
     )  # fmt: skip
     allreduce: str = setting(
         "auto", "ALLREDUCE", choice(*ALLREDUCES),
-        "How allreduce moves bytes: auto, shm, ring, hierarchical or mpi.",
+        "How allreduce moves bytes: auto, shm, ring, hierarchical (rings between hosts), trees, "
+        "halving or two_level (these between hosts), or mpi.",
         flag="--allreduce", yaml="params.allreduce", alias=False,
     )  # fmt: skip
     data_plane: str = setting(

@@ -224,6 +224,10 @@ def name_of(topology: Topology, collective: str, dtype: str = "float32", **setti
         (Topology(((0,), (1,))), {}, "RING", "RING"),
         (Topology(((0, 1), (2,))), {}, "HIERARCHICAL", "RING"),
         (Topology(((0, 1), (2,))), {"allreduce": "ring"}, "RING", "RING"),
+        (Topology(((0,), (1,), (2,))), {}, "FLAT", "RING"),
+        (Topology(((0,), (1,), (2,))), {"allreduce": "trees"}, "FLAT", "RING"),
+        (Topology(((0, 1), (2,))), {"allreduce": "halving"}, "HIERARCHICAL", "RING"),
+        (Topology.single_host(2), {"allreduce": "two_level"}, "SHM", "SHM"),
     ],
 )
 def test_choice(

@@ -1,0 +1,112 @@
+"""The algorithms of an allreduce between hosts, by name, and the choice among them.
+
+Which algorithm reduces a tensor depends on its own bytes, the hosts of the members and the model
+alone, never on what it is fused with: another algorithm adds in another order. So a segment may be
+reduced in up to as many parts as there are algorithms, small tensors in trees and large ones in a
+ring, say; each part is one run, however many tensors it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from hvdlite.common.collectives.base import Array
+from hvdlite.common.collectives.costs import COSTS, Model, cheapest
+from hvdlite.common.collectives.halving_doubling import halving_doubling
+from hvdlite.common.collectives.pipeline import Pipeline, RingOrder
+from hvdlite.common.collectives.ring_pipeline import Plan
+from hvdlite.common.collectives.schedule import Schedule, Scheduler
+from hvdlite.common.collectives.schedule_run import ScheduledPlan
+from hvdlite.common.collectives.trees import two_trees
+from hvdlite.common.collectives.two_level import two_level
+
+MOST_CUT = 64  # A message of many blocks may be larger than a piece: a block is cut no smaller.
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to reduce among one member of each host."""
+
+    name: str
+    scheduler: Scheduler | None  # None: the ring, which has a pipeline of its own
+
+    @property
+    def phase(self) -> str:
+        """The name in the timeline."""
+        return self.name.upper()
+
+    def schedule(self, order: RingOrder) -> Schedule | None:
+        """Return what this member does; None for the ring."""
+        if self.scheduler is None:
+            return None
+        return _scheduled(self.scheduler, len(order.order), order.index)
+
+    def blocks(self, order: RingOrder) -> int:
+        """Return into how many blocks a tensor is cut."""
+        schedule = self.schedule(order)
+        return len(order.order) if schedule is None else len(schedule.layout)
+
+    def length(self, order: RingOrder, piece_bytes: int, itemsize: int) -> int:
+        """Return the elements of a piece of a block, so that a message has `piece_bytes`."""
+        schedule = self.schedule(order)
+        cut = 1 if schedule is None else min(schedule.widest, MOST_CUT)
+        return max(1, piece_bytes // cut // itemsize)
+
+    def plan(self, order: RingOrder, **fields: Any) -> Pipeline:
+        """Return the allreduce with these `fields` of a `Pipeline`."""
+        schedule = self.schedule(order)
+        if schedule is None:
+            steps = len(order.order) - 1
+            return Plan(ring_order=order, reduce_steps=steps, gather_steps=steps, **fields)
+        return ScheduledPlan(ring_order=order, schedule_of_member=schedule, **fields)
+
+
+@lru_cache(maxsize=64)
+def _scheduled(scheduler: Scheduler, size: int, index: int) -> Schedule:
+    return scheduler(size, index)
+
+
+RING = Algorithm("ring", None)
+ALGORITHMS = {
+    each.name: each
+    for each in (
+        RING,
+        Algorithm("trees", two_trees),
+        Algorithm("halving", halving_doubling),
+        Algorithm("two_level", two_level),
+    )
+}
+assert ALGORITHMS.keys() == COSTS.keys()
+
+
+class Choice:
+    """The choice of the algorithm for a tensor: a fixed one, or the cheapest by the model."""
+
+    def __init__(self, fixed: str = "", model: Model | None = None) -> None:
+        """Choose by `model` (default: its defaults) unless `fixed` names an algorithm."""
+        self._fixed = ALGORITHMS.get(fixed)
+        self.set_model(model or Model())
+
+    def set_model(self, model: Model) -> None:
+        """Choose by `model` from now on. All ranks call this between the same two collectives."""
+        self.model = model
+        self._cheapest = lru_cache(maxsize=4096)(self._find)
+
+    def _find(self, hosts: int, slices: int, nbytes: int) -> Algorithm:
+        return ALGORITHMS[cheapest(self.model, hosts, slices, nbytes)]
+
+    def of(self, hosts: int, slices: int, nbytes: int) -> Algorithm:
+        """Return the algorithm for a tensor of `nbytes`, of which each host has `slices` parts."""
+        return self._fixed or self._cheapest(hosts, slices, nbytes)
+
+    def groups(
+        self, hosts: int, slices: int, tensors: Sequence[Array]
+    ) -> dict[Algorithm, list[int]]:
+        """Return the tensors by algorithm, by their numbers; all members get the same order."""
+        found: dict[Algorithm, list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            found.setdefault(self.of(hosts, slices, tensor.nbytes), []).append(number)
+        return {each: found[each] for each in ALGORITHMS.values() if each in found}

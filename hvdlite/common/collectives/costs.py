@@ -1,0 +1,132 @@
+"""What an allreduce between hosts takes, by algorithm: a model, and the cheapest by it.
+
+A *round* is the time from the moment in which one rank begins to send a small message until a rank
+of another host has it. A host has one link, which all its ranks share, and which carries as much in
+as out at once. While the link carries one piece, ranks work on another, therefore
+
+    seconds = rounds x message + max(wire, work)
+
+Every time depends on the number of hosts, the bytes of a tensor, and figures that were measured
+(``python -m hvdlite.bench``) or are the defaults below. All ranks have the same figures, and use no
+function of them but sums, products and comparisons, so that all come to the same choice.
+docs/scaling.md derives the formulas, and compares them with measurements. This module does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from hvdlite.common.collectives.halving_doubling import halvings
+from hvdlite.common.collectives.trees import tree_depth
+from hvdlite.common.collectives.two_level import columns_of
+
+
+@dataclass(frozen=True)
+class Model:
+    """The figures of a cluster, in seconds."""
+
+    message: float = 150e-6  # a small message, from a rank to one of another host
+    handling: float = 40e-6  # what each message costs its sender and its receiver together
+    byte: float = 1 / 1.15e9  # a byte over a host's link, to a host that is near
+    far_byte: float = 1.25 / 1.15e9  # the same while all hosts send to those half way around
+    reduced_byte: float = 1 / 4e9  # to add a byte that has come; a rank
+    copied_byte: float = 1 / 8e9  # to copy a byte into or out of a buffer; a rank
+    stretch: float = 1.5e-6  # software, for each block of each tensor
+    local_message: float = 30e-6  # one wait for the ranks of the same host
+    local_byte: float = 1 / 20e9  # a byte of a tensor in a host, in one half of its work
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the names of the figures, in order."""
+        return tuple(field.name for field in fields(cls))
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The figures, in order."""
+        return tuple(getattr(self, name) for name in self.names())
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Where the time of an allreduce between hosts goes."""
+
+    rounds: int
+    steps: float  # Seconds for the rounds.
+    wire: float  # Seconds in which a link is busy.
+    work: float  # Seconds in which a rank is.
+
+    @property
+    def seconds(self) -> float:
+        """Together: the ranks work on pieces while the wire carries others."""
+        return self.steps + max(self.wire, self.work)
+
+
+# -- one function for each algorithm: of the hosts, the ranks of a host that take part, the bytes
+
+
+def ring_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
+    """Return the cost of a ring: what comes is added where it is, and copied out."""
+    rounds, share = 2 * (hosts - 1), nbytes * (hosts - 1) / hosts
+    work = share / slices * (model.reduced_byte + model.copied_byte)
+    return _cost(model, rounds, 2 * share * model.byte, work, hosts * tensors)
+
+
+def halving_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
+    """Return the cost of halving and doubling: all is loaded first, and most bytes go far."""
+    rounds, share = 2 * len([*halvings(hosts)]), nbytes * (hosts - 1) / hosts
+    work = _scheduled_work(model, nbytes / slices, share / slices)
+    return _cost(model, rounds, 2 * share * model.far_byte, work, hosts * tensors)
+
+
+def trees_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
+    """Return the cost of two trees: each host sends, and receives, all bytes up and down."""
+    rounds = 2 * tree_depth(hosts)
+    sent = 2 * nbytes if hosts > 3 else nbytes * 4 / 3 if hosts > 2 else nbytes
+    work = _scheduled_work(model, nbytes / slices, nbytes / slices)
+    cost = _cost(model, rounds, sent * model.byte, work, 2 * tensors)
+    return cost
+
+
+def two_level_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
+    """Return the cost of rings in two levels, the second of which is far."""
+    columns = columns_of(hosts)
+    rows = hosts // columns
+    rounds = 2 * (columns - 1) + 2 * (rows - 1)
+    near, far = nbytes * (columns - 1) / columns, nbytes / columns * (rows - 1) / rows
+    work = _scheduled_work(model, nbytes / slices, (near + far) / slices)
+    wire = 2 * near * model.byte + 2 * far * model.far_byte
+    return _cost(model, rounds, wire, work, hosts * tensors)
+
+
+def _cost(model: Model, rounds: int, wire: float, work: float, stretches: int) -> Cost:
+    steps = rounds * model.message + stretches * model.stretch
+    return Cost(rounds, steps, wire, work)
+
+
+def _scheduled_work(model: Model, held: float, reduced: float) -> float:
+    """Return the work of a rank that holds `held` bytes, and adds `reduced` bytes."""
+    return 2 * held * model.copied_byte + reduced * model.reduced_byte
+
+
+CostFunction = Callable[[Model, int, int, float], Cost]
+COSTS: dict[str, CostFunction] = {  # The first one wins a tie.
+    "ring": ring_cost,
+    "trees": trees_cost,
+    "halving": halving_cost,
+    "two_level": two_level_cost,
+}
+
+
+def cheapest(model: Model, hosts: int, slices: int, nbytes: int) -> str:
+    """Return the algorithm that takes the least time, by name."""
+    if hosts <= 2:  # All are the same.
+        return "ring"
+    return min(COSTS, key=lambda name: COSTS[name](model, hosts, slices, nbytes).seconds)
+
+
+def inside_hosts(model: Model, ranks_per_host: int, nbytes: float) -> float:
+    """Return the seconds that the ranks of a host need to add up, and to share, a segment."""
+    if ranks_per_host == 1:
+        return 0.0
+    return 4 * model.local_message + 2 * nbytes * model.local_byte

@@ -1,0 +1,51 @@
+"""Allreduce over several hosts with one member each: one of `algorithms`, chosen by size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.collectives.algorithms import Choice
+from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
+from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.pipeline import RingOrder
+from hvdlite.common.collectives.ring import RingBackend
+from hvdlite.common.transport.base import Transport
+
+
+class FlatBackend(RingBackend):
+    """Allreduce among hosts of one member each. The other collectives are those of the ring."""
+
+    name = "FLAT"
+
+    def __init__(self, transport: Transport, choice: Choice) -> None:
+        super().__init__(transport)
+        self._choice = choice
+
+    def supports(
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
+    ) -> bool:
+        """Support allreduce but Adasum, among three hosts or more: two have nothing to choose."""
+        hosts = members.topology.hosts
+        flat = len(hosts) > 2 and len(hosts) == members.size
+        return flat and collective == "allreduce" and reduce_op != ReduceOp.ADASUM
+
+    def allreduce(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        reduction: Reduction,
+        activity: Activity,
+    ) -> None:
+        """See `Backend.allreduce`."""
+        if not inputs:
+            return
+        order, arithmetic = RingOrder.of(members), Arithmetic(inputs[0].dtype, reduction)
+        for algorithm, numbers in self._choice.groups(members.size, 1, inputs).items():
+            part = [inputs[number] for number in numbers], [outputs[number] for number in numbers]
+            with activity(f"{algorithm.phase}_ALLREDUCE"):
+                self.allreduce_by(algorithm, order, *part, arithmetic)

@@ -1,0 +1,200 @@
+"""The execution of a `Schedule` by one member, piece by piece.
+
+Of every piece that is under way a member has its sums so far, and the results that have come. Sums
+have the accumulator's dtype. Those of a 16-bit float are rounded when they are sent, and widened
+when they have come, so that each member rounds once. `pipeline` says in which order pieces and
+rounds follow each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdlite.common.collectives.base import Array
+from hvdlite.common.collectives.kernels import convert
+from hvdlite.common.collectives.pipeline import AHEAD, START, Pipeline, RingOrder
+from hvdlite.common.collectives.schedule import Move, Schedule
+from hvdlite.common.transport.base import Pending, Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledPlan(Pipeline):
+    """An allreduce by a schedule."""
+
+    ring_order: RingOrder
+    schedule_of_member: Schedule
+
+    @property
+    def steps(self) -> int:
+        """Number of rounds."""
+        return len(self.schedule_of_member.rounds)
+
+    def run(self, transport: Transport) -> None:
+        """See `Pipeline.run`."""
+        ScheduleRun(transport, self).run()
+
+
+class _Piece:
+    """One piece of all blocks at this member, in the order of the layout."""
+
+    def __init__(self, sums: Array, result: Array) -> None:
+        self._sums, self._result = sums, result
+        self.ends = [0]  # Where the blocks begin, and the last one ends.
+        self.sends: list[Pending] = []
+
+    def sums(self, start: int, stop: int) -> Array:
+        """Return the sums of the blocks at these places."""
+        return self._sums[self.ends[start] : self.ends[stop]]
+
+    def result(self, start: int, stop: int) -> Array:
+        """Return the results of the blocks at these places."""
+        return self._result[self.ends[start] : self.ends[stop]]
+
+    @property
+    def sent(self) -> bool:
+        """Whether nothing of it is being sent any more."""
+        return all(send.done() for send in self.sends)
+
+
+class _Receive(NamedTuple):
+    """A receive that was posted."""
+
+    buffer: Array
+    pending: Pending
+
+
+class ScheduleRun:
+    """The execution of a `ScheduledPlan` by one member."""
+
+    def __init__(self, transport: Transport, plan: ScheduledPlan) -> None:
+        self._transport = transport
+        self._plan = plan
+        self._layout = plan.schedule_of_member.layout
+        self._rounds = plan.schedule_of_member.rounds
+        self._arithmetic = plan.arithmetic
+        self._pieces: dict[int, _Piece] = {}  # Those under way.
+        self._done: deque[_Piece] = deque()  # Their memory is used again when they are sent.
+        self._free: list[Array] = []  # Buffers for partial sums that come.
+        self._wide: Array | None = None
+
+    def run(self) -> None:
+        """Execute the plan. Every member must do the same."""
+        plan = self._plan
+        to_post = self._receives()
+        posted: deque[_Receive] = deque()
+        for step, piece in plan.schedule():
+            if step == START:
+                plan.before(piece)
+                self._load(piece)
+                self._send(0, piece)
+                continue
+            for move in self._rounds[step].receives:
+                while len(posted) < AHEAD and (next_one := next(to_post, None)) is not None:
+                    posted.append(self._post(*next_one))
+                receive = posted.popleft()
+                self._transport.wait([receive.pending])
+                if move.partial:
+                    self._merge(self._pieces[piece].sums(move.start, move.stop), receive.buffer)
+            self._finish(step, piece)
+            if step + 1 < plan.steps:
+                self._send(step + 1, piece)
+            else:
+                self._unpack(piece)
+                plan.after(piece)
+        for done in self._done:
+            self._transport.wait(done.sends)
+
+    def _receives(self) -> Iterator[tuple[int, Move]]:
+        """Yield (piece, move) of everything that comes, in order."""
+        for step, piece in self._plan.messages():
+            for move in self._rounds[step].receives:
+                yield piece, move
+
+    def _post(self, piece: int, move: Move) -> _Receive:
+        buffer = self._piece(piece).result(move.start, move.stop)
+        if move.partial:
+            buffer = self._buffer(buffer.size)
+        rank = self._plan.ring_order.ranks[move.peer]
+        return _Receive(buffer, self._transport.irecv(rank, buffer))
+
+    def _load(self, number: int) -> None:
+        """Begin with this member's values."""
+        piece, start = self._piece(number), number * self._plan.length
+        for place, block in enumerate(self._layout):
+            sums, offset = piece.sums(place, place + 1), 0
+            for view in self._plan.sources[block].views(start, start + sums.size):
+                self._arithmetic.load(sums[offset : offset + view.size], view)
+                offset += view.size
+
+    def _send(self, step: int, number: int) -> None:
+        """Send what goes out in a round."""
+        piece = self._pieces[number]
+        for move in self._rounds[step].sends:
+            body = piece.result(move.start, move.stop)
+            if move.partial:
+                sums = piece.sums(move.start, move.stop)
+                if sums.dtype == body.dtype:
+                    body = sums
+                else:
+                    body = np.empty(sums.size, body.dtype)
+                    convert(body, sums)
+            rank = self._plan.ring_order.ranks[move.peer]
+            piece.sends.append(self._transport.isend(rank, body))
+
+    def _merge(self, sums: Array, buffer: Array) -> None:
+        """Add partial sums that have come."""
+        values = buffer
+        if buffer.dtype != sums.dtype:
+            if self._wide is None or self._wide.size < buffer.size:
+                self._wide = np.empty(buffer.size, sums.dtype)
+            values = self._wide[: buffer.size]
+            convert(values, buffer)
+        self._arithmetic.merge(sums, values)
+        block = buffer.base
+        assert block is not None  # It is a view of what `_buffer` made.
+        self._free.append(block)
+
+    def _finish(self, step: int, number: int) -> None:
+        """Round the sums that are complete."""
+        piece = self._pieces[number]
+        for start, stop in self._rounds[step].finished:
+            self._arithmetic.store(piece.result(start, stop), piece.sums(start, stop))
+
+    def _unpack(self, number: int) -> None:
+        piece, start = self._pieces.pop(number), number * self._plan.length
+        for place, block in enumerate(self._layout):
+            self._plan.targets[block].unpack(start, piece.result(place, place + 1))
+        self._done.append(piece)
+
+    # -- memory
+
+    def _piece(self, number: int) -> _Piece:
+        """Return the piece; its memory is that of one that is done, or new."""
+        piece = self._pieces.get(number)
+        if piece is None:
+            again = bool(self._done) and self._done[0].sent
+            piece = self._done.popleft() if again else self._new_piece()
+            plan, start = self._plan, number * self._plan.length
+            sizes = (max(0, min(plan.length, plan.sizes[each] - start)) for each in self._layout)
+            piece.ends = [0, *accumulate(sizes)]
+            piece.sends = []
+            self._pieces[number] = piece
+        return piece
+
+    def _new_piece(self) -> _Piece:
+        plan = self._plan
+        size = sum(min(plan.length, each) for each in plan.sizes)
+        return _Piece(np.empty(size, self._arithmetic.accumulator), np.empty(size, plan.wire_dtype))
+
+    def _buffer(self, size: int) -> Array:
+        """Return memory for `size` elements of what is sent."""
+        block = self._free.pop() if self._free else None
+        if block is None or block.size < size:
+            block = np.empty(size, self._plan.wire_dtype)
+        return block[:size]
