@@ -51,7 +51,8 @@ def wait_for_one(events: list[threading.Event]) -> None:
 @pytest.mark.parametrize(
     ("variables", "timeout", "seconds"),
     [({}, None, 0.3), ({"HOROVOD_ELASTIC_TIMEOUT": "0.1"}, None, 0.1),
-     ({"HVDLITE_ELASTIC_TIMEOUT": "0.2"}, None, 0.2), ({"HOROVOD_ELASTIC_TIMEOUT": "600"}, 0.1, 0.1)],
+     ({"HVDLITE_ELASTIC_TIMEOUT": "0.2"}, None, 0.2),
+     ({"HOROVOD_ELASTIC_TIMEOUT": "600"}, 0.1, 0.1)],
 )  # fmt: skip
 def test_the_variable_limits_the_wait_for_slots_where_no_timeout_is_given(
     make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str],

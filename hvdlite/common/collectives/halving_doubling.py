@@ -1,7 +1,7 @@
 """Recursive halving and doubling: an allreduce in 2 log2 N rounds, among any number of members.
 
 That of Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, halves what a
-pair of members holds and needs a power of two. Here the members stand in a circle and send forward
+pair of members holds and needs a power of two. Here the members stand in a ring and send forward
 by the kept half: Traeff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms" (2024).
 It has no more rounds and sends no more bytes, however many members there are.
 
@@ -19,7 +19,7 @@ back is the same in reverse: with 5 members, as member 0 sees it,
     5  double  3 -> 5    0 1  finished        2     3 4  copied         3
 
 Price, of S bytes: 2 ceil(log2 N) messages, and 2 (N-1)/N S bytes, the least there is. Each member
-has 2 ceil(log2 N) peers at most, and half of all bytes go half way around the circle.
+has 2 ceil(log2 N) peers at most, and half of all bytes go half way around the ring.
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ def test_a_compiler_that_fails_is_a_warning_and_none_is_none(
                 assert native_shm.library("auto", first_of_host=first_of_host) is None
     finally:
         forget()
-    said = {id(each): each for each in caplog.records if "runs in Python" in each.getMessage()}
+    said = {id(each): each for each in caplog.records if "run in Python" in each.getMessage()}
     assert [each.levelname for each in said.values()] == [level]
     (record,) = said.values()
     assert ("No such file" if there_is_one else "there is no $CXX") in record.getMessage()
