@@ -31,6 +31,7 @@ class ThreeHosts(Site):
     def launch(self, *words: str, **variables: str) -> Iterator[Watch]:
         """See `Site.launch`."""
         variables.setdefault("PYTHONPATH", str(ROOT))
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(self.inside / "inductor")  # Not in /tmp.
         with self.lab.start(HOSTS[0], *LAUNCHER, *words, **variables) as running:
             watch = Watch(running.process)
             try:

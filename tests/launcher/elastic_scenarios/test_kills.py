@@ -134,7 +134,7 @@ def test_many_kills(site: Site, kills: int) -> None:
     random, size = Random(kills), 4
     faults: list[Fault] = []
     for worker in range(kills):
-        # Where it comes to no other place, as in the last world that it is in.
+        # One in each world; some die before that, in the resets of others.
         skip = random.randrange(1, 30) if worker % 3 else 100
         faults.append({"worker": worker, "place": "large enough", "skip": skip})
         if not worker % 3:
