@@ -123,7 +123,10 @@ def say_what_is_held() -> None:
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # The one of this loop.
             files += not os.readlink(path).startswith("socket:")
-    faults.say(held=[threading.active_count(), files], size=hvd.size())
+    world = worlds.current_world()
+    assert world is not None
+    layout = [world.rank, *(host for _, host in world.members)]
+    faults.say(held=[threading.active_count(), files], layout=layout)
 
 
 def may_die() -> bool:
