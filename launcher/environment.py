@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shlex
 import socket
@@ -47,8 +48,28 @@ def rank_environment(
     elif options.tcp:
         defaults["HVDLITE_TRANSPORT"] = "tcp"
     if options.network_interfaces:
-        defaults["HVDLITE_NETWORK_INTERFACES"] = ",".join(options.network_interfaces)
+        defaults |= _interface_variables(options)
     return passed | {name: value for name, value in defaults.items() if not passed.get(name)}
+
+
+def _interface_variables(options: LaunchOptions) -> dict[str, str]:
+    """Return what tells hvdlite, NCCL and scripts for Horovod which interfaces to use."""
+    given = options.network_interfaces
+    variables = {"HVDLITE_NETWORK_INTERFACES": ",".join(given)}
+    if names := [name for name in given if not _is_network(name)]:  # All that NCCL knows.
+        variables["NCCL_SOCKET_IFNAME"] = ",".join(names)
+        if options.elastic is not None and options.as_horovod:
+            variables["HOROVOD_GLOO_IFACE"] = names[0]
+    return variables
+
+
+def _is_network(text: str) -> bool:
+    """Return whether this is an address or a subnet, and no interface."""
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _with_library(passed: Mapping[str, str], mpi: Mpi) -> dict[str, str]:

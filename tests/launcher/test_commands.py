@@ -202,6 +202,21 @@ def test_the_environment_is_passed_on_less_what_belongs_to_another_job() -> None
     }
 
 
+@pytest.mark.parametrize(
+    ("interfaces", "own", "expected"),
+    [(("eth0", "ib1"), {}, "eth0,ib1"), (("10.0.0.0/8", "10.1.2.3"), {}, None),
+     (("fe80::1", "eth0"), {}, "eth0"), (("eth0",), {"NCCL_SOCKET_IFNAME": "=x"}, "=x"),
+     ((), {}, None)],
+)  # fmt: skip
+def test_nccl_gets_the_interfaces_that_have_names(
+    interfaces: tuple[str, ...], own: dict[str, str], expected: str | None
+) -> None:
+    for mpi in (None, OMPI5):
+        passed = rank_environment(own, mpi, options(network_interfaces=interfaces))
+        assert passed.get("NCCL_SOCKET_IFNAME") == expected
+        assert passed.get("HVDLITE_NETWORK_INTERFACES", "") == ",".join(interfaces)
+
+
 def test_a_chosen_mpi_is_loaded_from_where_its_program_is(tmp_path: Path) -> None:
     for folder in ("bin", "lib"):
         (tmp_path / folder).mkdir()

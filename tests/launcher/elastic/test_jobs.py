@@ -110,17 +110,18 @@ def test_the_variables_tell_a_worker_its_place() -> None:
     script = (
         "import os, hvdlite.numpy as hvd; hvd.init(); "
         "print({k: os.environ[k] for k in sorted(os.environ) if k.startswith('HOROVOD_')}); "
-        "print(os.environ['HVDLITE_ELASTIC_ADMIT'], 'HVDLITE_RENDEZVOUS' in os.environ)"
+        "print(*(os.environ.get(k) for k in ('HVDLITE_ELASTIC_ADMIT', 'HVDLITE_RENDEZVOUS', "
+        "'NCCL_SOCKET_IFNAME')))"
     )
-    words = ("--as-horovod", "-np", "1", "--min-np", "1", "-H", "localhost:1")
+    words = ("--as-horovod", "-np", "1", "--min-np", "1", "-H", "localhost:1", "--network-interface", "lo")
     done = launch(*words, "python", "-c", script, HOROVOD_RANK="7", HVDLITE_WORKER="9")
     known = {
         "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "CROSS_RANK": "0", "CROSS_SIZE": "1",
-        "ELASTIC": "1", "HOSTNAME": "localhost", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "RANK": "0",
+        "ELASTIC": "1", "GLOO_IFACE": "lo", "HOSTNAME": "localhost", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "RANK": "0",
         "SIZE": "1",
     }  # fmt: skip
     expected = {f"HOROVOD_{name}": text for name, text in known.items()}
-    assert done.stdout.splitlines() == [f"[0]<stdout>:{expected}", "[0]<stdout>:wait False"]
+    assert done.stdout.splitlines() == [f"[0]<stdout>:{expected}", "[0]<stdout>:wait None lo"]
     assert done.returncode == 0
 
 
