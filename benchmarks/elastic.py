@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from elastic_cost import measure_commits, measure_steady, print_commits, print_steady
 from elastic_jobs import HERE, WORKER, ElasticJob, Note, elastic_job, of_world
 from jobs import Record, environment
 from measuring import Spread, duration, make_parser, parse, say, table, write
@@ -50,15 +51,20 @@ def recovery(job: ElasticJob, world: Sequence[Note], lost: Sequence[Note], start
     epoch = world[0]["epoch"]
     began = job.wait(lambda notes: of_world(notes, "began", left, epoch), "the next world")
     stages = {stage: max(note[stage] for note in began) - start for stage in STAGES}
-    sent = {name: max(note[name] for note in began) for name in ("bytes", "collectives")}
-    return {"seconds": stages.pop("time"), "stages": stages, **sent}
+    more = {name: max(note[name] for note in began) for name in ("bytes", "collectives", "undone")}
+    return {"seconds": stages.pop("time"), "stages": stages, **more}
 
 
 def growth(world: Sequence[Note], old: Sequence[Note]) -> Record:
-    """Return the longest interruption of an old rank by `world`: commit to first allreduce."""
+    """Return the longest interruption of an old rank by `world`: commit to first allreduce.
+
+    `pause` is the longest time between two of its steps before, while the newcomer was starting.
+    """
     numbers = {note["number"] for note in old}
-    waits = [note["time"] - note["left"] for note in world if note["number"] in numbers]
-    return {"seconds": max(waits), "bytes": max(note["bytes"] for note in world)}
+    left = [note for note in world if note["number"] in numbers]
+    waits = [note["time"] - note["left"] for note in left]
+    pause = max(note["pause"] for note in left)
+    return {"seconds": max(waits), "bytes": max(note["bytes"] for note in world), "pause": pause}
 
 
 def measure_kills(args: argparse.Namespace) -> Rows:
@@ -155,55 +161,6 @@ def measure_cables(args: argparse.Namespace) -> Rows:
     return records
 
 
-def measure_commits(args: argparse.Namespace) -> Rows:
-    """Commit ResNet-50 after each of some steps, on two ranks."""
-    words = ["commit", "--network", args.network, "--count", str(args.steps)]
-    with elastic_job(["-np", "2", "--min-np", "1"], words) as job:
-        job.end(300)
-        notes = [note for note in job.read() if note["what"] == "commit" and note["rank"] == 0]
-    return [{"part": "commit", "network": args.network, **note["found"]} for note in notes]
-
-
-def measure_steady(args: argparse.Namespace) -> Rows:
-    """Make steps of the transformer in an elastic and in a fixed job, in turns."""
-    kinds = {"fixed": ["-np", "2"], "elastic": ["-np", "2", "--min-np", "1"]}
-    words = ["steady", "--count", str(args.turn_steps)]
-    found: dict[str, list[float]] = {name: [] for name in kinds}
-    for number in range(args.rounds):
-        with ExitStack() as stack:
-            jobs = {
-                name: stack.enter_context(elastic_job(flags, words, {"HVDLITE_TRANSPORT": "tcp"}))
-                for name, flags in kinds.items()
-            }
-            for name, job in jobs.items():  # The first turn warms up.
-                take_turn(job, 1)
-                say(f"round {number + 1} of {args.rounds}, {name}")
-            for turn in range(2, args.turns + 2):
-                for name in sorted(kinds, reverse=turn % 2 == 0):
-                    found[name].append(take_turn(jobs[name], turn))
-            for job in jobs.values():
-                job.end()
-    checks = [note["check"] for note in jobs["elastic"].notes if note["what"] == "checked"]
-    ratios = [e / f for e, f in zip(found["elastic"], found["fixed"], strict=True)]
-    case = {"part": "steady", "turns": len(ratios), "ratio": vars(Spread.quartiles(ratios))}
-    records = [
-        {**case, "entry": name, "seconds": vars(Spread.quartiles(seconds))}
-        for name, seconds in found.items()
-    ]
-    return [*records, {"part": "check", "seconds": vars(Spread.extremes(checks))}]
-
-
-def take_turn(job: ElasticJob, turn: int) -> float:
-    """Let a job make the steps of one turn; return the seconds of a step on its slowest rank."""
-    (job.folder / f"turn{turn}").touch()
-
-    def done(notes: list[Note]) -> list[Note]:
-        found = [note for note in notes if note["what"] == "turn" and note["turn"] == turn]
-        return found if len(found) == 2 else []
-
-    return max(note["seconds"] for note in job.wait(done, f"turn {turn}"))
-
-
 def measure_resets(args: argparse.Namespace) -> Rows:
     """Fail in each world of two ranks, again and again."""
     start = time.monotonic()
@@ -245,6 +202,11 @@ def summarize(records: Rows) -> Rows:
         case = {key: group[0][key] for key in keys if key in group[0]}
         figures: Record = {"seconds": vars(Spread.extremes([each["seconds"] for each in group]))}
         figures["bytes"] = max(each.get("bytes", 0) for each in group)
+        figures |= {
+            name: max(each[name] for each in group)
+            for name in ("undone", "pause")
+            if name in group[0]
+        }
         figures["all"] = [each["seconds"] for each in group]
         if "stages" in group[0]:
             stages = {s: median(each["stages"][s] for each in group) for s in STAGES[:-1]}
@@ -259,15 +221,7 @@ def print_tables(records: Rows) -> None:
     commits = [each for each in records if each["part"] == "commit"]
     if commits:
         print_commits(commits)
-    steady = {each["entry"]: each for each in records if each["part"] == "steady"}
-    if steady:
-        rows = [[name, str(Spread(**each["seconds"]))] for name, each in steady.items()]
-        print("\na step in turns:\n")
-        print(table(["job", "step (quartiles)"], rows))
-        print(f"\nelastic / fixed, turn by turn: {ratio_text(steady['elastic']['ratio'])}")
-    for each in records:
-        if each["part"] == "check":
-            print(f"check_host_updates() without news: {Spread(**each['seconds'])}")
+    print_steady(records)
     resets = [each for each in records if each["part"] == "resets"]
     if resets:
         print(f"\na reset takes {duration(resets[0]['seconds']['median'])}:\n")
@@ -277,10 +231,6 @@ def print_tables(records: Rows) -> None:
             for each in resets
         ]  # fmt: skip
         print(table(["resets", "descriptors", "Python threads", "tasks", "resident"], rows))
-
-
-def ratio_text(ratio: dict[str, float]) -> str:
-    return f"{ratio['median']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f})"
 
 
 def print_losses(records: Rows) -> None:
@@ -294,23 +244,17 @@ def print_losses(records: Rows) -> None:
             [duration(each["stages"][s]) for s in STAGES[:-1]] if "stages" in each else [""] * 3
         )
         seconds = str(Spread(**each["seconds"]))
-        rows.append([each["part"], str(each["ranks"]), what, seconds, *stages, f"{each['bytes']}"])
+        undone = str(each.get("undone", ""))
+        pause = duration(each["pause"]) if "pause" in each else ""
+        rows.append(
+            [each["part"], str(each["ranks"]), what, seconds, *stages, f"{each['bytes']}", undone,
+             pause]
+        )  # fmt: skip
     if rows:
-        head = ["", "ranks", "lost", "first allreduce", "noticed", "joined", "synced", "bytes sent"]
+        head = ["", "ranks", "lost", "first allreduce", "noticed", "joined", "synced", "bytes sent",
+                "commits undone", "longest pause before"]  # fmt: skip
         print()
         print(table(head, rows))
-
-
-def print_commits(commits: Rows) -> None:
-    rows = [
-        [each["commit"], str(Spread(**each["seconds"])), duration(each["plain_copy"]),
-         f"{each['seconds']['median'] / each['plain_copy']:.2f}", duration(each["step"]),
-         f"{each['seconds']['median'] / each['step']:.2%}", f"{each['bytes'] / MIB:.0f} MiB"]
-        for each in commits
-    ]  # fmt: skip
-    print("\ncommit() on 2 ranks at once:\n")
-    head = ["", "commit", "plain copy", "to it", "a step", "share of it", "state"]
-    print(table(head, rows))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -320,8 +264,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="jobs of stop, cable and steady")
     parser.add_argument("--network", default="resnet50", help="of commit, as in training.py")
     parser.add_argument("--steps", type=int, default=20, help="of commit")
-    parser.add_argument("--turns", type=int, default=15, help="of each job of steady")
-    parser.add_argument("--turn-steps", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=100, help="of each job of steady")
+    parser.add_argument("--turn-steps", type=int, default=3)
     parser.add_argument("--resets", type=int, default=1000)
     return parse(
         parser, "2 ranks, few figures, without hosts", ranks=[2], kills=2, rounds=1, steps=4,

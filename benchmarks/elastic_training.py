@@ -7,6 +7,7 @@ import copy
 import mmap
 import multiprocessing
 import sys
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,10 @@ from measuring import Spread
 from training import NETWORKS, Task
 
 import hvdlite.torch as hvd
+from hvdlite.common.membership import frames
+from hvdlite.common.membership.link import DriverLink
 from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime.state import current
 
 if TYPE_CHECKING:
     from elastic_worker import Notes
@@ -27,6 +31,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 CHECKS = 10_000
 PATIENCE_SECONDS = 60.0
 WARM_STEPS = 2
+TURN_LOOK_SECONDS = 0.005
 
 
 def make(network: str, distributed: bool = True, **options: Any) -> tuple[Task, Any]:
@@ -99,34 +104,78 @@ def commit(notes: Notes, args: argparse.Namespace) -> None:
         notes.write("commit", found=found)
 
 
+class Checks:
+    """The checks for news of hosts of one turn, and the seconds that they take."""
+
+    def __init__(self, state: Any) -> None:
+        self._check = state.check_host_updates if worlds.elastic() else None
+        self.seconds = 0.0
+
+    def __call__(self) -> None:
+        """Check, in an elastic job."""
+        if self._check is not None:
+            start = time.perf_counter()
+            self._check()
+            self.seconds += time.perf_counter() - start
+
+
+def link_seconds() -> float:
+    """Return the CPU time so far of the thread that is connected with the driver, if any."""
+    for thread in threading.enumerate():
+        if thread.name == "hvdlite-elastic":
+            told = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
+            return int(told.split()[0]) / 1e9
+    return 0.0
+
+
 def steady(notes: Notes, args: argparse.Namespace) -> None:
     """Make steps whenever it is this job's turn; each checks for news of hosts if it is elastic."""
     hvd.init()
     task, optimizer = make("gpt")
     state = hvd.elastic.TorchState(task.model, optimizer, step=0)
-    elastic = worlds.elastic()
     turn = 0
     while True:
         turn += 1
         file = notes.end.with_name(f"turn{turn}")
         while not (file.exists() or notes.end.exists()):
-            time.sleep(0.002)
+            time.sleep(TURN_LOOK_SECONDS)
         if not file.exists():
             break
         hvd.barrier()
-        start = time.perf_counter()
+        checks = Checks(state)
+        start, cpu = time.perf_counter(), time.process_time()
         for _ in range(args.count):
             optimizer.zero_grad()
             task.loss(task.model).backward()
             optimizer.step()
-            if elastic:
-                state.check_host_updates()
-        notes.write("turn", turn=turn, seconds=(time.perf_counter() - start) / args.count)
-    if elastic:
-        start = time.perf_counter()
-        for _ in range(CHECKS):
-            state.check_host_updates()
-        notes.write("checked", check=(time.perf_counter() - start) / CHECKS)
+            checks()
+        took = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+        took["checks"] = checks.seconds
+        each = {name: seconds / args.count for name, seconds in took.items()}
+        notes.write("turn", turn=turn, link=link_seconds(), **each)
+    if worlds.elastic():
+        note_checks(notes, state)
+
+
+def note_checks(notes: Notes, state: Any) -> None:
+    """Note the seconds of a check without news, and what ranks and driver were sent meanwhile."""
+    sent: list[str] = []
+    link, send = DriverLink, DriverLink._send
+
+    def count(self: DriverLink, kind: str, *fields: Any) -> None:
+        if kind != frames.BEAT:
+            sent.append(kind)
+        send(self, kind, *fields)
+
+    link._send = count  # type: ignore[method-assign]
+    remove = current().engine.observe(lambda segment: sent.append("collective"))
+    start = time.perf_counter()
+    for _ in range(CHECKS):
+        state.check_host_updates()
+    seconds = (time.perf_counter() - start) / CHECKS
+    remove()
+    link._send = send  # type: ignore[method-assign]
+    notes.write("checked", check=seconds, sent=len(sent))
 
 
 # -- the soak

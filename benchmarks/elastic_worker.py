@@ -76,11 +76,14 @@ def train(notes: Notes, args: argparse.Namespace) -> None:
     """Sum one number in each step, commit, and note when each world began and what came before.
 
     "began" holds times: `left` of the last commit of the old world, `failed` of the error, `joined`
-    of the new world, `entered` after the sync; `time` is the end of the first allreduce.
+    of the new world, `entered` after the sync; `time` is the end of the first allreduce. `undone`
+    is how many committed steps the failure has lost, and `pause` the longest time between two steps
+    of the old world.
     """
     hvd.init()
     weights = np.arange(args.mib * (1 << 17), dtype=np.float64)
     sent, times = Sent(), dict.fromkeys(("left", "failed", "joined", "entered"), 0.0)
+    committed, pause, summed = 0, 0.0, 0.0
 
     class State(hvd.elastic.NumpyState):
         def restore(self) -> None:
@@ -93,8 +96,10 @@ def train(notes: Notes, args: argparse.Namespace) -> None:
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
+        nonlocal committed, pause, summed
         times["entered"] = time.monotonic()
         sent.end()
+        lost = max(committed - state.step, 0)
         began, ended = False, False
         while not ended:
             sums = hvd.allreduce(np.array([1.0, notes.end.exists()]), op=hvd.Sum, name="x")
@@ -103,11 +108,16 @@ def train(notes: Notes, args: argparse.Namespace) -> None:
             if not began:
                 began = True
                 moved = {"bytes": sent.bytes, "collectives": sent.collectives}
-                notes.write("began", step=state.step, **times, **moved)
+                notes.write("began", step=state.step, undone=lost, pause=pause, **times, **moved)
+                pause, summed = 0.0, time.monotonic()
+            now = time.monotonic()
+            pause, summed = max(pause, now - summed), now
             state.step, ended = state.step + 1, bool(sums[1])
             time.sleep(args.pause)
             times["left"] = time.monotonic()
-            state.commit()
+            state.save()
+            committed = state.step
+            state.check_host_updates()
 
     state = State(weights=weights, step=0)
     state.register_reset_callbacks([on_joined])

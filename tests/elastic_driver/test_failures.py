@@ -412,6 +412,7 @@ def test_ranks_that_all_leave_their_world_wait_for_nobody() -> None:
     job.ready(2)
     assert job.worlds[-1] == [2, [0, 1, 2], 0, [], 4]
     assert [process.last("regroup") for process in job.processes.values()] == [None] * 3
+    assert job.lines[-1].startswith("no rank was lost, but all had an error; ")
 
 
 def test_a_rank_that_may_mean_an_older_world_is_waited_for() -> None:

@@ -129,4 +129,8 @@ def cause(world: World, reset: Reset, gone: Sequence[Worker], kept: Sequence[Wor
     parts = [lost(reset.losses, world)] if reset.losses else []
     parts += [f"{_with_hosts(gone, world)} removed"] if gone else []
     parts += [f"{_with_hosts(kept, world)} done, and kept"] if kept else []
-    return "; ".join(parts) or ("workers have come" if reset.kind else "a rank lost its peer")
+    if reset.left.issuperset(world.members):
+        broken = "no rank was lost, but all had an error"
+    else:
+        broken = "a rank lost its peer"
+    return "; ".join(parts) or ("workers have come" if reset.kind else broken)
