@@ -1,8 +1,8 @@
 """What being elastic costs while nothing happens: commits, and steps beside those of a fixed job.
 
-Steps are measured in two ways. Two jobs, an elastic and a fixed one over the same transport, make short
-turns in the order A B B A; each turn is compared with its neighbour, so that what disturbs the
-machine for longer than a turn disturbs both. And what an elastic job does more is measured itself:
+Steps are measured in two ways. Two jobs, an elastic and a fixed one over the same transport, make
+short turns in the order A B B A; each turn is compared with its neighbour, so that what disturbs
+the machine for longer than a turn disturbs both. And what an elastic job does more is measured:
 the time of each check in its step, the CPU time of the thread that is connected with the driver,
 and that of launcher and agent beside that of a fixed job.
 """
