@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import NamedTuple, TypeVar
 
 from hvdlite.common.base.errors import HorovodInternalError
@@ -60,6 +61,7 @@ class ElasticWorker:
         self._says_hello = True
         self.link = DriverLink(self._address, self.number, self._secret)
         self.link.on_regroup = self._on_regroup
+        import_module("hvdlite.common.transport.tcp.connect")  # The others must not wait for it.
 
     @property
     def epoch(self) -> int:
