@@ -51,6 +51,8 @@ def test_scaler_batch_norm_compression_loaders_and_join() -> None:
     assert list(outcome.worlds().values()) == [[0, 1, 2], [0, 1], [0, 1, 3], [1, 3]]
     check_order(outcome)
     check_loaders(outcome)
+    steps = [line for line in outcome.lines if "imported" in line and line["number"] == 3]
+    assert steps[0]["imported"] == []  # The others do not wait for imports of a newcomer.
     first, second = outcome.results
     assert (first["history"], first["result"]) == (second["history"], second["result"])
     history = first["history"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,11 @@ def look(loader: int) -> None:
     faults.say(loader=loader, sockets=sockets())
 
 
+def modules() -> set[str]:
+    """Return the modules of hvdlite that are imported."""
+    return {name for name in sys.modules if name.startswith("hvdlite.")}
+
+
 def children() -> int:
     """Return how many child processes this one has."""
     tasks = Path("/proc/self/task").iterdir()
@@ -74,6 +80,7 @@ class Training:
     """One worker."""
 
     def __init__(self) -> None:
+        self.modules = modules()
         self.model = make_model(hvd.SyncBatchNorm)
         if faults.NUMBER != 0:  # Others receive the weights of the first one.
             torch.nn.init.ones_(self.model[0].weight)
@@ -119,7 +126,7 @@ class Training:
         self.sampler.record_batch(0, len(indices))
         everywhere = used.reshape(hvd.size(), -1).tolist()
         state.history = [*state.history, [state.epoch, everywhere, self.scaler.get_scale()]]
-        faults.say(step=number, children=children())
+        faults.say(step=number, children=children(), imported=sorted(modules() - self.modules))
 
 
 @hvd.elastic.run
