@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -100,7 +100,8 @@ def measure_stops(args: argparse.Namespace) -> Rows:
             start = time.monotonic()
             os.kill(victim["pid"], signal.SIGSTOP)
             found = recovery(job, world, [victim], start)
-            os.kill(victim["pid"], signal.SIGCONT)
+            with suppress(ProcessLookupError):  # It is killed soon.
+                os.kill(victim["pid"], signal.SIGCONT)
             records.append({"part": "stop", "ranks": ranks, "rank": rank, **found})
             job.whole_world(ranks, world[0]["epoch"])
             job.end()
