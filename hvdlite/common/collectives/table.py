@@ -206,7 +206,11 @@ SPECS = {
             scalars=False,
         ),
         CollectiveSpec(
-            "broadcast", agree=(*_SAME_TENSOR, "root_rank"), run=_broadcast, rooted=True
+            "broadcast",
+            agree=(*_SAME_TENSOR, "root_rank", *_SAME_SEGMENT),
+            run=_broadcast,
+            fusable=True,
+            rooted=True,
         ),
         CollectiveSpec(
             "alltoall",

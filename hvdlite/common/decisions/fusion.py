@@ -1,6 +1,6 @@
 """Fusion: which ready tensors are run together, as one segment.
 
-One reduction of many bytes takes less time than many small ones. This module never sends, sleeps or
+One collective of many bytes takes less time than many small ones. This module never sends, sleeps or
 reads a clock.
 """
 
@@ -77,6 +77,7 @@ def _kind(response: Response, keep_groups: bool) -> Hashable | None:
         request.dtype,
         request.device,
         request.reduce_op,
+        request.root_rank,
         request.prescale_factor,
         request.postscale_factor,
         request.fusion_bytes,

@@ -38,8 +38,17 @@ def test_fusion_looks_past_tensors_of_another_kind() -> None:
         response("g", 10, dtype="float64"),
         response("h", 10)._replace(error="failed"),
         response("i", 10, process_set_id=1),
+        response("j", 10, collective="alltoall"),
+        response("k", 10, collective="alltoall"),
     ]
-    assert fused(ready, 1000) == ["ac", "bg", "d", "e", "f", "h", "i"]
+    assert fused(ready, 1000) == ["ac", "bg", "d", "e", "f", "h", "i", "j", "k"]
+
+
+def test_broadcasts_of_one_root_are_fused() -> None:
+    roots = {"a": 0, "b": 1, "c": 0, "d": 1, "e": 2}
+    ready = [response(n, 10, collective="broadcast", root_rank=r) for n, r in roots.items()]
+    assert fused(ready, 1000) == ["ac", "bd", "e"]
+    assert fused(ready, 40) == ["a", "b", "c", "d", "e"]
 
 
 def test_groups_are_fused_with_nothing_else_on_request() -> None:

@@ -16,13 +16,12 @@ from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.in_place import InPlace
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native.segment import (
+    Chains,
     SegmentArguments,
     address,
     codes,
-    parts,
     point,
     set_reduction,
-    wholes,
 )
 from hvdlite.common.collectives.native.shm import Library
 from hvdlite.common.transport.base import Transport, connection_lost
@@ -80,19 +79,15 @@ class NativeShm:
         The other methods need that as well.
         """
         if isinstance(inputs, InPlace):
-            sizes, sources, targets = inputs.sizes, inputs.addresses, inputs.addresses
+            source = target = Chains(inputs.sizes, inputs.addresses)
         else:
-            sizes = [array.size for array in inputs]
-            sources = [address(array) for array in inputs]
-            targets = [
-                source if given is taken else address(taken)
-                for source, given, taken in zip(sources, inputs, outputs, strict=True)
-            ]
-        lists = np.array([sizes, sources, targets], np.int64)
+            source = target = Chains.one(inputs)
+            if any(given is not taken for given, taken in zip(inputs, outputs, strict=True)):
+                target = Chains.one(outputs)
         arguments = self._arguments(members, ALLREDUCE, arithmetic.input_dtype.itemsize)
         set_reduction(arguments, arithmetic)
-        arguments.whole = sum(sizes) * arguments.itemsize <= SMALL_BYTES
-        point(arguments, (lists[0], lists[1]), (lists[0], lists[2]))
+        arguments.whole = sum(source.sizes) * arguments.itemsize <= SMALL_BYTES
+        point(arguments, source, target)
         self._run(arguments)
 
     def reducescatter(
@@ -106,7 +101,7 @@ class NativeShm:
         """See `Backend.reducescatter`."""
         arguments = self._arguments(members, REDUCESCATTER, arithmetic.input_dtype.itemsize)
         set_reduction(arguments, arithmetic)
-        source, target = parts(inputs, counts), wholes(outputs)
+        source, target = Chains.of_members(inputs, counts), Chains.one(outputs)
         point(arguments, source, target)
         self._run(arguments)
 
@@ -120,7 +115,7 @@ class NativeShm:
         """See `Backend.allgather`."""
         arguments = self._arguments(members, ALLGATHER, inputs[0].itemsize)
         arguments.streamed = _streamed(outputs)
-        source, target = wholes(inputs), parts(outputs, counts)
+        source, target = Chains.one(inputs), Chains.of_members(outputs, counts)
         point(arguments, source, target)
         self._run(arguments)
 
@@ -129,7 +124,7 @@ class NativeShm:
         arguments = self._arguments(members, BROADCAST, arrays[0].itemsize)
         arguments.root = root
         arguments.streamed = _streamed(arrays)
-        chains = wholes(arrays)
+        chains = Chains.one(arrays)
         point(arguments, chains, chains)
         self._run(arguments)
 
@@ -144,13 +139,13 @@ class NativeShm:
         arguments = self._arguments(members, ALLTOALL, array.itemsize)
         counts = np.array(send_counts, np.int64)
         arguments.counts = address(counts)
-        source = parts([array], [send_counts])
+        source = Chains.of_members([array], [send_counts])
         point(arguments, source, source)
         self._run(arguments)
         received = counts.tolist()
         output = allocate(received)
         arguments.streamed = _streamed([output])
-        target = parts([output], [received])
+        target = Chains.of_members([output], [received])
         point(arguments, source, target)
         self._run(arguments)
 
