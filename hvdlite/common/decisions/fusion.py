@@ -1,7 +1,7 @@
 """Fusion: which ready tensors are run together, as one segment.
 
-One collective of many bytes takes less time than many small ones. This module never sends, sleeps or
-reads a clock.
+One collective of many bytes takes less time than many small ones. This module never sends, sleeps
+or reads a clock.
 """
 
 from __future__ import annotations

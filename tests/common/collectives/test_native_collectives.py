@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native import collectives as native
-from hvdlite.common.collectives.native.segment import TYPES
+from hvdlite.common.collectives.native.segment import TYPES, codes
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
@@ -124,10 +125,10 @@ def test_reductions_have_the_bits_of_python(dtype: str, op: ReduceOp) -> None:
             backend.reducescatter(members, [mine], [part], counts, reduction, quiet)
             results.append([total.tobytes(), part.tobytes()])
         assert results[0] == results[1]
-        assert native.codes(Arithmetic(mine.dtype, reduction)) is not None  # it was compiled
+        assert codes(Arithmetic(mine.dtype, reduction)) is not None  # it was compiled
 
     for count in (2, 3):
-        on_ranks(count, lambda transport, count=count: program(transport, count))
+        on_ranks(count, partial(program, members_count=count))
 
 
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
@@ -165,7 +166,7 @@ def test_a_stage_that_does_not_round_is_compiled(dtype: str) -> None:
             backend.reduce_parts(members, [mine], [part], counts, arithmetic)
             parts.append(part.tobytes())
         assert parts[0] == parts[1]
-        assert native.codes(arithmetic) is not None
+        assert codes(arithmetic) is not None
 
     on_ranks(2, program)
 
@@ -230,9 +231,7 @@ def test_a_member_that_leaves_is_named_by_every_collective(name: str, gone: int)
             collective_of(transport, backend, name, group)
         return raised.value.rank
 
-    expected = [gone, gone]
-    expected[gone] = None
-    assert on_ranks(2, program) == expected
+    assert on_ranks(2, program) == [None if rank == gone else gone for rank in range(2)]
 
 
 def test_broadcasts_of_one_root_and_allgathers_run_together() -> None:
