@@ -15,9 +15,11 @@ import pytest
 
 from hvdlite.common.collectives.native import kernel
 from hvdlite.common.collectives.native.compiler import find_compiler
+from tests.compilers import Compiler
 from tests.wheel import (
     MOVED,
     ROOT,
+    build,
     package_files,
     renamed,
     repair,
@@ -66,9 +68,39 @@ def test_with_a_compiler_the_wheel_is_for_this_platform_and_has_the_kernel(wheel
     assert metadata_of(wheel, "WHEEL")["Root-Is-Purelib"] == "false"
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="others have one variant")
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+def test_a_compiler_that_does_not_know_a_variant_makes_the_others(
+    wheel: Path, unpacked_sdist: Path, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        ready = archive.extract(SHIPPED + min(shipped_in(wheel)), tmp_path)
+    old = f'case "$all" in *-mavx512f*) echo unknown >&2; exit 1;; esac; cp "{ready}" "$2"'
+    compiler = Compiler(tmp_path, old)
+    built = build("wheel", unpacked_sdist, tmp_path / "dist", CXX=str(compiler.path))
+    assert compiler.calls == 3
+    assert shipped_in(built) == {name for name in shipped_for("x86_64") if "avx512" not in name}
+
+
+def test_a_library_for_another_machine_is_none_for_this_one(aarch64_wheel: Path) -> None:
+    with zipfile.ZipFile(aarch64_wheel) as archive:
+        library = archive.read(SHIPPED + min(shipped_in(aarch64_wheel)))
+    assert kernel.is_library_for("aarch64", library)
+    assert not kernel.is_library_for("x86_64", library)
+    assert not kernel.is_library_for("aarch64", b"")
+
+
 def test_without_a_compiler_the_wheel_is_pure(pure_wheel: Path) -> None:
     assert pure_wheel.name.endswith("-py3-none-any.whl")
     assert names(pure_wheel) == package_files()
+
+
+def test_an_editable_install_is_pure(unpacked_sdist: Path, tmp_path: Path) -> None:
+    """Its user changes the sources: what is compiled must follow them."""
+    editable = build("editable", unpacked_sdist, tmp_path)
+    assert editable.name.endswith("-py3-none-any.whl")
+    assert shipped_in(editable) == set()
+    assert not (unpacked_sdist / SHIPPED).exists()
 
 
 def test_the_sdist_has_nothing_that_is_compiled(sdist: Path) -> None:

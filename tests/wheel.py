@@ -54,7 +54,7 @@ def copy_of_the_checkout(folder: Path) -> Path:
 
 
 def build(kind: str, source: Path, folder: Path, **variables: str) -> Path:
-    """Build a "wheel" or an "sdist" of `source`, with the setuptools of this environment."""
+    """Build a "wheel", an "editable" one or an "sdist" of `source`, with our setuptools."""
     program = f"import setuptools.build_meta as backend, sys; backend.build_{kind}(sys.argv[1])"
     folder.mkdir(parents=True, exist_ok=True)
     before = set(folder.iterdir())
