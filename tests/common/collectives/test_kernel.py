@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 import shutil
@@ -210,11 +211,16 @@ def test_the_fastest_shipped_variant_is_taken(
         )
 
 
-def test_what_cannot_be_loaded_gives_way_to_the_next(installed: Path) -> None:
+def test_what_cannot_be_loaded_gives_way_to_the_next(
+    installed: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("hvdlite"), "propagate", True)
     *faster, last = OWN
     for variant in faster:
         (installed / kernel.file_name(MACHINE, variant)).write_text("no library")
     assert finding.find_kernel(open_library)[0] == kernel.file_name(MACHINE, last)
+    for variant in faster:
+        assert f"{installed / kernel.file_name(MACHINE, variant)} cannot be loaded" in caplog.text
 
 
 def test_where_nothing_can_be_loaded_it_says_why(installed: Path) -> None:

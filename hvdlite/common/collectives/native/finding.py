@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TypeVar
 from hvdlite.common.collectives.native import kernel
 from hvdlite.common.collectives.native.build import Recipe
 from hvdlite.common.collectives.native.cache import BuildError
+
+log = logging.getLogger("hvdlite")
 
 Loaded = TypeVar("Loaded")
 # With the path of the library, where it is from, and a number that no other library has: ranks with
@@ -58,6 +61,7 @@ def _shipped(open_library: OpenLibrary[Loaded]) -> Loaded:
             return open_library(str(path), origin, _identity(path.name))
         except Exception as error:
             reason = f"the shipped {path} cannot be loaded ({error})"
+            log.warning("%s", reason)
     raise _NotShippedError(reason)
 
 
