@@ -5,8 +5,8 @@
 
 Needs the extras torch and examples. Two measurements, in jobs that are launched in turns:
 
-- 16 gradients of 64 x 64 float32: how long ``optimizer.synchronize()`` takes when backward has
-  ended on all ranks, the median of the steps on the slowest rank.
+- 16 gradients of 64 x 64 float32: how long ``optimizer.synchronize()`` takes after a backward that
+  all ranks have begun together, the median of the steps on the slowest rank.
 - examples/torch_digits.py, by the iteration trace of all ranks, medians of the iterations: from the
   end of backward of a rank to the beginning of its first segment, and the same from the end of
   backward of the last rank; the segment; and from its end to the step of the wrapped optimizer.
@@ -66,9 +66,9 @@ def measure_gradients(steps: int) -> list[Record]:
     inputs = torch.randn(8, WIDTH)
     taken = []
     for _ in range(WARM_STEPS + steps):
+        hvd.barrier()  # so that nobody waits for long for another rank's backward
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
-        hvd.barrier()  # so that nobody waits for another rank's backward
         start = time.perf_counter()
         optimizer.synchronize()
         taken.append(time.perf_counter() - start)

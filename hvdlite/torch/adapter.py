@@ -57,7 +57,7 @@ class TorchAdapter:
             and tensor.is_contiguous()
             and not (tensor.is_neg() or tensor.is_conj())
         ):
-            return Place(tensor.data_ptr(), tensor.untyped_storage())
+            return tensor.data_ptr(), tensor.untyped_storage()
         return None
 
     def input(self, tensor: torch.Tensor) -> HostBuffer:
@@ -100,7 +100,8 @@ class TorchAdapter:
 
         See [Note: views and version counters] in torch/flat_gradients.py.
         """
-        self._device(tensor).finish(tensor)
+        if not tensor.is_cpu:
+            self._find(tensor.device.type).finish(tensor)
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
 

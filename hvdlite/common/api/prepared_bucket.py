@@ -48,6 +48,10 @@ class PreparedBucket(Generic[T]):
         runtime.engine.enqueue(self._entries)
         self.busy, self._handle, self._tensors = True, handle, tensors
 
+    def hurry(self) -> None:
+        """Let the engine gather nothing more, as somebody is about to wait."""
+        self._handle.hurry()
+
     def wait(self) -> None:
         """Sleep until all are reduced. Raises the first error; nothing is in flight then."""
         try:
@@ -73,7 +77,7 @@ class PreparedBucket(Generic[T]):
                 if found is None:
                     return False
                 entry.renew(tensor, found, handle)
-                addresses.add(found.address)
+                addresses.add(found[0])
             else:  # not contiguous, or not on the host: its copies are made anew
                 call = self._calls[index]
                 if self._adapter.spec(tensor) != call.spec:

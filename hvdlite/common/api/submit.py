@@ -36,7 +36,7 @@ def as_list(operation: Operation[T], results: list[T]) -> Any:
     return results
 
 
-@dataclass
+@dataclass(slots=True)
 class Operation(Generic[T]):
     """The operation behind a user's handle: one tensor, or a group."""
 
@@ -46,6 +46,10 @@ class Operation(Generic[T]):
     def poll(self) -> bool:
         """Return whether all entries have ended."""
         return all(entry.handle.poll() for entry in self.entries)
+
+    def hurry(self) -> None:
+        """Let the engine gather nothing more, as somebody is about to wait."""
+        self.entries[0].handle.hurry()
 
     def wait(self) -> Any:
         """Sleep until all entries have ended; return the result, or raise the first error."""
