@@ -23,7 +23,7 @@ from hvdlite.common.api.submit import Operation, as_list, start
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.state import for_collective
+from hvdlite.common.runtime.state import find, for_collective
 
 T = TypeVar("T")
 Tensors = Sequence[T]
@@ -54,7 +54,7 @@ class Forms(Generic[T]):
         in_place: bool = False,
     ) -> int:
         """Start, and return the number that stands for the operation."""
-        runtime, targets = for_collective(), tensors if in_place else None
+        runtime, targets = find() or for_collective(), tensors if in_place else None
         entries = start(runtime, self._runner.adapter, collective, name, tensors, options, targets)
         return runtime.handles.add(Operation(entries, shape_result))
 
@@ -78,7 +78,7 @@ class Forms(Generic[T]):
         The result is a tensor; a list or tuple for grouped forms; ``(output, received_splits)``
         for alltoall. Raises `HorovodInternalError` when the operation failed.
         """
-        operation = for_collective().handles.take(handle)
+        operation = (find() or for_collective()).handles.take(handle)
         return None if operation is None else operation.wait()
 
     # -- allreduce

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -58,8 +57,10 @@ def reduction(
 ) -> CallOptions:
     """Return the options of an allreduce. Raises `ValueError` as `resolve_op` does."""
     if average is None:
-        with suppress(TypeError):  # Something cannot be hashed: it may be wrong, or an array.
+        try:
             return _known(op, prescale_factor, postscale_factor, process_set, grouped)
+        except TypeError:  # Something cannot be hashed: it may be wrong, or an array.
+            pass
     return _reduction(
         resolve_op(average, op), prescale_factor, postscale_factor, process_set, grouped
     )

@@ -99,14 +99,15 @@ class PreparedCall(NamedTuple):
     spec: TensorSpec
     options: CallOptions
     request: Request
-    count: int  # elements
+    elements: int
     size_bytes: int
 
     @classmethod
     def of(cls, spec: TensorSpec, options: CallOptions, request: Request) -> PreparedCall:
         """Return the prepared call of a request."""
-        count = math.prod(spec.shape)
-        return cls(spec, options, request, count, count * numpy_dtype(spec.dtype).itemsize)
+        elements = math.prod(spec.shape)
+        size_bytes = elements * numpy_dtype(spec.dtype).itemsize
+        return cls(spec, options, request, elements, size_bytes)
 
 
 class PlacedEntry(TensorEntry[T]):
@@ -126,7 +127,7 @@ class PlacedEntry(TensorEntry[T]):
     ) -> None:
         Entry.__init__(self, call.request, handle)
         self.spec = call.spec
-        self.count = call.count
+        self.count = call.elements
         self.size_bytes = call.size_bytes
         self._adapter = adapter
         self._array: NDArray[Any] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +27,9 @@ class TensorSpec(NamedTuple):
     device: str  # The kind of device without its number, such as "cpu" or "cuda".
 
 
-class Place(NamedTuple):
-    """Contiguous memory of the host that belongs to a tensor."""
-
-    address: int
-    owner: object  # The memory exists for as long as this object does.
+# Contiguous memory of the host that belongs to a tensor: its address, and an object for as long as
+# which it exists. A plain tuple, as one is made for each gradient of each step.
+Place: TypeAlias = tuple[int, object]
 
 
 @runtime_checkable

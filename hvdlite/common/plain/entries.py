@@ -32,7 +32,7 @@ class Entry:
     def __init__(self, request: Request, handle: Handle | None = None) -> None:
         """Complete `handle` when it has run, a new one by default."""
         self.request = request
-        self.key = request.process_set_id, request.name
+        self.key = request[:2]  # process set id, name
         self.handle = Handle() if handle is None else handle
         # The bit under which it was reported; NO_BIT if it was reported in full, or not yet.
         self.sent_bit = NO_BIT

@@ -74,7 +74,7 @@ class NumpyAdapter:
             and tensor.flags.carray
             and _name(tensor.dtype) == spec.dtype
         ):
-            return Place(tensor.__array_interface__["data"][0], tensor)
+            return tensor.__array_interface__["data"][0], tensor
         return None
 
     def input(self, tensor: Array) -> HostBuffer:
