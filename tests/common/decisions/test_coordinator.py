@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,11 +13,13 @@ from hvdlite.common.base.bitsets import NumberSet, mask_of
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.plain.messages import (
     Departed,
+    Order,
     Orders,
     Report,
     Reports,
     Request,
     Response,
+    Retune,
     Segment,
     encode,
 )
@@ -141,3 +146,77 @@ def test_a_step_of_many_ranks_costs_as_much_as_one_of_few() -> None:
             coordinator.receive(Report(0, quarter, range(tensors)), 0.0)
         (order,) = coordinator.pop_orders()
         assert isinstance(order, Segment) and order.items == tuple(range(tensors))
+
+
+class Forgetful(Coordinator):
+    """A coordinator that cuts every step anew."""
+
+    def pop_orders(self) -> tuple[Order, ...]:
+        self._cut.clear()
+        return super().pop_orders()
+
+
+STEP = ("a", "b", "c", "d")
+events = st.one_of(
+    st.sampled_from((STEP, STEP[::-1])),  # a step: the order in which tensors become ready
+    st.tuples(st.sampled_from(STEP), st.integers(1, 2000)),  # a tensor gets another length
+    st.sampled_from((5000, 9000, 1 << 20)),  # a threshold
+    st.integers(0, 3),  # a capacity of the cache
+)
+
+
+def bit_of(coordinator: Coordinator, asked: Request) -> int | None:
+    """The bit under which ranks would report a request, or None."""
+    cache = coordinator._sets[0].cache
+    bit = cache.find(asked.name)
+    return bit if bit is not None and asked in cache.peek(bit)[1] else None
+
+
+@settings(max_examples=60)
+@given(st.lists(events, max_size=12))
+def test_what_is_remembered_of_a_step_changes_no_order(script: list[Any]) -> None:
+    """Steps come again in the same and in other orders, between changes of all that matters."""
+    options = {"cache_capacity": 64, "threshold_bytes": 1 << 20}
+    remembering, forgetful = pair = Coordinator(2, **options), Forgetful(2, **options)
+    length = dict.fromkeys(STEP, 1000)  # four times that in bytes
+    for event in [STEP, STEP, STEP, *script, STEP, STEP]:
+        if isinstance(event, int):
+            threshold, capacity = (event, 64) if event > 1000 else (1 << 20, event)
+            for each in pair:
+                each.retune(Retune(threshold, 1.0, capacity, "", 1 << 16))
+        elif isinstance(event[1], int):
+            length[event[0]] = event[1]
+        else:
+            for rank, name in product(range(2), event):
+                asked = request(name, length[name])
+                bit = bit_of(remembering, asked)
+                report = Report(0, (rank,), (), (asked,))
+                if bit is not None:
+                    report = Report(0, (rank,), (bit,))
+                for each in pair:
+                    each.receive(report, 0.0)
+        assert remembering.pop_orders() == forgetful.pop_orders()
+
+
+def test_a_removed_process_set_leaves_no_segments_behind() -> None:
+    """Another set gets its id and gives the same bits to other tensors."""
+    coordinator = new_coordinator(3)
+
+    def order(ranks: tuple[int, ...], process_set_id: int, *tensors: Request | int) -> list[Order]:
+        bits = tuple(each for each in tensors if isinstance(each, int))
+        asked = tuple(each for each in tensors if isinstance(each, Request))
+        coordinator.receive(Report(process_set_id, ranks, bits, asked), 0.0)
+        return [*coordinator.pop_orders()]
+
+    add = Request(0, "add_process_set", "add_process_set", shape=(0, 1))
+    remove = Request(0, "remove_process_set", "remove_process_set", root_rank=1)
+    for names in (("a", "b"), ("c", "d")):
+        order((0, 1, 2), 0, add)
+        new = [request(name, process_set_id=1) for name in names]
+        (segment,) = order((0, 1), 1, *new)
+        assert isinstance(segment, Segment)
+        answers = [item for item in segment.items if isinstance(item, Response)]
+        assert [answer.request.name for answer in answers] == [*names]
+        for _ in range(2):
+            assert order((0, 1), 1, 0, 1) == [Segment(1, (0, 1))]
+        order((0, 1, 2), 0, remove)
