@@ -11,7 +11,7 @@ import torch
 
 from hvdlite.common.plain.adapter import HOST_DEVICE, HostBuffer, Place, TensorSpec
 from hvdlite.common.plain.numpy_adapter import read_splits
-from hvdlite.torch.devices import Device, find_device
+from hvdlite.torch.devices import Device, HostDevice, find_device
 from hvdlite.torch.dtypes import DTYPE_NAMES
 
 # A tensor of a subclass may keep its values elsewhere.
@@ -27,6 +27,7 @@ class TorchAdapter:
     def __init__(self, find: Callable[[str], Device] = find_device) -> None:
         self._find = cache(find)
         self._host = find("cpu")
+        self._host_is_memory = isinstance(self._host, HostDevice)
 
     def spec(self, tensor: torch.Tensor) -> TensorSpec:
         """Return dtype, shape and device. Raises `ValueError` for unsupported tensors."""
@@ -50,6 +51,7 @@ class TorchAdapter:
         if (
             type(tensor) in _PLAIN
             and tensor.is_cpu
+            and self._host_is_memory
             and tensor.layout is torch.strided
             and tensor.shape == spec.shape
             and DTYPE_NAMES.get(tensor.dtype) == spec.dtype
@@ -100,15 +102,15 @@ class TorchAdapter:
 
         See [Note: views and version counters] in torch/flat_gradients.py.
         """
-        if not tensor.is_cpu:
-            self._find(tensor.device.type).finish(tensor)
+        if not (tensor.is_cpu and self._host_is_memory):
+            self._device(tensor).finish(tensor)
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
 
     def finish_all(self, tensors: Sequence[torch.Tensor]) -> None:
         """Do as `finish` does for several tensors, in one call where they are on the host."""
         written = [tensor for tensor in tensors if tensor.is_cpu and not tensor.is_inference()]
-        if len(written) < len(tensors):
+        if len(written) < len(tensors) or not self._host_is_memory:
             for tensor in tensors:
                 self.finish(tensor)
         else:

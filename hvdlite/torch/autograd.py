@@ -13,6 +13,7 @@ from hvdlite.common.api.runner import EngineRunner
 
 Function = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 F = TypeVar("F", bound=Callable[..., Any])
+_is_compiling = torch.compiler.is_compiling  # Asked in each call of a collective.
 
 
 def untraced(function: F) -> F:
@@ -24,7 +25,7 @@ def untraced(function: F) -> F:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             disable: Any = torch.compiler.disable
             return disable(function)(*args, **kwargs)
         return function(*args, **kwargs)

@@ -39,8 +39,9 @@ from hvdlite.torch.sparsity import Layouts
 # Tensors gather in two places before anything is negotiated.
 #
 # 1. Here, in the training thread: complete buckets are kept until they have `ENOUGH_BYTES`, until
-#    as many gradients are complete as in the last step, or until `synchronize`. A hook runs in the middle of backward, when nothing of the engine is in
-#    the processor's caches: to enqueue a gradient there takes 100 us, at the end of backward 10 us.
+#    as many gradients are complete as in the last step, or until `synchronize`. A hook runs in the
+#    middle of backward, when nothing of the engine is in the processor's caches: to enqueue a
+#    gradient there takes 100 us, at the end of backward 10 us.
 # 2. In `engine/inbox.py`: the engine starts a round a cycle time after the first tensor, or
 #    at once when enough bytes are queued or somebody waits. A round costs about as much for a
 #    hundred tensors as for one, and not every tensor is a gradient of an optimizer.

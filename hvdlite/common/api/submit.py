@@ -81,11 +81,30 @@ def start(
     targets: Sequence[T] | None = None,
 ) -> list[TensorEntry[T]]:
     """Enqueue as `submit`, under the user's `name`, or the next number of the process set."""
+    if targets is tensors and len(tensors) == 1 and name is not None:
+        entry = _again(runtime, adapter, f"{collective}.{name}", tensors[0], options)
+        if entry is not None:
+            return [entry]
     label = f"grouped_{collective}" if options.grouped else collective
     if name is not None:
         return submit(runtime, adapter, collective, f"{label}.{name}", tensors, options, targets)
     with runtime.named(name, options.process_set) as known:
         return submit(runtime, adapter, collective, f"{label}.{known}", tensors, options, targets)
+
+
+def _again(
+    runtime: Runtime, adapter: Adapter[T], name: str, tensor: T, options: CallOptions
+) -> PlacedEntry[T] | None:
+    """Enqueue a tensor in place, if it is like that of the last call under its name."""
+    call = runtime.requests.get(name)
+    if type(call) is not PreparedCall or call.options is not options:
+        return None
+    place = adapter.place(tensor, call.spec)
+    if place is None:
+        return None
+    entry = PlacedEntry(call, adapter, tensor, place)
+    runtime.engine.enqueue((entry,))
+    return entry
 
 
 def submit(
@@ -104,7 +123,8 @@ def submit(
     """
     if len(tensors) == 1 and not options.grouped and not SPECS[collective].splits:
         target = None if targets is None else targets[0]
-        entries = [_entry(runtime, adapter, collective, name, tensors[0], options, target)]
+        call = prepared(runtime, adapter, collective, name, tensors[0], options)
+        entries = [entry_of(call, adapter, tensors[0], target)]
         runtime.engine.enqueue(entries)
         return entries
     members = members_of(runtime, collective, options.process_set)
@@ -129,29 +149,6 @@ def submit(
             _remember(runtime, name, (specs, options, requests))
     runtime.engine.enqueue(entries)
     return entries
-
-
-def _entry(
-    runtime: Runtime,
-    adapter: Adapter[T],
-    collective: str,
-    name: str,
-    tensor: T,
-    options: CallOptions,
-    target: T | None,
-) -> TensorEntry[T]:
-    """Return the entry for one tensor; one that is like that of the last call is not checked."""
-    call = runtime.requests.get(name)
-    if (
-        target is tensor
-        and type(call) is PreparedCall
-        and (call.options is options or call.options == options)
-    ):
-        place = adapter.place(tensor, call.spec)
-        if place is not None:
-            return PlacedEntry(call, adapter, tensor, place)
-    call = prepared(runtime, adapter, collective, name, tensor, options)
-    return entry_of(call, adapter, tensor, target)
 
 
 def check_targets(entries: Sequence[TensorEntry[Any]]) -> None:

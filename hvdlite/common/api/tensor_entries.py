@@ -16,7 +16,7 @@ from hvdlite.common.plain.adapter import (
     TensorSpec,
     numpy_dtype,
 )
-from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.entries import Entry, Key, key_of
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.messages import NO_BIT, Request
 
@@ -99,6 +99,7 @@ class PreparedCall(NamedTuple):
     spec: TensorSpec
     options: CallOptions
     request: Request
+    key: Key
     elements: int
     size_bytes: int
 
@@ -107,7 +108,7 @@ class PreparedCall(NamedTuple):
         """Return the prepared call of a request."""
         elements = math.prod(spec.shape)
         size_bytes = elements * numpy_dtype(spec.dtype).itemsize
-        return cls(spec, options, request, elements, size_bytes)
+        return cls(spec, options, request, key_of(request), elements, size_bytes)
 
 
 class PlacedEntry(TensorEntry[T]):
@@ -125,7 +126,11 @@ class PlacedEntry(TensorEntry[T]):
         place: Place,
         handle: Handle | None = None,
     ) -> None:
-        Entry.__init__(self, call.request, handle)
+        # Not by the constructors above: one of these is made for each gradient of each step.
+        self.request = call.request
+        self.key = call.key
+        self.handle = Handle() if handle is None else handle
+        self.sent_bit = NO_BIT
         self.spec = call.spec
         self.count = call.elements
         self.size_bytes = call.size_bytes

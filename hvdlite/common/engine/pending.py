@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import SPECS, Effect
-from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.entries import Entry, Key
 from hvdlite.common.plain.messages import Request
-
-Key = tuple[int, str]  # (process set id, name)
 
 
 class PendingTable:

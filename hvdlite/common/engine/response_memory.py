@@ -15,8 +15,8 @@ from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.response_cache import ResponseCache
-from hvdlite.common.engine.pending import Key, PendingTable
-from hvdlite.common.plain.entries import Entry
+from hvdlite.common.engine.pending import PendingTable
+from hvdlite.common.plain.entries import Entry, Key, key_of
 from hvdlite.common.plain.messages import NO_BIT, Eviction, Report, Request, Response, Segment
 
 log = logging.getLogger("hvdlite")
@@ -66,8 +66,7 @@ class _SetMemory:
             return known
         cache = self.cache
         responses = [_recall(cache, i) if isinstance(i, int) else i for i in items]
-        requests = (response.request for response in responses)
-        answers = _Answers(responses, [(r.process_set_id, r.name) for r in requests])
+        answers = _Answers(responses, [key_of(response.request) for response in responses])
         if all(isinstance(item, int) for item in items):
             if len(self._segments) >= _MOST_SEGMENTS:
                 self._segments.clear()

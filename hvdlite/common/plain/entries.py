@@ -14,6 +14,14 @@ from hvdlite.common.plain.messages import NO_BIT, Request, Response
 Array = NDArray[Any]
 
 
+Key = tuple[int, str]  # (process set id, name)
+
+
+def key_of(request: Request) -> Key:
+    """Return the key under which the entry of a request is pending."""
+    return request.process_set_id, request.name
+
+
 class Entry:
     """An enqueued call on this rank. Entries with a tensor override the data methods."""
 
@@ -32,7 +40,7 @@ class Entry:
     def __init__(self, request: Request, handle: Handle | None = None) -> None:
         """Complete `handle` when it has run, a new one by default."""
         self.request = request
-        self.key = request[:2]  # process set id, name
+        self.key = key_of(request)
         self.handle = Handle() if handle is None else handle
         # The bit under which it was reported; NO_BIT if it was reported in full, or not yet.
         self.sent_bit = NO_BIT
