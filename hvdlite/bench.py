@@ -5,6 +5,9 @@
     hvdlite-run -np 4 python -m hvdlite.bench ring            # data goes once around all ranks
     hvdlite-run -np 4 python -m hvdlite.bench latency         # how long small tensors take
     hvdlite-run -np 4 python -m hvdlite.bench bandwidth       # how fast large tensors are
+    hvdlite-run -np 8 -H a:4,b:4 python -m hvdlite.bench model   # the network between the hosts
+
+The last one writes the file by which later jobs choose how to reduce between hosts.
 
 Every result is compared with what numpy computes from the inputs of all ranks, before it is timed.
 Rank 0 prints. A wrong result ends all ranks with exit code 1.
@@ -19,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,11 +30,17 @@ import numpy as np
 
 import hvdlite
 import hvdlite.numpy as hvd
+from hvdlite.common.api.network_model import compared_algorithms, measured_model
 from hvdlite.common.api.objects import allgather_object
+from hvdlite.common.collectives.costs import COSTS, Model
+from hvdlite.common.collectives.model_file import save, usual_path
 from hvdlite.common.plain.numpy_adapter import Array
+from hvdlite.common.runtime import state
 
 WARM_CALLS = 5
 LATENCY_SIZES = (4, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
+MODEL_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+USUAL = "~/.config/hvdlite/network_model.json"
 BANDWIDTH_SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
 
 
@@ -89,7 +99,7 @@ COLLECTIVES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` on every rank; return the exit code: 0, or 1 (wrong result)."""
     options = _parser().parse_args(argv)
-    commands = [options.run] if options.run else [helloworld, ring, latency, bandwidth]
+    commands = [options.run] if options.run else [helloworld, ring, latency, bandwidth, model]
     hvd.init()
     if hvd.size() == 1:
         _show("1 rank measures no communication: hvdlite-run -np 2 python -m hvdlite.bench\n")
@@ -110,15 +120,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Check an installation, and measure it. Without a command: everything.",
     )
     # These defaults serve the commands that lack an option, and all commands if none is named.
-    parser.set_defaults(run=None, collective="allreduce", bytes=None, calls=None)
+    parser.set_defaults(run=None, collective="allreduce", bytes=None, calls=None, output=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for command in (helloworld, ring, latency, bandwidth):
+    for command in (helloworld, ring, latency, bandwidth, model):
         summary = (command.__doc__ or "").partition("\n")[0]
         added = commands.add_parser(command.__name__, help=summary, description=summary)
         added.set_defaults(run=command)
         if command is not helloworld:
             sizes: dict[str, Any] = {"type": _positive, "nargs": "+", "metavar": "N"}
             added.add_argument("--bytes", **sizes, help="sizes of the tensor of each rank")
+        if command is model:
+            added.add_argument("--calls", type=_positive, metavar="N", help="calls to time")
+            added.add_argument("--output", type=Path, metavar="FILE", help="default: " + USUAL)
         if command in (latency, bandwidth):
             added.add_argument("--collective", choices=COLLECTIVES, help="default: allreduce")
             added.add_argument("--calls", type=_positive, metavar="N", help="calls to time")
@@ -181,6 +194,31 @@ def bandwidth(options: argparse.Namespace) -> None:
         rates = (f"{rate:.2f} GB/s", f"{rate * share:.2f} GB/s")
         rows.append([_size_text(measured), _time_text(median(seconds)), *rates])
     _table([options.collective, "median", "tensor / time", "through each link"], rows)
+
+
+def model(options: argparse.Namespace) -> None:
+    """Measure the network between the hosts, and write what the choice of allreduce goes by."""
+    hosts = len(state.current().topology.hosts)
+    if hosts == 1:
+        _show("all ranks are on one host: there is no network to measure")
+        return
+    found = measured_model()
+    defaults = Model()
+    rows = [[name, _figure_text(getattr(found, name)), _figure_text(getattr(defaults, name))]
+            for name in Model.names()]  # fmt: skip
+    _table(["figure", "measured", "default"], rows)
+    _show("")
+    sizes = options.bytes or MODEL_SIZES
+    predictions = compared_algorithms(found, sizes, options.calls or 5)
+    rows = [
+        [_size_text(size), *(f"{_time_text(p)} ({_time_text(m)})" for p, m in times), chosen]
+        for size, times, chosen in predictions
+    ]
+    _table([f"{hosts} hosts: model (measured)", *COSTS, "chosen"], rows)
+    if hvd.rank() == 0:
+        path = options.output or usual_path()
+        save(path, found, {"hosts": hosts, "ranks": hvd.size()})
+        _show(f"\nwritten to {path}: HVDLITE_NETWORK_MODEL names another file")
 
 
 # -- what they share
@@ -259,6 +297,13 @@ def _size_text(nbytes: int) -> str:
     factor, unit = next((f, u) for f, u in ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
                         if nbytes >= f)  # fmt: skip
     return f"{nbytes / factor:.4g} {unit}"
+
+
+def _figure_text(seconds: float) -> str:
+    """Return a figure of the model as text: a time, or a rate if it is the time of a byte."""
+    if 0 < seconds < 1e-7:
+        return f"{1e-9 / seconds:.3g} GB/s"
+    return _time_text(seconds)
 
 
 def _time_text(seconds: float) -> str:

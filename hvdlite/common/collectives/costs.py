@@ -27,7 +27,6 @@ class Model:
     """The figures of a cluster, in seconds."""
 
     message: float = 150e-6  # a small message, from a rank to one of another host
-    handling: float = 40e-6  # what each message costs its sender and its receiver together
     byte: float = 1 / 1.15e9  # a byte over a host's link, to a host that is near
     far_byte: float = 1.25 / 1.15e9  # the same while all hosts send to those half way around
     reduced_byte: float = 1 / 4e9  # to add a byte that has come; a rank
@@ -82,10 +81,9 @@ def halving_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: 
 def trees_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
     """Return the cost of two trees: each host sends, and receives, all bytes up and down."""
     rounds = 2 * tree_depth(hosts)
-    sent = 2 * nbytes if hosts > 3 else nbytes * 4 / 3 if hosts > 2 else nbytes
+    sent = 2 * nbytes if hosts > 3 else nbytes * 3 / 2 if hosts > 2 else nbytes
     work = _scheduled_work(model, nbytes / slices, nbytes / slices)
-    cost = _cost(model, rounds, sent * model.byte, work, 2 * tensors)
-    return cost
+    return _cost(model, rounds, sent * model.byte, work, 2 * tensors)
 
 
 def two_level_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:

@@ -86,6 +86,7 @@ from hvdlite.common.plain.messages import (
     NO_BIT,
     Departed,
     Eviction,
+    Figures,
     Order,
     Report,
     Request,
@@ -121,7 +122,7 @@ class Coordinator:
         self._ready: list[Response] = []
         self._evictions: list[Eviction] = []
         self._departures: list[Departed] = []
-        self._retunes: list[Retune] = []
+        self._retunes: list[Retune | Figures] = []
         # The (process set id, bit) that members know: later segments name only the bit.
         self._announced: set[tuple[int, int]] = set()
         # The segments of answers that were cut before, by the ids of these, which are kept. Only
@@ -170,6 +171,10 @@ class Coordinator:
             for bit in state.cache.overflow():
                 self._evict(state, bit)
         self._retunes.append(retune)
+
+    def announce(self, figures: Figures) -> None:
+        """Order all ranks to choose algorithms by these figures."""
+        self._retunes.append(figures)
 
     def pop_orders(self) -> tuple[Order, ...]:
         """Return what all ranks execute next, in this sequence; each order is returned once."""

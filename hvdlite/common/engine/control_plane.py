@@ -27,6 +27,7 @@ from hvdlite.common.plain.messages import (
     ClockReply,
     Depart,
     Departed,
+    Figures,
     Message,
     Order,
     Orders,
@@ -144,6 +145,11 @@ class ControlPlane:
         """Order all ranks to use these settings. Rank 0 only."""
         assert self._coordinator is not None
         self._coordinator.retune(retune)
+
+    def announce(self, figures: Figures) -> None:
+        """Order all ranks to choose algorithms by these figures. Rank 0 only."""
+        assert self._coordinator is not None
+        self._coordinator.announce(figures)
 
     def pass_on(self) -> None:
         """Send what the coordinator or the aggregator of this rank has decided."""

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
-from hvdlite.common.collectives.backend_choice import build_backends
+from hvdlite.common.collectives.backend_choice import Backends, build_backends
+from hvdlite.common.collectives.costs import Model
+from hvdlite.common.collectives.model_file import chosen_model
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
 from hvdlite.common.engine.control_plane import ControlPlane
@@ -26,7 +28,7 @@ from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry, Observer
-from hvdlite.common.plain.messages import Eviction, Order, Response, Retune, Segment
+from hvdlite.common.plain.messages import Eviction, Figures, Order, Response, Retune, Segment
 from hvdlite.common.plain.process_set_table import ProcessSetTable, unflatten
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
@@ -73,6 +75,10 @@ class Engine:
             transport, config, timeline, self._memory, self.process_sets, clock
         )
         self._backends = build_backends(transport, config)
+        if self.rank == ROOT and len(self.topology.hosts) > 2:
+            model = chosen_model(config.network_model)
+            if model != Model():
+                self._control_plane.announce(Figures(model.values))
         self._executor = Executor(self.rank, self.topology, self._backends, timeline)
         self._autotuning: Autotuning | None = None
         if config.autotune and self.rank == ROOT and self.topology.size > 1:
@@ -104,6 +110,11 @@ class Engine:
                 entry.enqueued = now
         self._pending.add(entries)
         self._inbox.put(entries)
+
+    @property
+    def backends(self) -> Backends:
+        """The backends that run collectives. Only the engine thread may run one."""
+        return self._backends
 
     @property
     def clock_offset_seconds(self) -> float:
@@ -262,6 +273,8 @@ class Engine:
                 self._control_plane.report(self._memory.reports(unanswered))
         elif isinstance(order, Retune):
             self._retune(order)
+        elif isinstance(order, Figures):
+            self._backends.choice.set_model(Model(*order.values))
         elif order.rank == self.rank:
             log.debug("rank %d takes part in nothing any more", self.rank)
             self._pending.close(HorovodInternalError(SHUT_DOWN))

@@ -207,6 +207,12 @@ class Config:
         "halving or two_level (these between hosts), or mpi.",
         flag="--allreduce", yaml="params.allreduce", alias=False,
     )  # fmt: skip
+    network_model: str = setting(
+        "auto", "NETWORK_MODEL", str,
+        "What the choice of allreduce between hosts goes by: a file that python -m hvdlite.bench "
+        "has written, of rank 0; auto (the one in ~/.config/hvdlite if there is one), or default.",
+        flag="--network-model", yaml="params.network_model", alias=False,
+    )  # fmt: skip
     data_plane: str = setting(
         "auto", "DATA_PLANE", choice(*DATA_PLANES),
         "How the other collectives move bytes: auto, shm, ring or mpi.",

@@ -87,7 +87,13 @@ class Retune(NamedTuple):
     piece_bytes: int  # The bytes that rings between hosts send at a time.
 
 
-Order: TypeAlias = Segment | Eviction | Departed | Retune
+class Figures(NamedTuple):
+    """The order to choose algorithms by these figures of the network, which rank 0 has."""
+
+    values: tuple[float, ...]  # In the order of `costs.Model`.
+
+
+Order: TypeAlias = Segment | Eviction | Departed | Retune | Figures
 
 
 class Report(NamedTuple):
@@ -165,7 +171,7 @@ _MESSAGES: tuple[type, ...] = (
     ClockQuery,
     ClockReply,
 )
-_ORDERS: tuple[type, ...] = (Segment, Eviction, Departed, Retune)
+_ORDERS: tuple[type, ...] = (Segment, Eviction, Departed, Retune, Figures)
 _KIND = {kind: number for number, kind in enumerate(_MESSAGES)}
 _ORDER_KIND = {kind: number for number, kind in enumerate(_ORDERS)}
 
@@ -263,6 +269,12 @@ def _duration(value: Any) -> float:
     return float(value)
 
 
+def _durations(value: Any) -> tuple[float, ...]:
+    if type(value) is not tuple:
+        raise ValueError(f"{value!r} where durations were expected")
+    return tuple(map(_duration, value))
+
+
 def _plane(value: Any) -> str:
     if value not in PLANES:
         raise ValueError(f"{value!r} where one of {', '.join(PLANES)} was expected")
@@ -289,6 +301,7 @@ _FIELDS: dict[type, tuple[Any, ...]] = {
     Eviction: (_natural, _natural),
     Departed: (_natural,),
     Retune: (_natural, _duration, _natural, _plane, _piece),
+    Figures: (_durations,),
     Abort: (_integer, _text),
     Depart: (_natural,),
     StackQuery: (_naturals,),
