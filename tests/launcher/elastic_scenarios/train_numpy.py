@@ -125,7 +125,7 @@ def say_what_is_held() -> None:
             files += not os.readlink(path).startswith("socket:")
     world = worlds.current_world()
     assert world is not None
-    layout = [world.rank, *(host for _, host in world.members)]
+    layout = [world.rank, *(host for _, host in world.members), *world.behind]
     faults.say(held=[threading.active_count(), files], layout=layout)
 
 
