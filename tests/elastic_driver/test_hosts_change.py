@@ -222,6 +222,19 @@ def test_a_newcomer_on_a_host_that_is_removed_ends() -> None:
 # -- discovery
 
 
+def test_the_wait_for_the_first_world_says_what_discovery_shows() -> None:
+    job = Simulation(num_proc=3)
+    wanted = "the next world waits for slots: {} slots missing ({} of 3 are there), discovery {}"
+    job.wait(11)
+    assert job.lines == [wanted.format(3, 0, "has not answered yet")]
+    job.discover({})
+    job.wait(10)
+    assert job.lines[1:] == [wanted.format(3, 0, "shows no host")]
+    job.discover({"a": 1})
+    job.wait(10)
+    assert job.lines[2:] == [wanted.format(2, 1, "shows a:1")]
+
+
 def test_a_first_discovery_that_fails_is_fatal() -> None:
     job = Simulation(num_proc=1)
     job.event("discovery_failed", "exit code 3")
@@ -247,7 +260,8 @@ def test_the_first_start_waits_for_enough_slots() -> None:
     job = Simulation({"a": 1}, num_proc=3, min_np=1, elastic_timeout=30)
     job.wait(10)
     assert job.agents == set()
-    assert job.lines == ["the next world waits for slots: 2 slots missing (1 of 3 are there)"]
+    missing = "2 slots missing (1 of 3 are there), discovery shows a:1"
+    assert job.lines == [f"the next world waits for slots: {missing}"]
     job.discover({"a": 1, "b": 3})
     assert job.hosts == "abbb"
 

@@ -3,7 +3,7 @@
 A rank that ends by an exception shuts hvdlite down on its way out; the others then fail too, and
 may be gone before it. So the rank says at once, through the launcher's named pipe or its own
 standard error, that it raised. A victim's traceback says nothing that the culprit's does not, so
-a victim prints one line.
+a victim prints one line. Ctrl-C is one line of the launcher's in an elastic job.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hvdlite.common.base.errors import DEPARTED, HorovodInternalError
 
 # "<token> <rank> <path>": the launcher's named pipe, or "-" for standard error (on other hosts).
 EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"
+WORKER_VARIABLE = "HVDLITE_WORKER"  # Set in elastic jobs alone.
 STANDARD_ERROR = "-"
 LOG_LEVELS = ("HVDLITE_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
 LONGEST_TEXT = 600  # A line of so many characters is written to a pipe as a whole, or not at all.
@@ -38,10 +39,12 @@ def report_uncaught() -> None:
             previous(kind, error, traceback)
             return
         report(error)
-        if _is_victim(error) and previous is sys.__excepthook__ and not _debugging():
-            print(_one_line(error), file=sys.stderr, flush=True)
-        else:
+        if previous is not sys.__excepthook__ or _debugging():
             previous(kind, error, traceback)
+        elif _is_victim(error):
+            print(_one_line(error), file=sys.stderr, flush=True)
+        elif not (isinstance(error, KeyboardInterrupt) and WORKER_VARIABLE in os.environ):
+            previous(kind, error, traceback)  # The launcher says that it was interrupted.
 
     hook.reports_to_launcher = True  # type: ignore[attr-defined]
     sys.excepthook = hook

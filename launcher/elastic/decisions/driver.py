@@ -25,6 +25,11 @@ GATHER_SECONDS = 1.0
 
 RESET_LIMIT_EXCEEDED = "the number of resets exceeded limit {0}"
 NO_PREVIOUS_HOSTS = "No hosts from previous set remaining"
+NOT_ELASTIC_SCRIPT = (
+    ". The others ended by this loss, as the script does not go on after one. Remedy: put its "
+    "training loop into a function with @hvd.elastic.run (docs/elastic.md); without it, --min-np "
+    "has no use"
+)
 NO_STATE = "nobody holds the last commit (number {0}) any more, so the job cannot go on"
 
 
@@ -190,8 +195,8 @@ class Driver:
         self._advance(now)
 
     def stop(self, code: int, sentence: str, now: float) -> None:
-        """End the job from outside, after Ctrl-C for example."""
-        self._finish(code, sentence)
+        """End the job from outside, after Ctrl-C for example; who does that says why."""
+        self._finish(code, sentence, told="")
 
     def _return(self, worker: Worker) -> None:
         worker.stage = Stage.RETURNED
@@ -350,7 +355,8 @@ class Driver:
             return
         if self._losses.members():
             text = f"no rank of world {succession.world.epoch} is left: {self._losses.text}"
-            self._finish(self._losses.code, text)
+            remedy = NOT_ELASTIC_SCRIPT if self._losses.not_handled() else ""
+            self._finish(self._losses.code, text + remedy)
         elif any(self._roster[each].stage is Stage.RETURNED for each in succession.members):
             self._succeed()
         else:
@@ -383,10 +389,14 @@ class Driver:
     def _succeed(self) -> None:
         self._finish(0, "", self._succession.results())
 
-    def _finish(self, code: int, sentence: str, results: tuple[int, ...] = ()) -> None:
+    def _finish(
+        self, code: int, sentence: str, results: tuple[int, ...] = (), told: str | None = None
+    ) -> None:
+        """End the job. Workers print what they are `told`; by default that is the sentence."""
         numbers = tuple(each.number for each in self._roster.living() if each.greeted)
         if numbers:
-            self._order(Tell(numbers, ["end", code, sentence or "the job has ended"]))
+            words = (sentence or "the job has ended") if told is None else told
+            self._order(Tell(numbers, ["end", code, words]))
         self._order(Finish(code, sentence, results))
         self._finished = True
 

@@ -24,10 +24,11 @@ def spans(numbers: Iterable[int]) -> str:
             parts[-1] = [parts[-1][0], number]
         else:
             parts.append([number])
-    return _cut(["-".join(map(str, part)) for part in parts])
+    return cut(["-".join(map(str, part)) for part in parts])
 
 
-def _cut(parts: Sequence[str], separator: str = ", ") -> str:
+def cut(parts: Sequence[str], separator: str = ", ") -> str:
+    """Return a list as text, the end of a long one as a number."""
     more = len(parts) - MOST_PARTS
     return separator.join(parts[:MOST_PARTS]) + (f"{separator}{more} more" if more > 0 else "")
 
@@ -50,11 +51,11 @@ def lost(workers: Sequence[Worker], world: World | None) -> str:
             world.rank(each.number) for each in group if world and each.number in world.members
         ]
         if len(ranks) < 2:
-            names = _cut([name(each, world) for each in group], " and ")
+            names = cut([name(each, world) for each in group], " and ")
         else:
             names = f"ranks {spans(ranks)} (host {host})"
         parts.append(f"{names} {'was' if len(group) == 1 else 'were'} lost: {why}")
-    return _cut(parts, "; ")
+    return cut(parts, "; ")
 
 
 def placed(world: World) -> str:
@@ -62,7 +63,7 @@ def placed(world: World) -> str:
     hosts: dict[str, list[int]] = {}
     for rank, host in enumerate(world.hosts):
         hosts.setdefault(host, []).append(rank)
-    return _cut([f"{host}: {spans(ranks)}" for host, ranks in hosts.items()])
+    return cut([f"{host}: {spans(ranks)}" for host, ranks in hosts.items()])
 
 
 def renumbered(old: World, new: World) -> str:
@@ -81,7 +82,7 @@ def renumbered(old: World, new: World) -> str:
     fresh = [rank for rank, number in enumerate(new.members) if number not in old.members]
     if fresh:
         parts.append(f"{_ranks(fresh)} new")
-    return _cut(parts)
+    return cut(parts)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -121,7 +122,7 @@ def _with_hosts(workers: Sequence[Worker], world: World) -> str:
 
 def names(workers: Sequence[Worker], world: World | None) -> str:
     """Return the names of workers."""
-    return _cut([name(worker, world) for worker in workers])
+    return cut([name(worker, world) for worker in workers])
 
 
 def cause(world: World, reset: Reset, gone: Sequence[Worker], kept: Sequence[Worker]) -> str:

@@ -21,6 +21,7 @@ CLOSED_SECONDS = 5.0
 # frameworks take seconds to end on a busy machine. While nobody waits for it, it has no limit.
 BYE_SECONDS = 30.0
 
+LOSS_ERROR = "HorovodInternalError"  # What a rank raises when it has lost another one.
 STALLED = "it was late for a tensor for longer than HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
 
 
@@ -59,6 +60,11 @@ class Losses:
     def members(self) -> list[Worker]:
         """Return the lost ranks of the last world."""
         return [each for each in self.workers if each.number in self._succession.members]
+
+    def not_handled(self) -> bool:
+        """Return whether ranks ended by the loss of another one, which elastic loops handle."""
+        followed = [each.why.startswith(LOSS_ERROR) for each in self.members()]
+        return any(followed) and not followed[0]
 
     # -- workers
 
@@ -155,8 +161,12 @@ class Losses:
             self.exclude(host, why, now)
         else:
             delay = self._hosts.lose(host, now)
-            line = f"host {host} was lost: {why}; it is tried again in {delay:.0f} s"
-            self._order(Say(line))
+            succession = self._succession
+            if succession.world is None or succession.living_members():
+                again = f"; it is tried again in {delay:.0f} s"
+            else:  # The job ends with its last rank.
+                again = ""
+            self._order(Say(f"host {host} was lost: {why}{again}"))
 
     def skip_late_hosts(self, now: float) -> None:
         """Lose the hosts whose agents have not come in time."""

@@ -139,9 +139,18 @@ class Requirements:
             self._line_at = now + LINE_SECONDS
             say(f"the next world waits for {self._wanted(now)}")
 
+    def _found(self) -> str:
+        """Return what discovery shows, for the first world."""
+        if self._succession.world is not None:
+            return ""
+        if self._hosts.found is None:
+            return ", discovery has not answered yet"
+        hosts = [f"{host}:{slots}" for host, slots in self._hosts.found.items()]
+        return f", discovery shows {lines.cut(hosts) or 'no host'}"
+
     def _wanted(self, now: float) -> str:
         missing = self._missing(now)
-        parts = [f"slots: {self._short(missing)}"] if missing else []
+        parts = [f"slots: {self._short(missing)}{self._found()}"] if missing else []
         if late := self.waited_for(now):
             names = lines.names(late, self._succession.world)
             parts.append(f"workers that have not said ready: {names}")

@@ -51,7 +51,38 @@ def test_a_signal_to_the_launcher_leaves_nothing(tmp_path: Path, number: int, co
         job.wait_for_nothing(4.0)
         assert time.monotonic() - begin < 6
     if number != signal.SIGKILL:
-        assert job.watch.err[-1] == f"hvdlite-run: ended by {signal.Signals(number).name}"
+        first, *others = job.watch.err
+        assert first.startswith("hvdlite-run: world 1 has 2 ranks")
+        assert others == [f"hvdlite-run: ended by {signal.Signals(number).name}"]
+
+
+@pytest.mark.parametrize("elastic_loop", [False, True])
+def test_a_script_without_an_elastic_loop_is_told_its_remedy(elastic_loop: bool) -> None:
+    script = (
+        "import os, numpy as np, hvdlite.numpy as hvd; hvd.init()\n"
+        "def train(state=None):\n"
+        "    while True:\n"
+        "        if hvd.rank() == 1: os.kill(os.getpid(), 9)\n"
+        "        hvd.allreduce(np.ones(1), name='x')\n"
+        "        if hvd.size() == 1: return\n"
+    )
+    script += "hvd.elastic.run(train)(hvd.elastic.NumpyState())" if elastic_loop else "train()"
+    done = launch("-np", "2", "--min-np", "1", "python", "-c", script)
+    last = done.stderr.splitlines()[-1]
+    assert ("Remedy: put its training loop into a function with @hvd.elastic.run" in last) == (
+        not elastic_loop
+    )
+    assert (done.returncode == 0) == elastic_loop, done.stderr
+
+
+def test_the_only_agent_that_is_killed_is_not_said_to_be_tried_again(tmp_path: Path) -> None:
+    with elastic(tmp_path, "-np", "2", "--min-np", "1", "-H", "localhost:2") as job:
+        agent = Path(f"/proc/{job.watch.world(2)[0].pid}/stat").read_text()
+        os.kill(int(agent.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        assert job.watch.finish() != 0
+    lost = job.watch.line("host localhost was lost")
+    assert "SIGKILL" in lost and "tried again" not in lost
+    assert "no rank of world 1 is left" in job.watch.err[-1]
 
 
 @pytest.mark.parametrize(
@@ -113,12 +144,13 @@ def test_the_variables_tell_a_worker_its_place() -> None:
         "print(*(os.environ.get(k) for k in ('HVDLITE_ELASTIC_ADMIT', 'HVDLITE_RENDEZVOUS', "
         "'NCCL_SOCKET_IFNAME')))"
     )
-    words = ("--as-horovod", "-np", "1", "--min-np", "1", "-H", "localhost:1", "--network-interface", "lo")
+    words = ("--as-horovod", "-np", "1", "--min-np", "1", "-H", "localhost:1")
+    words += ("--network-interface", "lo")
     done = launch(*words, "python", "-c", script, HOROVOD_RANK="7", HVDLITE_WORKER="9")
     known = {
         "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "CROSS_RANK": "0", "CROSS_SIZE": "1",
-        "ELASTIC": "1", "GLOO_IFACE": "lo", "HOSTNAME": "localhost", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "RANK": "0",
-        "SIZE": "1",
+        "ELASTIC": "1", "GLOO_IFACE": "lo", "HOSTNAME": "localhost", "LOCAL_RANK": "0",
+        "LOCAL_SIZE": "1", "RANK": "0", "SIZE": "1",
     }  # fmt: skip
     expected = {f"HOROVOD_{name}": text for name, text in known.items()}
     assert done.stdout.splitlines() == [f"[0]<stdout>:{expected}", "[0]<stdout>:wait None lo"]
