@@ -6,30 +6,22 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
 from hvdlite.launcher.elastic.decisions import lines
 from hvdlite.launcher.elastic.decisions.commands import Command, Finish, Say, Tell
 from hvdlite.launcher.elastic.decisions.cooldowns import Cooldowns
 from hvdlite.launcher.elastic.decisions.failures import RESETS_AFTER_EXCEPTIONS, Failures
+from hvdlite.launcher.elastic.decisions.host_changes import HostChanges
 from hvdlite.launcher.elastic.decisions.hosts import Hosts
 from hvdlite.launcher.elastic.decisions.losses import Losses
-from hvdlite.launcher.elastic.decisions.plan import WAIT, ElasticPlan
+from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
 from hvdlite.launcher.elastic.decisions.requirements import Requirements
 from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
 from hvdlite.launcher.elastic.decisions.staffing import Staffing
 from hvdlite.launcher.elastic.decisions.succession import Succession
+from hvdlite.launcher.elastic.decisions.verdict import NO_PREVIOUS_HOSTS, Verdict
 from hvdlite.launcher.elastic.decisions.worlds import NoStateError
 
-# How long newcomers that are ready wait for others that have been started.
-GATHER_SECONDS = 1.0
-
 RESET_LIMIT_EXCEEDED = "the number of resets exceeded limit {0}"
-NO_PREVIOUS_HOSTS = "No hosts from previous set remaining"
-NOT_ELASTIC_SCRIPT = (
-    ". The others ended by this loss, as the script does not go on after one. Remedy: put its "
-    "training loop into a function with @hvd.elastic.run (docs/elastic.md); without it, --min-np "
-    "has no use"
-)
 NO_STATE = "nobody holds the last commit (number {0}) any more, so the job cannot go on"
 
 
@@ -55,9 +47,8 @@ class Driver:
         parts = (plan, self._hosts, self._roster, self._staffing, self._succession)
         self._losses = Losses(*parts, self._failures, order)
         self._requirements = Requirements(*parts)
-        self._planned: dict[str, int] = {}  # The assignment that the ranks know of.
-        self._awaited = False  # Hosts were added, and all ranks are to wait for their workers.
-        self._ready_since: float | None = None  # When the first newcomer was ready.
+        self._verdict = Verdict(*parts, self._losses)
+        self._changes = HostChanges(plan, self._roster, self._staffing, self._succession)
         self._discovery_error = ""
 
     # -- commands
@@ -78,11 +69,10 @@ class Driver:
             self._hosts.next_change(now),
             self._staffing.next_time(now),
             self._losses.next_time(),
+            self._changes.next_time(),
             reset.regroup_at if reset else None,
             *self._requirements.times(now),
         ]
-        if self._ready_since is not None:
-            times.append(self._ready_since + GATHER_SECONDS)
         return min((at for at in times if at is not None and at > now), default=None)
 
     # -- events
@@ -215,7 +205,7 @@ class Driver:
             self._losses.skip_late_hosts,
             self._losses.give_up_closed,
             self._requirements.start_first,
-            self._tell_of_hosts,
+            self._changes.tell,
             self._dismiss_newcomers,
             self._fill,
             self._end_reset_beyond_limit,
@@ -228,17 +218,6 @@ class Driver:
         ):
             if not self._finished:
                 step(now)
-
-    def _tell_of_hosts(self, now: float) -> None:
-        """Tell the ranks when the assignment changes because of hosts, and not of failures."""
-        if not self._succession.members or self._succession.reset is not None:
-            return
-        planned = self._staffing.planned_hosts(now)
-        kind = compare_hosts(self._planned, planned)
-        if kind:
-            self._planned = planned
-            self._awaited |= bool(kind & HostUpdateResult.added)
-            self._succession.tell_seen(kind)
 
     def _dismiss_newcomers(self, now: float) -> None:
         for worker in self._staffing.unwanted(now):
@@ -293,8 +272,7 @@ class Driver:
         self._dismiss(leaving, now)
         self._losses.workers = []
         requirements.meet()
-        self._awaited, self._ready_since = False, None
-        self._planned = self._staffing.planned_hosts(now)
+        self._changes.note_world(now)
 
     def _judge(self, now: float) -> bool:
         """Give up what fails again and again; return whether the next world may begin."""
@@ -309,74 +287,20 @@ class Driver:
 
     def _interrupt(self, now: float) -> None:
         """Let the ranks stop at a commit if the next world would have other members."""
-        succession = self._succession
-        if succession.world is None or succession.reset is not None:
-            return
-        kind = HostUpdateResult.no_update
-        if self._staffing.unwanted(now):
-            kind |= HostUpdateResult.removed
-        if self._growth_due(now):
-            kind |= HostUpdateResult.added
-        if not kind:
-            return
-        # What takes the place of a failed worker belongs to the reset after the failure.
-        fresh = [each for each in succession.newcomers() if not each.replaces]
-        if kind & HostUpdateResult.removed or fresh or self._awaited:
-            succession.resets += 1
+        kind = self._changes.wanted(now)
+        if kind and self._changes.counts(kind):
+            self._succession.resets += 1
             self._end_reset_beyond_limit(now)
-        if not self._finished:
-            succession.interrupt(kind, now)
-
-    def _growth_due(self, now: float) -> bool:
-        """Return whether newcomers are to be taken in now. A job that ends takes in nobody."""
-        members = self._succession.members
-        if any(self._roster[number].stage is Stage.RETURNED for number in members):
-            return False
-        newcomers = self._succession.newcomers()
-        if self._awaited and self.plan.admit == WAIT:
-            return bool(newcomers or self._staffing.vacancies(now))
-        if not any(each.ready for each in newcomers):
-            self._ready_since = None
-            return False
-        if self._ready_since is None:
-            self._ready_since = now
-        all_ready = all(each.ready for each in newcomers)
-        return all_ready or now >= self._ready_since + GATHER_SECONDS
+        if kind and not self._finished:
+            self._succession.interrupt(kind, now)
 
     # -- the end
 
     def _finish_if_over(self, now: float) -> None:
         """End the job when no rank lives any more."""
-        succession = self._succession
-        if succession.world is None:
-            self._finish_if_never_begun(now)
-            return
-        if succession.living_members():
-            return
-        if self._losses.members():
-            text = f"no rank of world {succession.world.epoch} is left: {self._losses.text}"
-            remedy = NOT_ELASTIC_SCRIPT if self._losses.not_handled() else ""
-            self._finish(self._losses.code, text + remedy)
-        elif any(self._roster[each].stage is Stage.RETURNED for each in succession.members):
-            self._succeed()
-        else:
-            self._fail(NO_PREVIOUS_HOSTS)
-
-    def _finish_if_never_begun(self, now: float) -> None:
-        """End the job when its first workers have all ended, or can start nowhere."""
-        first = [each for each in self._roster.ever() if not each.replaces]
-        if self._roster.living():
-            if len(first) >= self.plan.num_proc and all(each.stage is Stage.LOST for each in first):
-                self._fail_start()
-            return
-        hosts = self._hosts.found or {}
-        if self._losses.workers and not any(self._hosts.may_return(host, now) for host in hosts):
-            self._fail_start()
-        elif self._succession.kept() and not self._staffing.vacancies(now):
-            self._fail_start() if self._losses.workers else self._succeed()
-
-    def _fail_start(self) -> None:
-        self._finish(self._losses.code, f"the job could not start: {self._losses.text}")
+        end = self._verdict.reach(now)
+        if end is not None:
+            self._finish(end.code, end.sentence, end.results)
 
     def _fail(self, sentence: str) -> None:
         self._finish(1, sentence)
@@ -385,9 +309,6 @@ class Driver:
         """Add a command; nothing comes after the end of the job."""
         if not self._finished:
             self._commands.append(command)
-
-    def _succeed(self) -> None:
-        self._finish(0, "", self._succession.results())
 
     def _finish(
         self, code: int, sentence: str, results: tuple[int, ...] = (), told: str | None = None

@@ -1,0 +1,82 @@
+"""What ranks are told when hosts come and go, and when this leads to another world."""
+
+from __future__ import annotations
+
+from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
+from hvdlite.launcher.elastic.decisions.plan import WAIT, ElasticPlan
+from hvdlite.launcher.elastic.decisions.roster import Roster, Stage
+from hvdlite.launcher.elastic.decisions.staffing import Staffing
+from hvdlite.launcher.elastic.decisions.succession import Succession
+
+# How long newcomers that are ready wait for others that have been started.
+GATHER_SECONDS = 1.0
+
+
+class HostChanges:
+    """The changes of hosts since the last world."""
+
+    def __init__(
+        self, plan: ElasticPlan, roster: Roster, staffing: Staffing, succession: Succession
+    ) -> None:
+        self._plan = plan
+        self._roster = roster
+        self._staffing = staffing
+        self._succession = succession
+        self._planned: dict[str, int] = {}  # The assignment that the ranks know of.
+        self._awaited = False  # Hosts were added, and all ranks are to wait for their workers.
+        self._ready_since: float | None = None  # When the first newcomer was ready.
+
+    def tell(self, now: float) -> None:
+        """Tell the ranks when the assignment changes because of hosts, and not of failures."""
+        if not self._succession.members or self._succession.reset is not None:
+            return
+        planned = self._staffing.planned_hosts(now)
+        kind = compare_hosts(self._planned, planned)
+        if kind:
+            self._planned = planned
+            self._awaited |= bool(kind & HostUpdateResult.added)
+            self._succession.tell_seen(kind)
+
+    def note_world(self, now: float) -> None:
+        """Note that a new world has all that is there."""
+        self._awaited, self._ready_since = False, None
+        self._planned = self._staffing.planned_hosts(now)
+
+    def wanted(self, now: float) -> HostUpdateResult:
+        """Return how the next world would differ, if it is time to stop at a commit for it."""
+        kind = HostUpdateResult.no_update
+        if self._succession.world is None or self._succession.reset is not None:
+            return kind
+        if self._staffing.unwanted(now):
+            kind |= HostUpdateResult.removed
+        if self._growth_due(now):
+            kind |= HostUpdateResult.added
+        return kind
+
+    def counts(self, kind: HostUpdateResult) -> bool:
+        """Return whether a reset for this counts.
+
+        What takes the place of a failed worker belongs to the reset after the failure.
+        """
+        fresh = [each for each in self._succession.newcomers() if not each.replaces]
+        return bool(kind & HostUpdateResult.removed or fresh or self._awaited)
+
+    def _growth_due(self, now: float) -> bool:
+        """Return whether newcomers are to be taken in now. A job that ends takes in nobody."""
+        members = self._succession.members
+        if any(self._roster[number].stage is Stage.RETURNED for number in members):
+            return False
+        newcomers = self._succession.newcomers()
+        if self._awaited and self._plan.admit == WAIT:
+            return bool(newcomers or self._staffing.vacancies(now))
+        if not any(each.ready for each in newcomers):
+            self._ready_since = None
+            return False
+        if self._ready_since is None:
+            self._ready_since = now
+        all_ready = all(each.ready for each in newcomers)
+        return all_ready or now >= self._ready_since + GATHER_SECONDS
+
+    def next_time(self) -> float | None:
+        """Return until when newcomers that are ready wait for others."""
+        return None if self._ready_since is None else self._ready_since + GATHER_SECONDS

@@ -1,0 +1,72 @@
+"""How a job ends that has no rank any more."""
+
+from __future__ import annotations
+
+from hvdlite.launcher.elastic.decisions.commands import Finish
+from hvdlite.launcher.elastic.decisions.hosts import Hosts
+from hvdlite.launcher.elastic.decisions.losses import Losses
+from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.elastic.decisions.roster import Roster, Stage
+from hvdlite.launcher.elastic.decisions.staffing import Staffing
+from hvdlite.launcher.elastic.decisions.succession import Succession
+
+NO_PREVIOUS_HOSTS = "No hosts from previous set remaining"
+NOT_ELASTIC_SCRIPT = (
+    "The others ended by this loss, as the script does not go on after one. Remedy: put its "
+    "training loop into a function with @hvd.elastic.run (docs/elastic.md); without it, --min-np "
+    "has no use"
+)
+
+
+class Verdict:
+    """Judges a job by what has become of its ranks, or of the workers that should be the first."""
+
+    def __init__(
+        self,
+        plan: ElasticPlan,
+        hosts: Hosts,
+        roster: Roster,
+        staffing: Staffing,
+        succession: Succession,
+        losses: Losses,
+    ) -> None:
+        self._plan = plan
+        self._hosts = hosts
+        self._roster = roster
+        self._staffing = staffing
+        self._succession = succession
+        self._losses = losses
+
+    def reach(self, now: float) -> Finish | None:
+        """Return how the job ends, or None while a rank lives or may still come."""
+        succession = self._succession
+        if succession.world is None:
+            return self._before_the_first_world(now)
+        if succession.living_members():
+            return None
+        if self._losses.members():
+            text = f"no rank of world {succession.world.epoch} is left: {self._losses.text}"
+            remedy = f". {NOT_ELASTIC_SCRIPT}" if self._losses.not_handled() else ""
+            return Finish(self._losses.code, text + remedy, ())
+        if any(self._roster[each].stage is Stage.RETURNED for each in succession.members):
+            return self._success()
+        return Finish(1, NO_PREVIOUS_HOSTS, ())
+
+    def _before_the_first_world(self, now: float) -> Finish | None:
+        """End the job when its first workers have all ended, or can start nowhere."""
+        first = [each for each in self._roster.ever() if not each.replaces]
+        if self._roster.living():
+            all_lost = all(each.stage is Stage.LOST for each in first)
+            return self._no_start() if len(first) >= self._plan.num_proc and all_lost else None
+        hosts = self._hosts.found or {}
+        if self._losses.workers and not any(self._hosts.may_return(host, now) for host in hosts):
+            return self._no_start()
+        if self._succession.kept() and not self._staffing.vacancies(now):
+            return self._no_start() if self._losses.workers else self._success()
+        return None
+
+    def _no_start(self) -> Finish:
+        return Finish(self._losses.code, f"the job could not start: {self._losses.text}", ())
+
+    def _success(self) -> Finish:
+        return Finish(0, "", self._succession.results())
