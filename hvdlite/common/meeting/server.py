@@ -1,9 +1,6 @@
 """The server of a meeting: it answers each round when all of its ranks have given their body.
 
-The server is driven by events and starts no thread: whoever has one waits until `fileno` is
-readable, by a selector of its own, and calls `handle`, which never blocks. A connection is a
-stranger's until its claim is proven; strangers are dropped when they are silent, and when there are
-too many of them. A rank that is refused is told why, and the others go on.
+Strangers connect, too: see doorway.py. A rank that is refused is told why, and the others go on.
 """
 
 from __future__ import annotations
@@ -22,16 +19,16 @@ from hvdlite.common.meeting import wire
 from hvdlite.common.meeting.address import EXHAUSTED
 from hvdlite.common.meeting.admission import Admission
 from hvdlite.common.meeting.connection import Connection
+from hvdlite.common.meeting.doorway import SILENCE_SECONDS, Doorway
 from hvdlite.common.meeting.patience import Presence
 from hvdlite.common.meeting.rounds import Gathered, Guest, Key, Rounds, Withdrawn
 
-SILENCE_SECONDS = 5.0  # A stranger that has not proven its claim after this time is dropped.
 NOTES = 8  # The most refusals that are remembered for those who wait.
 
 log = logging.getLogger("hvdlite")
 
 
-class MeetingServer:
+class MeetingServer(Doorway):
     """The server of `ranks`, which are all of a job of `size` ranks, or those of one host.
 
     When all of `ranks` have given their body to a round, ``gathered(key, {rank: body})`` is called,
@@ -56,26 +53,15 @@ class MeetingServer:
     ) -> None:
         if gathered is None and sorted(ranks) != list(range(size)):
             raise ValueError("a server of some of the ranks needs `gathered`")
+        super().__init__(listener, 2 * len(ranks) + 64)
         self._rounds = rounds = Rounds(ranks, size, gathered, withdrawn)
         self._admission = Admission(rounds.ranks, size, secret, job, rounds.guests)
         # Refusals, the latest last, for those who wait for the rank that was refused.
         self._notes: deque[str] = deque(maxlen=NOTES)
-        self._connections: dict[int, Connection] = {}
-        self._strangers: deque[Connection] = deque()  # In the order of their arrival.
-        self._most_strangers = 2 * len(ranks) + 64
-        self._listener = listener
-        listener.setblocking(False)
         # Whether connections wait that could not be accepted, and whether that was logged.
         self._accept_later = self._full_is_logged = False
-        self._epoll = select.epoll()
-        # By the edge: a connection that cannot be accepted wakes the server once, not all the time.
-        self._epoll.register(listener, select.EPOLLIN | select.EPOLLET)
 
     # -- for whoever drives the server
-
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when `handle` has something to do."""
-        return self._epoll.fileno()
 
     def handle(self) -> None:
         """Do all that can be done without waiting."""
@@ -89,9 +75,7 @@ class MeetingServer:
                 self._serve(connection, event)
             elif descriptor == self._listener.fileno():
                 self._accept_later = True
-        oldest = time.monotonic() - SILENCE_SECONDS
-        while self._strangers and self._strangers[0].accepted_at < oldest:
-            self._close(self._strangers.popleft())
+        self._close_silent_strangers()
         if self._accept_later:
             self._accept_later = not self._accept_all()
 
@@ -166,22 +150,13 @@ class MeetingServer:
             self._epoll.unregister(self._listener)
         self._listener.close()
         while self._strangers:  # They are for whoever listens here next.
-            self._close(self._strangers.popleft())
+            self._close(self._strangers[0])
         end = time.monotonic() + drain_seconds
         while self._rounds.guests and (left := end - time.monotonic()) > 0:
             if not any(isinstance(guest, Connection) for guest in self._rounds.guests.values()):
                 break
             self.wait(left)
-        for connection in list(self._connections.values()):
-            self._close(connection)
-        self._epoll.close()
-
-    def after_fork_in_child(self) -> None:
-        """Close this process's copies of all descriptors."""
-        self._epoll.close()
-        self._listener.close()
-        for connection in self._connections.values():
-            connection.after_fork_in_child()
+        self._close_all()
 
     # -- connections
 
@@ -189,7 +164,7 @@ class MeetingServer:
         """Accept all connections that wait; return False where some have to wait on."""
         while self._listener.fileno() >= 0:
             try:
-                accepted, _ = self._listener.accept()
+                self._accept()
             except BlockingIOError:
                 break
             except ConnectionAbortedError:
@@ -198,13 +173,7 @@ class MeetingServer:
                 if error.errno not in EXHAUSTED or not self._strangers:
                     self._log_full(error)
                     return False
-                self._close(self._strangers.popleft())
-                continue
-            connection = Connection(accepted, self._epoll)
-            self._connections[connection.fileno()] = connection
-            self._strangers.append(connection)
-            if len(self._strangers) > self._most_strangers:
-                self._close(self._strangers.popleft())
+                self._close(self._strangers[0])
         return True
 
     def _log_full(self, error: OSError) -> None:
@@ -288,9 +257,8 @@ class MeetingServer:
         known = all(isinstance(each, int) and 0 <= each < self._rounds.size for each in members)
         return not members or (known and rank in members and len(set(members)) == len(members))
 
-    def _close(self, connection: Connection) -> None:
-        with contextlib.suppress(ValueError):
-            self._strangers.remove(connection)
-        if self._connections.pop(connection.fileno(), None) is not None:
-            connection.close()
+    def _close(self, connection: Connection) -> bool:
+        closes = super()._close(connection)
+        if closes:
             self._rounds.leave(connection)
+        return closes

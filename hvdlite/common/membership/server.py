@@ -1,30 +1,25 @@
 """The driver's side of the connections to the workers of an elastic job.
 
-The server is driven by events and starts no thread: whoever has one waits until `fileno` is
-readable, by a selector of its own, and calls `handle`, which never blocks. A connection is a
-stranger's until its claim is proven; strangers are dropped when they are silent, and when there are
-too many of them.
+Strangers connect, too: see meeting/doorway.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.meeting import wire
 from hvdlite.common.meeting.connection import Connection
+from hvdlite.common.meeting.doorway import Doorway
 from hvdlite.common.meeting.handshake import CONNECTS, proves
 from hvdlite.common.membership import frames
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
 
-SILENCE_SECONDS = 5.0  # A stranger that has not proven its claim after this time is dropped.
 MOST_STRANGERS = 256  # The oldest is dropped when another one comes.
 
 Said = Callable[[int, list[Any]], None]
@@ -33,7 +28,7 @@ Ended = Callable[[int], None]
 log = logging.getLogger("hvdlite")
 
 
-class WorkerServer:
+class WorkerServer(Doorway):
     """The connections of the workers that dial `listener`, which the server closes.
 
     ``said(number, message)`` is called with each message of a worker but its BEATs, and
@@ -50,22 +45,12 @@ class WorkerServer:
         *,
         expects: Callable[[int], bool] = lambda number: True,
     ) -> None:
+        super().__init__(listener, MOST_STRANGERS)
         self._secret, self._said, self._ended, self._expects = secret, said, ended, expects
-        self._connections: dict[int, Connection] = {}  # By descriptor.
-        self._strangers: deque[Connection] = deque()  # In the order of their arrival.
         self._workers: dict[int, Connection] = {}  # By number.
         self._heard_at: dict[int, float] = {}  # By number: when something came last.
-        self._listener = listener
-        listener.setblocking(False)
-        self._epoll = select.epoll()
-        # By the edge: a connection that cannot be accepted wakes the server once, not all the time.
-        self._epoll.register(listener, select.EPOLLIN | select.EPOLLET)
 
     # -- for whoever drives the server
-
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when `handle` has something to do."""
-        return self._epoll.fileno()
 
     def handle(self) -> None:
         """Do all that can be done without waiting."""
@@ -74,9 +59,7 @@ class WorkerServer:
             if connection is not None:
                 self._serve(connection, events)
         self._accept_all()
-        oldest = time.monotonic() - SILENCE_SECONDS
-        while self._strangers and self._strangers[0].accepted_at < oldest:
-            self._close(self._strangers[0])
+        self._close_silent_strangers()
 
     def send(self, number: int, message: Sequence[Any]) -> None:
         """Send a message to a worker; never blocks. Without effect where it is not connected."""
@@ -106,30 +89,16 @@ class WorkerServer:
         """Stop to listen, and close all connections; `ended` is not called."""
         self._listener.close()
         self._workers.clear()
-        for connection in list(self._connections.values()):
-            self._close(connection)
-        self._epoll.close()
-
-    def after_fork_in_child(self) -> None:
-        """Close this process's copies of all descriptors."""
-        self._epoll.close()
-        self._listener.close()
-        for connection in self._connections.values():
-            connection.after_fork_in_child()
+        self._close_all()
 
     # -- connections
 
     def _accept_all(self) -> None:
         while self._listener.fileno() >= 0:
             try:
-                accepted, _ = self._listener.accept()
+                self._accept()
             except OSError:  # There is none, it was reset, or no descriptor is left.
                 return
-            connection = Connection(accepted, self._epoll)
-            self._connections[connection.fileno()] = connection
-            self._strangers.append(connection)
-            if len(self._strangers) > MOST_STRANGERS:
-                self._close(self._strangers[0])
 
     def _serve(self, connection: Connection, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -199,12 +168,10 @@ class WorkerServer:
             return wire.REFUSED, f"worker {claim.rank} was given up, or is of another job"
         return wire.ACCEPTED, ""
 
-    def _close(self, connection: Connection) -> None:
-        if self._connections.pop(connection.fileno(), None) is None:
-            return
-        with contextlib.suppress(ValueError):
-            self._strangers.remove(connection)
-        connection.close()
+    def _close(self, connection: Connection) -> bool:
+        if not super()._close(connection):
+            return False
         if self._workers.get(connection.rank) is connection:
             del self._workers[connection.rank], self._heard_at[connection.rank]
             self._ended(connection.rank)
+        return True

@@ -20,6 +20,7 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, HorovodVersionMismatchError
 from hvdlite.common.meeting import client as client_module
+from hvdlite.common.meeting import doorway as doorway_module
 from hvdlite.common.meeting import handshake, wire
 from hvdlite.common.meeting import server as server_module
 from hvdlite.common.meeting.address import Address, listen
@@ -696,7 +697,8 @@ def proven(rank: int, size: int, frames: bytes, address: Address) -> bytes:
 
 
 def test_strangers_are_dropped_and_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SILENCE_SECONDS", 0.3)
+    for module in (server_module, doorway_module):
+        monkeypatch.setattr(module, "SILENCE_SECONDS", 0.3)
     with serving(2) as (address, _):
         first = at_server(address, 0, 2, SECRET, soon())
         garbage = [
