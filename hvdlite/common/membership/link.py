@@ -11,12 +11,10 @@ import contextlib
 import logging
 import os
 import select
-import socket
 import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,11 +26,11 @@ from hvdlite.common.membership import frames
 from hvdlite.common.membership.checks import Checks
 from hvdlite.common.membership.dial import dial
 from hvdlite.common.membership.exchange import LinkExchange
+from hvdlite.common.membership.frame_socket import FrameSocket
 from hvdlite.common.membership.frames import Newcomer, World
 from hvdlite.common.membership.process_end import ProcessEnd
 
 LINE_SECONDS = 10.0  # The time between two lines of a worker that waits.
-READ_BYTES = 1 << 18
 BYE_SECONDS = 1.0  # How long the last frames may take to be sent.
 
 log = logging.getLogger("hvdlite")
@@ -65,9 +63,8 @@ class DriverLink:
         self._checks = Checks()
         self._end: tuple[int, str] | None = None  # The exit code, and why there is no next world.
         self._closing: bool = False
-        self._outbox: deque[memoryview] = deque()
-        self._frames = wire.Frames(wire.FRAME_BYTES)
-        self._socket = dial(parse_address(address, "HVDLITE_ELASTIC_DRIVER"), number, secret)
+        driver = parse_address(address, "HVDLITE_ELASTIC_DRIVER")
+        self._socket = FrameSocket(dial(driver, number, secret))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Readable while the world that was offered last is over.
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -170,16 +167,8 @@ class DriverLink:
         self._thread.join()
         _links.discard(self)
         self._process_end.cancel()
-        self._say_bye()
+        self._socket.send_last(frames.BYE, seconds=BYE_SECONDS)
         self._close_descriptors()
-
-    def _say_bye(self) -> None:
-        """Send what is left, and that this worker needs the driver no more."""
-        self._outbox.append(memoryview(wire.pack_frame(frames.BYE)))
-        with contextlib.suppress(OSError):  # The driver has gone, or does not read.
-            self._socket.settimeout(BYE_SECONDS)
-            while self._outbox:
-                self._socket.sendall(self._outbox.popleft())
 
     def after_fork_in_child(self) -> None:
         """Close this process's copies of all descriptors: they would hide the end of the parent."""
@@ -213,29 +202,10 @@ class DriverLink:
                 self._end = code, ""  # It is printed once.
             raise SystemExit(code)
 
-    # -- bytes
-
     def _send(self, *message: Any) -> None:
-        """Send a message, or keep it until there is room."""
-        with self._changed:
-            self._outbox.append(memoryview(wire.pack_frame(*message)))
-            if not self._flush():
-                os.eventfd_write(self._wake, 1)
-
-    def _flush(self) -> bool:
-        """Send what fits into the socket; return whether that is all."""
-        with self._changed:
-            try:
-                while self._outbox:
-                    sent = self._socket.send(self._outbox[0], socket.MSG_NOSIGNAL)
-                    self._outbox[0] = self._outbox[0][sent:]
-                    if not self._outbox[0]:
-                        self._outbox.popleft()
-            except BlockingIOError:
-                return False
-            except OSError:  # Reading tells of the end of the connection.
-                self._outbox.clear()
-            return True
+        """Send a message, or let the thread send it when there is room."""
+        if not self._socket.send(*message):
+            os.eventfd_write(self._wake, 1)
 
     # -- the thread
 
@@ -259,7 +229,7 @@ class DriverLink:
         poll.register(self._wake, select.POLLIN)
         beat_at = time.monotonic() + frames.BEAT_SECONDS
         while not self._closing:
-            room = select.POLLOUT if self._outbox else 0
+            room = select.POLLOUT if self._socket.waits else 0
             poll.register(self._socket, select.POLLIN | room)
             ready = poll.poll(max(0.0, beat_at - time.monotonic()) * 1000)
             if not ready:
@@ -270,20 +240,17 @@ class DriverLink:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
                 elif events & select.POLLOUT:
-                    self._flush()
+                    self._socket.flush()
                 if descriptor != self._wake and events & ~select.POLLOUT and not self._read():
                     return True
         return False
 
     def _read(self) -> bool:
         """Handle what has arrived; return whether the connection goes on."""
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except BlockingIOError:
-            return True
-        for message in self._frames.add(data):
+        data = self._socket.read()
+        for message in self._socket.frames.add(data or b""):
             self._obey(message)
-        return bool(data)
+        return data is None or bool(data)
 
     def _obey(self, message: list[Any]) -> None:
         match message:
@@ -320,7 +287,7 @@ class DriverLink:
                 return
             self._epoch, self._offer, self._over, self._bodies = world.epoch, world, None, None
             self._checks = Checks()
-            self._frames.limit = wire.answers(world.size).limit
+            self._socket.frames.limit = wire.answers(world.size).limit
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._interrupt)
             self._changed.notify_all()

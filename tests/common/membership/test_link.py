@@ -225,7 +225,7 @@ def test_beats_come_without_the_script_and_are_not_told(
 def test_the_last_message_says_that_the_worker_is_done(driver: FakeDriver) -> None:
     links = [connect(driver, number) for number in range(2)]
     driver.wait_for(lambda: len(driver.living) == 2)
-    links[0]._socket.shutdown(socket.SHUT_RDWR)  # As when its process was killed.
+    links[0]._socket._socket.shutdown(socket.SHUT_RDWR)  # As when its process was killed.
     links[1].close()
     driver.wait_for(lambda: driver.living == [])
     assert [number for number, message in driver.messages if message == ["bye"]] == [1]
