@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.launcher.elastic_scenarios.features import EPOCHS, SAMPLES, train_alone
-from tests.launcher.elastic_scenarios.jobs import Outcome, check_order, flags, run
+from tests.launcher.elastic_scenarios.jobs import Outcome, check_order
+from tests.launcher.elastic_scenarios.sites import Site
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -35,14 +36,18 @@ def check_loaders(outcome: Outcome) -> None:
     assert [line["children"] for line in outcome.results] == [0, 0]
 
 
-def test_scaler_batch_norm_compression_loaders_and_join() -> None:
+def test_scaler_batch_norm_compression_loaders_and_join(site: Site) -> None:
     """Rank 2 dies amid a step, a newcomer comes, and rank 0 dies while the others join."""
     faults = [
         {"worker": 2, "place": "gradients sent", "step": 5},
         {"worker": 0, "place": "before join", "step": 12},
     ]
-    outcome = run(
-        "train_features", *flags(SIZE), faults=faults, HOLD=f"8 {SIZE}", COMMIT_EVERY=COMMIT_EVERY
+    outcome = site.run(
+        "train_features",
+        *site.flags(SIZE),
+        faults=faults,
+        HOLD=f"8 {SIZE}",
+        COMMIT_EVERY=COMMIT_EVERY,
     )
     assert outcome.code == 0, outcome.out + outcome.err
     assert [(line["worker"], line["fault"]) for line in outcome.faults] == [
