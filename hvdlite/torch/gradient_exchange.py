@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.gradients.buckets import BucketSchedule, ReductionConfig
 from hvdlite.common.gradients.segment_plan import SegmentPlan
+from hvdlite.common.runtime.state import for_collective
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.flat_gradients import FlatGradients
@@ -46,10 +49,22 @@ from hvdlite.torch.sparsity import Layouts
 #    at once when enough bytes are queued or somebody waits. A round costs about as much for a
 #    hundred tensors as for one, and not every tensor is a gradient of an optimizer.
 #
-# `ENOUGH_BYTES` is reduced in about a millisecond, so little is left to wait for at the end. The
+# `ENOUGH_BYTES` is reduced in about a millisecond, so little is left to wait for at the end. Where
+# the ranks of the only host take all of its cores to compute, the engine has none of its own: its
+# work is hidden behind nothing, and each round interrupts backward, so that rounds are fewer. The
 # measurements are in docs/decisions/0006. Buckets of a segmentation do not gather here: they are
 # what the user, or the tuner, wants to be sent at once.
 ENOUGH_BYTES = 4 << 20
+CROWDED = 4  # times as much where the ranks of a host leave no core to the engine
+
+
+def enough_bytes(topology: Topology, threads: int, cores: int) -> int:
+    """Return how many bytes of gradients are sent together, at least, before backward ends.
+
+    Each rank computes with `threads`, on a host of `cores`. Ranks need not agree on it.
+    """
+    crowded = len(topology.hosts) == 1 and topology.size * threads >= cores
+    return CROWDED * ENOUGH_BYTES if crowded else ENOUGH_BYTES
 
 
 class GradientExchange:
@@ -83,6 +98,9 @@ class GradientExchange:
         # The number of gradients of the last step: when as many are complete, backward is at its
         # end, and nothing is left to gather. More than any number until a step was made.
         self._last_count: float = math.inf
+        # How many bytes are enough, and the job for which that was found.
+        self._enough_bytes = ENOUGH_BYTES
+        self._topology: Topology | None = None
         # Results of casts by name: their memory is used again in the next step.
         self._packed: dict[str, torch.Tensor] = {}
         self._hooked: set[torch.Tensor] = set()
@@ -145,7 +163,7 @@ class GradientExchange:
         if bucket:
             self._gather(bucket)
             is_last = self._schedule.sent >= self._last_count
-            if segmented or is_last or self._pending_bytes >= ENOUGH_BYTES:
+            if segmented or is_last or self._pending_bytes >= self._enough_bytes:
                 self._send()
             if is_last and self._in_flight:
                 self._in_flight[-1].hurry()
@@ -294,11 +312,19 @@ class GradientExchange:
         # must this one.
         shared = [failure for failure in failures if isinstance(failure, HorovodInternalError)]
         self._last_count = len(names) or math.inf
+        self._find_enough_bytes()
         if not refused and not shared:
             self.segment_schedule.adapt(names, self.param_groups)
         failures = [*shared, *refused, *failures]
         if failures:
             raise failures[0]
+
+    def _find_enough_bytes(self) -> None:
+        topology = for_collective().topology
+        if topology is not self._topology:
+            self._topology = topology
+            cores = len(os.sched_getaffinity(0))
+            self._enough_bytes = enough_bytes(topology, torch.get_num_threads(), cores)
 
     def _send_all(self) -> list[Exception]:
         """Send every bucket that can be sent, as other ranks wait for it; return the errors."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.runtime.state import current
 from hvdlite.torch import gradient_exchange as exchange
 from hvdlite.torch.gradient_exchange import ENOUGH_BYTES
@@ -837,6 +838,22 @@ def test_num_groups_is_deprecated() -> None:
             make(num_groups=2)(model)
 
     run_ranks(1, main)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "threads", "cores", "times"),
+    [
+        ([[0, 1]], 1, 2, exchange.CROWDED),
+        ([[0, 1]], 1, 3, 1),
+        ([[0, 1]], 4, 8, exchange.CROWDED),
+        ([[0], [1]], 8, 2, 1),
+    ],
+)
+def test_more_gradients_gather_where_the_engine_has_no_core(
+    hosts: list[list[int]], threads: int, cores: int, times: int
+) -> None:
+    topology = Topology(tuple(map(tuple, hosts)))
+    assert exchange.enough_bytes(topology, threads, cores) == times * ENOUGH_BYTES
 
 
 def test_gradients_travel_while_backward_runs(tmp_path: Path) -> None:
