@@ -8,7 +8,6 @@ step -> synchronize -> send                          the rest; zeros where a gra
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import weakref
@@ -41,10 +40,11 @@ from hvdlite.torch.sparsity import Layouts
 #
 # Tensors gather in two places before anything is negotiated.
 #
-# 1. Here, in the training thread: complete buckets are kept until they have `ENOUGH_BYTES`, until
-#    as many gradients are complete as in the last step, or until `synchronize`. A hook runs in the
-#    middle of backward, when nothing of the engine is in the processor's caches: to enqueue a
-#    gradient there takes 100 us, at the end of backward 10 us.
+# 1. Here, in the training thread: complete buckets are kept until they have `ENOUGH_BYTES`, or
+#    until `synchronize`. A hook runs in the middle of backward, when nothing of the engine is in
+#    the processor's caches: to enqueue a gradient there takes 100 us, at the end of backward 10 us.
+#    The last ones wait for the step, also when all are complete: a backward that no step follows,
+#    on a rank that is interrupted, should leave nothing behind that other ranks have counted.
 # 2. In `engine/inbox.py`: the engine starts a round a cycle time after the first tensor, or
 #    at once when enough bytes are queued or somebody waits. A round costs about as much for a
 #    hundred tensors as for one, and not every tensor is a gradient of an optimizer.
@@ -95,9 +95,6 @@ class GradientExchange:
         self._in_flight: list[InFlight] = []
         self._pending: list[list[PendingGradient]] = []  # buckets, in the order of completion
         self._pending_bytes = 0
-        # The number of gradients of the last step: when as many are complete, backward is at its
-        # end, and nothing is left to gather. More than any number until a step was made.
-        self._last_count: float = math.inf
         # How many bytes are enough, and the job for which that was found.
         self._enough_bytes = ENOUGH_BYTES
         self._topology: Topology | None = None
@@ -162,11 +159,8 @@ class GradientExchange:
         bucket = self._schedule.count(name)
         if bucket:
             self._gather(bucket)
-            is_last = self._schedule.sent >= self._last_count
-            if segmented or is_last or self._pending_bytes >= self._enough_bytes:
+            if segmented or self._pending_bytes >= self._enough_bytes:
                 self._send()
-            if is_last and self._in_flight:
-                self._in_flight[-1].hurry()
 
     def _gather(self, bucket: Sequence[str]) -> None:
         pending = [self._make_pending(name) for name in bucket]
@@ -311,7 +305,6 @@ class GradientExchange:
         # this rank alone: the other ranks do not know of them and adapt their segments, and so
         # must this one.
         shared = [failure for failure in failures if isinstance(failure, HorovodInternalError)]
-        self._last_count = len(names) or math.inf
         self._find_enough_bytes()
         if not refused and not shared:
             self.segment_schedule.adapt(names, self.param_groups)

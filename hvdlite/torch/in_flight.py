@@ -107,10 +107,6 @@ class BucketInFlight:
         packed = [gradient.packed for gradient in pending]
         self._bucket = mpi_ops.runner.start_bucket(names, packed, options)
 
-    def hurry(self) -> None:
-        """Let the engine gather nothing more: the training thread is about to wait."""
-        self._bucket.hurry()
-
     def wait(self) -> None:
         """Wait for the results, and write them to the gradients."""
         try:
@@ -154,10 +150,6 @@ class SegmentInFlight:
             "allreduce", [packed], pending[0].name, options, in_place=True
         )
 
-    def hurry(self) -> None:
-        """Let the engine gather nothing more: the training thread is about to wait."""
-        self._operation.hurry()
-
     def wait(self) -> None:
         """Wait for the result. The gradients show it, unless it has to be decompressed."""
         _check_and_wait(self._pending, self._operation.wait_for_tensors)
@@ -177,9 +169,6 @@ class SparseGradientInFlight:
         self._wait = mpi_ops.sparse_allreduce_async(
             pending.gradient, pending.name, reduction.scaling.op, reduction.process_set
         )
-
-    def hurry(self) -> None:
-        """Do nothing: the wait comes soon."""
 
     def wait(self) -> None:
         """Wait for the sum, and replace the gradient by it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -355,6 +356,8 @@ def test_ranks_that_disagree_on_one_gradient() -> None:
 def test_a_gradient_that_is_refused_keeps_no_other_back() -> None:
     """Rank 0 has used the name of one gradient for something else, which is pending."""
 
+    refused = threading.Event()  # Rank 1 would otherwise answer what is pending on rank 0.
+
     def main(rank: int) -> None:
         gradients = Gradients((3,), (4,), (5,))
         for step in range(2):
@@ -362,6 +365,9 @@ def test_a_gradient_that_is_refused_keeps_no_other_back() -> None:
             gradients.step(step)
         gradients.set(2)
         if rank == 0:
+            exchange = gradients.optimizer._exchange
+            wait = exchange._wait
+            exchange._wait = lambda: refused.set() or wait()
             held = hvd.allreduce_async(values(0, 2, 1, (4,)), name="p1")
             with pytest.raises(ValueError, match=r"'allreduce\.p1' on rank 0 has the same name"):
                 gradients.optimizer.synchronize()
@@ -369,6 +375,7 @@ def test_a_gradient_that_is_refused_keeps_no_other_back() -> None:
             gradients.parameters.pop(1)
             expected = [0, 2]
         else:
+            assert refused.wait(30)
             gradients.optimizer.synchronize()
             expected = [0, 1, 2]
         for index, parameter in zip(expected, gradients.parameters, strict=True):

@@ -48,10 +48,6 @@ class PreparedBucket(Generic[T]):
         runtime.engine.enqueue(self._entries)
         self.busy, self._handle, self._tensors = True, handle, tensors
 
-    def hurry(self) -> None:
-        """Let the engine gather nothing more, as somebody is about to wait."""
-        self._handle.hurry()
-
     def wait(self) -> None:
         """Sleep until all are reduced. Raises the first error; nothing is in flight then."""
         try:

@@ -47,10 +47,6 @@ class Operation(Generic[T]):
         """Return whether all entries have ended."""
         return all(entry.handle.poll() for entry in self.entries)
 
-    def hurry(self) -> None:
-        """Let the engine gather nothing more, as somebody is about to wait."""
-        self.entries[0].handle.hurry()
-
     def wait(self) -> Any:
         """Sleep until all entries have ended; return the result, or raise the first error."""
         if len(self.entries) == 1:

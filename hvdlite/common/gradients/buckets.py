@@ -180,11 +180,6 @@ class BucketSchedule(Generic[K]):
         self._bucket_of[key] = [key]
         self._buckets.append(self._bucket_of[key])
 
-    @property
-    def sent(self) -> int:
-        """The number of gradients whose buckets were due since the last step."""
-        return len(self._sent)
-
     def count(self, key: K) -> Sequence[K]:
         """Count a pass that has added to the gradient of `key`; return the due bucket, or ().
 
