@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, overload
 
+import numpy as np
+
 from hvdlite.common.collectives.base import Array
 
 
@@ -31,18 +33,21 @@ class InPlace(Sequence[Array]):
     address.
     """
 
-    def __init__(self, tensors: Sequence[Placed], addresses: list[int]) -> None:
+    def __init__(
+        self, tensors: Sequence[Placed], addresses: list[int], dtype: np.dtype[Any]
+    ) -> None:
         self._tensors = tensors
+        self.dtype = dtype
         self.addresses = addresses
         self.sizes = [tensor.count for tensor in tensors]
 
     @classmethod
-    def of(cls, tensors: Sequence[Placed]) -> InPlace | None:
-        """Return the arrays of `tensors` if all of them have addresses."""
+    def of(cls, tensors: Sequence[Placed], dtype: np.dtype[Any]) -> InPlace | None:
+        """Return the arrays of `tensors`, of this dtype, if all of them have addresses."""
         addresses = [tensor.address for tensor in tensors]
         if None in addresses:
             return None
-        return cls(tensors, [address for address in addresses if address is not None])
+        return cls(tensors, [address for address in addresses if address is not None], dtype)
 
     def __len__(self) -> int:
         return len(self._tensors)

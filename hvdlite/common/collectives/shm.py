@@ -30,6 +30,7 @@ import numpy as np
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_part, member_chain
+from hvdlite.common.collectives.in_place import InPlace
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.native.collectives import MEMORY_BYTES, MOST_RANKS, NativeShm
 from hvdlite.common.collectives.native.shm import Library
@@ -84,7 +85,7 @@ class ShmBackend:
         """See `Backend.allreduce`. Summed in the order of the members."""
         if not inputs:
             return
-        dtype = inputs[0].dtype
+        dtype = inputs.dtype if isinstance(inputs, InPlace) else inputs[0].dtype
         arithmetic = Arithmetic(dtype, reduction)
         native = self._compiled(members, arithmetic)
         if native is not None:

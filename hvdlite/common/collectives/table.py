@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Backend, Members, Reduction
 from hvdlite.common.collectives.in_place import InPlace
+from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.lists import split_rows
 from hvdlite.common.plain.messages import Request, Response
 
@@ -54,10 +56,16 @@ class CollectiveRun:
     def reduction(self) -> Reduction:
         """How the segment is reduced; Average is a sum that is scaled by 1 / size."""
         request = self.operands[0].response.request
-        reduce_op, postscale = ReduceOp(request.reduce_op), request.postscale_factor
-        if reduce_op is ReduceOp.AVERAGE:
-            reduce_op, postscale = ReduceOp.SUM, postscale / self.members.size
-        return Reduction(reduce_op, request.prescale_factor, postscale)
+        factors = request.prescale_factor, request.postscale_factor
+        return _reduction(request.reduce_op, *factors, self.members.size)
+
+
+@lru_cache(256)
+def _reduction(reduce_op: int, prescale: float, postscale: float, members: int) -> Reduction:
+    """Return the reduction of most tensors, which all have the same."""
+    if reduce_op == ReduceOp.AVERAGE:
+        return Reduction(ReduceOp.SUM, prescale, postscale / members)
+    return Reduction(ReduceOp(reduce_op), prescale, postscale)
 
 
 class Effect(Enum):
@@ -99,7 +107,8 @@ class CollectiveSpec:
 
 
 def _allreduce(run: CollectiveRun) -> None:
-    inputs: Sequence[Array] | None = InPlace.of(run.operands)
+    dtype = numpy_dtype(run.operands[0].response.request.dtype)
+    inputs: Sequence[Array] | None = InPlace.of(run.operands, dtype)
     outputs = inputs
     if inputs is None or outputs is None:
         inputs = [operand.input for operand in run.operands]

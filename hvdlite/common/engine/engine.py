@@ -344,7 +344,7 @@ class Engine:
     def _retune(self, retune: Retune) -> None:
         log.debug("rank %d: from here on %s", self.rank, retune)
         self._inbox.gather_for(retune.cycle_time_ms / 1000)
-        self._backends.retune(retune.allreduce, retune.piece_bytes)
+        self._executor.retune(retune.allreduce, retune.piece_bytes)
         if self._autotuning is not None:
             self._autotuning.settings_applied()
 

@@ -88,6 +88,8 @@ class Executor:
         self._backends = backends
         self._timeline = timeline
         self._members: dict[tuple[int, ...], Members] = {}
+        # By collective, dtype, reduce op and ranks: the backend, until settings change.
+        self._chosen: dict[tuple[str, str, int, tuple[int, ...]], Backend] = {}
         # What the log has named already: (collective, dtype, backend, ranks).
         self._logged: set[tuple[str, str, str, tuple[int, ...]]] = set()
         # Called on the engine thread with each segment that has run, before its handles complete.
@@ -122,12 +124,8 @@ class Executor:
                 JoinedOperand(response, members.size) if entry is None else entry
                 for response, entry in zip(responses, entries, strict=True)
             ]
-        reduce_op = ReduceOp(request.reduce_op)
-        if reduce_op is ReduceOp.AVERAGE:  # Backends see a sum that is scaled afterwards.
-            reduce_op = ReduceOp.SUM
-        dtype = numpy_dtype(request.dtype)
         try:
-            backend = choose(self._backends, request.collective, dtype, reduce_op, members)
+            backend = self._choose(request, members)
         except (ConfigError, HorovodInternalError) as error:  # All ranks fail alike: they go on.
             for entry in present:
                 entry.handle.fail(HorovodInternalError(str(error), job_goes_on=True))
@@ -153,6 +151,24 @@ class Executor:
         # A thread that waits for the first handle finds all others complete when it wakes.
         for entry in reversed(present):
             entry.complete()
+
+    def retune(self, allreduce: str, piece_bytes: int) -> None:
+        """Change the backends of this rank; see `Backends.retune`."""
+        self._chosen.clear()
+        self._backends.retune(allreduce, piece_bytes)
+
+    def _choose(self, request: Request, members: Members) -> Backend:
+        """Return the backend that runs a request. Raises as `choose`."""
+        key = request.collective, request.dtype, request.reduce_op, members.ranks
+        backend = self._chosen.get(key)
+        if backend is None:
+            reduce_op = ReduceOp(request.reduce_op)
+            if reduce_op is ReduceOp.AVERAGE:  # Backends see a sum that is scaled afterwards.
+                reduce_op = ReduceOp.SUM
+            dtype = numpy_dtype(request.dtype)
+            backend = choose(self._backends, request.collective, dtype, reduce_op, members)
+            self._chosen[key] = backend
+        return backend
 
     def _run(self, request: Request, run: CollectiveRun) -> None:
         """Run a collective. Raises `HorovodInternalError`, which names the rank at fault."""
