@@ -65,10 +65,15 @@ class Way:
         return None
 
 
-def carry(ways: Sequence[Way], stop: int) -> None:
-    """Carry packets until `stop` can be read, before anybody else on this machine gets a core."""
-    with suppress(OSError):  # of this thread only; ranks that spin would delay the packets
+def before_all_others() -> None:
+    """Let this thread have a core before anybody else: ranks that spin would delay the packets."""
+    with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+
+
+def carry(ways: Sequence[Way], stop: int) -> None:
+    """Carry packets until `stop` can be read."""
+    before_all_others()
     sources = {way.source: way for way in ways}
     while True:
         waits = [left for way in ways if (left := way.give()) is not None]

@@ -21,7 +21,7 @@ from typing import Any
 
 from measuring import duration, make_parser, table, write
 
-from hvdlite.common.collectives.ring import PIECE_BYTES
+from hvdlite.common.collectives.costs import PIECE_BYTES
 
 MIB = 1 << 20
 WIRE_SHARE = 1448 / 1514  # of an Ethernet frame, what is not a header

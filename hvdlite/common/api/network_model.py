@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from hvdlite.common.runtime.process_sets import global_process_set
 _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 
 LEAST_BYTES, MOST_BYTES = 256 << 10, 64 << 20  # in one measurement of a link
-ENOUGH_SECONDS = 0.1
+ENOUGH_SECONDS = 0.2
+SMALL_CALLS, SMALL_BYTES = 8, 512
 LOCAL_BYTES = 8 << 20
 
 
@@ -36,10 +37,14 @@ def measured_model() -> Model:
         lambda: measure.local_byte_seconds(transport, runtime.engine.backends, LOCAL_BYTES)
     )
     work = _on_all(measure.work_seconds)
-    near = _link_seconds(1)
-    far = _link_seconds(len(topology.hosts) // 2) if len(topology.hosts) > 3 else near
+    call, message = _call_and_message()
+    message = max(message, _middle(_on_all(lambda: measure.message_seconds(transport))))
+    near = far = _link_seconds(1, message)
+    if len(topology.hosts) > 3:
+        far = _link_seconds(len(topology.hosts) // 2, message)
     return Model(
-        message=_middle(_on_all(lambda: measure.message_seconds(transport))),
+        call=call,
+        message=message,
         byte=near,
         far_byte=max(near, far),  # Far links are no faster: the rest is noise.
         local_message=_middle(local) or default.local_message,
@@ -53,22 +58,17 @@ def compared_algorithms(
 ) -> list[tuple[int, list[tuple[float, float]], str]]:
     """Return, for each size, what each algorithm takes by the model and measured, and the choice.
 
-    The measured time is the median of `calls` calls, each as long as on the slowest rank.
+    The measured time is the median of three means over `calls` calls.
     """
     runtime = state.current()
+    hosts, slices = len(runtime.topology.hosts), measure.taking_part(runtime.transport)
     found = []
     for size in sizes:
-        array = np.zeros(max(1, size // 4), np.float32)
-        times = []
-        for name in COSTS:
-            every = _on_all(
-                lambda name=name, array=array: measure.allreduce_seconds(
-                    runtime.transport, runtime.engine.backends, name, array, calls
-                )
-            )
-            slowest = [max(each) for each in zip(*every, strict=True)]
-            times.append((predicted_seconds(model, runtime.topology, name, size), median(slowest)))
-        hosts, slices = len(runtime.topology.hosts), measure.taking_part(runtime.transport)
+        times = [
+            (predicted_seconds(model, runtime.topology, name, size),
+             _measured_seconds(name, size, calls))
+            for name in COSTS
+        ]  # fmt: skip
         found.append((size, times, cheapest(model, hosts, slices, size)))
     return found
 
@@ -85,15 +85,39 @@ def predicted_seconds(model: Model, topology: Topology, name: str, nbytes: int) 
     return between.steps + max(between.wire, between.work + inside)
 
 
-def _link_seconds(distance: int) -> float:
-    """Return the seconds of a byte over a host's link, in a measurement that is long enough."""
+def _call_and_message() -> tuple[float, float]:
+    """Return the time of a call and of a round, by a line through small allreduces of all kinds."""
+    hosts = len(state.current().topology.hosts)
+    rounds = [COSTS[name](Model(), hosts, 1, SMALL_BYTES).rounds for name in COSTS]
+    times = [_measured_seconds(name, SMALL_BYTES, SMALL_CALLS) for name in COSTS]
+    if len({*rounds}) < 2:
+        return 0.0, median(times) / rounds[0]
+    slope, start = linear_regression(rounds, times)
+    if start < 0 or slope <= 0:
+        return 0.0, median(t / r for t, r in zip(times, rounds, strict=True))
+    return start, slope
+
+
+def _measured_seconds(name: str, nbytes: int, calls: int) -> float:
+    """Return the time of an allreduce by an algorithm, on the slowest rank."""
+    runtime, array = state.current(), np.zeros(max(1, nbytes // 4), np.float32)
+    transport, backends = runtime.transport, runtime.engine.backends
+    every = _on_all(lambda: measure.allreduce_seconds(transport, backends, name, array, calls))
+    return median(max(each) for each in zip(*every, strict=True))
+
+
+def _link_seconds(distance: int, message: float) -> float:
+    """Return the seconds of a byte over a host's link, in a measurement that is long enough.
+
+    The first byte takes the time of a `message`, which is left out.
+    """
     transport, nbytes = state.current().transport, LEAST_BYTES
     while True:
         seconds = max(
             _on_all(lambda nbytes=nbytes: measure.shift_seconds(transport, distance, nbytes))
         )
-        if seconds >= ENOUGH_SECONDS or nbytes >= MOST_BYTES:
-            return seconds / nbytes
+        if seconds - message >= ENOUGH_SECONDS or nbytes >= MOST_BYTES:
+            return max(seconds - message, seconds / 10) / nbytes
         nbytes *= 4
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from hvdlite.common.collectives.base import Array
-from hvdlite.common.collectives.costs import COSTS, Model, cheapest
+from hvdlite.common.collectives.costs import COSTS, Model, cheapest, tree_piece_bytes
 from hvdlite.common.collectives.halving_doubling import halving_doubling
 from hvdlite.common.collectives.pipeline import Pipeline, RingOrder
 from hvdlite.common.collectives.ring_pipeline import Plan
@@ -32,6 +32,9 @@ class Algorithm:
 
     name: str
     scheduler: Scheduler | None  # None: the ring, which has a pipeline of its own
+    pipelined: bool = (
+        False  # whether all bytes of a block make each step: small pieces are sooner up
+    )
 
     @property
     def phase(self) -> str:
@@ -49,11 +52,17 @@ class Algorithm:
         schedule = self.schedule(order)
         return len(order.order) if schedule is None else len(schedule.layout)
 
-    def length(self, order: RingOrder, piece_bytes: int, itemsize: int) -> int:
-        """Return the elements of a piece of a block, so that a message has `piece_bytes`."""
+    def length(self, order: RingOrder, piece_bytes: int, itemsize: int, elements: int) -> int:
+        """Return the elements of a piece of a block: a message has at most `piece_bytes`.
+
+        `elements` are those of all tensors at one member.
+        """
         schedule = self.schedule(order)
         cut = 1 if schedule is None else min(schedule.widest, MOST_CUT)
-        return max(1, piece_bytes // cut // itemsize)
+        nbytes = piece_bytes // cut
+        if self.pipelined:
+            nbytes = min(nbytes, tree_piece_bytes(elements * itemsize))
+        return max(1, nbytes // itemsize)
 
     def plan(self, order: RingOrder, **fields: Any) -> Pipeline:
         """Return the allreduce with these `fields` of a `Pipeline`."""
@@ -74,7 +83,7 @@ ALGORITHMS = {
     each.name: each
     for each in (
         RING,
-        Algorithm("trees", two_trees),
+        Algorithm("trees", two_trees, pipelined=True),
         Algorithm("halving", halving_doubling),
         Algorithm("two_level", two_level),
     )

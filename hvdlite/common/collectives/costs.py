@@ -1,10 +1,10 @@
 """What an allreduce between hosts takes, by algorithm: a model, and the cheapest by it.
 
 A *round* is the time from the moment in which one rank begins to send a small message until a rank
-of another host has it. A host has one link, which all its ranks share, and which carries as much in
-as out at once. While the link carries one piece, ranks work on another, therefore
+of another host has it, and sends one itself. A host has one link, which all its ranks share, and
+which carries as much in as out at once. While it carries one piece, ranks work on another, so
 
-    seconds = rounds x message + max(wire, work)
+    seconds = call + rounds x message + max(wire, work)
 
 Every time depends on the number of hosts, the bytes of a tensor, and figures that were measured
 (``python -m hvdlite.bench``) or are the defaults below. All ranks have the same figures, and use no
@@ -15,18 +15,22 @@ docs/scaling.md derives the formulas, and compares them with measurements. This 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from hvdlite.common.collectives.halving_doubling import halvings
 from hvdlite.common.collectives.trees import tree_depth
 from hvdlite.common.collectives.two_level import columns_of
+
+PIECE_BYTES = 252 << 10
+TREE_PIECES, LEAST_TREE_PIECE = 8, 16 << 10  # of each half of a segment; of a piece, in bytes
 
 
 @dataclass(frozen=True)
 class Model:
     """The figures of a cluster, in seconds."""
 
-    message: float = 150e-6  # a small message, from a rank to one of another host
+    call: float = 100e-6  # software, for each allreduce by one algorithm
+    message: float = 150e-6  # one round: a small message from a rank to one of another host
     byte: float = 1 / 1.15e9  # a byte over a host's link, to a host that is near
     far_byte: float = 1.25 / 1.15e9  # the same while all hosts send to those half way around
     reduced_byte: float = 1 / 4e9  # to add a byte that has come; a rank
@@ -51,7 +55,7 @@ class Cost:
     """Where the time of an allreduce between hosts goes."""
 
     rounds: int
-    steps: float  # Seconds for the rounds.
+    steps: float  # Seconds for the call and the rounds.
     wire: float  # Seconds in which a link is busy.
     work: float  # Seconds in which a rank is.
 
@@ -78,12 +82,22 @@ def halving_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: 
     return _cost(model, rounds, 2 * share * model.far_byte, work, hosts * tensors)
 
 
+def tree_piece_bytes(nbytes: float) -> int:
+    """Return the bytes of a piece of a tree for a segment: not so few that messages cost more."""
+    return int(min(max(nbytes / 2 / TREE_PIECES, LEAST_TREE_PIECE), PIECE_BYTES))
+
+
 def trees_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
-    """Return the cost of two trees: each host sends, and receives, all bytes up and down."""
+    """Return the cost of two trees: each host sends, and receives, all bytes up and down.
+
+    The first piece takes its own time on each link before it is on the next one.
+    """
     rounds = 2 * tree_depth(hosts)
+    first = rounds * slices * min(tree_piece_bytes(nbytes / slices), nbytes / 2 / slices)
     sent = 2 * nbytes if hosts > 3 else nbytes * 3 / 2 if hosts > 2 else nbytes
     work = _scheduled_work(model, nbytes / slices, nbytes / slices)
-    return _cost(model, rounds, sent * model.byte, work, 2 * tensors)
+    cost = _cost(model, rounds, sent * model.byte, work, 2 * tensors)
+    return replace(cost, steps=cost.steps + first * model.byte)
 
 
 def two_level_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
@@ -98,7 +112,7 @@ def two_level_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors
 
 
 def _cost(model: Model, rounds: int, wire: float, work: float, stretches: int) -> Cost:
-    steps = rounds * model.message + stretches * model.stretch
+    steps = model.call + rounds * model.message + stretches * model.stretch
     return Cost(rounds, steps, wire, work)
 
 

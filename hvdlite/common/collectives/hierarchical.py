@@ -32,9 +32,10 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.algorithms import Algorithm, Choice
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_chain, even_part
+from hvdlite.common.collectives.costs import PIECE_BYTES
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.pipeline import Pipeline, RingOrder
-from hvdlite.common.collectives.ring import PIECE_BYTES, RingBackend
+from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.base import Transport
 
@@ -218,7 +219,10 @@ class _Pipeline:
         self._blocks: dict[int, _Block] = {}  # The blocks under way, by number.
         self._free: list[_Block] = []
         itemsize = arithmetic.output_dtype.itemsize
-        length = self._piece_length = algorithm.length(layers.ring_order, piece_bytes, itemsize)
+        elements = sum(array.size for array in inputs) // layers.slices
+        length = self._piece_length = algorithm.length(
+            layers.ring_order, piece_bytes, itemsize, elements
+        )
         largest = max(chunk.size for chunks in self._sources for chunk in chunks)
         self._pieces = -(-largest // length)
         self._length = BLOCK_PIECES * length  # elements of a chunk in a block

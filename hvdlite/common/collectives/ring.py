@@ -34,12 +34,11 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.algorithms import RING, Algorithm
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_chain, member_chain
+from hvdlite.common.collectives.costs import PIECE_BYTES
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.pipeline import Pipeline, RingOrder
 from hvdlite.common.collectives.ring_pipeline import Plan
 from hvdlite.common.transport.base import Pending, Transport
-
-PIECE_BYTES = 252 << 10
 
 
 class RingBackend:
@@ -80,13 +79,15 @@ class RingBackend:
         arithmetic: Arithmetic,
     ) -> None:
         """Reduce among the members of `order`, with any arithmetic."""
-        blocks = algorithm.blocks(order)
+        blocks, elements = algorithm.blocks(order), sum(array.size for array in inputs)
         plan = algorithm.plan(
             order,
             sources=[even_chain(inputs, blocks, block) for block in range(blocks)],
             targets=[even_chain(outputs, blocks, block) for block in range(blocks)],
             arithmetic=arithmetic,
-            length=algorithm.length(order, self.piece_bytes, arithmetic.output_dtype.itemsize),
+            length=algorithm.length(
+                order, self.piece_bytes, arithmetic.output_dtype.itemsize, elements
+            ),
         )
         self._run(plan)
 

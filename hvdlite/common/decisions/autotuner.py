@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.collectives.ring import PIECE_BYTES
+from hvdlite.common.collectives.costs import PIECE_BYTES
 from hvdlite.common.decisions.gaussian_process import Point, most_promising
 from hvdlite.common.plain.config import MIB, Config
 from hvdlite.common.plain.messages import Retune

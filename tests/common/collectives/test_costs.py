@@ -69,10 +69,11 @@ def test_only_what_goes_from_row_to_row_is_far() -> None:
         (2, 4, "ring"),
         (2, 64 << 20, "ring"),
         (3, 4, "trees"),
-        (8, 4 << 10, "trees"),
+        (8, 4, "trees"),
+        (8, 4 << 10, "halving"),
         (8, 64 << 20, "ring"),
         (2048, 4 << 10, "trees"),
-        (2048, 100 << 20, "trees"),
+        (2048, 100 << 20, "two_level"),
     ],
 )
 def test_the_default_figures_choose(hosts: int, nbytes: int, name: str) -> None:
@@ -117,7 +118,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         (lambda content: "{", "no JSON"),
         (lambda content: json.dumps([content]), '"format": 1'),
         (lambda content: json.dumps({**content, "format": 2}), '"format": 1'),
-        (lambda content: json.dumps({"format": 1, "seconds": {"byte": 1}}), "must have message"),
+        (lambda content: json.dumps({"format": 1, "seconds": {"byte": 1}}), "must have call, message"),
         (lambda content: json.dumps(with_figure(content, -1)), '"byte" is -1'),
         (lambda content: json.dumps(with_figure(content, "fast")), "\"byte\" is 'fast'"),
         (lambda content: json.dumps(with_figure(content, float("nan"))), '"byte" is nan'),

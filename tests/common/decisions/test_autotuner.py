@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.collectives.ring import PIECE_BYTES
+from hvdlite.common.collectives.costs import PIECE_BYTES
 from hvdlite.common.decisions.autotuner import Autotuner, Sample
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.gaussian_process import most_promising
