@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from measuring import duration, make_parser, table, write
 
-from hvdlite.common.collectives.costs import PIECE_BYTES
+from hvdlite.common.collectives.costs import COSTS, Model
 
 MIB = 1 << 20
 WIRE_SHARE = 1448 / 1514  # of an Ethernet frame, what is not a header
@@ -38,12 +39,26 @@ class Machines:
     gbit: float  # of a link, a second, each way
     latency_seconds: float  # of the wire, one way
     step_seconds: float  # what a message costs the ranks in software
+    far: float  # how many times as long a byte takes to hosts half way around
     memory_bytes: float  # of a tensor, a second, that one half of the work in a host takes in
 
     @property
     def ranks(self) -> int:
         """Of the whole job."""
         return self.hosts * self.ranks_per_host
+
+    @property
+    def model(self) -> Model:
+        """The figures between the hosts; what is not given is the default."""
+        if math.isinf(self.memory_bytes):  # Only steps and the wire are asked for.
+            nothing = Model(*[0.0] * len(Model.names()))
+            byte = 1 / self.link_bytes
+            return replace(nothing, byte=byte, far_byte=byte, message=self.latency_seconds)
+        return Model(
+            message=self.latency_seconds + self.step_seconds,
+            byte=1 / self.link_bytes,
+            far_byte=self.far / self.link_bytes,
+        )
 
     @property
     def link_bytes(self) -> float:
@@ -77,30 +92,19 @@ def ring(machines: Machines, size: float) -> Cost:
     )
 
 
-def hierarchical(machines: Machines, size: float) -> Cost:
-    """Shared memory inside the hosts; between them a ring for each local rank, side by side."""
-    h = machines.hosts
-    return Cost(
-        2 * (h - 1) * (machines.step_seconds + machines.latency_seconds),
-        2 * (h - 1) / h * size / machines.link_bytes,
-        2 * size / machines.memory_bytes,
-    )
+def between(name: str, machines: Machines, size: float) -> Cost:
+    """Shared memory inside the hosts; between them an algorithm for each local rank at a time."""
+    cost = COSTS[name](machines.model, machines.hosts, machines.ranks_per_host, size)
+    if machines.hosts == 1:
+        return Cost(0, 0, 2 * size / machines.memory_bytes)
+    return Cost(cost.steps, cost.wire, cost.work + 2 * size / machines.memory_bytes)
 
 
-def tree(machines: Machines, size: float) -> Cost:
-    """Shared memory inside the hosts; between them two binary trees, for one half each.
-
-    Every host is inside one tree and a leaf of the other, so that its link carries the tensor once
-    up and once down. hvdlite has no such backend.
-    """
-    depth = math.ceil(math.log2(machines.hosts))
-    hop = machines.step_seconds + machines.latency_seconds
-    hop += min(PIECE_BYTES, size) / machines.link_bytes
-    wire = 2 * size / machines.link_bytes if depth else 0
-    return Cost(2 * depth * hop, wire, 2 * size / machines.memory_bytes)
-
-
-WAYS = {"ring": ring, "hierarchical": hierarchical, "tree": tree}
+WAYS: dict[str, Callable[[Machines, float], Cost]] = {
+    "ring": ring,
+    "hierarchical": partial(between, "ring"),
+    **{name: partial(between, name) for name in COSTS if name != "ring"},
+}
 
 
 def predict(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -114,6 +118,7 @@ def predict(args: argparse.Namespace) -> list[dict[str, Any]]:
                 gbit,
                 args.latency_us * 1e-6,
                 args.step_us * 1e-6,
+                args.far,
                 args.memory_gbytes * 1e9,
             )
             for name, way in WAYS.items():
@@ -153,7 +158,7 @@ def check(slow: Path, fast: Path) -> list[dict[str, Any]]:
     link, measured = medians(slow)
     _, work = medians(fast)
     machines = Machines(
-        CHECKED_HOSTS, link["ranks_per_host"], link["gbit"], link["delay_ms"] / 1e3, 0, math.inf
+        CHECKED_HOSTS, link["ranks_per_host"], link["gbit"], link["delay_ms"] / 1e3, 0, 1, math.inf
     )
     records: list[dict[str, Any]] = []
     for entry, name in ENTRIES.items():
@@ -183,6 +188,7 @@ def main() -> None:
     parser.add_argument("--gbit", type=float, nargs="+", default=[10, 100], help="each way")
     parser.add_argument("--latency-us", type=float, default=30, help="of the wire, one way")
     parser.add_argument("--step-us", type=float, default=200, help="software, for each message")
+    parser.add_argument("--far", type=float, default=1.25, help="times as long as near, for a byte")
     parser.add_argument("--memory-gbytes", type=float, default=20, help="a second, inside a host")
     parser.add_argument("--check", type=Path, nargs=2, metavar=("SLOW", "FAST"))
     args = parser.parse_args()

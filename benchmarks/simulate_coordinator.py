@@ -14,6 +14,10 @@ to the deepest host. For what else is below them, only the outcome is drawn by l
 each round, with the tensors that the last of so many ranks reports in it. Rank 0 answers every
 message by itself, as if no two had come together.
 
+The segments of the step are those that rank 0 has ordered. What they take between the hosts is
+computed by the model of `costs`, with its default figures, or those of --model: one segment after
+the other, each by one algorithm, or by the algorithm that each tensor would choose ("auto").
+
 "Flat" is the same job with every rank reporting to rank 0. It is simulated for up to
 `--flat-most` ranks; figures for more, marked ~, are those of so many in proportion to the ranks.
 """
@@ -21,9 +25,10 @@ message by itself, as if no two had come together.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -33,6 +38,8 @@ from measuring import Spread, duration, make_parser, parse, say, table, write
 
 from hvdlite.common.base.bitsets import NumberSet
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.collectives.costs import COSTS, Model, cheapest, inside_hosts
+from hvdlite.common.collectives.model_file import DEFAULT, chosen_model
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator
@@ -42,6 +49,8 @@ from hvdlite.common.plain.messages import Orders, Report, Reports, Request, Segm
 RANKS = (8, 64, 512, 4096, 16384, 65536)
 TENSORS = (200, 1000, 2000)
 HOST = 8  # ranks of one host
+TENSOR = (256, 100)  # of float32
+TENSOR_BYTES = math.prod(TENSOR) * 4
 JITTER = 0.1  # of a step
 LEAST_STEPS = 5
 
@@ -56,6 +65,12 @@ class Traffic:
     bytes_in: int = 0
     messages_out: int = 0
     bytes_out: int = 0
+    segments: int = 0
+    ring_seconds: float = 0  # of all segments between the hosts, by algorithm
+    trees_seconds: float = 0
+    halving_seconds: float = 0
+    two_level_seconds: float = 0
+    auto_seconds: float = 0
 
 
 class Below:
@@ -132,7 +147,7 @@ class Root(Node):
     def first(self, ranks: int, tensors: int) -> bytes:
         """Run the first step, in which all ranks ask in full; return the orders."""
         names = (f"layer{number}.weight" for number in range(tensors))
-        step = [Request(0, name, "allreduce", "float32", (256, 100), "cpu") for name in names]
+        step = [Request(0, name, "allreduce", "float32", TENSOR, "cpu") for name in names]
         self._coordinator.receive(Report(0, range(ranks), (), tuple(step)), 0.0)
         return encode(Orders(self._coordinator.pop_orders()))
 
@@ -158,8 +173,9 @@ def reports_in(messages: Sequence[bytes]) -> Iterator[Report]:
 class Job:
     """A job after its first step, in which everything was negotiated."""
 
-    def __init__(self, topology: Topology, tensors: int, rounds: int) -> None:
+    def __init__(self, topology: Topology, tensors: int, rounds: int, model: Model) -> None:
         self._tensors, self._rounds = tensors, rounds
+        self._hosts, self._model = len(topology.hosts), model
         path = [topology.hosts[-1][0]]
         while path[-1] != ROOT:
             path.append(Tree(topology, path[-1]).parent)
@@ -183,7 +199,9 @@ class Job:
             traffic.cpu_seconds += time.thread_time() - start
             self._count(traffic, messages, answers)
             self._down(answers, traffic)
-            ordered.update(bit for answer in answers for bit in bits_in(answer))
+            for segment in segments_in(answers):
+                ordered.update(segment)
+                self._add_data_plane(traffic, len(segment))
         assert ordered == Counter(range(self._tensors)), "a tensor was lost, or came twice"
         return traffic
 
@@ -212,16 +230,29 @@ class Job:
         traffic.messages_out += children * len(answers)
         traffic.bytes_out += children * sum(map(len, answers))
 
+    def _add_data_plane(self, traffic: Traffic, tensors: int) -> None:
+        """Add what a segment takes between the hosts."""
+        traffic.segments += 1
+        if self._hosts == 1:
+            return
+        auto = cheapest(self._model, self._hosts, HOST, TENSOR_BYTES)
+        for name, cost in COSTS.items():
+            found = cost(self._model, self._hosts, HOST, tensors * TENSOR_BYTES, tensors)
+            inside = inside_hosts(self._model, HOST, tensors * TENSOR_BYTES)
+            seconds = found.steps + max(found.wire, found.work + inside)
+            for each in (name, *(["auto"] * (name == auto))):
+                field = f"{each}_seconds"
+                setattr(traffic, field, getattr(traffic, field) + seconds)
 
-def bits_in(answer: bytes) -> Iterator[int]:
-    """Yield the bits of the tensors that an answer orders."""
-    decoded = decode(answer, ROOT)
-    assert isinstance(decoded, Orders)
-    for order in decoded.orders:
-        assert isinstance(order, Segment)
-        for item in order.items:
-            assert isinstance(item, int)
-            yield item
+
+def segments_in(answers: Iterable[bytes]) -> Iterator[list[int]]:
+    """Yield the tensors of each segment that answers order, by their bits."""
+    for answer in answers:
+        decoded = decode(answer, ROOT)
+        assert isinstance(decoded, Orders)
+        for order in decoded.orders:
+            assert isinstance(order, Segment)
+            yield [item for item in order.items if isinstance(item, int)]
 
 
 # -- what is printed
@@ -230,7 +261,7 @@ def bits_in(answer: bytes) -> Iterator[int]:
 def measure(topology: Topology, args: argparse.Namespace, tensors: int) -> dict[str, Any]:
     """Spread of the CPU time of rank 0, and means of everything else."""
     lot = np.random.default_rng([topology.size, tensors])
-    job = Job(topology, tensors, args.messages)
+    job = Job(topology, tensors, args.messages, chosen_model(args.model))
     job.step(lot)
     end = time.perf_counter() + args.seconds
     steps = []
@@ -285,6 +316,13 @@ def line(record: dict[str, Any]) -> list[str]:
     ]
 
 
+def data_plane_line(record: dict[str, Any]) -> list[str]:
+    """One line of the table of the data plane."""
+    names = [*COSTS, "auto"]
+    cells = [duration(record[f"{name}_seconds"]) for name in names]
+    return [f"{record['ranks']:,}", f"{record['segments']:.0f}", *cells]
+
+
 HEAD = ("ranks", "", "depth", "messages in", "KiB in", "messages out", "KiB out", "CPU of rank 0",
         "of its busiest leader")  # fmt: skip
 
@@ -294,6 +332,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, nargs="+", default=TENSORS)
     parser.add_argument("--messages", type=int, default=10, help="of each rank, in a step")
     parser.add_argument("--flat-most", type=int, default=4096, help="ranks of a flat job")
+    parser.add_argument("--model", default=DEFAULT, help="a file of hvdlite.bench")
     parser.add_argument("--seconds", type=float, default=1, help="to simulate each job, at least")
     few = {"ranks": RANKS[::2], "tensors": TENSORS[:2], "flat_most": 512, "seconds": 0}
     args = parse(parser, "few sizes, in less time", **few)
@@ -301,7 +340,11 @@ def main() -> None:
     for tensors in args.tensors:
         records += both(args, tensors)
         print(f"\n{tensors} tensors, {args.messages} messages of each rank, in a step\n")
-        print(table(HEAD, [line(each) for each in records if each["tensors"] == tensors]))
+        chosen = [each for each in records if each["tensors"] == tensors]
+        print(table(HEAD, map(line, chosen)))
+        print("\nand between the hosts, by the model\n")
+        layered = [each for each in chosen if each["entry"] == "tree" and each["ranks"] > HOST]
+        print(table(["ranks", "segments", *COSTS, "auto"], map(data_plane_line, layered)))
     write(args.json, records)
 
 

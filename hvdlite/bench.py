@@ -217,7 +217,11 @@ def model(options: argparse.Namespace) -> None:
     _table([f"{hosts} hosts: model (measured)", *COSTS, "chosen"], rows)
     if hvd.rank() == 0:
         path = options.output or usual_path()
-        save(path, found, {"hosts": hosts, "ranks": hvd.size()})
+        try:
+            save(path, found, {"hosts": hosts, "ranks": hvd.size()})
+        except OSError as error:
+            text = f"hvdlite.bench: cannot write {path}: {error.strerror}"
+            raise SystemExit(f"{text}; --output names another file") from None
         _show(f"\nwritten to {path}: HVDLITE_NETWORK_MODEL names another file")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite import bench
+from hvdlite.common.collectives.costs import COSTS, cheapest
+from hvdlite.common.collectives.model_file import load
 from tests.ranks import run_ranks
 
 SIZES = re.compile(r"^(\d+ (?:B|KiB|MiB)) ", re.MULTILINE)
@@ -103,3 +106,46 @@ def test_one_rank_is_told_how_to_start_several(
     said = capsys.readouterr().out
     assert ("hvdlite-run -np 2 python -m hvdlite.bench" in said) == (ranks == 1)
     assert f"latency, {'1 rank' if ranks == 1 else '2 ranks'}\n" in said
+
+
+def test_the_network_of_several_hosts_is_measured_compared_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.json"
+    plan = options(bytes=[4096, 100_000], output=path)
+    run_ranks(5, lambda rank: bench.model(plan), hosts=[(0, 1), (2, 3), (4,)])
+    output = capsys.readouterr().out
+    found = load(path)
+    assert all(
+        value > 0 for name, value in zip(found.names(), found.values, strict=True) if name != "call"
+    )
+    assert found.far_byte == found.byte  # Three hosts have none that is far.
+    assert SIZES.findall(output) == ["4 KiB"] and re.search(r"^97.66 KiB ", output, re.MULTILINE)
+    for name in COSTS:  # The last column is the choice by the figures that were measured.
+        assert re.search(rf"^3 hosts: .* {name} ", output, re.MULTILINE)
+    (line,) = re.findall(r"^4 KiB .*$", output, re.MULTILINE)
+    assert line.split()[-1] == cheapest(found, 3, 1, 4096)
+    assert f"written to {path}" in output
+
+
+def test_one_host_has_no_network_to_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.json"
+    run_ranks(2, lambda rank: bench.model(options(output=path)))
+    assert "there is no network to measure" in capsys.readouterr().out
+    assert not path.exists()
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    plan = options(bytes=[64], output=tmp_path / "file" / "model.json")
+
+    def body(rank: int) -> None:
+        if rank:
+            bench.model(plan)
+            return
+        with pytest.raises(SystemExit, match=r"cannot write .*model.json: .*; --output names"):
+            bench.model(plan)
+
+    run_ranks(3, body, hosts=[(0,), (1,), (2,)])

@@ -118,7 +118,10 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         (lambda content: "{", "no JSON"),
         (lambda content: json.dumps([content]), '"format": 1'),
         (lambda content: json.dumps({**content, "format": 2}), '"format": 1'),
-        (lambda content: json.dumps({"format": 1, "seconds": {"byte": 1}}), "must have call, message"),
+        (
+            lambda content: json.dumps({"format": 1, "seconds": {"byte": 1}}),
+            "must have call, message",
+        ),
         (lambda content: json.dumps(with_figure(content, -1)), '"byte" is -1'),
         (lambda content: json.dumps(with_figure(content, "fast")), "\"byte\" is 'fast'"),
         (lambda content: json.dumps(with_figure(content, float("nan"))), '"byte" is nan'),
