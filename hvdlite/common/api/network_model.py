@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from statistics import linear_regression, median
 from typing import Any
 
@@ -23,7 +24,7 @@ _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 
 LEAST_BYTES, MOST_BYTES = 256 << 10, 64 << 20  # in one measurement of a link
 ENOUGH_SECONDS = 0.2
-SMALL_CALLS, SMALL_BYTES = 8, 512
+SMALL_CALLS, SMALL_BYTES, FAR_CALLS = 8, 512, 2
 LOCAL_BYTES = 8 << 20
 
 
@@ -33,22 +34,20 @@ def measured_model() -> Model:
     transport, topology = runtime.transport, runtime.topology
     default = Model()
     local = _on_all(lambda: measure.local_message_seconds(transport))
-    nbytes = _on_all(
+    local_bytes = _on_all(
         lambda: measure.local_byte_seconds(transport, runtime.engine.backends, LOCAL_BYTES)
     )
     work = _on_all(measure.work_seconds)
     call, message = _call_and_message()
     message = max(message, _middle(_on_all(lambda: measure.message_seconds(transport))))
-    near = far = _link_seconds(1, message)
-    if len(topology.hosts) > 3:
-        far = _link_seconds(len(topology.hosts) // 2, message)
+    near, nbytes = _link_seconds(1, message)
     return Model(
         call=call,
         message=message,
         byte=near,
-        far_byte=max(near, far),  # Far links are no faster: the rest is noise.
+        far_byte=max(near, _far_seconds(nbytes, call, message)),  # Less would be noise.
         local_message=_middle(local) or default.local_message,
-        local_byte=_middle(nbytes) or default.local_byte,
+        local_byte=_middle(local_bytes) or default.local_byte,
         **{name: median(each[name] for each in work) for name in work[0]},
     )
 
@@ -106,10 +105,24 @@ def _measured_seconds(name: str, nbytes: int, calls: int) -> float:
     return median(max(each) for each in zip(*every, strict=True))
 
 
-def _link_seconds(distance: int, message: float) -> float:
-    """Return the seconds of a byte over a host's link, in a measurement that is long enough.
+def _far_seconds(nbytes: int, call: float, message: float) -> float:
+    """Return the seconds of a byte as halving sends it: far, and over many connections in bursts.
 
-    The first byte takes the time of a `message`, which is left out.
+    `nbytes` are so many that the links take most of the time.
+    """
+    hosts = len(state.current().topology.hosts)
+    if hosts < 4:
+        return 0.0  # All are near.
+    nothing = Model(*[0.0] * len(Model.names()))
+    cost = COSTS["halving"](replace(nothing, far_byte=1.0), hosts, 1, nbytes)
+    seconds = _measured_seconds("halving", nbytes, FAR_CALLS) - call - cost.rounds * message
+    return seconds / cost.wire
+
+
+def _link_seconds(distance: int, message: float) -> tuple[float, int]:
+    """Return the seconds of a byte over a host's link, and the bytes of a measurement.
+
+    They are so many that it takes long enough. The time of a first `message` is left out.
     """
     transport, nbytes = state.current().transport, LEAST_BYTES
     while True:
@@ -117,7 +130,7 @@ def _link_seconds(distance: int, message: float) -> float:
             _on_all(lambda nbytes=nbytes: measure.shift_seconds(transport, distance, nbytes))
         )
         if seconds - message >= ENOUGH_SECONDS or nbytes >= MOST_BYTES:
-            return max(seconds - message, seconds / 10) / nbytes
+            return max(seconds - message, seconds / 10) / nbytes, nbytes
         nbytes *= 4
 
 

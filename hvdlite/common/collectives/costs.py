@@ -32,7 +32,7 @@ class Model:
     call: float = 100e-6  # software, for each allreduce by one algorithm
     message: float = 150e-6  # one round: a small message from a rank to one of another host
     byte: float = 1 / 1.15e9  # a byte over a host's link, to a host that is near
-    far_byte: float = 1.25 / 1.15e9  # the same while all hosts send to those half way around
+    far_byte: float = 1.25 / 1.15e9  # the same as halving sends it: far, and in bursts
     reduced_byte: float = 1 / 4e9  # to add a byte that has come; a rank
     copied_byte: float = 1 / 8e9  # to copy a byte into or out of a buffer; a rank
     stretch: float = 1.5e-6  # software, for each block of each tensor
