@@ -31,8 +31,7 @@ LOCAL_BYTES = 8 << 20
 def measured_model() -> Model:
     """Measure this job's hosts, of which it has several; return the same model on every rank."""
     runtime = state.current()
-    transport, topology = runtime.transport, runtime.topology
-    default = Model()
+    transport, default = runtime.transport, Model()
     local = _on_all(lambda: measure.local_message_seconds(transport))
     local_bytes = _on_all(
         lambda: measure.local_byte_seconds(transport, runtime.engine.backends, LOCAL_BYTES)
