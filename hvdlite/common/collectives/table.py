@@ -54,10 +54,14 @@ class CollectiveRun:
 
     @property
     def reduction(self) -> Reduction:
-        """How the segment is reduced; Average is a sum that is scaled by 1 / size."""
-        request = self.operands[0].response.request
-        factors = request.prescale_factor, request.postscale_factor
-        return _reduction(request.reduce_op, *factors, self.members.size)
+        """How the segment is reduced."""
+        return reduction_of(self.operands[0].response.request, self.members.size)
+
+
+def reduction_of(request: Request, members: int) -> Reduction:
+    """Return how a tensor is reduced; Average is a sum that is scaled by 1 / `members`."""
+    factors = request.prescale_factor, request.postscale_factor
+    return _reduction(request.reduce_op, *factors, members)
 
 
 @lru_cache(256)
@@ -94,6 +98,8 @@ class CollectiveSpec:
     splits: bool = False  # each rank says how many rows go to whom
     rooted: bool = False  # root_rank gives the data
     effect: Effect = Effect.NONE
+    # Ranks of one host that wait for it may exchange small data without the coordinator.
+    short: bool = False
     # It reduces the gradients of optimizers: they are split into segments, its speed is tuned, and
     # its backend has a setting of its own.
     carries_gradients: bool = False
@@ -196,6 +202,7 @@ SPECS = {
             run=_allreduce,
             reduces=True,
             fusable=True,
+            short=True,
             carries_gradients=True,
         ),
         CollectiveSpec(
@@ -229,7 +236,7 @@ SPECS = {
             splits=True,
             scalars=False,
         ),
-        CollectiveSpec("barrier", cacheable=False),
+        CollectiveSpec("barrier", cacheable=False, short=True),
         CollectiveSpec("join", cacheable=False, effect=Effect.JOIN),
         CollectiveSpec("init", agree=("settings",), cacheable=False),
         CollectiveSpec("split_process_set", cacheable=False, effect=Effect.ADD_SET),

@@ -19,6 +19,8 @@ from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, Stal
 from hvdlite.common.collectives.backend_choice import Backends, build_backends
 from hvdlite.common.collectives.costs import Model
 from hvdlite.common.collectives.model_file import chosen_model
+from hvdlite.common.collectives.native.shm import library
+from hvdlite.common.collectives.native.short_call import ShortExchange
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
 from hvdlite.common.engine.control_plane import ControlPlane
@@ -26,6 +28,7 @@ from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.inbox import Inbox
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.response_memory import ResponseMemory
+from hvdlite.common.engine.short_calls import ShortCalls
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry, Observer
 from hvdlite.common.plain.messages import Eviction, Figures, Order, Response, Retune, Segment
@@ -68,7 +71,6 @@ class Engine:
         self._config = config
         self._timeline = timeline
         self._clock = clock
-        self._inbox = Inbox(transport.wake, config.cycle_time_ms / 1000)
         self._pending = PendingTable(self.rank)
         self._memory = ResponseMemory(self.rank, self._pending)
         self._control_plane = ControlPlane(
@@ -80,16 +82,19 @@ class Engine:
             if model != Model():
                 self._control_plane.announce(Figures(model.values))
         self._executor = Executor(self.rank, self.topology, self._backends, timeline)
+        self._debug = log.isEnabledFor(logging.DEBUG)
+        # Set by `shutdown`. The engine thread then asks the coordinator once for the departure.
+        self._shutdown_requested = threading.Event()
+        self._departure_sent = False
+        self._short_calls = self._find_short_calls()
+        short_call = None if self._short_calls is None else self._short_calls.run
+        self._inbox = Inbox(transport.wake, config.cycle_time_ms / 1000, short_call)
         self._autotuning: Autotuning | None = None
         if config.autotune and self.rank == ROOT and self.topology.size > 1:
             from hvdlite.common.engine.autotuning import Autotuning
 
             self._autotuning = Autotuning(config, self.topology, self._control_plane.retune)
             self._autotuning.stop_observing = self.observe(self._autotuning.observe)
-        self._debug = log.isEnabledFor(logging.DEBUG)
-        # Set by `shutdown`. The engine thread then asks the coordinator once for the departure.
-        self._shutdown_requested = threading.Event()
-        self._departure_sent = False
         self._thread = threading.Thread(target=self._run, name="hvdlite-engine", daemon=True)
         transport.call_while_waiting(self._negotiate_meanwhile)
 
@@ -110,6 +115,24 @@ class Engine:
                 entry.enqueued = now
         self._pending.add(entries)
         self._inbox.put(entries)
+
+    def _find_short_calls(self) -> ShortCalls | None:
+        """Return the short calls of this rank where the host has the code for them."""
+        alone = len(self.topology.peers(self.rank)) == 1
+        code = library("off" if alone else self._config.native, first_of_host=False)
+        if code is None:
+            return None
+        exchange = ShortExchange(self._transport, code)
+        found = ShortCalls(
+            exchange, self._executor, self._pending, self.process_sets, self._makes_short_calls
+        )
+        found.take_part()
+        return found
+
+    def _makes_short_calls(self) -> bool:
+        """Return whether nobody wants to see the calls on their way, and this rank can be asked."""
+        seen = self._timeline.enabled or self._executor.observers or self._debug
+        return not (seen or self._shutdown_requested.is_set() or self._pending.joined)
 
     @property
     def backends(self) -> Backends:
@@ -140,6 +163,8 @@ class Engine:
         The thread continues for as long as ranks below this one in the control tree need it.
         """
         self._shutdown_requested.set()
+        if self._short_calls is not None:
+            self._short_calls.close()
         self._transport.wake()
         self.departed.wait()
 
@@ -247,6 +272,8 @@ class Engine:
         """Report the entries of the inbox, and after them the departure if one is requested."""
         entries = self._inbox.drain()
         if entries:
+            if self._short_calls is not None:
+                self._short_calls.decline(entries)
             self._control_plane.report(self._memory.reports(entries))
         if self._shutdown_requested.is_set() and not self._departure_sent:
             self._departure_sent = True
@@ -319,6 +346,9 @@ class Engine:
         if effect is Effect.JOIN:
             value = response.last_joined
             log.debug("rank %d: all have joined, rank %d last", self.rank, value)
+            if self._short_calls is not None:
+                self._short_calls.forget()  # Only some ranks have counted calls meanwhile.
+                self._short_calls.take_part()
         elif effect is Effect.ADD_SET:
             added = {r: self.process_sets.add(r) for r in unflatten(response.first_dims)}
             value = None if entry is None else added[entry.request.shape]
@@ -345,6 +375,8 @@ class Engine:
         log.debug("rank %d: from here on %s", self.rank, retune)
         self._inbox.gather_for(retune.cycle_time_ms / 1000)
         self._executor.retune(retune.allreduce, retune.piece_bytes)
+        if self._short_calls is not None:
+            self._short_calls.forget()
         if self._autotuning is not None:
             self._autotuning.settings_applied()
 
@@ -362,5 +394,7 @@ class Engine:
         try:
             self._pending.close(error)
         finally:
+            if self._short_calls is not None:  # A thread that waits for others shall not any more.
+                self._short_calls.close()
             self.departed.set()
             self._transport.close()

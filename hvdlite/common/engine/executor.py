@@ -16,7 +16,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, choose
 from hvdlite.common.collectives.base import Backend, Members
-from hvdlite.common.collectives.table import SPECS, CollectiveRun, Operand
+from hvdlite.common.collectives.table import SPECS, CollectiveRun, Operand, reduction_of
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.entries import Entry, Observer, SegmentRun
@@ -96,13 +96,19 @@ class Executor:
         # Replaced as a whole by other threads, so that a loop over it never sees a change.
         self.observers: tuple[Observer, ...] = ()
 
-    def _members_of(self, ranks: tuple[int, ...]) -> Members:
-        """Return the members with these global ranks, as this rank sees them."""
+    def members_of(self, ranks: tuple[int, ...]) -> Members:
+        """Return the members with these global ranks, as this rank sees them. Any thread."""
         members = self._members.get(ranks)
         if members is None:
             topology = self._topology.restrict(ranks)
             members = self._members[ranks] = Members(ranks, ranks.index(self._rank), topology)
         return members
+
+    def backend(self, request: Request, members: Members) -> Backend:
+        """Return the backend that runs a request. Raises as `choose`. Any thread."""
+        reduce_op = reduction_of(request, members.size).reduce_op
+        dtype = numpy_dtype(request.dtype)
+        return choose(self._backends, request.collective, dtype, reduce_op, members)
 
     def run(
         self,
@@ -114,7 +120,7 @@ class Executor:
 
         Raises `HorovodInternalError` when the job cannot go on.
         """
-        members = self._members_of(ranks)
+        members = self.members_of(ranks)
         request = responses[0].request
         spec = SPECS[request.collective]
         present = [entry for entry in entries if entry is not None]
@@ -162,11 +168,7 @@ class Executor:
         key = request.collective, request.dtype, request.reduce_op, members.ranks
         backend = self._chosen.get(key)
         if backend is None:
-            reduce_op = ReduceOp(request.reduce_op)
-            if reduce_op is ReduceOp.AVERAGE:  # Backends see a sum that is scaled afterwards.
-                reduce_op = ReduceOp.SUM
-            dtype = numpy_dtype(request.dtype)
-            backend = choose(self._backends, request.collective, dtype, reduce_op, members)
+            backend = self.backend(request, members)
             self._chosen[key] = backend
         return backend
 

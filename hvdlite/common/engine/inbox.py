@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Sequence
 from enum import Enum, auto
 
 from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.handles import Handle
 
 # The reduction of so many bytes takes longer than a negotiation, so they do not gather further.
 # See [Note: why gradients gather twice] in torch/gradient_exchange.py.
@@ -28,10 +29,20 @@ class _Engine(Enum):
 class Inbox:
     """Any thread puts entries in; the engine thread drains them all at once."""
 
-    def __init__(self, wake: Callable[[float], None], gather_seconds: float = 0.0) -> None:
-        """Wake the engine by `wake`, which is given the seconds until then."""
+    def __init__(
+        self,
+        wake: Callable[[float], None],
+        gather_seconds: float = 0.0,
+        short_call: Callable[[Entry], bool] | None = None,
+    ) -> None:
+        """Wake the engine by `wake`, which is given the seconds until then.
+
+        `short_call` completes an entry without the engine, in a thread that waits for it; False if
+        it cannot.
+        """
         self._wake = wake
         self._gather_seconds = gather_seconds
+        self._short_call = short_call
         # Guards all attributes below. Reentrant, as a signal handler may enqueue within any method.
         self._lock = threading.RLock()
         self._entries: list[Entry] = []
@@ -45,6 +56,7 @@ class Inbox:
             for entry in entries:
                 self._bytes += entry.size_bytes
                 entry.handle.hurry = self.hurry
+                entry.handle.attend = self.attend
             within = self._time_to_wake()
         if within is not None:
             self._wake(within)
@@ -69,6 +81,44 @@ class Inbox:
                 self._engine = _Engine.AWAKE
         if wake:
             self._wake(0.0)
+
+    def attend(self, handle: Handle) -> None:
+        """Do what completes a handle soonest, in a thread that waits for it.
+
+        An entry that nobody else has taken yet may be a short call. If others have gathered before
+        it, they are reported together, unless it has no data.
+        """
+        entry = self._take_latest(handle) if self._short_call is not None else None
+        if entry is None or self._short_call is None:
+            self.hurry()
+            return
+        done = False
+        try:
+            done = self._short_call(entry)
+        finally:  # Also for a KeyboardInterrupt: the other ranks need this entry.
+            if not done:
+                self._put_back(entry)
+
+    def _take_latest(self, handle: Handle) -> Entry | None:
+        """Remove and return the entry of a handle if it is the latest, and alone or without data.
+
+        None otherwise.
+        """
+        with self._lock:
+            if not self._entries:
+                return None
+            entry = self._entries[-1]
+            if entry.handle is not handle or (len(self._entries) > 1 and entry.size_bytes):
+                return None
+            self._bytes -= entry.size_bytes
+            return self._entries.pop()
+
+    def _put_back(self, entry: Entry) -> None:
+        if not entry.handle.poll():  # It may have failed meanwhile, with its process set.
+            with self._lock:
+                self._entries.append(entry)
+                self._bytes += entry.size_bytes
+            self.hurry()
 
     # -- of the engine thread
 

@@ -74,6 +74,16 @@ class PendingTable:
                 self._joined.discard(self._running[0].request.process_set_id)
         return entries
 
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has called join() in some process set, which has not returned."""
+        return bool(self._joined)
+
+    def take(self, entry: Entry) -> bool:
+        """Remove an entry; return whether it was there, and so has not failed."""
+        with self._lock:
+            return self._entries.pop(entry.key, None) is not None
+
     def find(self, process_set_id: int, name: str) -> Entry | None:
         """Return the entry of this name, which stays in the table, or None."""
         with self._lock:

@@ -16,7 +16,7 @@ class Handle:
     Any thread may wait for it; a waiting thread sleeps.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_value", "hurry")
+    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_value", "attend", "hurry")
 
     def __init__(self) -> None:
         self._gate = threading.Lock()  # Is locked until the result is there.
@@ -27,6 +27,9 @@ class Handle:
         self._callbacks: list[Callable[[], None]] = []
         # Is called when a thread begins to wait, so that the engine stops gathering tensors.
         self.hurry: Callable[[], None] = _no_hurry
+        # Is called instead by a thread that waits without a limit, which may help to get the
+        # result: it may return before the result is there.
+        self.attend: Callable[[Handle], None] = _no_help
 
     def complete(self, value: Any = None) -> None:
         """Give the result."""
@@ -84,9 +87,10 @@ class Handle:
     def wait(self) -> Any:
         """Sleep until the result is there, and return it, or raise the error."""
         if not self._done:  # a signal handler that waits too must not find the gate locked by us
-            self.hurry()
-            with self._gate:
-                pass
+            self.attend(self)
+            if not self._done:
+                with self._gate:
+                    pass
         if self._error is not None:
             raise _fresh(self._error)
         return self._value
@@ -94,6 +98,10 @@ class Handle:
 
 def _no_hurry() -> None:
     """Do nothing: the handle is in no queue."""
+
+
+def _no_help(handle: Handle) -> None:
+    """Do nothing: nobody needs the help of who waits for the handle."""
 
 
 def _fresh(error: Exception) -> Exception:

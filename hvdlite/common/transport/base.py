@@ -16,6 +16,8 @@ from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.topology import Topology
 
 Array = NDArray[Any]
+# The memory of a rank for short calls: see `short_call.py`, which divides it.
+SHORT_CALL_BYTES = (8 << 10) + 2 * (16 * (4 << 10) + (1 << 20))
 CHECK_SECONDS = 0.05  # How often a wait without progress calls `while_waiting`.
 
 
@@ -84,6 +86,13 @@ class Transport(Protocol):
         Every rank of the host may read and write it. It grows on demand, only by its owner, who
         must have called this with at least `nbytes` before a peer does (see `signal`/`await_signal`
         for how a peer knows). Contents survive growing; older views stay valid but detached.
+        """
+
+    def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
+        """Return SHORT_CALL_BYTES that the local rank `rank` owns, zero at first. Any thread.
+
+        Every rank of the host may read and write them. They are apart from `shared`, as other
+        threads than the engine's use them.
         """
 
     def signal(self, ranks: Sequence[int]) -> None:

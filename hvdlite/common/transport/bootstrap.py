@@ -135,7 +135,10 @@ class Gathering:
 
         Raises as `interrupt` does in its waits.
         """
-        memory = create_memory()
+        try:
+            memory = create_memory()
+        except HorovodInternalError as error:
+            return error
         links: dict[int, Peer] = {}
         try:
             if self._peers and self._place is not None:

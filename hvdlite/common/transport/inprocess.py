@@ -14,6 +14,7 @@ from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.transport.base import (
     CHECK_SECONDS,
+    SHORT_CALL_BYTES,
     Array,
     Incoming,
     Pending,
@@ -52,6 +53,7 @@ class _Mailbox:
         self.offers: list[deque[_Send]] = [deque() for _ in range(size)]
         self.lost: set[int] = set()
         self.memory: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.short_call_memory = np.zeros(SHORT_CALL_BYTES, np.uint8)
 
     def update(self, change: Callable[[], object]) -> None:
         """Apply `change` and wake the owner."""
@@ -187,6 +189,10 @@ class InProcessTransport:
                 grown[: box.memory.size] = box.memory
                 box.memory = grown
             return box.memory[:nbytes]
+
+    def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
+        """See `Transport.short_call_memory`."""
+        return self._boxes[rank].short_call_memory
 
     def signal(self, ranks: Sequence[int]) -> None:
         """See `Transport.signal`."""

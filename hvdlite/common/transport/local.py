@@ -124,6 +124,10 @@ class LocalMesh:
         """See `Transport.shared`."""
         return self._memory[rank].view(nbytes, grow=rank == self._rank)
 
+    def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
+        """See `Transport.short_call_memory`."""
+        return self._memory[rank].head()
+
     def signal(self, ranks: Sequence[int]) -> None:
         """See `Transport.signal`."""
         for rank in ranks:

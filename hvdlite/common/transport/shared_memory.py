@@ -1,4 +1,7 @@
-"""Memory that all ranks of a host see: a memfd of each rank, which its peers map, too."""
+"""Memory that all ranks of a host see: a memfd of each rank, which its peers map, too.
+
+It begins with SHORT_CALL_BYTES for short calls, which are there from the start; what follows grows.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.transport.base import SHORT_CALL_BYTES
 
 
 class Memory:
@@ -22,7 +26,8 @@ class Memory:
         self._mapped: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def view(self, nbytes: int, *, grow: bool) -> NDArray[np.uint8]:
-        """Return the first `nbytes` bytes; only the owner may `grow` the memory."""
+        """Return `nbytes` bytes behind the head; only the owner may `grow` the memory."""
+        nbytes += SHORT_CALL_BYTES
         if self._mapped.size < nbytes:
             size = os.fstat(self._descriptor).st_size
             if size < nbytes:
@@ -30,21 +35,16 @@ class Memory:
                     raise ProtocolError(
                         f"rank {self._rank} shares {size} bytes of memory, not {nbytes}", self._rank
                     )
-                size = self._grow(nbytes)
+                size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+                _allocate(self._descriptor, size, f"rank {self._rank}")
             self._mapping = mmap.mmap(self._descriptor, size)
             self._mapped = np.frombuffer(self._mapping, np.uint8)
-        return self._mapped[:nbytes]
+        return self._mapped[SHORT_CALL_BYTES:nbytes]
 
-    def _grow(self, nbytes: int) -> int:
-        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            # Without allocation, a full memory would raise SIGBUS at the first access.
-            os.posix_fallocate(self._descriptor, 0, size)
-        except OSError as error:
-            raise HorovodInternalError(
-                f"rank {self._rank} cannot have {size} bytes of shared memory: {error}"
-            ) from error
-        return size
+    def head(self) -> NDArray[np.uint8]:
+        """Return the bytes for short calls, in a mapping of their own."""
+        mapping = mmap.mmap(self._descriptor, SHORT_CALL_BYTES)
+        return np.frombuffer(mapping, np.uint8)
 
     def close(self) -> None:
         """Close the descriptor, and unmap the memory, now or with the last view of it."""
@@ -60,5 +60,21 @@ class Memory:
 
 
 def create_memory() -> int:
-    """Create an empty memfd. Raises `OSError`."""
-    return os.memfd_create("hvdlite", os.MFD_CLOEXEC)
+    """Create a memfd with a head of zeros. Raises `OSError`, `HorovodInternalError`."""
+    descriptor = os.memfd_create("hvdlite", os.MFD_CLOEXEC)
+    try:
+        _allocate(descriptor, SHORT_CALL_BYTES, "this process")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _allocate(descriptor: int, size: int, owner: str) -> None:
+    """Give a file `size` bytes: a full memory would else raise SIGBUS at the first access."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        raise HorovodInternalError(
+            f"{owner} cannot have {size} bytes of shared memory: {error}"
+        ) from error

@@ -7,8 +7,11 @@
 //   reducer.h   sums, products, extremes     pipeline.h   the order of the steps
 //   copies.h    copies, past the caches      chain.h      tensors as one row of elements
 //   segment.h   the arguments                collectives.h
+//
+// short_call.h is another way, for small data that somebody waits for.
 
 #include "collectives.h"
+#include "short_call.h"
 
 extern "C" {
 

@@ -18,7 +18,8 @@ class Library:
     def __init__(self, path: str, origin: str, identity: int) -> None:
         self.origin = origin  # for messages
         self.identity = identity
-        self.run: Any = ctypes.CDLL(path).hvdlite_run
+        self.code = ctypes.CDLL(path)
+        self.run: Any = self.code.hvdlite_run
         self.run.restype = ctypes.c_int64
         self.run.argtypes = (ctypes.POINTER(SegmentArguments),)
 

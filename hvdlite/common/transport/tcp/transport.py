@@ -242,6 +242,10 @@ class TcpTransport:
 
     # -- shared memory
 
+    def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
+        """See `Transport.short_call_memory`."""
+        return self._mesh.short_call_memory(rank)
+
     def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
         """See `Transport.shared`."""
         return self._mesh.shared(rank, nbytes)

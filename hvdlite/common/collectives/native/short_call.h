@@ -1,0 +1,252 @@
+// Short calls: ranks of a host that all wait for the same small collective exchange it themselves,
+// in the threads that wait, without their engines. short_calls.py says when that is right.
+//
+// Ranks meet at a slot, a word in the memory of the host's first rank that all of them change by
+// compare-and-swap:
+//
+//   tag      45 bits   which call: a digest of its request
+//   parity    1 bit    of the round: every rank has two buffers for the data of a slot
+//   arrived   9 bits   members that wait in this round
+//   staying   9 bits   members that still read the buffers of the round before
+//
+// A member writes its data into the buffer of this parity, and arrives. The last one completes the
+// round: the parity flips, and all members reduce the data of all, in the order of the members. So a
+// round is completed by all members or by none: who waits in vain withdraws by the same word, and
+// finds out there whether it was too late for that.
+//
+// No round is completed while a member still reads the buffers of the one before. So when a member
+// writes a buffer, nobody reads what it wrote there two rounds ago. Another tag may take a slot in
+// which nobody waits.
+
+#pragma once
+
+#include <linux/futex.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "board.h"
+#include "chain.h"
+#include "reducer.h"
+
+struct ShortCall {
+  // constant
+  int64_t members, index;      // of the group, my place in it
+  int64_t local_size;          // ranks of this host
+  int64_t slot, tag;           // which slot, and which call
+  int64_t data, data_bytes;    // where the buffers of the slot begin, and the size of one
+  int64_t type, operation;     // as `reduce_of` knows them
+  int64_t itemsize, nbytes;    // of the data; 0: there is none
+  int64_t identity;            // of this library: all members must have the same
+  double prescale, postscale;
+  const int64_t* local;        // by member: its local number
+  char* const* memory;         // by local number: the memory of that rank for short calls
+  // of each call
+  const char* input;
+  char* output;
+  int64_t timeout_ns, spin_ns;
+  int64_t declines;            // how often this call went another way
+  int64_t completed;           // the result: whether the round is complete
+  int64_t told;                // otherwise: whether the others know that it will not be
+};
+
+namespace {
+
+constexpr int kTagBits = 45, kDeclineBits = 19;
+constexpr uint64_t kCount = (1 << 9) - 1;
+
+// The start of the memory of the host's first rank.
+struct ShortSlot {
+  uint64_t word;
+  uint64_t declined;  // tag and number of the latest round that somebody will not come to
+  uint32_t changes;   // what waiting members sleep on
+  char rest[kLine - 20];
+};
+
+struct ShortBoard {
+  uint64_t open[kMaxMembers];  // by local rank: the identity of its library, 0 if it does not come
+  ShortSlot slots[];
+};
+
+struct ShortWord {
+  uint64_t tag, parity, arrived, staying;
+
+  explicit ShortWord(uint64_t word)
+      : tag(word >> 19), parity(word >> 18 & 1), arrived(word >> 9 & kCount),
+        staying(word & kCount) {}
+
+  uint64_t packed() const { return tag << 19 | parity << 18 | arrived << 9 | staying; }
+};
+
+uint64_t load(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+int64_t nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
+
+void wake_all(ShortSlot* slot) {
+  __atomic_fetch_add(&slot->changes, 1, __ATOMIC_SEQ_CST);
+  syscall(SYS_futex, &slot->changes, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+class Exchange {
+ public:
+  explicit Exchange(ShortCall& call)
+      : call_(call), board_((ShortBoard*)call.memory[0]), slot_(&board_->slots[call.slot]) {}
+
+  void go() {
+    if (is_declined()) return;
+    if (!all_are_open() || !arrive()) return decline();
+    if (!call_.completed && !wait()) return;
+    if (call_.nbytes > 0) reduce();
+    __atomic_fetch_sub(&slot_->word, 1, __ATOMIC_RELEASE);  // `staying`
+  }
+
+  void decline() {
+    uint64_t number = ++call_.declines;
+    call_.told = 1;
+    __atomic_store_n(&slot_->declined, uint64_t(call_.tag) << kDeclineBits | number,
+                     __ATOMIC_SEQ_CST);
+    wake_all(slot_);
+  }
+
+ private:
+  ShortCall& call_;
+  ShortBoard* board_;
+  ShortSlot* slot_;
+  uint64_t parity_ = 0;
+
+  ShortWord word() const { return ShortWord(load(&slot_->word)); }
+
+  bool change(const ShortWord& from, const ShortWord& to) {
+    uint64_t expected = from.packed();
+    return __atomic_compare_exchange_n(&slot_->word, &expected, to.packed(), false,
+                                       __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
+  }
+
+  bool all_are_open() const {
+    for (int64_t m = 0; m < call_.members; ++m)
+      if (load(&board_->open[call_.local[m]]) != uint64_t(call_.identity)) return false;
+    return true;
+  }
+
+  // Whether another member goes another way in this round. The numbers of members may differ after
+  // a rank has joined: the highest counts.
+  bool is_declined() {
+    uint64_t declined = load(&slot_->declined);
+    uint64_t number = declined & ((1 << kDeclineBits) - 1);
+    if (declined >> kDeclineBits != uint64_t(call_.tag) || number <= uint64_t(call_.declines))
+      return false;
+    call_.declines = int64_t(number);
+    call_.told = 1;
+    return true;
+  }
+
+  char* buffer(int64_t member) const {
+    char* memory = call_.memory[call_.local[member]];
+    return memory + call_.data + parity_ * call_.data_bytes;
+  }
+
+  // Arrive in this round. False if other calls are at the slot.
+  bool arrive() {
+    for (bool written = false;;) {
+      ShortWord seen = word(), next = seen;
+      if (seen.arrived == 0)
+        next.tag = call_.tag;
+      else if (seen.tag != uint64_t(call_.tag))
+        return false;
+      if (call_.nbytes > 0 && !(written && parity_ == seen.parity)) {
+        parity_ = seen.parity;
+        memcpy(buffer(call_.index), call_.input, call_.nbytes);
+        written = true;
+      }
+      parity_ = seen.parity;
+      bool last = ++next.arrived == uint64_t(call_.members);
+      if (last) {
+        if (next.staying > 0) return false;
+        next.parity ^= 1;
+        next.arrived = 0;
+        next.staying = call_.members;
+      }
+      if (!change(seen, next)) continue;
+      if (last) {
+        call_.completed = 1;
+        wake_all(slot_);
+      }
+      return true;
+    }
+  }
+
+  // Sleep until the round is complete. False if it is not complete in time: then I have withdrawn.
+  bool wait() {
+    int64_t now = nanoseconds(), spin_until = now + call_.spin_ns;
+    int64_t until = now + call_.timeout_ns;
+    while (!is_complete()) {
+      uint32_t changes = __atomic_load_n(&slot_->changes, __ATOMIC_SEQ_CST);
+      if (is_complete()) break;
+      bool declined = is_declined();
+      now = nanoseconds();
+      if (declined || now >= until || !all_are_open()) {
+        if (!withdraw()) break;
+        if (!declined) decline();
+        return false;
+      }
+      if (now < spin_until) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+        continue;
+      }
+      timespec limit = {time_t((until - now) / 1000000000), long((until - now) % 1000000000)};
+      syscall(SYS_futex, &slot_->changes, FUTEX_WAIT, changes, &limit, nullptr, 0);
+    }
+    call_.completed = 1;
+    return true;
+  }
+
+  // The parity flips when I have arrived, and only once before I arrive again.
+  bool is_complete() const { return word().parity != parity_; }
+
+  // Return whether I could withdraw before the round was complete.
+  bool withdraw() {
+    for (;;) {
+      ShortWord seen = word(), next = seen;
+      if (seen.parity != parity_) return false;
+      --next.arrived;
+      if (change(seen, next)) return true;
+    }
+  }
+
+  void reduce() const {
+    const char* parts[kMaxMembers];
+    for (int64_t m = 0; m < call_.members; ++m)
+      parts[m] = m == call_.index ? call_.input : buffer(m);
+    reduce_of(call_.type, call_.operation)(call_.members, call_.prescale, call_.postscale, parts,
+                                           call_.nbytes / call_.itemsize, call_.output, nullptr);
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Exchange one call with all members; `completed` says whether that was done, or nothing was.
+void hvdlite_short_call(ShortCall* call) {
+  call->completed = call->told = 0;
+  Exchange(*call).go();
+}
+
+// Tell whether the rank with this local number comes: its identity, or 0. Who waits looks again.
+void hvdlite_open_short_calls(char* memory, int64_t own, int64_t identity, int64_t slots) {
+  ShortBoard* board = (ShortBoard*)memory;
+  __atomic_store_n(&board->open[own], uint64_t(identity), __ATOMIC_SEQ_CST);
+  for (int64_t slot = 0; slot < slots; ++slot) wake_all(&board->slots[slot]);
+}
+
+// Tell members that wait at the slot of this call that this rank goes another way.
+void hvdlite_decline_short_call(ShortCall* call) { Exchange(*call).decline(); }
+}

@@ -1,0 +1,199 @@
+"""Short calls: a thread that waits for a small collective exchanges it with the ranks of its host.
+
+[Note: short calls]
+A blocking call of a few bytes costs wake-ups: of the engine, of the coordinator, of the engine
+again, and of the thread that waits. Where all members are ranks of one host and wait for the same
+call, none of that is needed: each thread writes its data into shared memory, and the last one wakes
+the others (short_call.h). The coordinator is asked only when that fails.
+
+It is right for these reasons.
+
+* All or none: who withdraws and who completes a round is decided by one word, so that a call is
+  either exchanged by all members, or reported to the coordinator by all of them.
+* Nothing waits for a short call but the thread that made it, for `TIMEOUT_SECONDS` at most. The
+  engines go on meanwhile, so the one total order of the others is not touched.
+* Ranks meet by a digest of the whole request: a disagreement is a call for which nobody else comes,
+  and the coordinator tells what is wrong. So it is with a stall, a lost rank, a join, a departure:
+  whatever is not a plain call of all members takes the way through the coordinator.
+* The sum is that of the data plane: the order of the members, by the same code.
+
+A rank that takes the other way says so (`decline`), so that the rest does not wait in vain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import msgpack
+
+from hvdlite.common.collectives.base import Members
+from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.native.segment import codes
+from hvdlite.common.collectives.native.short_call import (
+    LARGE_BYTES,
+    MOST_TO_ADD_BYTES,
+    ShortCall,
+    ShortExchange,
+    set_data,
+)
+from hvdlite.common.collectives.shm import ShmBackend
+from hvdlite.common.collectives.table import SPECS, reduction_of
+from hvdlite.common.engine.executor import Executor
+from hvdlite.common.engine.pending import PendingTable
+from hvdlite.common.plain.adapter import HOST_DEVICE, numpy_dtype
+from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.messages import Request, Response
+from hvdlite.common.plain.process_set_table import ProcessSetTable
+
+MOST_PREPARED = 1000
+MOST_SKIPPED = 64  # calls, after several that nobody else came to
+
+
+class _Prepared:
+    """A request that this rank has made as a short call, and may make again."""
+
+    def __init__(self, request: Request, members: Members, call: ShortCall) -> None:
+        self.request = request
+        self.response = Response(request)
+        self.members = members
+        self.call = call
+        self.failures = 0  # one after the other, of the latest calls
+        self.skips = 0  # of the next calls take the other way at once
+
+
+class ShortCalls:
+    """The short calls of one rank. Any thread may run one, or the engine thread decline it."""
+
+    def __init__(
+        self,
+        exchange: ShortExchange,
+        executor: Executor,
+        pending: PendingTable,
+        process_sets: ProcessSetTable,
+        may_run: Callable[[], bool],
+    ) -> None:
+        """Take part only while `may_run`: others see it before they wait."""
+        self._exchange = exchange
+        self._executor = executor
+        self._pending = pending
+        self._process_sets = process_sets
+        self._may_run = may_run
+        self._is_open = False
+        self.completed = 0  # How many calls of this rank were short.
+        self._prepared: dict[str, _Prepared] = {}  # By name.
+
+    def run(self, entry: Entry) -> bool:
+        """Exchange the data of an entry and complete it; False if it must be reported instead."""
+        if entry.size_bytes > LARGE_BYTES or not self.take_part():
+            return False
+        prepared = self._find(entry.request)
+        if prepared is None or entry.size_bytes != prepared.call.nbytes:
+            return False
+        if prepared.skips:
+            prepared.skips -= 1
+            return False
+        lock = self._exchange.locks[prepared.call.slot]
+        if not lock.acquire(blocking=False):
+            return False
+        try:
+            return self._exchanged(prepared, entry)
+        finally:
+            lock.release()
+
+    def decline(self, entries: Sequence[Entry]) -> None:
+        """Tell the others of entries that are reported now, and may be short calls elsewhere."""
+        if not self._prepared:
+            return
+        for entry in entries:
+            prepared = self._prepared.get(entry.request.name)
+            if prepared is None or prepared.request != entry.request:
+                continue
+            if not prepared.call.told:
+                self._exchange.decline(prepared.call)
+            prepared.call.told = 0
+
+    def close(self) -> None:
+        """Take part in no short call any more."""
+        self._may_run = lambda: False
+        self.take_part()
+
+    def forget(self) -> None:
+        """Prepare all calls anew, on all ranks at the same point of the order."""
+        self._prepared.clear()
+
+    def take_part(self) -> bool:
+        """Return whether this rank takes part; tell the others if that has changed."""
+        wanted = self._may_run()
+        if wanted != self._is_open:
+            self._is_open = wanted
+            self._exchange.open(wanted)
+        return wanted
+
+    def _exchanged(self, prepared: _Prepared, entry: Entry) -> bool:
+        call = prepared.call
+        call.completed = call.told = 0
+        entry.response = prepared.response
+        if entry.address is not None:
+            call.input = call.output = entry.address
+        elif prepared.request.dtype:
+            set_data(call, entry.input, entry.output(prepared.request.shape))
+        try:
+            self._exchange.run(call)
+        finally:  # A KeyboardInterrupt comes after the exchange: its result counts.
+            if call.completed:
+                prepared.failures = 0
+                self.completed += 1
+                if self._pending.take(entry):  # Otherwise it has failed meanwhile.
+                    entry.complete()
+            else:
+                prepared.failures += 1
+                prepared.skips = min(1 << prepared.failures, MOST_SKIPPED) - 2
+        return bool(call.completed)
+
+    def _find(self, request: Request) -> _Prepared | None:
+        """Return the prepared call of a request; None if it cannot be a short one."""
+        name = request.name
+        known = self._prepared.get(name)
+        members = self._process_sets.find(request.process_set_id)
+        if known is not None and known.request is request and known.members.ranks == members:
+            return known
+        if members is None:
+            return None
+        prepared = self._prepare(request, self._executor.members_of(members))
+        if prepared is not None:
+            if len(self._prepared) >= MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[name] = prepared
+        return prepared
+
+    def _prepare(self, request: Request, members: Members) -> _Prepared | None:
+        spec = SPECS[request.collective]
+        if not spec.short or request.group or members.size < 2:
+            return None
+        if not self._exchange.among(members):
+            return None
+        call = self._exchange.prepare(members, _digest(request, members))
+        prepared = _Prepared(request, members, call)
+        return prepared if not request.dtype or self._adds(prepared) else None
+
+    def _adds(self, prepared: _Prepared) -> bool:
+        """Prepare the data of a call; return whether it is reduced as the data plane would do."""
+        request, members = prepared.request, prepared.members
+        dtype = numpy_dtype(request.dtype)
+        nbytes = SPECS[request.collective].bytes(prepared.response, dtype.itemsize)
+        if not 0 < nbytes <= min(LARGE_BYTES, MOST_TO_ADD_BYTES // members.size):
+            return False
+        arithmetic = Arithmetic(dtype, reduction_of(request, members.size))
+        if request.device != HOST_DEVICE or codes(arithmetic) is None:
+            return False
+        if not isinstance(self._executor.backend(request, members), ShmBackend):
+            return False
+        self._exchange.add_data(prepared.call, arithmetic, nbytes)
+        return True
+
+
+def _digest(request: Request, members: Members) -> int:
+    """Return a number that is the same on all ranks that mean the same call among `members`."""
+    text = msgpack.packb((request, members.ranks), unicode_errors="backslashreplace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
