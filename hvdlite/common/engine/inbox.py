@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Sequence
 from enum import Enum, auto
+from typing import Protocol
 
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.handles import Handle
@@ -16,6 +17,16 @@ from hvdlite.common.plain.handles import Handle
 # The reduction of so many bytes takes longer than a negotiation, so they do not gather further.
 # See [Note: why gradients gather twice] in torch/gradient_exchange.py.
 ENOUGH_BYTES = 1 << 20
+
+
+class ShortCalls(Protocol):
+    """What completes entries without the engine."""
+
+    def run(self, entry: Entry) -> bool:
+        """Complete an entry in a thread that waits for it; False if it must be reported."""
+
+    def is_pending(self, entry: Entry) -> bool:
+        """Return whether an entry is neither complete nor failed."""
 
 
 class _Engine(Enum):
@@ -33,16 +44,15 @@ class Inbox:
         self,
         wake: Callable[[float], None],
         gather_seconds: float = 0.0,
-        short_call: Callable[[Entry], bool] | None = None,
+        short_calls: ShortCalls | None = None,
     ) -> None:
         """Wake the engine by `wake`, which is given the seconds until then.
 
-        `short_call` completes an entry without the engine, in a thread that waits for it; False if
-        it cannot.
+        A thread that waits for an entry tries `short_calls` first.
         """
         self._wake = wake
         self._gather_seconds = gather_seconds
-        self._short_call = short_call
+        self._short_calls = short_calls
         # Guards all attributes below. Reentrant, as a signal handler may enqueue within any method.
         self._lock = threading.RLock()
         self._entries: list[Entry] = []
@@ -88,15 +98,15 @@ class Inbox:
         An entry that nobody else has taken yet may be a short call. If others have gathered before
         it, they are reported together, unless it has no data.
         """
-        entry = self._take_latest(handle) if self._short_call is not None else None
-        if entry is None or self._short_call is None:
+        short_calls = self._short_calls
+        entry = None if short_calls is None else self._take_latest(handle)
+        if entry is None or short_calls is None:
             self.hurry()
             return
-        done = False
         try:
-            done = self._short_call(entry)
+            short_calls.run(entry)
         finally:  # Also for a KeyboardInterrupt: the other ranks need this entry.
-            if not done:
+            if short_calls.is_pending(entry):
                 self._put_back(entry)
 
     def _take_latest(self, handle: Handle) -> Entry | None:
@@ -114,11 +124,10 @@ class Inbox:
             return self._entries.pop()
 
     def _put_back(self, entry: Entry) -> None:
-        if not entry.handle.poll():  # It may have failed meanwhile, with its process set.
-            with self._lock:
-                self._entries.append(entry)
-                self._bytes += entry.size_bytes
-            self.hurry()
+        with self._lock:
+            self._entries.append(entry)
+            self._bytes += entry.size_bytes
+        self.hurry()
 
     # -- of the engine thread
 

@@ -46,7 +46,7 @@ from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request, Response
 from hvdlite.common.plain.process_set_table import ProcessSetTable
 
-MOST_PREPARED = 1000
+MOST_PREPARED = 500  # calls; those without a name never come again
 MOST_SKIPPED = 64  # calls, after several that nobody else came to
 
 
@@ -100,6 +100,10 @@ class ShortCalls:
             return self._exchanged(prepared, entry)
         finally:
             lock.release()
+
+    def is_pending(self, entry: Entry) -> bool:
+        """Return whether an entry is neither complete nor failed."""
+        return self._pending.find(*entry.key) is entry
 
     def decline(self, entries: Sequence[Entry]) -> None:
         """Tell the others of entries that are reported now, and may be short calls elsewhere."""

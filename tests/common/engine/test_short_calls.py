@@ -1,6 +1,7 @@
 """Short calls: blocking calls of small data that ranks of a host exchange by themselves.
 
-Whatever is no plain call of all members takes the way through the coordinator, with the same result.
+Whatever is no plain call of all members takes the way through the coordinator, with the same
+result.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import numpy as np
 
 from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.native.collectives import MOST_RANKS
 from hvdlite.common.collectives.native.segment import address, codes
 from hvdlite.common.collectives.native.shm import Library
 from hvdlite.common.transport.base import SHORT_CALL_BYTES, Transport
@@ -52,7 +51,7 @@ class ShortCall(ctypes.Structure):
 
 
 class ShortExchange:
-    """The place of one rank among those of its host."""
+    """The place of one rank among those of its host, which are at most `MOST_RANKS`."""
 
     def __init__(self, transport: Transport, library: Library) -> None:
         self._exchange: Any = library.code.hvdlite_short_call
@@ -81,8 +80,8 @@ class ShortExchange:
         self._open(int(self._memory[0]), self._own, identity, len(self.locks))
 
     def among(self, members: Members) -> bool:
-        """Return whether all members are ranks of this host, and not too many."""
-        return len(self._ranks) <= MOST_RANKS and set(members.ranks) <= set(self._ranks)
+        """Return whether all members are ranks of this host."""
+        return set(members.ranks) <= set(self._ranks)
 
     def prepare(self, members: Members, digest: int) -> ShortCall:
         """Return a call without data; all members give the same `digest` of it."""
