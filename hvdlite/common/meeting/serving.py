@@ -12,7 +12,8 @@ import socket
 import threading
 import weakref
 
-from hvdlite.common.meeting.server import SILENCE_SECONDS, MeetingServer
+from hvdlite.common.meeting.doorway import SILENCE_SECONDS
+from hvdlite.common.meeting.server import MeetingServer
 
 
 class ServedMeeting:

@@ -16,7 +16,7 @@ In reading order:
     staffing          where agents and workers are started and ended
     roster            the workers
     host_changes      what ranks are told when hosts come and go
-    verdict           how a job ends that has no rank any more
+    job_end           how a job ends that has no rank any more
     hosts             the hosts and their agents
     cooldowns         how long a failed host stays away
     host_order        which host comes first

@@ -12,13 +12,13 @@ from hvdlite.launcher.elastic.decisions.cooldowns import Cooldowns
 from hvdlite.launcher.elastic.decisions.failures import RESETS_AFTER_EXCEPTIONS, Failures
 from hvdlite.launcher.elastic.decisions.host_changes import HostChanges
 from hvdlite.launcher.elastic.decisions.hosts import Hosts
+from hvdlite.launcher.elastic.decisions.job_end import NO_PREVIOUS_HOSTS, JobEnd
 from hvdlite.launcher.elastic.decisions.losses import Losses
 from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
 from hvdlite.launcher.elastic.decisions.requirements import Requirements
 from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
 from hvdlite.launcher.elastic.decisions.staffing import Staffing
 from hvdlite.launcher.elastic.decisions.succession import Succession
-from hvdlite.launcher.elastic.decisions.verdict import NO_PREVIOUS_HOSTS, Verdict
 from hvdlite.launcher.elastic.decisions.worlds import NoStateError
 
 RESET_LIMIT_EXCEEDED = "the number of resets exceeded limit {0}"
@@ -47,7 +47,7 @@ class Driver:
         parts = (plan, self._hosts, self._roster, self._staffing, self._succession)
         self._losses = Losses(*parts, self._failures, order)
         self._requirements = Requirements(*parts)
-        self._verdict = Verdict(*parts, self._losses)
+        self._job_end = JobEnd(*parts, self._losses)
         self._changes = HostChanges(plan, self._roster, self._staffing, self._succession)
         self._discovery_error = ""
 
@@ -298,7 +298,7 @@ class Driver:
 
     def _finish_if_over(self, now: float) -> None:
         """End the job when no rank lives any more."""
-        end = self._verdict.reach(now)
+        end = self._job_end.reach(now)
         if end is not None:
             self._finish(end.code, end.sentence, end.results)
 

@@ -20,7 +20,7 @@ def test_a_system_without_a_boot_id_has_an_identity(
     monkeypatch.setattr(host_identity, "NETWORK", tmp_path / "net")
     monkeypatch.setattr(connect, "THREAD_NETWORK", tmp_path / "net")
     assert host_identity.host_identity().split() == known.split()[:1]
-    assert connect._machine([]) == connect._machine([])
+    assert connect._machine() == connect._machine()
 
 
 @pytest.mark.parametrize("part", ["its name", "its boot", "its network"])

@@ -17,6 +17,8 @@ ACCEPTED = {
     "cycle_time_ms": ("2.5", 2.5),
     "cache_capacity": ("0", 0),
     "allreduce": ("Ring", "ring"),
+    "network_model": ("/tmp/m.json", "/tmp/m.json"),
+    "result_memory_bytes": ("0", 0),
     "data_plane": ("MPI", "mpi"),
     "hierarchical_allreduce": ("1", True),
     "disable_group_fusion": ("true", True),

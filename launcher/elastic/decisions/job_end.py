@@ -18,8 +18,8 @@ NOT_ELASTIC_SCRIPT = (
 )
 
 
-class Verdict:
-    """Judges a job by what has become of its ranks, or of the workers that should be the first."""
+class JobEnd:
+    """Finds how a job ends by what has become of its ranks, or of the workers that should be the first."""
 
     def __init__(
         self,
