@@ -19,7 +19,7 @@ NOT_ELASTIC_SCRIPT = (
 
 
 class JobEnd:
-    """Finds how a job ends by what has become of its ranks, or of the workers that should be the first."""
+    """Finds how a job ends, by what has become of its ranks or of its first workers."""
 
     def __init__(
         self,
