@@ -10,7 +10,7 @@ launched in turns; every rank has one computing thread. Each result is checked b
 The size ResNet-50 stands for the 161 gradients of that network (25,557,032 elements), started one
 after the other and then waited for; "ResNet-50 flat" is one tensor of as many elements.
 
-Prints tables (the median of the jobs, in brackets the least and the most of them), and writes all
+Prints tables (of times, and of the ratios of hvdlite to the others; the median of the jobs, in brackets the least and the most of them), and writes all
 figures to a JSON file.
 """
 
@@ -53,6 +53,9 @@ SIZES = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 FLAT = " flat"  # the same elements as one tensor
+
+CASE = ("collective", "dtype", "ranks", "size")  # what libraries are compared in
+OTHERS = ("gloo", "MPI", "Horovod")
 
 LEAST_CALLS = 2  # of a slow collective, in each job
 
@@ -214,7 +217,30 @@ def tables_text(records: Sequence[Record]) -> str:
         sizes, entries = (list(dict.fromkeys(each)) for each in zip(*cells, strict=True))
         rows = [[size, *(cells.get((size, entry), "") for entry in entries)] for size in sizes]
         text += f"\n{title}:\n\n{table(['', *entries], rows)}\n"
-    return text
+    return text + ratios_text(records)
+
+
+def ratios_text(records: Sequence[Record]) -> str:
+    """Return a table of the times of hvdlite, as parts of those of the other libraries."""
+    medians = {
+        (*(record[field] for field in CASE), record["entry"]): record["seconds"]["median"]
+        for record in records
+    }
+    entries = dict.fromkeys(record["entry"] for record in records)
+    others = [entry for entry in entries if entry in OTHERS]
+    ours = [entry for entry in entries if entry.startswith("hvdlite")]
+    if not ours or not others:
+        return ""
+    columns = [(mine, other) for mine in ours for other in others]
+    rows = []
+    for case in dict.fromkeys(tuple(record[field] for field in CASE) for record in records):
+        found = [
+            (medians.get((*case, mine)), medians.get((*case, other))) for mine, other in columns
+        ]
+        cells = [f"{mine / other:.2f}" if mine and other else "" for mine, other in found]
+        rows.append([*map(str, case), *cells])
+    titles = [*CASE, *(f"{mine} / {other}" for mine, other in columns)]
+    return f"\nThe times of hvdlite as parts of those of others:\n\n{table(titles, rows)}\n"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -50,9 +50,8 @@ class Allreduce : public Pipeline<Allreduce> {
       if (m == me()) continue;
       int64_t from = part(piece, m), first = piece * length_;
       const char* slot = boards_.slot(m, piece) + from * work_.itemsize;
-      unpacks_.unpack(first + from, first + part(piece, m + 1), slot, work_.streamed);
+      unpacks_.unpack(first + from, first + part(piece, m + 1), slot, false);
     }
-    if (work_.streamed) end_of_stream();
   }
 
  private:
@@ -149,15 +148,28 @@ class Reducescatter : public Scattering<Reducescatter> {
       if (m != me()) parts[m] = part(m, me(), piece);
     auto use = [&](const char* source, char* target, int64_t n) {
       parts[me()] = source;
-      reduce_(members(), work_.prescale, work_.postscale, parts, n, target, nullptr);
-      for (int64_t m = 0; m < members(); ++m) parts[m] += n * itemsize;
+      reduce_to(parts, n, target);
     };
     spans_of_both(mine, target_, from, mine.end(from, length_), itemsize, use);
+    if (work_.streamed) end_of_stream();
   }
 
  private:
   Chain target_;
   const Reduce reduce_;
+
+  // Reduce n elements, past the caches by way of a small block, and move all parts on.
+  void reduce_to(const char** parts, int64_t n, char* target) {
+    alignas(kLine) char block[kBlock * sizeof(double)];
+    int64_t itemsize = work_.result_itemsize, most = work_.streamed ? kBlock : n;
+    for (int64_t at = 0; at < n; at += most) {
+      int64_t k = n - at < most ? n - at : most;
+      char* result = work_.streamed ? block : target + at * itemsize;
+      reduce_(members(), work_.prescale, work_.postscale, parts, k, result, nullptr);
+      if (work_.streamed) stream(target + at * itemsize, block, k * itemsize);
+      for (int64_t m = 0; m < members(); ++m) parts[m] += k * work_.itemsize;
+    }
+  }
 };
 
 class Allgather : public Pipeline<Allgather> {
@@ -175,26 +187,33 @@ class Allgather : public Pipeline<Allgather> {
   }
 
   void pack(int64_t piece) {
-    int64_t from = piece * length_;
-    source_.pack(from, source_.end(from, length_), boards_.slot(me(), piece));
-    unpack_part(piece, me());  // what is in the cache now
+    int64_t from = piece * length_, itemsize = work_.itemsize;
+    char* slot = boards_.slot(me(), piece);
+    auto use = [&](const char* source, char* target, int64_t n) {
+      if (work_.streamed) {
+        stream(target, source, n * itemsize, slot);
+      } else {
+        memcpy(slot, source, n * itemsize);
+        memcpy(target, slot, n * itemsize);
+      }
+      slot += n * itemsize;
+    };
+    spans_of_both(source_, targets_[me()], from, source_.end(from, length_), itemsize, use);
   }
 
   void unpack(int64_t piece) {
-    for (int64_t m = 0; m < members(); ++m)
-      if (m != me()) unpack_part(piece, m);
+    int64_t from = piece * length_;
+    for (int64_t m = 0; m < members(); ++m) {
+      Chain& target = targets_[m];
+      if (m != me())
+        target.unpack(from, target.end(from, length_), boards_.slot(m, piece), work_.streamed);
+    }
     if (work_.streamed) end_of_stream();
   }
 
  private:
   Chain source_, targets_[kMaxMembers];
   const int64_t length_;
-
-  void unpack_part(int64_t piece, int64_t member) {
-    Chain& target = targets_[member];
-    int64_t from = piece * length_;
-    target.unpack(from, target.end(from, length_), boards_.slot(member, piece), work_.streamed);
-  }
 };
 
 class Alltoall : public Scattering<Alltoall> {

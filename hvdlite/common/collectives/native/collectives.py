@@ -29,7 +29,8 @@ from hvdlite.common.transport.base import Transport, connection_lost
 SLOTS = 8
 PIECE_BYTES = 256 << 10
 SMALL_BYTES = 32 << 10  # to add so much takes less time than to wait once more
-# Results of so many bytes go past the caches: they would not stay there until somebody reads them.
+# Results of so many bytes go past the caches, but for those of an allreduce, whose memory is there
+# already, as its inputs were read.
 STREAMED_BYTES = 8 << 20
 # How often a wait for another rank looks whether it is gone, or the world is over: this is the time
 # that the survivors of an elastic job lose. Waits are rare, as all ranks are ready when they begin.
@@ -101,6 +102,7 @@ class NativeShm:
         """See `Backend.reducescatter`."""
         arguments = self._arguments(members, REDUCESCATTER, arithmetic.input_dtype.itemsize)
         set_reduction(arguments, arithmetic)
+        arguments.streamed = _streamed(outputs)
         source, target = Chains.of_members(inputs, counts), Chains.one(outputs)
         point(arguments, source, target)
         self._run(arguments)

@@ -26,7 +26,7 @@ struct Chains {
   char* const* addresses;      // by chain and tensor
 };
 
-// A piece of a small allreduce is reduced by all members. A large result goes past the caches.
+// A small allreduce is reduced as a whole by all members. A large result goes past the caches.
 struct Work {
   int64_t collective, root;
   int64_t type, operation, itemsize, result_itemsize;
