@@ -10,8 +10,8 @@ launched in turns; every rank has one computing thread. Each result is checked b
 The size ResNet-50 stands for the 161 gradients of that network (25,557,032 elements), started one
 after the other and then waited for; "ResNet-50 flat" is one tensor of as many elements.
 
-Prints tables (of times, and of the ratios of hvdlite to the others; the median of the jobs, in brackets the least and the most of them), and writes all
-figures to a JSON file.
+Prints tables of times (the median of the jobs, in brackets the least and the most of them) and of
+the ratios of hvdlite to the others, and writes all figures to a JSON file.
 """
 
 from __future__ import annotations
