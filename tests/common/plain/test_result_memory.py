@@ -160,3 +160,20 @@ def test_the_numpy_adapter_gives_shape_and_dtype() -> None:
     finally:
         result_memory.limit_bytes = 0
         result_memory.release()
+
+
+def test_init_sets_the_limit_and_shutdown_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDLITE_RESULT_MEMORY", str(LIMIT))
+    hvd.init()
+    try:
+        for _ in range(2):
+            assert (hvd.allgather(np.ones(LEAST_BYTES)) == 1).all()
+        assert 0 < result_memory.kept_bytes <= result_memory.limit_bytes == LIMIT
+        alive = hvd.allgather(np.ones(LEAST_BYTES))
+    finally:
+        hvd.shutdown()
+    assert result_memory.kept_bytes == 0
+    assert (alive == 1).all()
+    del alive
+    result_memory.limit_bytes = 0
+    result_memory.release()
