@@ -54,6 +54,11 @@ class ResultMemory:
         weakref.finalize(array, self._give_back, block).atexit = False
         return array
 
+    def keep(self, limit_bytes: int) -> None:
+        """Keep so much from now on, in bytes; 0 gives all kept memory back to the kernel."""
+        self.limit_bytes = limit_bytes
+        self._trim()
+
     def release(self) -> None:
         """Give all kept memory back to the kernel."""
         self._kept.clear()
@@ -78,11 +83,14 @@ class ResultMemory:
         return block
 
     def _give_back(self, block: mmap.mmap) -> None:
-        if len(block) > self.limit_bytes:
+        if self.limit_bytes == 0:
             return
         with contextlib.suppress(OSError):  # a kernel without MADV_FREE
             block.madvise(mmap.MADV_FREE)
         self._kept.append(block)
+        self._trim()
+
+    def _trim(self) -> None:
         while self.kept_bytes > self.limit_bytes:
             with contextlib.suppress(IndexError):  # another thread was faster
                 self._kept.popleft()

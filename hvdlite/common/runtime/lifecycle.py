@@ -62,7 +62,7 @@ def _start(comm: Any, sets: Sequence[ProcessSet]) -> None:
     claim_rank(launch)
     config = Config.from_environ()
     set_up_log(config)
-    result_memory.limit_bytes = config.result_memory_bytes
+    result_memory.keep(config.result_memory_bytes)
     _warn_of_misspelt_variables(launch)
     report_uncaught()
     _forget_finished()
@@ -233,7 +233,7 @@ def shutdown() -> None:
     finally:
         global_process_set.ranks = global_process_set.mpi_comm = this_process.comm = None
         this_process.shut_down.append(runtime)
-        result_memory.release()
+        result_memory.keep(0)
         _forget_finished()
 
 

@@ -114,7 +114,7 @@ def test_threads_never_share_memory() -> None:
 
 
 def test_a_forked_child_has_its_own_copy_and_keeps_nothing() -> None:
-    result_memory.limit_bytes = LIMIT
+    result_memory.keep(LIMIT)
     try:
         array = lent(result_memory, 8 * MIB)
         array[...] = 1
@@ -127,8 +127,7 @@ def test_a_forked_child_has_its_own_copy_and_keeps_nothing() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert (array == 1).all()
     finally:
-        result_memory.limit_bytes = 0
-        result_memory.release()
+        result_memory.keep(0)
 
 
 @pytest.mark.parametrize("limit", [LIMIT, 0])
@@ -151,15 +150,14 @@ def test_results_use_it_and_keep_their_values(limit: int, monkeypatch: pytest.Mo
 
 
 def test_the_numpy_adapter_gives_shape_and_dtype() -> None:
-    result_memory.limit_bytes = LIMIT
+    result_memory.keep(LIMIT)
     try:
         array = NumpyAdapter().empty_like(np.ones(1, np.complex64), (3, 1 << 19))
         assert array.shape == (3, 1 << 19)
         assert array.dtype == np.complex64
         assert array.flags.writeable and array.flags.c_contiguous
     finally:
-        result_memory.limit_bytes = 0
-        result_memory.release()
+        result_memory.keep(0)
 
 
 def test_init_sets_the_limit_and_shutdown_releases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,5 +173,4 @@ def test_init_sets_the_limit_and_shutdown_releases(monkeypatch: pytest.MonkeyPat
     assert result_memory.kept_bytes == 0
     assert (alive == 1).all()
     del alive
-    result_memory.limit_bytes = 0
-    result_memory.release()
+    assert result_memory.kept_bytes == 0
