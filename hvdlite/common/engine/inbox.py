@@ -63,10 +63,11 @@ class Inbox:
         """Hand entries to the engine; never waits."""
         with self._lock:
             self._entries.extend(entries)
+            hurry, attend = self.hurry, self.attend
             for entry in entries:
                 self._bytes += entry.size_bytes
-                entry.handle.hurry = self.hurry
-                entry.handle.attend = self.attend
+                entry.handle.hurry = hurry
+                entry.handle.attend = attend
             within = self._time_to_wake()
         if within is not None:
             self._wake(within)

@@ -6,6 +6,7 @@ result.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +27,9 @@ from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.collectives.native.short_call import ShortExchange, set_data
 from hvdlite.common.engine.short_calls import ShortCalls
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.state import current
+from hvdlite.common.runtime.process_sets import global_process_set
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import current, use
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests.ranks import run_ranks, run_threads
 from tests.worlds import IN_PROCESS, TCP
@@ -177,8 +180,6 @@ def test_many_threads_that_wait_at_the_same_time() -> None:
         runtime = current()
 
         def thread(number: int) -> None:
-            from hvdlite.common.runtime.state import use
-
             with use(runtime):
                 for step in range(15):
                     size = (1, 700, 3000)[number % 3]
@@ -325,6 +326,36 @@ def test_ctrl_c_in_a_thread_that_waits(before: bool, patient: None) -> None:
         assert hvd.allreduce(np.full(1, 2.0), name="x", op=hvd.Sum).tolist() == [4]
 
     run_ranks(2, main, config=GATHER)
+
+
+def test_a_real_ctrl_c_while_the_main_thread_waits() -> None:
+    """The exchange itself cannot be interrupted, but ends soon; the tensor is reported."""
+    world = InProcessWorld(Topology.single_host(2))
+    global_process_set._bind(0, range(2))
+    runtimes = run_threads(2, lambda rank: Runtime(world.transport(rank), Config()))
+    board = world.transport(0).short_call_memory(0)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+
+    def call(rank: int) -> Any:
+        with use(runtimes[rank]):
+            return hvd.allreduce(np.ones(1), name="x", op=hvd.Sum)
+
+    def interrupt() -> None:
+        words = board[2048 : 2048 + 64 * 17].view(np.uint64)[::8]  # of the slots
+        until(lambda: np.any(words >> np.uint64(9) & np.uint64(511)))  # somebody has arrived
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    try:
+        other = threading.Thread(target=interrupt)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            call(0)
+        other.join(LIMIT_SECONDS)
+        assert call(1).tolist() == [2]
+    finally:
+        run_threads(2, lambda rank: runtimes[rank].shutdown())
+        global_process_set.ranks = None
 
 
 def test_the_timeline_and_observers_see_all_calls(tmp_path: Any, patient: None) -> None:
