@@ -99,8 +99,10 @@ COLLECTIVES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` on every rank; return the exit code: 0, or 1 (wrong result)."""
     options = _parser().parse_args(argv)
-    commands = [options.run] if options.run else [helloworld, ring, latency, bandwidth, model]
     hvd.init()
+    commands = [options.run] if options.run else [helloworld, ring, latency, bandwidth]
+    if not options.run and len(state.current().topology.hosts) > 1:
+        commands.append(model)
     if hvd.size() == 1:
         _show("1 rank measures no communication: hvdlite-run -np 2 python -m hvdlite.bench\n")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
@@ -290,6 +291,27 @@ def test_simulate_coordinator(tmp_path: Path) -> None:
     tree, flat = records[2:]
     assert tree["messages_in"] < flat["messages_in"] / 10 and flat["estimated"]
     assert tree["auto_seconds"] == tree["trees_seconds"] < tree["ring_seconds"] / 10
+
+
+def test_between_hosts(tmp_path: Path) -> None:
+    """Three simulated hosts measure the model and all algorithms, and nothing of them is left."""
+    with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
+        pass
+    if not os.access("/dev/net/tun", os.W_OK):
+        pytest.skip("there are no TUN devices")
+    words = ("--hosts", "3", "--sizes", "512", "--calls", "1", "--delay-ms", "1", "--mbit", "0")
+    path, script = tmp_path / "b.json", str(BENCHMARKS / "between_hosts.py")
+    done = run_command([sys.executable, script, *words, "--json", str(path)], timeout=60)
+    assert done.returncode == 0, done.stdout
+    records = json.loads(path.read_text())["records"]
+    assert [each["algorithm"] for each in records] == ["ring", "trees", "halving", "two_level"]
+    for each in records:  # Each of the rounds takes the delay: 4 in rings, 2 in trees.
+        least = 2e-3 if each["algorithm"] == "trees" else 4e-3
+        assert least < each["seconds"] < 1, done.stdout
+        assert each["figures"]["message"] > 1e-3
+    namespaces = run_command(["ip", "netns"]).stdout
+    makers = re.findall(r"^hvdlite(\d+)n\d+", namespaces, re.MULTILINE)
+    assert all(Path("/proc", maker).exists() for maker in makers)
 
 
 def test_cost_model(tmp_path: Path) -> None:

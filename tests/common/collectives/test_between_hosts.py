@@ -19,6 +19,7 @@ from hvdlite.common.collectives.flat import FlatBackend
 from hvdlite.common.collectives.hierarchical import HierarchicalBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.plain.adapter import numpy_dtype
+from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
 from tests.backends import (
     DTYPES,
@@ -59,6 +60,7 @@ def reduced(
     choice: str | Model,
     piece_bytes: int = 1 << 18,
     kind: str = IN_PROCESS,
+    config: Config | None = None,
 ) -> list[tuple[list[Array], list[str]]]:
     """The results of an allreduce of noise on all ranks, and its phases."""
 
@@ -75,7 +77,7 @@ def reduced(
         backend.allreduce(members, arrays, arrays, Reduction(ReduceOp.SUM, 0.5, 0.5), noted)
         return arrays, phases
 
-    return run_on_transports(topology, program, kind)
+    return run_on_transports(topology, program, kind, config)
 
 
 def backend_for(transport: Transport, choice: str | Model, piece_bytes: int = 1 << 18) -> Any:
@@ -138,10 +140,13 @@ def test_16_bit_sums_are_rounded_once_by_each_host(name: str, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("name", SCHEDULED)
-def test_over_tcp(name: str) -> None:
+@pytest.mark.parametrize("streams", [1, 3])
+def test_over_tcp(name: str, streams: int) -> None:
     topology = Topology(LAYERED["3+1+2"])
-    in_process = reduced(topology, [5, 100_000], "float32", name, 4096)
-    over_tcp = reduced(topology, [5, 100_000], "float32", name, 4096, TCP)
+    sizes, piece_bytes = [5, 400_000], 128 << 10  # Such pieces go over all streams in turns.
+    in_process = reduced(topology, sizes, "float32", name, piece_bytes)
+    config = Config(tcp_streams=streams)
+    over_tcp = reduced(topology, sizes, "float32", name, piece_bytes, TCP, config)
     for (arrays, _), (wanted, _) in zip(over_tcp, in_process, strict=True):
         assert [array.tobytes() for array in arrays] == [array.tobytes() for array in wanted]
 
