@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import linear_regression, median
 from typing import Any
 
@@ -39,7 +40,7 @@ def measured_model() -> Model:
     work = _on_all(measure.work_seconds)
     call, message = _call_and_message()
     message = max(message, _middle(_on_all(lambda: measure.message_seconds(transport))))
-    near, nbytes = _link_seconds(1, message)
+    near, nbytes = _link_seconds(message)
     return Model(
         call=call,
         message=message,
@@ -118,16 +119,14 @@ def _far_seconds(nbytes: int, call: float, message: float) -> float:
     return seconds / cost.wire
 
 
-def _link_seconds(distance: int, message: float) -> tuple[float, int]:
+def _link_seconds(message: float) -> tuple[float, int]:
     """Return the seconds of a byte over a host's link, and the bytes of a measurement.
 
     They are so many that it takes long enough. The time of a first `message` is left out.
     """
     transport, nbytes = state.current().transport, LEAST_BYTES
     while True:
-        seconds = max(
-            _on_all(lambda nbytes=nbytes: measure.shift_seconds(transport, distance, nbytes))
-        )
+        seconds = max(_on_all(partial(measure.shift_seconds, transport, nbytes)))
         if seconds - message >= ENOUGH_SECONDS or nbytes >= MOST_BYTES:
             return max(seconds - message, seconds / 10) / nbytes, nbytes
         nbytes *= 4

@@ -87,12 +87,12 @@ def _ping_pong(transport: Transport, peer: int, first: bool) -> float:
     return median(times[PINGS // 4 :])  # The first ones make the connection.
 
 
-def shift_seconds(transport: Transport, distance: int, nbytes: int) -> float:
-    """Return how long all hosts need to send `nbytes` each to the host `distance` further on.
+def shift_seconds(transport: Transport, nbytes: int) -> float:
+    """Return how long all hosts need to send `nbytes` each to the next host.
 
     The shortest of three times counts: the first one makes connections.
     """
-    to, by = peer_at(transport, distance), peer_at(transport, -distance)
+    to, by = peer_at(transport, 1), peer_at(transport, -1)
     if to is None or by is None:
         return 0.0
     length = max(1, nbytes // taking_part(transport))
