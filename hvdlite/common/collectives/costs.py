@@ -14,8 +14,8 @@ docs/scaling.md derives the formulas, and compares them with measurements. This 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 from hvdlite.common.collectives.halving_doubling import halvings
 from hvdlite.common.collectives.trees import tree_depth
@@ -121,7 +121,15 @@ def _scheduled_work(model: Model, held: float, reduced: float) -> float:
     return 2 * held * model.copied_byte + reduced * model.reduced_byte
 
 
-CostFunction = Callable[[Model, int, int, float], Cost]
+class CostFunction(Protocol):
+    """The cost of `tensors` of `nbytes` together, between `hosts` with `slices` ranks each."""
+
+    def __call__(
+        self, model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1
+    ) -> Cost:
+        """Return the cost."""
+
+
 COSTS: dict[str, CostFunction] = {  # The first one wins a tie.
     "ring": ring_cost,
     "trees": trees_cost,
