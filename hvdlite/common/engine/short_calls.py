@@ -188,10 +188,12 @@ class ShortCalls:
         nbytes = SPECS[request.collective].bytes(prepared.response, dtype.itemsize)
         if not 0 < nbytes <= min(LARGE_BYTES, MOST_TO_ADD_BYTES // members.size):
             return False
-        arithmetic = Arithmetic(dtype, reduction_of(request, members.size))
-        if request.device != HOST_DEVICE or codes(arithmetic) is None:
+        if request.device != HOST_DEVICE:
             return False
         if not isinstance(self._executor.backend(request, members), ShmBackend):
+            return False  # Also Adasum, which has no arithmetic.
+        arithmetic = Arithmetic(dtype, reduction_of(request, members.size))
+        if codes(arithmetic) is None:
             return False
         self._exchange.add_data(prepared.call, arithmetic, nbytes)
         return True

@@ -386,6 +386,28 @@ def test_the_timeline_and_observers_see_all_calls(tmp_path: Any, patient: None) 
     run_ranks(2, main, config=GATHER)
 
 
+def test_what_is_not_reduced_in_shared_memory_by_compiled_code() -> None:
+    """Adasum, rings that the user wishes for, integers that are scaled, groups."""
+
+    def main(rank: int) -> None:
+        begin()
+        before = short_calls().completed
+        ones = np.ones(2, np.float32)
+        assert hvd.allreduce(ones, name="adasum", op=hvd.Adasum).tolist() == [1, 1]
+        whole = np.full(2, 3, np.int32)
+        assert hvd.allreduce(whole, name="scaled", op=hvd.Average).tolist() == [3, 3]
+        (total,) = hvd.grouped_allreduce([ones], name="group", op=hvd.Sum)
+        assert total.tolist() == [2, 2]
+        assert short_calls().completed == before
+
+    def ring(rank: int) -> None:
+        assert hvd.allreduce(np.ones(2), name="x", op=hvd.Sum).tolist() == [2, 2]
+        assert short_calls().completed == 0
+
+    run_ranks(2, main)
+    run_ranks(2, ring, config=Config(allreduce="ring"))
+
+
 def test_a_host_without_the_code_needs_none() -> None:
     def main(rank: int) -> None:
         assert current().engine._short_calls is None
