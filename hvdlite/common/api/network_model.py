@@ -102,7 +102,7 @@ def _measured_seconds(name: str, nbytes: int, calls: int) -> float:
     runtime, array = state.current(), np.zeros(max(1, nbytes // 4), np.float32)
     transport, backends = runtime.transport, runtime.engine.backends
     every = _on_all(lambda: measure.allreduce_seconds(transport, backends, name, array, calls))
-    return median(max(each) for each in zip(*every, strict=True))
+    return float(median(max(each) for each in zip(*every, strict=True)))
 
 
 def _far_seconds(nbytes: int, call: float, message: float) -> float:
