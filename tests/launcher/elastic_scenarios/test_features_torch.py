@@ -36,8 +36,11 @@ def check_loaders(outcome: Outcome) -> None:
     assert [line["children"] for line in outcome.results] == [0, 0]
 
 
-def test_scaler_batch_norm_compression_loaders_and_join(site: Site) -> None:
-    """Rank 2 dies amid a step, a newcomer comes, and rank 0 dies while the others join."""
+def test_scaler_batch_norm_compression_sparse_loaders_and_join(site: Site) -> None:
+    """Rank 2 dies amid a step, a newcomer comes, and rank 0 dies while the others join.
+
+    When rank 2 dies, the others wait for its part of a sparse tensor, which they sum in each step.
+    """
     faults = [
         {"worker": 2, "place": "gradients sent", "step": 5},
         {"worker": 0, "place": "before join", "step": 12},

@@ -1,8 +1,9 @@
 """A script of the scenarios: what a PyTorch script has beside its weights, across resets.
 
-Synchronized batch normalization, a scaler of losses, gradients sent as float16, loaders with worker
-processes (persistent ones in workers with odd numbers), and a join at the end of each epoch. The
-history names every sample used, and the scale of the loss after each step.
+Synchronized batch normalization, a scaler of losses, gradients sent as float16, sums of sparse
+tensors, loaders with worker processes (persistent ones in workers with odd numbers), and a join at
+the end of each epoch. The history names every sample used, and the scale of the loss after each
+step.
 """
 
 from __future__ import annotations
@@ -116,14 +117,18 @@ class Training:
         if number in OVERFLOW_STEPS and hvd.rank() == 0:
             loss = loss * torch.inf
         self.scaler.scale(loss).backward()
+        faults.at("gradients sent")  # The sparse tensors of the others are in flight then.
+        ones = torch.ones(len(indices))
+        counts = torch.sparse_coo_tensor(indices[None], ones, (SAMPLES,), check_invariants=False)
+        wait = hvd.sparse_allreduce_async(counts, "counts", hvd.Sum)
         used = hvd.allgather(indices, name="used")
-        faults.at("gradients sent")
         self.optimizer.synchronize()
         self.scaler.unscale_(self.optimizer)
         with self.optimizer.skip_synchronize():
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.sampler.record_batch(0, len(indices))
+        assert torch.equal(wait().to_dense(), used.bincount(minlength=SAMPLES).float())
         everywhere = used.reshape(hvd.size(), -1).tolist()
         state.history = [*state.history, [state.epoch, everywhere, self.scaler.get_scale()]]
         faults.say(step=number, children=children(), imported=sorted(modules() - self.modules))
