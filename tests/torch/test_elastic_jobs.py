@@ -34,8 +34,10 @@ class Training:
 
     def __init__(self, worker: Worker, hook: Hook, commit_every: int = 1, **options: Any) -> None:
         self.worker, self.hook, self.commit_every = worker, hook, commit_every
-        torch.manual_seed(worker.number)
         self.model = torch.nn.Linear(FEATURES, 1, bias=False, dtype=torch.float64)
+        # The generator of PyTorch is shared by the workers, which are threads.
+        chance = np.random.default_rng(worker.number)
+        self.model.weight.data = torch.from_numpy(chance.normal(size=(1, FEATURES)))
         optimizer = torch.optim.SGD(self.model.parameters(), RATE, momentum=MOMENTUM)
         self.optimizer = hvd.DistributedOptimizer(optimizer, self.model.named_parameters())
         self.sampler = hvd.elastic.ElasticSampler(DATA, seed=5)

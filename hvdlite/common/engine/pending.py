@@ -20,9 +20,11 @@ class PendingTable:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        # Guards the next three. Reentrant, as a signal handler may enqueue within any method.
+        # Guards the next four. Reentrant, as a signal handler may enqueue within any method.
         self._lock = threading.RLock()
         self._entries: dict[Key, Entry] = {}
+        # Those of them that `hold` keeps from failing.
+        self._held: dict[Key, Entry] = {}
         # Process set ids in which this rank has called join(), which has not returned.
         self._joined: set[int] = set()
         # Set by `close`: why nothing more can be added.
@@ -70,6 +72,9 @@ class PendingTable:
             pop = self._entries.pop
             entries = [pop(key, None) for key in keys]
             self._running = [entry for entry in entries if entry is not None]
+            if self._held:  # An answer to other ranks, such as that one has departed.
+                for entry in self._running:
+                    self._held.pop(entry.key, None)
             if self._joined and self._running and _is_join(self._running[0].request):
                 self._joined.discard(self._running[0].request.process_set_id)
         return entries
@@ -79,10 +84,33 @@ class PendingTable:
         """Whether this rank has called join() in some process set, which has not returned."""
         return bool(self._joined)
 
-    def take(self, entry: Entry) -> bool:
-        """Remove an entry; return whether it was there, and so has not failed."""
+    def hold(self, entry: Entry) -> bool:
+        """Keep an entry from failing until `let_go`; False if it has failed already.
+
+        Its data are being exchanged without the engine. Once other ranks have the result, this rank
+        must have it too, though its engine may hear of a lost rank before the thread goes on.
+        """
         with self._lock:
-            return self._entries.pop(entry.key, None) is not None
+            if self._entries.get(entry.key) is not entry:
+                return False
+            self._held[entry.key] = entry
+            return True
+
+    def let_go(self, entry: Entry, *, exchanged: bool) -> bool:
+        """End `hold`; return whether the entry is to be completed, and so has left the table.
+
+        One whose data were not exchanged is pending again, or fails if `close` was called.
+        """
+        with self._lock:
+            if self._held.pop(entry.key, None) is None:
+                return False  # It was answered meanwhile, or its process set was removed.
+            if exchanged:
+                self._entries.pop(entry.key, None)
+                return True
+            error = self._closed
+        if error is not None:
+            entry.handle.fail(error)
+        return False
 
     def find(self, process_set_id: int, name: str) -> Entry | None:
         """Return the entry of this name, which stays in the table, or None."""
@@ -94,14 +122,17 @@ class PendingTable:
         with self._lock:
             self._joined.discard(process_set_id)
             keys = [key for key in self._entries if key[0] == process_set_id]
+            for key in keys:
+                self._held.pop(key, None)
             return [self._entries.pop(key) for key in keys]
 
     def close(self, error: HorovodInternalError) -> None:
-        """Refuse all entries from now on, and fail those that are pending or running."""
+        """Refuse all entries from now on; fail those that are pending and not held, or running."""
         with self._lock:
             if self._closed is None:
                 self._closed = error
-            failed, self._entries = list(self._entries.values()), {}
+            failed = [entry for key, entry in self._entries.items() if key not in self._held]
+            self._entries = {}
             self._joined.clear()
         running, self._running = self._running, []
         for entry in [*running, *failed]:

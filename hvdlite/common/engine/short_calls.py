@@ -142,17 +142,19 @@ class ShortCalls:
             call.input = call.output = entry.address
         elif prepared.request.dtype:
             set_data(call, entry.input, entry.output(prepared.request.shape))
+        if not self._pending.hold(entry):
+            return False
         try:
             self._exchange.run(call)
         finally:  # A KeyboardInterrupt comes after the exchange: its result counts.
             if call.completed:
                 prepared.failures = 0
                 self.completed += 1
-                if self._pending.take(entry):  # Otherwise it has failed meanwhile.
-                    entry.complete()
             else:
                 prepared.failures += 1
                 prepared.skips = min(1 << prepared.failures, MOST_SKIPPED) - 2
+            if self._pending.let_go(entry, exchanged=bool(call.completed)):
+                entry.complete()
         return bool(call.completed)
 
     def _find(self, request: Request) -> _Prepared | None:

@@ -1,0 +1,78 @@
+"""The table of pending entries: what happens to one whose data are exchanged without the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.engine.pending import PendingTable
+from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.messages import Request
+
+LOST = HorovodInternalError("rank 1 is gone", rank=1)
+
+
+def new_entry() -> Entry:
+    return Entry(Request(0, "x", "allreduce"))
+
+
+@pytest.fixture
+def table() -> PendingTable:
+    return PendingTable(0)
+
+
+@pytest.fixture
+def entry(table: PendingTable) -> Entry:
+    made = new_entry()
+    table.add([made])
+    assert table.hold(made)
+    return made
+
+
+def test_a_held_entry_does_not_fail_with_the_engine_if_its_data_were_exchanged(
+    table: PendingTable, entry: Entry
+) -> None:
+    table.close(LOST)
+    assert not entry.handle.poll()
+    assert table.let_go(entry, exchanged=True)
+    entry.handle.complete(7)
+    assert entry.handle.wait() == 7
+
+
+def test_a_held_entry_fails_after_the_engine_if_its_data_were_not_exchanged(
+    table: PendingTable, entry: Entry
+) -> None:
+    table.close(LOST)
+    assert not table.let_go(entry, exchanged=False)
+    with pytest.raises(HorovodInternalError, match="rank 1 is gone"):
+        entry.handle.wait()
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_an_entry_that_is_let_go_is_pending_again_or_complete(
+    table: PendingTable, entry: Entry, exchanged: bool
+) -> None:
+    with pytest.raises(ValueError, match="same name"):
+        table.add([new_entry()])
+    assert table.let_go(entry, exchanged=exchanged) == exchanged
+    assert table.find(*entry.key) is (None if exchanged else entry)
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_an_entry_that_was_answered_meanwhile_ends_once(
+    table: PendingTable, entry: Entry, exchanged: bool
+) -> None:
+    assert table.pop([entry.key]) == [entry]
+    assert not table.let_go(entry, exchanged=exchanged)
+
+
+def test_an_entry_of_a_removed_process_set_ends_once(table: PendingTable, entry: Entry) -> None:
+    assert table.pop_set(entry.key[0]) == [entry]
+    assert not table.let_go(entry, exchanged=True)
+
+
+def test_an_entry_that_has_failed_cannot_be_held(table: PendingTable) -> None:
+    made = new_entry()
+    table.add([made])
+    table.close(LOST)
+    assert not table.hold(made)
