@@ -94,13 +94,15 @@ def test_an_excluded_host_comes_back_and_fails_again() -> None:
 
 
 def test_a_newcomer_is_not_rank_0_where_the_last_rank_of_the_first_host_has_died() -> None:
-    """It was to come in the place of a rank that had died before."""
+    """It was to come at the next commit, in the place of a rank that had died before."""
     job = running({"a": 2, "b": 1}, num_proc=3)
     job.kill(1)
+    job.newcomers_ready()
     job.kill(0)
+    assert (job.members, job.hosts) == ([2, 3], "ba")
     job.newcomers_ready()
     job.pass_checks()
-    assert (job.members[0], job.hosts) == (2, "baa")
+    assert (job.members, job.hosts) == ([2, 3, 4], "baa")
 
 
 def test_below_min_np_the_others_wait_for_capacity() -> None:
