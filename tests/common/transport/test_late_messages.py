@@ -76,9 +76,13 @@ def test_messages_and_arrays_of_a_rank_that_was_given_up_are_dropped(
         transport._close_sockets()
 
 
+@pytest.mark.parametrize("word_for_word", [True, False])
 @pytest.mark.parametrize("channel", [DATA, CONTROL_ONE_WAY])
-def test_what_is_sent_again_word_for_word_is_refused(channel: int) -> None:
-    """A delayed connection brings all that a rank said in the old world to a rank of the next."""
+def test_a_rank_of_the_old_world_is_refused_in_the_next(channel: int, word_for_word: bool) -> None:
+    """A delayed connection brings all that a rank said, or the rank itself dials once more.
+
+    In the next world there is another rank with its number, whose connections it must not take.
+    """
     config = Config(tcp_ports=free_ports(2))
     said: list[bytes] = []
     answers: list[bytes] = []
@@ -86,21 +90,23 @@ def test_what_is_sent_again_word_for_word_is_refused(channel: int) -> None:
     def knock(me: Identity, place: tuple[str, int]) -> None:
         with socket.create_connection(place, timeout=10) as connection, suppress(ConnectionError):
             theirs, mine = connection.recv(NONCE_BYTES), handshake.new_nonce()
-            if not said:
-                claim = me.claim(Slot(0, channel))
-                proof = handshake.proof(me.key, handshake.CONNECTS, theirs + mine, claim)
-                said.append(mine + claim + proof)
+            claim = me.claim(Slot(0, channel))
+            proof = handshake.proof(me.key, handshake.CONNECTS, theirs + mine, claim)
+            said.append(mine + claim + proof)
+            answers.append(b"")
+            if len(said) == 1:
                 connection.sendall(said[0])
             else:  # All at once, with a message or an array after it.
-                connection.sendall(said[0] + GO + (5).to_bytes(8, "little") + b"late!")
-            answers.append(b"")
+                sent = said[0] if word_for_word else said[1]
+                connection.sendall(sent + GO + (5).to_bytes(8, "little") + b"late!")
             answers[-1] = connection.recv(100)
 
+    old: list[Identity] = []
     for epoch in (1, 2):
         transports = world(TWO_HOSTS, config, epoch)
         place = transports[0]._connections._listeners[0].getsockname()
-        who = transports[1]._connections.me
-        knocking = threading.Thread(target=knock, args=(who, place))
+        old.append(transports[1]._connections.me)
+        knocking = threading.Thread(target=knock, args=(old[0], place))
         knocking.start()
         while knocking.is_alive():
             assert transports[0].receive(0.01) == []
