@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -44,6 +45,13 @@ class ThreeHosts(Site):
                 with contextlib.suppress(ProcessLookupError):
                     running.signal(signal.SIGKILL)
                 watch.close()
+                self._remove_what_frameworks_leave()
+
+    def _remove_what_frameworks_leave(self) -> None:
+        """Remove the code that TensorFlow has generated in workers that were killed."""
+        for node in self.lab.nodes.values():
+            for path in node.path("/tmp").glob("__*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @contextlib.contextmanager
     def beside(self, host: str, *command: str) -> Iterator[subprocess.Popen[str]]:
