@@ -78,7 +78,8 @@ def test_down_to_one_rank_and_up_again(tmp_path: Path) -> None:
         workers.driver.wait_for(lambda: 3 in workers.driver.commits)
         workers.driver.notice(2)
         for number in (2, 3):
-            workers.wait_for(number, in_world(4))
+            first = workers.wait_for(number, in_world(4))
+        assert first["imported"] == []  # The others do not wait for imports of a newcomer.
         assert workers.driver.worlds[4] == (2, 3)
         stop(workers, 0, 1)
 

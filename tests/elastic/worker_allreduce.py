@@ -25,6 +25,11 @@ def say(**words: Any) -> None:
     print(json.dumps({"time": time.monotonic(), **words}), flush=True)
 
 
+def modules() -> set[str]:
+    """Return the modules of hvdlite that are imported."""
+    return {name for name in sys.modules if name.startswith("hvdlite.")}
+
+
 def reduce_until_stopped() -> None:
     """Reduce in each step; each world counts its steps from 0."""
     commit = 1
@@ -38,7 +43,8 @@ def reduce_until_stopped() -> None:
                 result = hvd.allreduce(array, op=hvd.Sum, name="gradient")
                 assert (result == result[0]).all()
                 if step < ALL_STEPS or step % 100 == 0:
-                    say(epoch=world.epoch, rank=world.rank, step=step, sum=result[0])
+                    new = sorted(modules() - BEFORE)
+                    say(epoch=world.epoch, rank=world.rank, step=step, sum=result[0], imported=new)
                 kind = worlds.check()
                 if kind == STOP:
                     return
@@ -54,6 +60,7 @@ def reduce_until_stopped() -> None:
 
 if __name__ == "__main__":
     hvd.init()
+    BEFORE = modules()
     if worlds.waiting():
         try:
             hvd.allreduce(np.zeros(1), name="too early")
