@@ -83,6 +83,7 @@ def test_the_only_agent_that_is_killed_is_not_said_to_be_tried_again(tmp_path: P
     lost = job.watch.line("host localhost was lost")
     assert "SIGKILL" in lost and "tried again" not in lost
     assert "no rank of world 1 is left" in job.watch.err[-1]
+    assert "Remedy" not in job.watch.err[-1]  # Nobody was left to go on.
 
 
 @pytest.mark.parametrize(
