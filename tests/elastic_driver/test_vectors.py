@@ -56,6 +56,13 @@ def test_old_hosts_keep_their_order_and_new_ones_follow() -> None:
     assert order_hosts([], ["b", "a"]) == ["b", "a"]
 
 
+def test_fewer_slots_than_ranks_are_an_error() -> None:
+    assert fill_hosts({"a": 2, "b": 1}, min_np=3) == ["a", "a", "b"]
+    for slots, max_np in (({"a": 2, "b": 1}, None), ({}, None), ({"a": 9}, 3)):
+        with pytest.raises(ValueError, match=r"Requested more processes \(4\)"):
+            fill_hosts(slots, max_np, min_np=4)
+
+
 def test_places_of_ranks() -> None:
     hosts = fill_hosts({"a": 2, "b": 4}, 5)
     assert hosts == list("aabbb")
