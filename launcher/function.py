@@ -69,15 +69,17 @@ def run(
 ) -> list[T]:
     """Run ``func(*args, **kwargs)`` on `num_proc` ranks; returns the results in rank order.
 
-    `np` is another name for `num_proc`; the default is 1. The function, its arguments and its
-    results are sent by cloudpickle, so it may be defined in ``__main__`` or a notebook; it calls
-    ``init()`` itself. `start_timeout` is in seconds; `env` replaces ``os.environ``; `executable` is
-    the Python of the ranks. The other arguments are flags of hvdlite-run; `disable_cache` has no
-    meaning here and warns. With `hosts` on other machines and ``launcher="mpirun"``, the working
-    directory must be one that all hosts share.
+    `np` is another name for `num_proc`. Its default is the number of slots of `hosts` or `hostfile`
+    (at most `max_num_proc`), `min_num_proc` with a discovery script, and else 1. The function, its
+    arguments and its results are sent by cloudpickle, so it may be defined in ``__main__`` or a
+    notebook; it calls ``init()`` itself. `start_timeout` is in seconds; `env` replaces
+    ``os.environ``; `executable` is the Python of the ranks. The other arguments are flags of
+    hvdlite-run; `disable_cache` has no meaning here and warns. With `hosts` on other machines and
+    ``launcher="mpirun"``, the working directory must be one that all hosts share.
 
     `min_num_proc` (or `min_np`) and `host_discovery_script` make the job elastic, which then needs
-    hosts or a script. The results are those of the first `min_num_proc` ranks of the last world;
+    hosts or a script. It waits for `num_proc` slots, and starts on all that are there, up to
+    `max_num_proc`. The results are those of the first `min_num_proc` ranks of the last world;
     `cooldown_range` is two numbers of seconds.
 
     An exception on a rank is raised here as itself; its ``__cause__`` is a `RemoteError` with the
