@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from hvdlite.as_horovod import active
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.warn import warn_user
+from hvdlite.launcher.elastic.decisions import lines
 from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.launcher_choice import MPIRUN
 from hvdlite.launcher.options import LaunchOptions, resolve
@@ -25,6 +26,8 @@ from hvdlite.launcher.worker import Raised, read_answers, read_failures, write_c
 T = TypeVar("T")
 # Flags whose warnings have to name an argument of `run`.
 ARGUMENTS = {"--disable-cache": "disable_cache"}
+# In the errors of Horovod's own run, where the exit code of a worker ends an elastic job.
+HOROVOD_PHRASE = "one or more processes exited with non-zero status"
 
 
 class RemoteError(RuntimeError):
@@ -84,7 +87,8 @@ def run(
 
     An exception on a rank is raised here as itself; its ``__cause__`` is a `RemoteError` with the
     rank and the traceback there. Where several ranks raise, it is the first that is not merely a
-    `HorovodInternalError` about another rank. Raises `HorovodInternalError` when a rank ends
+    `HorovodInternalError` about another rank. Under the name horovod, the failure of an elastic job
+    is a `HorovodInternalError` with Horovod's words. Raises `HorovodInternalError` when a rank ends
     without an answer (killed, or exited), `ConfigError` (a `ValueError`) for arguments that
     contradict each other, and `KeyboardInterrupt` after Ctrl-C.
     """
@@ -162,6 +166,8 @@ def _run(options: LaunchOptions, environ: Mapping[str, str], call: tuple[Any, ..
         _act_on(outcome.signal)
     if options.elastic is not None:
         options = replace(options, num_proc=min(options.elastic.min_np, len(outcome.results)))
+        if options.as_horovod and lines.EXIT_CODE in outcome.sentence:
+            _raise_as_horovod(answers, outcome.sentence)
     raise_first(answers)
     if outcome.code or len(answers) < options.num_proc:
         silent = [rank for rank in range(options.num_proc) if rank not in answers]
@@ -192,6 +198,16 @@ def _failures_of(raised: Mapping[int, Raised], sentence: str) -> dict[int, Raise
 def raise_failure(raised: Mapping[int, Raised], sentence: str) -> None:
     """Raise the exception that ended an elastic job as `sentence` says, if it was one."""
     raise_first(_failures_of(raised, sentence))
+
+
+def _raise_as_horovod(answers: Mapping[int, Any], sentence: str) -> None:
+    """Raise what a script of Horovod's looks for; its cause is what a worker raised."""
+    error = HorovodInternalError(f"{HOROVOD_PHRASE}: {sentence}")
+    try:
+        raise_first(answers)
+    except Exception as cause:
+        raise error from cause
+    raise error
 
 
 def _act_on(number: int) -> None:

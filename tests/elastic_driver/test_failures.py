@@ -62,7 +62,7 @@ def test_one_process_of_each_host_fails() -> None:
             job.end(number, 3 + number)
     code, sentence = finished(job)
     assert code == 3 + 4  # of the ranks of the last world
-    assert "no rank of world 3 is left: rank 0 (host c) was lost: exit code 7" in sentence
+    assert "no rank of world 3 is left: rank 0 (host c[0]) was lost: exit code 7" in sentence
 
 
 def test_all_processes_fail_at_once() -> None:
@@ -72,8 +72,8 @@ def test_all_processes_fail_at_once() -> None:
     job.end(0, 6)
     code, sentence = finished(job)
     assert code == 5
-    assert "rank 1 (host a) was lost: ValueError: no batch (exit code 5)" in sentence
-    assert "rank 0 (host a) was lost: exit code 6" in sentence
+    assert "rank 1 (host a[1]) was lost: ValueError: no batch (exit code 5)" in sentence
+    assert "rank 0 (host a[0]) was lost: exit code 6" in sentence
 
 
 def test_an_excluded_host_comes_back_and_fails_again() -> None:
@@ -197,7 +197,8 @@ def test_the_end_beyond_the_reset_limit_names_who_was_lost() -> None:
     assert job.finish is None
     job.kill(2)
     sentence = finished(job)[1]
-    assert "limit 0 (--reset-limit): rank 2 (host a) was lost: killed by signal 9" in sentence
+    lost = "rank 2 (host a[2]) was lost: killed by signal 9 (exit code 137)"
+    assert f"limit 0 (--reset-limit): {lost}" in sentence
 
 
 def test_a_rank_that_leaves_without_a_loss_counts_for_the_reset_limit() -> None:
@@ -351,7 +352,7 @@ def test_a_connection_that_breaks_waits_for_the_end_of_the_process() -> None:
     job.wait(6)
     code, sentence = finished(job)
     assert code == 1
-    assert "rank 1 (host a) was lost: its connection to the driver ended" in sentence
+    assert "rank 1 (host a[1]) was lost: its connection to the driver ended" in sentence
 
 
 def leave(job: Simulation, number: int) -> None:
@@ -490,7 +491,7 @@ def test_the_only_worker_with_the_state_returns() -> None:
     job.end(0, 0)
     code, sentence = finished(job)
     assert code == 137
-    assert "rank 1 (host a) was lost" in sentence
+    assert "rank 1 (host a[1]) was lost" in sentence
 
 
 # -- returns
@@ -604,7 +605,7 @@ def test_nobody_holds_the_last_commit() -> None:
     code, sentence = finished(job)
     assert code == 137
     assert "nobody holds the last commit (number 4) any more" in sentence
-    assert "rank 0 (host a) was lost: killed by signal 9" in sentence
+    assert "rank 0 (host a[1]) was lost: killed by signal 9 (exit code 137)" in sentence
 
 
 def test_a_newcomer_cannot_claim_a_commit() -> None:

@@ -9,6 +9,7 @@ from hvdlite.launcher.elastic.decisions.roster import Worker
 from hvdlite.launcher.elastic.decisions.worlds import World
 
 MOST_PARTS = 6  # A longer list of ranks is cut.
+EXIT_CODE = "exit code"  # What the end of a job says of each worker that ended with an error.
 
 
 def count(number: int, thing: str) -> str:
@@ -38,6 +39,19 @@ def name(worker: Worker, world: World | None) -> str:
     if world is not None and worker.number in world.members:
         return f"rank {world.rank(worker.number)} (host {worker.host})"
     return f"the worker of host {worker.host}, slot {worker.slot}"
+
+
+def ended(workers: Sequence[Worker], world: World | None) -> str:
+    """Return who was lost, with host[slot], why, and the exit code, for the end of a job."""
+    parts = []
+    for worker in workers:
+        who = "a worker"
+        if world is not None and worker.number in world.members:
+            who = f"rank {world.rank(worker.number)}"
+        known = not worker.code or EXIT_CODE in worker.why
+        code = "" if known else f" ({EXIT_CODE} {worker.code})"
+        parts.append(f"{who} (host {worker.host}[{worker.slot}]) was lost: {worker.why}{code}")
+    return cut(parts, "; ")
 
 
 def lost(workers: Sequence[Worker], world: World | None) -> str:

@@ -54,8 +54,8 @@ class Losses:
 
     @property
     def text(self) -> str:
-        """Who was lost and why."""
-        return lines.lost(self.workers, self._succession.world)
+        """Who was lost and why, for the end of the job."""
+        return lines.ended(self.workers, self._succession.world)
 
     def members(self) -> list[Worker]:
         """Return the lost ranks of the last world."""
@@ -72,7 +72,7 @@ class Losses:
         self, worker: Worker, code: int, cause: str | None, by_signal: bool, now: float
     ) -> None:
         """Note that a living worker has ended with a code other than 0."""
-        spelled = f"killed by signal {code - 128}" if by_signal else f"exit code {code}"
+        spelled = f"killed by signal {code - 128}" if by_signal else f"{lines.EXIT_CODE} {code}"
         why = f"{cause} ({spelled})" if cause and not by_signal else cause or spelled
         worker.code = code
         self.lose(worker, why, not by_signal, now)

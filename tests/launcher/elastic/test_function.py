@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,11 +112,27 @@ def test_under_the_name_horovod_its_policies_hold() -> None:
         [sys.executable, "-m", "hvdlite.as_horovod", "-c", AS_HOROVOD],
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    assert found.stdout.splitlines()[-1] == "[('wait', True, '1', '1')]"
+    *error, last = found.stdout.splitlines()[-2:]
+    assert last == "[('wait', True, '1', '1')]"
+    assert re.fullmatch(
+        r"RuntimeError: one or more processes exited with non-zero status: .*"
+        r"rank 0 \(host localhost\[0\]\) was lost: .*KeyError: 'x' \(exit code 1\).* from .*'x'.*",
+        error[0],
+    ), error[0]
 
 
 AS_HOROVOD = """
 import os, horovod, hvdlite.launcher.function as function
+
+def fail():
+    import hvdlite.numpy as hvd
+    hvd.init()
+    raise KeyError("x")
+
+try:
+    horovod.run(fail, min_np=1, np=1, hosts="localhost:1")
+except RuntimeError as error:
+    print("RuntimeError:", error, "from", error.__cause__)
 
 def look():
     return os.environ["HOROVOD_ELASTIC"], os.environ["HOROVOD_SIZE"]

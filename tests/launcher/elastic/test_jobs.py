@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -105,11 +106,22 @@ def test_a_discovery_script_that_fails_at_first_ends_the_job(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_worker_that_raises_names_host_and_cause(tmp_path: Path) -> None:
-    script = "import hvdlite.numpy as hvd; hvd.init(); raise ValueError('no data')"
-    done = launch("-np", "2", "--min-np", "1", "python", "-c", script)
-    assert done.returncode == 1
-    assert "ValueError: no data" in done.stderr.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("failure", "code", "why"),
+    [
+        ("raise ValueError('no data')", 1, r"ValueError: no data \(exit code 1\)"),
+        ("os._exit(7)", 7, "exit code 7"),
+        ("os.kill(os.getpid(), 9)", 137, r"killed by SIGKILL \(exit code 137\)"),
+    ],
+)
+def test_the_end_names_rank_host_slot_and_exit_code(failure: str, code: int, why: str) -> None:
+    script = (
+        f"import os, hvdlite.numpy as hvd\nhvd.init()\nif hvd.rank() == 1: {failure}\nhvd.barrier()"
+    )
+    done = launch("-np", "2", "--min-np", "1", "-H", "localhost:2", "python", "-c", script)
+    last = done.stderr.splitlines()[-1]
+    assert re.search(rf"rank 1 \(host localhost\[1\]\) was lost: {why}", last), last
+    assert done.returncode == code
 
 
 def test_a_command_that_is_not_there_ends_the_job() -> None:
