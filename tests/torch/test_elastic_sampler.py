@@ -78,14 +78,14 @@ def test_a_loader_in_one_process() -> None:
         sampler = ElasticSampler(data, shuffle=False)
         state = hvd.elastic.TorchState(sampler=sampler)
         loader = DataLoader(data, 3, sampler=sampler)
-        for _ in range(2):  # Without set_epoch the epoch is repeated.
-            sampler.processed_num = 0
+        for before in (0, 12):  # Without set_epoch the epoch is repeated, and counted on.
             seen, counts = [], []
             for index, (batch,) in enumerate(loader):
                 seen += batch.tolist()
                 sampler.record_batch(index, 3)
                 counts.append(sampler.processed_num)
-            assert seen == list(range(12)) and counts == [3, 6, 9, 12]
+            assert counts == [before + count for count in (3, 6, 9, 12)]
+            assert (seen, len(sampler)) == ([*range(12)], 12)
         sampler.set_epoch(1)
         for index in range(2):
             sampler.record_batch(index, 3)
