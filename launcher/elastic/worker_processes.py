@@ -22,6 +22,7 @@ class WorkerEvents(Protocol):
     def worker_said(self, number: int, message: list[Any], now: float) -> None: ...
     def worker_stopped(self, number: int, now: float) -> None: ...
     def worker_closed(self, number: int, now: float) -> None: ...
+    def worker_raised(self, number: int, cause: str, now: float) -> None: ...
     def worker_lost(self, number: int, why: str, now: float) -> None: ...
     def worker_ended(
         self, number: int, code: int, cause: str | None, by_signal: bool, now: float
@@ -107,7 +108,10 @@ class WorkerProcesses:
         self._workers[number].pid = pid
 
     def _raised(self, number: int, words: str) -> None:
-        self._workers[number].cause = words.partition(" ")[2]  # The first word: its own, or not.
+        kind, _, cause = words.partition(" ")
+        self._workers[number].cause = cause
+        if kind == "own":  # A victim may say so before the end of the culprit is known.
+            self._events.worker_raised(number, cause, time.monotonic())
 
     def _exit(self, number: int, code: int) -> None:
         cause = self._forget(number)

@@ -157,6 +157,17 @@ class Driver:
             worker.closed_at, worker.ready = now, False
         self._advance(now)
 
+    def worker_raised(self, number: int, cause: str, now: float) -> None:
+        """Note that an exception ends a worker, whose process may take its time to end.
+
+        `cause` is the exception as a clause. The worker is lost for its world from now on;
+        `worker_ended` follows.
+        """
+        worker = self._roster.get(number)
+        if worker is not None and worker.living and not self._finished:
+            self._losses.leave_by_exception(worker, cause, now)
+        self._advance(now)
+
     def worker_ended(
         self, number: int, code: int, cause: str | None, by_signal: bool, now: float
     ) -> None:
@@ -175,6 +186,8 @@ class Driver:
             self._return(worker)
         elif worker.living:
             self._losses.end(worker, code, cause, by_signal, now)
+        elif worker.raised:
+            self._losses.note_code(worker, code)
         self._advance(now)
 
     def worker_lost(self, number: int, why: str, now: float) -> None:
@@ -237,10 +250,15 @@ class Driver:
         limit, reset = self.plan.reset_limit, self._succession.reset
         if reset is not None and reset.regroup_at is not None and now < reset.regroup_at:
             return  # A rank has left its world, and who was lost is known in a moment.
-        if limit is not None and self._succession.resets > limit:
+        if self._beyond_limit and not self._losses.unwinding:
             sentence = f"{RESET_LIMIT_EXCEEDED.format(limit)} (--reset-limit)"
             why = self._losses.text
             self._finish(1, f"{sentence}: {why}" if why else sentence)
+
+    @property
+    def _beyond_limit(self) -> bool:
+        limit = self.plan.reset_limit
+        return limit is not None and self._succession.resets > limit
 
     def _watch(self, now: float) -> None:
         self._requirements.watch(now, self._fail)
@@ -257,6 +275,8 @@ class Driver:
             return
         staying = self._staffing.in_expected_order(now)
         if succession.world and not any(each.number in succession.members for each in staying):
+            if self._losses.unwinding:
+                return
             self._fail(NO_PREVIOUS_HOSTS)
             return
         chosen = [each for each in staying if each.ready]
@@ -266,6 +286,8 @@ class Driver:
         try:
             succession.publish(chosen, leaving, now)
         except NoStateError:
+            if self._losses.unwinding:
+                return
             sentence = f"{NO_STATE.format(succession.committed)}: {self._losses.text}"
             self._finish(self._losses.code, sentence)
             return
@@ -276,7 +298,10 @@ class Driver:
 
     def _judge(self, now: float) -> bool:
         """Give up what fails again and again; return whether the next world may begin."""
-        if self._failures.script_fails():
+        fails = self._failures.script_fails()
+        if self._losses.unwinding and (fails or self._beyond_limit):
+            return False  # The job ends with the traceback, and with the exit code.
+        if fails:
             resets = f"{RESETS_AFTER_EXCEPTIONS} resets without a new commit"
             sentence = f"the script failed again after {resets}: {self._losses.text}"
             self._finish(self._losses.code, sentence)

@@ -38,7 +38,14 @@ class JobEnd:
         self._losses = losses
 
     def reach(self, now: float) -> Finish | None:
-        """Return how the job ends, or None while a rank lives or may still come."""
+        """Return how the job ends, or None while a rank lives or may still come.
+
+        A job that fails waits for the tracebacks.
+        """
+        end = self._find_end(now)
+        return None if end is not None and end.code and self._losses.unwinding else end
+
+    def _find_end(self, now: float) -> Finish | None:
         succession = self._succession
         if succession.world is None:
             return self._before_the_first_world(now)

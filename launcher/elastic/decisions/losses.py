@@ -17,10 +17,12 @@ from hvdlite.launcher.elastic.decisions.succession import Succession
 # How long a process may run on after its connection has broken: the kernel takes a while to end one
 # that has much memory, or writes a core dump.
 CLOSED_SECONDS = 5.0
-# How long the next world waits for a worker that has said bye and still runs: it may return, and
+# How long the process of a worker may run on after an exception, and
+# how long the next world waits for a worker that has said bye and still runs: it may return, and
 # frameworks take seconds to end on a busy machine. While nobody waits for it, it has no limit.
 BYE_SECONDS = 30.0
 
+EXCEPTION_CODE = 1  # Of a process of Python that an exception ends.
 LOSS_ERROR = "HorovodInternalError"  # What a rank raises when it has lost another one.
 STALLED = "it was late for a tensor for longer than HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
 
@@ -73,9 +75,30 @@ class Losses:
     ) -> None:
         """Note that a living worker has ended with a code other than 0."""
         spelled = f"killed by signal {code - 128}" if by_signal else f"{lines.EXIT_CODE} {code}"
-        why = f"{cause} ({spelled})" if cause and not by_signal else cause or spelled
+        why = _raised(cause, code) if cause and not by_signal else cause or spelled
         worker.code = code
         self.lose(worker, why, not by_signal, now)
+
+    def leave_by_exception(self, worker: Worker, cause: str, now: float) -> None:
+        """Note that an exception ends a living worker; its process has not ended yet."""
+        worker.raised, worker.code = True, EXCEPTION_CODE
+        worker.kill_at, worker.terminate_at = now + BYE_SECONDS, None
+        self.lose(worker, _raised(cause, EXCEPTION_CODE), True, now)
+
+    def note_code(self, worker: Worker, code: int) -> None:
+        """Note the exit code of a worker that was lost by an exception before."""
+        was_killed = worker.kill_at is None
+        if code and not was_killed:
+            worker.why = worker.why.removesuffix(_raised("", worker.code)) + _raised("", code)
+            worker.code = code
+
+    @property
+    def unwinding(self) -> bool:
+        """Whether the process of a worker has not ended yet that an exception ends.
+
+        A job that fails waits for it, at most `BYE_SECONDS`.
+        """
+        return any(each.unwinding for each in self._roster)
 
     def give_up(self, worker: Worker, why: str, now: float) -> None:
         """Count a worker out whose process may still run."""
@@ -185,3 +208,7 @@ class Losses:
         """Return when a worker has had its time to end after its connection."""
         limits = (self._end_limit(each) for each in self._roster.living())
         return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _raised(cause: str, code: int) -> str:
+    return f"{cause} ({lines.EXIT_CODE} {code})"

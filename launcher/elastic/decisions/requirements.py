@@ -154,11 +154,15 @@ class Requirements:
         if late := self.waited_for(now):
             names = lines.names(late, self._succession.world)
             parts.append(f"workers that have not said ready: {names}")
-        if ending := [each for each in self._roster if each.ending]:
-            names = lines.names(ending, self._succession.world)
+        ending = [each for each in self._roster if each.ending]
+        if killed := [each for each in ending if not each.raised]:
+            names = lines.names(killed, self._succession.world)
             parts.append(
-                f"the end of {names}, which {'was' if len(ending) == 1 else 'were'} killed"
+                f"the end of {names}, which {'was' if len(killed) == 1 else 'were'} killed"
             )
+        if raised := [each for each in ending if each.raised]:
+            names = lines.names(raised, self._succession.world)
+            parts.append(f"the end of {names}, which raised an exception")
         if coming := self._hosts.coming():
             parts.append(f"agents of hosts: {', '.join(coming)}")
         return "; ".join(parts) or "workers that are started again"

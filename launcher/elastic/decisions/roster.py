@@ -37,6 +37,7 @@ class Worker:
     counts: bool = False  # It returned as a rank, or before there was a world.
     terminate_at: float | None = None
     kill_at: float | None = None
+    raised: bool = False  # It was lost by an exception before its process had ended.
     why: str = ""
     code: int = 0
 
@@ -54,6 +55,11 @@ class Worker:
     def ending(self) -> bool:
         """It is lost, and its process has not ended yet."""
         return self.stage is Stage.LOST and self.running
+
+    @property
+    def unwinding(self) -> bool:
+        """It is lost by an exception, and its process prints the traceback or ends."""
+        return self.ending and self.raised
 
     @property
     def holds_slot(self) -> bool:

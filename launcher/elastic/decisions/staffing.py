@@ -209,7 +209,12 @@ class Staffing:
         self._order(EndWorker(worker.number, kill=True))
 
     def drop_host(self, host: str, now: float) -> None:
-        """End the agent of a host, and all workers there."""
+        """End the agent of a host, and all workers there; who prints a traceback may end it."""
+        if any(each.unwinding for each in self._roster.on(host)):
+            for worker in self._roster.on(host):
+                if worker.running and not worker.unwinding:
+                    self._order(EndWorker(worker.number, kill=True))
+            return  # `end_late_ones` ends the agent after the last worker.
         if self._hosts.agent(host).stand is not Stand.ABSENT:
             self._order(DropAgent(host))
             self._hosts.end(host, now)
