@@ -33,6 +33,7 @@ class Process:
     commit: int = 0
     checks: int = 0
     in_world: bool = False
+    cause: str = ""  # The exception that ends it.
     ended: list[bool] = field(default_factory=list)  # One `kill` for each order to end.
 
     def last(self, kind: str) -> list[Any] | None:
@@ -86,6 +87,16 @@ class Simulation:
         assert process.alive
         process.alive = process.in_world = False
         self.event("worker_ended", number, code, cause, code > 128)
+
+    def begin_to_raise(self, number: int, cause: str = "ValueError") -> None:
+        """Let a worker raise; its process has not ended."""
+        process = self.processes[number]
+        process.in_world, process.cause = False, cause
+        self.event("worker_raised", number, cause)
+
+    def end_by_exception(self, number: int) -> None:
+        """Let the process end that has raised."""
+        self.end(number, 1, self.processes[number].cause)
 
     def kill(self, number: int) -> None:
         self.end(number, 137, "killed by signal 9")
@@ -170,10 +181,12 @@ class Simulation:
                 self.note_world(process, epoch, rank, members, [root, behind, commit])
             case ["regroup", epoch, _, _]:
                 if process.alive and epoch == process.epoch and process.number not in self.busy:
+                    assert not process.cause, "a worker that has raised is told of a loss"
                     process.in_world = False
                     frame = ["ready", process.epoch, process.commit]
                     self.driver.worker_said(process.number, frame, now=self.now)
             case ["notice", counter, _]:
+                assert not process.cause, "a worker that has raised is asked for its checks"
                 frame = ["checks", counter, process.checks]
                 if process.alive:
                     self.driver.worker_said(process.number, frame, now=self.now)
@@ -187,6 +200,7 @@ class Simulation:
         world = [epoch, numbers, *sync]
         if not self.worlds or self.worlds[-1][0] != epoch:
             assert all(self.processes[number].alive for number in numbers), "a dead member"
+            assert not any(self.processes[number].cause for number in numbers), "it has raised"
             assert epoch == len(self.worlds) + 1
             if self.worlds:
                 before = self.worlds[-1][1]

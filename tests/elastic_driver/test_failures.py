@@ -297,6 +297,81 @@ def test_exceptions_with_commits_in_between_end_no_job() -> None:
     assert job.finish is None
 
 
+# -- exceptions whose processes take their time to end
+
+
+def test_the_next_world_waits_for_no_process_that_has_raised() -> None:
+    job = running({"a": 3}, num_proc=3)
+    job.begin_to_raise(1, "ValueError: bad batch")
+    assert job.members == [0, 2]
+    assert "rank 1 (host a) was lost: ValueError: bad batch (exit code 1)" in job.lines[-1]
+    job.event("worker_said", 1, ["ready", 1, 99])
+    job.event("worker_closed", 1)
+    job.event("worker_raised", 1, "ValueError: bad batch")
+    job.wait(20)
+    assert 3 not in job.processes  # The slot is taken.
+    lines = len(job.lines)
+    job.end_by_exception(1)
+    assert job.processes[3].start.slot == 1
+    job.newcomers_ready()
+    job.pass_checks()
+    assert job.members == [0, 2, 3]
+    assert [line for line in job.lines[lines:] if "was lost" in line] == []
+
+
+def test_a_process_that_has_raised_and_does_not_end_is_killed() -> None:
+    job = running({"a": 2}, num_proc=2, min_np=1)
+    job.begin_to_raise(1)
+    job.wait(29)
+    assert job.processes[1].ended == []
+    job.wait(2)
+    assert job.processes[1].ended == [True]
+    job.kill(1)
+    assert job.processes[2].start.slot == 1
+
+
+@pytest.mark.parametrize("code", [1, 3])
+def test_a_job_whose_ranks_all_raise_ends_with_the_last_process(code: int) -> None:
+    job = running({"a": 2}, num_proc=2, min_np=1)
+    job.busy |= {0, 1}  # A rank that raises asks for no other world.
+    for number in (0, 1):
+        job.begin_to_raise(number, "ValueError: bad batch")
+    assert job.finish is None
+    for number in (0, 1):
+        assert job.finish is None
+        job.end(number, code, "ValueError: bad batch")
+    got, sentence = finished(job)
+    assert got == code
+    assert f"ranks 0-1 (host a) were lost: ValueError: bad batch (exit code {code})" in sentence
+
+
+def test_a_job_that_fails_again_ends_with_the_process_that_has_raised() -> None:
+    job = running({"a": 2, "b": 1}, num_proc=3)
+    for _ in range(4):
+        rank_2 = job.members[-1]
+        job.begin_to_raise(rank_2, "ValueError: bad batch 17")
+        job.wait(1)
+        assert job.finish is None
+        job.end_by_exception(rank_2)
+        job.wait(8.1)
+        job.newcomers_ready()
+        job.pass_checks()
+    code, sentence = finished(job)
+    assert code == 1
+    assert "failed again after 3 resets without a new commit" in sentence
+
+
+def test_a_host_that_is_given_up_by_an_exception_keeps_its_agent_for_the_traceback() -> None:
+    job = running({"a": 2, "b": 2}, num_proc=4, failures_by_host=True)
+    job.begin_to_raise(2)
+    assert job.hosts == "aa"
+    assert job.processes[3].ended == [True]
+    assert "b" in job.agents
+    job.kill(3)
+    job.end_by_exception(2)
+    assert "b" not in job.agents
+
+
 # -- workers that do not answer
 
 

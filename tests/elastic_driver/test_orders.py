@@ -16,6 +16,7 @@ import pytest
 from tests.elastic_driver.simulation import Process, Simulation
 
 ANSWER, KILL, RAISE, RETURN, CLOSE, STOP = "answer", "kill", "raise", "return", "close", "stop"
+BEGIN = "begin to raise"  # The process ends at its next answer.
 Event = tuple[str, Any]
 
 
@@ -43,6 +44,9 @@ class Puppets(Simulation):
             return
         if any(process.ended):
             self.kill(number)
+            return
+        if process.cause:
+            self.end_by_exception(number)
             return
         if number not in self.greeted:
             self.greeted.add(number)
@@ -91,6 +95,8 @@ class Puppets(Simulation):
                 self.end(number, 0)
             case "raise":
                 self.end(number, 1, "ValueError")
+            case "begin to raise":
+                self.begin_to_raise(number)
             case "kill":
                 self.kill(number)
             case "close":
@@ -153,6 +159,8 @@ SETS: dict[str, list[Event]] = {
     "a removal and a death": [("discovered", SHRUNK), *RUNNING, (KILL, 0), (ANSWER, 1)],
     "a move": [("discovered", MOVED), *RUNNING, (ANSWER, 3), (ANSWER, 4)],
     "returns and a death": [(RETURN, 0), (RETURN, 1), (KILL, 2), *RUNNING[:2], (ANSWER, 3)],
+    "exceptions": [(BEGIN, 0), (ANSWER, 0), (BEGIN, 2), *RUNNING[1:], (ANSWER, 3)],
+    "an exception and a death": [(BEGIN, 1), (KILL, 0), *RUNNING[1:], ("host", "b"), (ANSWER, 3)],
     "silence": [(STOP, 0), (CLOSE, 1), ("pass", 3), *RUNNING, (RETURN, 1)],
     "a host that goes": [
         ("agent_leaving", ("b", "SIGTERM")), ("host", "b"), *RUNNING, (RAISE, 1),
@@ -183,7 +191,7 @@ def test_eight_events_in_all_orders() -> None:
 
 ALPHABET: list[Event] = [
     *[(kind, number) for kind in (ANSWER, KILL, RETURN) for number in range(6)],
-    *[(kind, number) for kind in (RAISE, CLOSE, STOP) for number in range(4)],
+    *[(kind, number) for kind in (RAISE, BEGIN, CLOSE, STOP) for number in range(4)],
     *[(ANSWER, number) for number in range(6)] * 3,
     *[("discovered", hosts) for hosts in (SAME, SHRUNK, GROWN, MOVED, ())],
     *[("host", host) for host in "abc"],

@@ -275,9 +275,8 @@ class Driver:
             return
         staying = self._staffing.in_expected_order(now)
         if succession.world and not any(each.number in succession.members for each in staying):
-            if self._losses.unwinding:
-                return
-            self._fail(NO_PREVIOUS_HOSTS)
+            if not self._losses.unwinding:
+                self._fail(NO_PREVIOUS_HOSTS)
             return
         chosen = [each for each in staying if each.ready]
         if len(chosen) < requirements.need():
@@ -286,10 +285,9 @@ class Driver:
         try:
             succession.publish(chosen, leaving, now)
         except NoStateError:
-            if self._losses.unwinding:
-                return
-            sentence = f"{NO_STATE.format(succession.committed)}: {self._losses.text}"
-            self._finish(self._losses.code, sentence)
+            if not self._losses.unwinding:
+                sentence = f"{NO_STATE.format(succession.committed)}: {self._losses.text}"
+                self._finish(self._losses.code, sentence)
             return
         self._dismiss(leaving, now)
         self._losses.workers = []

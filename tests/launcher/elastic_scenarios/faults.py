@@ -1,8 +1,9 @@
 """What happens to the workers of a job, and where: the test says it in a variable.
 
 FAULTS is a list in JSON. Each fault names a worker, a place, the step from which it may happen, how
-often the place is passed before, and what to do there: "kill", "stop", "raise", "exit", or
-"hosts ..." for what discovery shows then.
+often the place is passed before, and what to do there: "kill", "stop", "raise", "exit",
+"raise slowly" for a process that ends only after others have gone on, or "hosts ..." for what
+discovery shows then.
 
 A worker's name is its first rank if it is one of the first workers (their numbers are in the order
 in which hosts come up), and its number if it came later.
@@ -10,6 +11,7 @@ in which hosts come up), and its number if it came later.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -31,6 +33,7 @@ NUMBER = int(os.environ["HVDLITE_WORKER"])
 IS_FIRST = int(os.environ["FIRST_WORKERS"]) > NUMBER
 NAME = int(os.environ["HVDLITE_RANK"]) if IS_FIRST else NUMBER
 HOSTS = os.environ.get("SCENARIO_HOSTS", "")  # The file that the discovery script prints.
+LONGEST_END_SECONDS = 20.0
 NATIVE_SECONDS = 0.001  # From the begin of a compiled allreduce to the death in it.
 
 _lock = threading.Lock()  # Guards all that follows: engine and script pass places at once.
@@ -74,6 +77,9 @@ def _suffer(place: str, what: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "raise slowly":
+        atexit.register(_wait_for_others)
+        raise ValueError(f"a fault at {place}")
     elif what == "raise":
         raise ValueError(f"a fault at {place}")
     elif what == "exit":
@@ -84,6 +90,18 @@ def _suffer(place: str, what: str) -> None:
         new = Path(f"{HOSTS}.{NUMBER}")
         new.write_text("".join(f"{line}\n" for line in lines))
         new.rename(HOSTS)
+
+
+def go_on() -> None:
+    """Let a worker end that has raised slowly."""
+    Path(f"{HOSTS}.went_on").touch()
+
+
+def _wait_for_others() -> None:
+    deadline = time.monotonic() + LONGEST_END_SECONDS
+    while not Path(f"{HOSTS}.went_on").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    say(unwound=NUMBER)
 
 
 def _before(owner: Any, name: str, place: str) -> None:

@@ -238,3 +238,22 @@ def test_shapes_that_ranks_disagree_about_reset_nothing(site: Site) -> None:
     assert len(errors) == 3
     assert all("gradient" in error for error in errors)
     assert "gradient" in outcome.err.splitlines()[-1]
+
+
+def test_an_exception_is_known_before_its_process_has_ended(site: Site) -> None:
+    """The others train before the process has ended, and only then another one takes its slot."""
+    faults = [dies(1, do="raise slowly")]
+    outcome = site.run("train_numpy", *site.flags(3), faults=faults, STEPS=STEPS, HOLD="8 3")
+    result = check_weights(outcome, STEPS)
+    victim = outcome.faults[0]["number"]
+    assert result["history"][-1][1][-1] == 3
+    assert victim not in result["history"][-1][1]
+    (unwound,) = (line["time"] for line in outcome.lines if "unwound" in line)
+    (begun,) = (
+        line["time"] for line in outcome.lines if "begun" in line and line["number"] == 3
+    )  # fmt: skip
+    entered = [line["time"] for line in outcome.lines if line.get("entered") == 2]
+    assert max(outcome.faults[0]["time"], *entered[:1]) < unwound < begun
+    assert recovery_seconds(outcome) < RECOVERY_SECONDS
+    assert outcome.err.count("was lost: ValueError: a fault at idle (exit code 1); ") == 1
+    assert "Traceback" in outcome.err

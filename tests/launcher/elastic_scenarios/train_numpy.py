@@ -154,6 +154,8 @@ def train(state: State) -> None:
     faults.say(
         entered=epoch(), members=members(), rank=hvd.rank(), step=state.step, sent=sent.bytes
     )
+    if epoch() > 1:
+        faults.go_on()
     while state.step < STEPS:
         faults.at("idle")
         if may_die():
