@@ -35,6 +35,7 @@ class ThreeHosts(Site):
     def launch(self, *words: str, **variables: str) -> Iterator[Watch]:
         """See `Site.launch`."""
         variables.setdefault("PYTHONPATH", str(ROOT))
+        variables.setdefault("HVDLITE_ELASTIC_CHECK", "1")
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(self.inside / "inductor")  # Not in /tmp.
         variables["XDG_CACHE_HOME"] = CACHE
         with self.lab.start(HOSTS[0], *LAUNCHER, *words, **variables) as running:

@@ -51,12 +51,13 @@ def environment(**variables: str) -> dict[str, str]:
 def clean_environment() -> dict[str, str]:
     """Return the environment of a job where nothing is configured, and no checkout is named.
 
-    What starts the ranks is the test's choice: HVDLITE_LAUNCHER stays.
+    What starts the ranks is the test's choice: HVDLITE_LAUNCHER stays. Elastic jobs compare their
+    ranks after each reset: HVDLITE_ELASTIC_CHECK stays, too.
     """
     others = {
         name: value
         for name, value in os.environ.items()
-        if name == "HVDLITE_LAUNCHER"
+        if name in ("HVDLITE_LAUNCHER", "HVDLITE_ELASTIC_CHECK")
         or (not name.startswith(("HVDLITE_", "HOROVOD_")) and name != "PYTHONPATH")
     }
     return {**others, "OMP_NUM_THREADS": "1"}

@@ -145,7 +145,6 @@ class Site:
         texts["FAULTS"] = json.dumps(list(faults))
         texts["FIRST_WORKERS"] = flags[flags.index("-np") + 1]
         texts["SCENARIO_HOSTS"] = str(self.inside / "hosts")
-        texts.setdefault("HVDLITE_ELASTIC_CHECK", "1")
         with self.launch(*flags, "python", "-m", module, **texts) as watch:
             code = watch.finish(timeout)
         return Outcome.of(code, watch.out, watch.err)
