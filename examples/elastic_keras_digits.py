@@ -5,8 +5,8 @@
 
 Kill a rank (the script prints its process id): the others go on from the last commit, and a new
 one takes its place. The lines marked "elastic:" are what keras_digits.py does not have. The data
-comes with scikit-learn. A step works on the same number of images whatever the number of ranks, so
-an epoch always has the same number of steps.
+comes with scikit-learn. A step works on as many images whatever the number of ranks, as far as they
+can be divided.
 """
 
 from __future__ import annotations

