@@ -69,7 +69,10 @@ class KerasState(VariablesState):
 
     def _variables(self) -> Sequence[Any]:
         optimizer = [] if self.optimizer is None else optimizer_variables(self.optimizer)
-        return without([*model_variables(self.model), *optimizer], [])
+        # That of Keras 2 is no variable of the optimizer; it may be a number, or a schedule.
+        rate = getattr(self.optimizer, "learning_rate", None)
+        rates = [rate] if hasattr(rate, "assign") else []
+        return without([*model_variables(self.model), *optimizer, *rates], [])
 
     def _variables_to_compare(self) -> Sequence[Any]:
         own = without(model_variables(self.model), self.model.trainable_variables)
