@@ -28,7 +28,9 @@ hvd.init()
 secret = 6 * 7 + hvd.rank()
 breakpoint()
 total = hvd.allreduce(np.ones(1), op=hvd.Sum)
-print("rank", hvd.rank(), "sum", total[0], sys.stdin.isatty(), flush=True)
+# In one piece: all ranks write to the terminal at once.
+sys.stdout.write(f"rank {hvd.rank()} sum {total[0]} {sys.stdin.isatty()}\\n")
+sys.stdout.flush()
 """
 
 
