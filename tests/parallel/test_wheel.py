@@ -36,7 +36,7 @@ calls = []
 compiled = NativeShm.allreduce
 NativeShm.allreduce = lambda *arguments: calls.append(1) or compiled(*arguments)
 hvd.init()
-total = hvd.allreduce(np.full(100_000, hvd.rank() + 1.0, np.float32), op=hvd.Sum)
+total = hvd.allreduce(np.full(1_000_000, hvd.rank() + 1.0, np.float32), op=hvd.Sum)
 maps = [line.split()[-1] for line in open("/proc/self/maps")]
 libraries = {path for path in maps if "/hvdlite/shm/" in path or "/native/shipped/" in path}
 print(json.dumps([hvdlite.__file__, hvd.size(), float(total.min()), float(total.max()), len(calls),
