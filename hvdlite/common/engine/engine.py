@@ -396,5 +396,6 @@ class Engine:
         finally:
             if self._short_calls is not None:  # A thread that waits for others shall not any more.
                 self._short_calls.close()
+                self._short_calls.release()
             self.departed.set()
             self._transport.close()

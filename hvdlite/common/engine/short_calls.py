@@ -23,6 +23,7 @@ A rank that takes the other way says so (`decline`), so that the rest does not w
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 
 import msgpack
@@ -80,6 +81,9 @@ class ShortCalls:
         self._process_sets = process_sets
         self._may_run = may_run
         self._is_open = False
+        self._released = False
+        # Guards the two, and the memory while it is told. Reentrant for signal handlers.
+        self._opening = threading.RLock()
         self.completed = 0  # How many calls of this rank were short.
         self._prepared: dict[str, _Prepared] = {}  # By name.
 
@@ -119,8 +123,15 @@ class ShortCalls:
 
     def close(self) -> None:
         """Take part in no short call any more."""
-        self._may_run = lambda: False
-        self.take_part()
+        with self._opening:
+            self._may_run = lambda: False
+            self.take_part()
+
+    def release(self) -> None:
+        """Give the memory back, after `close`."""
+        if not self._released:
+            self._released = True
+            self._exchange.release()
 
     def forget(self) -> None:
         """Prepare all calls anew, on all ranks at the same point of the order."""
@@ -128,10 +139,11 @@ class ShortCalls:
 
     def take_part(self) -> bool:
         """Return whether this rank takes part; tell the others if that has changed."""
-        wanted = self._may_run()
-        if wanted != self._is_open:
-            self._is_open = wanted
-            self._exchange.open(wanted)
+        with self._opening:
+            wanted = self._may_run()
+            if wanted != self._is_open:
+                self._is_open = wanted
+                self._exchange.open(wanted)
         return wanted
 
     def _exchanged(self, prepared: _Prepared, entry: Entry) -> bool:

@@ -28,6 +28,8 @@ TAG_BITS = 45
 # How long a rank waits for the others before it turns to the coordinator: it then has lost the time
 # of a negotiation, and can see again who is gone and that a job is over.
 TIMEOUT_SECONDS = 0.01
+# How long the end of a job waits for a thread in a call; a signal handler may keep one there.
+RELEASE_SECONDS = 1.0
 SPIN_SECONDS = 20e-6  # where every rank has a core, and one is left
 
 assert 2 * (SMALL_SLOTS * SMALL_BYTES + LARGE_SLOTS * LARGE_BYTES) + BOARD_BYTES == SHORT_CALL_BYTES
@@ -78,6 +80,12 @@ class ShortExchange:
         """Tell the others whether this rank takes part in short calls from now on."""
         identity = self._identity if comes else 0
         self._open(int(self._memory[0]), self._own, identity, len(self.locks))
+
+    def release(self) -> None:
+        """Unmap the memory once no thread is in a call, and let none begin another one."""
+        held = [lock.acquire(timeout=RELEASE_SECONDS) for lock in self.locks]
+        if all(held):
+            self._views = []
 
     def among(self, members: Members) -> bool:
         """Return whether all members are ranks of this host."""
