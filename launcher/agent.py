@@ -63,7 +63,6 @@ class Agent:
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self.loop = EventLoop()
-        self.folder = AgentFolder()
         self.channel = Channel(
             self.loop, read_fd, write_fd, received=self._receive, ended=self._lose_launcher
         )
@@ -82,15 +81,16 @@ class Agent:
         self._silence_seconds = 0.0  # After which the launcher counts as lost; 0: never.
         self._kill_at: float | None = None
         self._paused = False
+        self._listen_to_signals()  # Before there is a folder, which a signal must not leave behind.
+        self.folder = AgentFolder()
 
     # -- the loop
 
     def run(self) -> None:
         """Run until the launcher has gone, and no rank is left."""
-        self._listen_to_signals()
-        self.channel.send_raw(PROLOGUE)
-        self.channel.send("hello", self._describe())
         try:
+            self.channel.send_raw(PROLOGUE)
+            self.channel.send("hello", self._describe())
             while self.channel.open or self._running():
                 self.loop.run_once(self._patience())
                 self._reap()

@@ -72,6 +72,16 @@ class AgentConnection:
         if self.channel is not None:
             self.channel.close_writing()
 
+    def dismiss(self) -> None:
+        """Let the agent end, or what leads to one on another host where it has not come yet.
+
+        An agent of this host may just have made its folder, so that it must not be killed.
+        """
+        if self.folder or not self.host.remote:
+            self.let_end()
+        else:
+            self.kill()
+
     def kill(self) -> None:
         """End the connection at once. An agent that it led to ends its ranks."""
         if self.channel is not None:

@@ -106,10 +106,7 @@ class Agents:
         self._ending = True
         self._starter.stop()
         for agent in self.agents:
-            if agent.folder:  # It has come.
-                agent.let_end()
-            else:
-                agent.kill()
+            agent.dismiss()
 
     # -- while ranks run
 

@@ -98,10 +98,7 @@ class HostAgents:
             return
         self._leaving[agent] = self.workers.forget(agent)
         self._deadlines[agent] = time.monotonic() + LEAVE_SECONDS
-        if agent.folder:
-            agent.let_end()
-        else:
-            agent.kill()
+        agent.dismiss()
 
     def start_worker(self, worker: StartWorker) -> None:
         """Start a worker by the agent of its host."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -422,6 +423,17 @@ def test_a_host_that_cannot_be_used_is_one_sentence(tmp_path: Path, there: str, 
     assert done.stderr.startswith("hvdlite-run: host other cannot be used: ")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_an_agent_that_is_not_needed_any_more_leaves_no_folder(tmp_path: Path) -> None:
+    # ssh fails in the moment in which the agent of this host has made its folder.
+    no_key = "echo 'Host key verification failed.' >&2; exit 255"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # whose name is short enough for it
+        wait = f"until [ -e {folder}/hvdlite-agent-* ]; do :; done"
+        done = launch(*HOSTS, "true", TMPDIR=folder, **make_ssh(tmp_path, f"{wait}; {no_key}"))
+        left = os.listdir(folder)
+    assert "ssh-keyscan other" in done.stderr
+    assert left == []
 
 
 def test_a_host_that_hangs_in_ssh_is_named_in_time(tmp_path: Path) -> None:
