@@ -79,6 +79,8 @@ class Effect(Enum):
     JOIN = auto()  # ranks that had joined take part again
     ADD_SET = auto()  # all the sets that ranks have named in `shape`: one, or each rank its own
     REMOVE_SET = auto()  # likewise, by `root_rank`
+    FORM_SET = auto()  # a use of the set of the ranks that are `parties` begins
+    RELEASE_SET = auto()  # a use of the set that is `root_rank` ends
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ class CollectiveSpec:
     # It reduces the gradients of optimizers: they are split into segments, its speed is tuned, and
     # its backend has a setting of its own.
     carries_gradients: bool = False
+
+    @property
+    def changes_sets(self) -> bool:
+        """Whether process sets come or go by it."""
+        return self.effect not in (Effect.NONE, Effect.JOIN)
 
     def bytes(self, response: Response, itemsize: int) -> int:
         """Return the size of the tensor, summed over the members if their rows differ."""
@@ -248,6 +255,8 @@ SPECS = {
             cacheable=False,
             effect=Effect.REMOVE_SET,
         ),
+        CollectiveSpec("form_process_set", cacheable=False, effect=Effect.FORM_SET),
+        CollectiveSpec("release_process_set", cacheable=False, effect=Effect.RELEASE_SET),
     )
 }
 

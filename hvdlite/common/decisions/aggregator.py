@@ -21,6 +21,7 @@ from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival, BitReadiness
 from hvdlite.common.decisions.grouped import GroupSizes
 from hvdlite.common.decisions.request_readiness import RanksByRequest, RequestReadiness, earliest
+from hvdlite.common.decisions.set_changes import change_sets
 from hvdlite.common.plain.messages import (
     NO_BIT,
     Departed,
@@ -31,7 +32,7 @@ from hvdlite.common.plain.messages import (
     Response,
     Segment,
 )
-from hvdlite.common.plain.process_set_table import ProcessSetTable, unflatten
+from hvdlite.common.plain.process_set_table import ProcessSetTable
 
 
 class _LeaderSetState:
@@ -177,6 +178,9 @@ class Aggregator:
             state.joined = True
             self._pass(state, process_set_id, {request: ranks})
             return
+        if SPECS[request.collective].effect is Effect.RELEASE_SET:
+            self._pass(state, process_set_id, {request: ranks})
+            return
         name = request.name
         bit = state.bit_of.get(name)
         if bit is not None:
@@ -253,11 +257,10 @@ class Aggregator:
             return
         if effect is Effect.JOIN:
             state.joined = False
-        elif effect is Effect.ADD_SET:
-            for ranks in unflatten(item.first_dims):
-                process_set_id = self._table.add(ranks)
-                self._sets[process_set_id] = _LeaderSetState(mask_of(ranks) & self._below)
-        elif effect is Effect.REMOVE_SET:
-            for removed in item.first_dims:
-                self._table.remove(removed)
+        else:
+            made, gone, _ = change_sets(self._table, item)
+            for added in made:
+                members = mask_of(self._table.members(added)) & self._below
+                self._sets[added] = _LeaderSetState(members)
+            for removed in gone:
                 del self._sets[removed]

@@ -52,6 +52,14 @@ def departure_error(rank: int, request: Request) -> str:
     return f"{request.collective} '{request.name}': rank {rank} {DEPARTED}"
 
 
+def join_error(rank: int, request: Request) -> str:
+    """Return the error of a request that needs `rank`, which has joined without making it."""
+    return (
+        f"{request.collective} '{request.name}': rank {rank} has called join(), which has not "
+        "returned: it takes part in nothing until then. Call join after everything else"
+    )
+
+
 def by_rank(requests: RanksByRequest) -> list[tuple[Request, int]]:
     """Return the requests with their ranks, the request of the lowest rank first.
 

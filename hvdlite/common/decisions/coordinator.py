@@ -72,15 +72,16 @@ the times that are passed with them. Simulations and tests run it without a job.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
-from hvdlite.common.base.bitsets import NumberSet, mask_of, numbers_of
+from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.collectives.table import SPECS, Effect
-from hvdlite.common.decisions.answers import answer, by_rank, departure_error
+from hvdlite.common.decisions.answers import answer, by_rank, departure_error, join_error
 from hvdlite.common.decisions.bit_readiness import Arrival
 from hvdlite.common.decisions.fusion import next_segments
 from hvdlite.common.decisions.process_set_state import ProcessSetState
 from hvdlite.common.decisions.request_readiness import RanksByRequest, earliest
+from hvdlite.common.decisions.set_changes import Releases, change_sets
 from hvdlite.common.decisions.stall_inspector import Waiting
 from hvdlite.common.plain.messages import (
     NO_BIT,
@@ -130,6 +131,7 @@ class Coordinator:
         self._cut: dict[tuple[int, ...], tuple[list[Response], list[Order]]] = {}
         # The ranks that have shut down, as a mask, and in order: errors blame the first one.
         self._departed = 0
+        self._releases = Releases()
         self._departed_order: list[int] = []
 
     def receive(self, report: Report, now: float) -> None:
@@ -140,15 +142,21 @@ class Coordinator:
         ranks = mask_of(report.ranks)
         # An unknown bit has crossed its eviction: the ranks send the request again, in full.
         bits = state.cache.known(NumberSet.of(report.bits))
-        if state.mask & self._departed:
-            self._refuse(state, bits, report.requests)
-            return
         answers = len(self._ready)
         # Bits precede requests, because a join, which is a request, must come last.
-        if bits:
+        if bits and state.mask & self._departed:
+            for bit in bits:
+                self._refuse(state, state.cache.peek(bit)[0].request)
+        elif bits:
             self._receive_bits(state, bits, ranks, now)
         for request in report.requests:
-            self._receive_request(state, ranks, request, now)
+            if SPECS[request.collective].effect is Effect.RELEASE_SET:
+                self._releases.add(request, ranks)
+                self._answer_releases()
+            elif state.needed(request) & self._departed:
+                self._refuse(state, request)
+            else:
+                self._receive_request(state, ranks, request, now)
         if len(self._ready) > answers:
             state.progress = now
 
@@ -159,6 +167,7 @@ class Coordinator:
         for state in self._sets.values():
             if state.mask & self._departed:
                 self._fail_all(state)
+        self._answer_releases()
         self._departures.append(Departed(rank))
 
     def retune(self, retune: Retune) -> None:
@@ -248,6 +257,8 @@ class Coordinator:
         requests = state.requests.add(request, ranks, now)
         if requests:
             self._complete(state, requests)
+        elif request.parties:
+            self._fail_joined(state, request)
         self._fail_group(state, request.group, error)
 
     def _join(self, state: ProcessSetState, ranks: int, request: Request, now: float) -> None:
@@ -264,6 +275,8 @@ class Coordinator:
             self._complete_bits(state, arrival)
         for requests in state.requests.excuse(ranks):
             self._complete(state, requests)
+        for request in [request for request, _, _ in state.requests.waiting() if request.parties]:
+            self._fail_joined(state, request)
         if state.bits.all_absent:
             state.expect(state.mask)
             state.joins += 1
@@ -293,7 +306,9 @@ class Coordinator:
             response = state.cache.remember(response, requests)
             for bit in state.cache.overflow():
                 self._evict(state, bit)
-        self._ready += state.groups.hold(self._apply(response, requests))
+        if not response.error and SPECS[response.request.collective].changes_sets:
+            response = self._apply(response, requests)
+        self._ready += state.groups.hold(response)
 
     def _answer_partial(self, state: ProcessSetState, response: Response, ranks: int) -> Response:
         """Return the answer for the data of `ranks` only; the cached one if it is the same.
@@ -305,6 +320,10 @@ class Coordinator:
         partial = answer(present, state.members)
         return response if partial == response._replace(bit=NO_BIT) else partial
 
+    def _answer_releases(self) -> None:
+        for request in self._releases.pop_complete(self._departed):
+            self._ready.append(self._apply(Response(request), {}))
+
     def _apply(self, response: Response, requests: RanksByRequest) -> Response:
         """Change the process sets as the answer says; it fails where the table refuses.
 
@@ -312,37 +331,37 @@ class Coordinator:
         communicator.
         """
         effect = SPECS[response.request.collective].effect
-        if response.error or effect in (Effect.NONE, Effect.JOIN):
-            return response
         if effect is Effect.ADD_SET:
-            return self._add_sets(response, requests)
-        removed = tuple(dict.fromkeys(request.root_rank for request, _ in by_rank(requests)))
-        for process_set_id in removed:
-            self._table.remove(process_set_id)
+            sets = list(dict.fromkeys(request.shape for request, _ in by_rank(requests)))
+            try:
+                for ranks in sets:
+                    self._table.check(ranks)
+            except ValueError as error:
+                return response._replace(error=str(error))
+            response = response._replace(first_dims=flatten(sets))
+        elif effect is Effect.REMOVE_SET:
+            removed = dict.fromkeys(request.root_rank for request, _ in by_rank(requests))
+            response = response._replace(first_dims=tuple(removed))
+        made, gone, _ = change_sets(self._table, response)
+        self._sets |= {each: self._new_set(each) for each in made}
+        if gone:
+            self._forget_sets(gone)
+        return response
+
+    def _forget_sets(self, gone: Collection[int]) -> None:
+        for process_set_id in gone:
             del self._sets[process_set_id]
         # The id may be given to another set, for which these would be wrong.
-        self._evictions = [e for e in self._evictions if e.process_set_id not in removed]
-        self._announced = {key for key in self._announced if key[0] not in removed}
+        self._evictions = [e for e in self._evictions if e.process_set_id not in gone]
+        self._announced = {key for key in self._announced if key[0] not in gone}
         self._cut.clear()
-        return response._replace(first_dims=removed)
-
-    def _add_sets(self, response: Response, requests: RanksByRequest) -> Response:
-        sets = list(dict.fromkeys(request.shape for request, _ in by_rank(requests)))
-        try:
-            for ranks in sets:
-                self._table.check(ranks)
-        except ValueError as error:
-            return response._replace(error=str(error))
-        for ranks in sets:
-            process_set_id = self._table.add(ranks)
-            self._sets[process_set_id] = self._new_set(process_set_id)
-        return response._replace(first_dims=flatten(sets))
 
     # -- failures
 
     def _fail_all(self, state: ProcessSetState) -> None:
-        """Fail all incomplete tensors of a set: a member has shut down."""
-        unanswered = [request for request, _, _ in state.waiting()]
+        """Fail the incomplete tensors of a set that need a rank which has shut down."""
+        waiting = [request for request, _, _ in state.waiting()]
+        unanswered = [request for request in waiting if state.needed(request) & self._departed]
         unanswered += [response.request for response in state.groups.pop_held()]
         if state.join is not None:
             unanswered.append(state.join)
@@ -350,10 +369,15 @@ class Coordinator:
         for request in unanswered:
             self._fail_waiting(state, request, self._departure_error(state, request))
 
-    def _refuse(self, state: ProcessSetState, bits: NumberSet, requests: Iterable[Request]) -> None:
-        """Fail tensors that were reported after a member has shut down."""
-        for request in (*(state.cache.peek(bit)[0].request for bit in bits), *requests):
-            self._ready.append(Response(request, error=self._departure_error(state, request)))
+    def _refuse(self, state: ProcessSetState, request: Request) -> None:
+        """Fail a tensor that was reported after a rank that it needs has shut down."""
+        self._ready.append(Response(request, error=self._departure_error(state, request)))
+
+    def _fail_joined(self, state: ProcessSetState, request: Request) -> None:
+        """Fail a request of some ranks if one that has not made it has joined: it never will."""
+        missing = state.requests.missing(request.name) & state.bits.absent
+        if missing:
+            self._fail_waiting(state, request, join_error(lowest(missing), request))
 
     def _fail_waiting(self, state: ProcessSetState, request: Request, error: str) -> None:
         """Answer an incomplete tensor with an error, and forget its counts."""
@@ -371,7 +395,8 @@ class Coordinator:
                     self._fail_waiting(state, request, error)
 
     def _departure_error(self, state: ProcessSetState, request: Request) -> str:
-        first = next(rank for rank in self._departed_order if state.mask >> rank & 1)
+        needed = state.needed(request)
+        first = next(rank for rank in self._departed_order if needed >> rank & 1)
         return departure_error(first, request)
 
     # -- orders

@@ -41,6 +41,10 @@ class ProcessSetState:
         if not self.bits.absent:
             self.join = None
 
+    def needed(self, request: Request) -> int:
+        """Return the mask of the ranks that make a request."""
+        return mask_of(request.parties) if request.parties else self.mask
+
     def waiting(self) -> Iterator[tuple[Request, int, float]]:
         """Yield each incomplete tensor: a request, the ranks that miss it, and since when."""
         for bit, missing, since in self.bits.waiting():

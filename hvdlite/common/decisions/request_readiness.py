@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from hvdlite.common.base.bitsets import mask_of
 from hvdlite.common.plain.messages import Request
 
 # The different requests for one name, each with the mask of the ranks that made it.
@@ -29,6 +30,8 @@ class _Tensor:
     """A tensor that some ranks have requested, and not all."""
 
     since: float
+    needed: int  # The mask of the ranks below that make the request.
+    excuses: bool  # Whether ranks that have joined count as ready for it.
     ranks: int = 0
     requests: RanksByRequest = field(default_factory=dict)
 
@@ -53,7 +56,8 @@ class RequestReadiness:
         """
         tensor = self._tensors.get(request.name)
         if tensor is None:
-            tensor = self._tensors[request.name] = _Tensor(now)
+            needed = mask_of(request.parties) & self._needed if request.parties else self._needed
+            tensor = self._tensors[request.name] = _Tensor(now, needed, not request.parties)
         tensor.ranks |= ranks
         tensor.requests[request] = tensor.requests.get(request, 0) | ranks
         return self.pop(request.name) if self._complete(tensor) else {}
@@ -88,11 +92,19 @@ class RequestReadiness:
     def waiting(self) -> Iterator[tuple[Request, int, float]]:
         """Yield a request of each name, the mask of the missing ranks, and since when it waits."""
         for tensor in self._tensors.values():
-            missing = self._needed & ~(tensor.ranks | self._absent)
-            yield next(iter(tensor.requests)), missing, tensor.since
+            yield next(iter(tensor.requests)), self._missing(tensor), tensor.since
+
+    def missing(self, name: str) -> int:
+        """Return the mask of the ranks that a name waits for; 0 for one that does not wait."""
+        tensor = self._tensors.get(name)
+        return self._missing(tensor) if tensor else 0
+
+    def _missing(self, tensor: _Tensor) -> int:
+        excused = self._absent if tensor.excuses else 0
+        return tensor.needed & ~(tensor.ranks | excused)
 
     def _complete(self, tensor: _Tensor) -> bool:
-        return tensor.ranks | self._absent == self._needed
+        return not self._missing(tensor)
 
 
 def earliest(times: Iterable[float | None]) -> float | None:

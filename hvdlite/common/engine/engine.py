@@ -24,6 +24,7 @@ from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.collectives.native.short_call import ShortExchange
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
+from hvdlite.common.decisions.set_changes import change_sets
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.inbox import Inbox
@@ -33,7 +34,7 @@ from hvdlite.common.engine.short_calls import ShortCalls
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry, Observer
 from hvdlite.common.plain.messages import Eviction, Figures, Order, Response, Retune, Segment
-from hvdlite.common.plain.process_set_table import ProcessSetTable, unflatten
+from hvdlite.common.plain.process_set_table import FormedSet, ProcessSetTable
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
 
@@ -311,6 +312,12 @@ class Engine:
         members = self.process_sets.find(segment.process_set_id)
         if members is None or self.rank not in members:
             return
+        first = segment.items[0]
+        if not isinstance(first, int) and first.request.parties:  # It has no bit to remember.
+            if SPECS[first.request.collective].run is not None:
+                members = first.request.parties
+            if self.rank not in members:
+                return
         responses, entries = self._memory.resolve(segment)
         if self._timeline.enabled:
             for response in responses:
@@ -342,22 +349,21 @@ class Engine:
         """Complete a collective that moves no data: the negotiation itself was the collective."""
         request = response.request
         effect = SPECS[request.collective].effect
-        value: int | None = None
+        value: int | FormedSet | None = None
         if effect is Effect.JOIN:
             value = response.last_joined
             log.debug("rank %d: all have joined, rank %d last", self.rank, value)
             if self._short_calls is not None:
                 self._short_calls.forget()  # Only some ranks have counted calls meanwhile.
                 self._short_calls.take_part()
-        elif effect is Effect.ADD_SET:
-            added = {r: self.process_sets.add(r) for r in unflatten(response.first_dims)}
-            value = None if entry is None else added[entry.request.shape]
-            log.debug("rank %d: process sets by their ranks: %s", self.rank, added)
-        elif effect is Effect.REMOVE_SET:
-            for removed in response.first_dims:
-                self.process_sets.remove(removed)
+        elif effect is not Effect.NONE:
+            change = change_sets(self.process_sets, response)
+            log.debug("rank %d: '%s': %s", self.rank, request.name, change)
+            for removed in change.gone:
                 self._drop_set(removed)
-                log.debug("rank %d: process set %d is removed", self.rank, removed)
+            value = change.formed
+            if effect is Effect.ADD_SET and entry is not None:
+                value = self.process_sets.id_of(entry.request.shape)
         if entry is not None:
             entry.complete(value)
 

@@ -59,6 +59,8 @@ class PendingTable:
         The other ranks expect nothing more from a joined rank.
         """
         for entry in entries:
+            if _is_release(entry.request):
+                continue
             if entry.request.process_set_id in self._joined:
                 raise ValueError(
                     f"{entry.request.collective} '{entry.request.name}' on rank {self._rank}: this "
@@ -142,6 +144,10 @@ class PendingTable:
 
 def _is_join(request: Request) -> bool:
     return SPECS[request.collective].effect is Effect.JOIN
+
+
+def _is_release(request: Request) -> bool:
+    return SPECS[request.collective].effect is Effect.RELEASE_SET
 
 
 def _duplicate(name: str, rank: int) -> str:

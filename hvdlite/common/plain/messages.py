@@ -18,7 +18,7 @@ import msgpack
 from hvdlite.common.base.bitsets import NumberSet, runs_of
 from hvdlite.common.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 NO_BIT = -1
 NO_RANK = -1
 JOB_THRESHOLD = -1  # As `Request.fusion_bytes`: the fusion threshold of the job.
@@ -45,6 +45,9 @@ class Request(NamedTuple):
     group_size: int = 0
     settings: str = ""  # Of `init` and gradients: the settings that must be equal on all ranks.
     fusion_bytes: int = JOB_THRESHOLD  # The most bytes of its segment, or WHOLE_GROUP.
+    # The global ranks that make this request, ascending, where these are not all of the process
+    # set: a message between two ranks, or a set that its members form.
+    parties: tuple[int, ...] = ()
 
 
 class Response(NamedTuple):
@@ -295,7 +298,7 @@ def _request(value: Any) -> Request:
 _FIELDS: dict[type, tuple[Any, ...]] = {
     Request: (
         _natural, _text, _text, _text, _naturals, _text, _natural, _integer, _real, _real,
-        _text, _natural, _text, _integer,
+        _text, _natural, _text, _integer, _naturals,
     ),
     Response: (_request, _naturals, _integer, _text, _integer),
     Eviction: (_natural, _natural),

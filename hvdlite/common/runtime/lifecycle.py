@@ -158,7 +158,8 @@ def restart() -> None:
         text = f"rank {runtime.rank} has left world {worker.epoch}"
         runtime.engine.abandon(HorovodInternalError(text, rank=runtime.rank))
     if worker is not None and worker.world is not None and runtime is not None:
-        sets = runtime.engine.process_sets.all()
+        table = runtime.engine.process_sets
+        sets = {key: ranks for key, ranks in table.all().items() if table.is_added(key)}
         worker.sets.note_world(worker.world, sets, runtime.known_sets)
     ranks = global_process_set.ranks
     shutdown()
@@ -207,13 +208,13 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Unregister a process set; every rank of the job must call it alike.
 
     Returns False for the global set and for a set that is not registered. Collectives that are
-    pending in the set fail.
+    pending in the set fail, unless its members have formed it as well.
     """
     runtime = current()
     process_set_id = process_set.process_set_id
     if process_set_id is None or process_set_id == GLOBAL_ID:
         return False
-    if runtime.engine.process_sets.find(process_set_id) is None:
+    if not runtime.engine.process_sets.is_added(process_set_id):
         return False
     runtime.remove_process_set(process_set)
     process_set._invalidate()

@@ -94,6 +94,31 @@ class ProcessSet:
     __repr__ = __str__
 
 
+def form_process_set(ranks: Iterable[int]) -> ProcessSet:
+    """Make a process set by a call of its members alone; blocks until all of them have called.
+
+    `ranks` are its global ranks in any order, and this rank is one of them. No other rank takes
+    part: it may wait in a collective, or have joined. Each call gives another object, to be given to
+    `release_process_set` once; calls for the same ranks share one set, also with
+    `add_process_set`, and its id. The set ends with the last release, and with this world: a reset
+    of an elastic job and a shutdown leave none.
+
+    Raises `ValueError` for what cannot be a set, or one without this rank; `HorovodInternalError`
+    when a member has shut down or joined, or is lost. A member that gives other ranks, or none,
+    does not come: the stall report names it.
+    """
+    return current().formed_sets.form(ProcessSet(ranks))
+
+
+def release_process_set(process_set: ProcessSet) -> None:
+    """Give back a set of `form_process_set`; never waits.
+
+    Every member calls it, at any time: the set goes when the last one has. `process_set` cannot be
+    used any more. Raises `ValueError` for a set that was not formed, or is released already.
+    """
+    current().formed_sets.release(process_set)
+
+
 def is_communicator(value: object) -> bool:
     """Return whether `value` is an mpi4py communicator, without importing mpi4py."""
     return any(

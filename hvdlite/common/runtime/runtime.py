@@ -17,6 +17,7 @@ from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.handles import HandleTable
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.runtime.formed_sets import FormedSets
 from hvdlite.common.runtime.mpi_process import free_group, members_of_communicator
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.recording import Lasting
@@ -71,6 +72,8 @@ class Runtime:
         self._unnamed_lock = threading.Lock()  # Guards _unnamed.
         # By id: the sets that users hold, so that a set that is removed can be told so.
         self.known_sets: dict[int, ProcessSet] = {}
+        # The sets that only their members have made, which end with this world.
+        self.formed_sets = FormedSets(self)
         try:
             self.engine = Engine(transport, config, self.timeline, sets=sets)
             self.engine.start()
@@ -169,7 +172,7 @@ class Runtime:
         """
         table = self.engine.process_sets
         registered = table.all()
-        used = list(registered.values())
+        used = [ranks for key, ranks in registered.items() if table.is_added(key)]
         new = []
         for position, process_set in enumerate(sets):
             ranks, process_set_id = self.ranks_of(process_set), process_set.process_set_id
@@ -220,7 +223,8 @@ class Runtime:
         collective = "add_process_set" if process_set.mpi_comm is None else "split_process_set"
         process_set_id = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
         process_set._bind(process_set_id, members)
-        self.restart(process_set)  # The id may have been another set's.
+        if not self.formed_sets.has(process_set_id):  # The id may have been another set's.
+            self.restart(process_set)
         self.known_sets[process_set_id] = process_set
 
     def adopt(self, sets: Mapping[int, ProcessSet]) -> None:
@@ -257,6 +261,7 @@ class Runtime:
             steps.callback(self._free_mpi_group)
             for process_set_id in list(self.known_sets):
                 steps.callback(self._forget_set, process_set_id)
+            steps.callback(self.formed_sets.close)
             steps.callback(self.recording.leave if self._lasts else self.timeline.close)
             steps.callback(self.engine.shutdown)
             if not self._lasts:
