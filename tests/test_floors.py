@@ -37,7 +37,7 @@ FLOORS = [
     ["hvdlite.common.membership"],
     ["hvdlite.common.meeting"],
     ["hvdlite.common.plain"],
-    ["hvdlite.common.segmentation"],
+    ["hvdlite.common.segmentation", "hvdlite.common.layouts"],
     ["hvdlite.common.timeline"],
     ["hvdlite.common.base"],
     ["hvdlite.drop_in"],
@@ -56,6 +56,7 @@ UPWARDS = {
 # Packages whose modules do no I/O, read no clock and start no thread; and the exceptions to it.
 PURE = [
     "hvdlite.common.decisions",
+    "hvdlite.common.layouts",
     "hvdlite.common.segmentation",
     "hvdlite.launcher.elastic.decisions",
 ]

@@ -15,6 +15,7 @@ A package imports from itself and from packages below it, never upwards:
     meeting         how ranks find each other: the exchange, its sources, proofs of identity
     plain           messages, settings, entries, handles: data without behaviour
     segmentation    strategies that cut a list of gradients into segments: pure
+    layouts         how tensors are cut among ranks, and which strategies cut operators so: pure
     timeline        what the engine did when, as a file in the Chrome trace format
     base            errors, warnings, reduce ops, bit masks, the topology
 

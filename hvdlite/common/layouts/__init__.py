@@ -1,0 +1,1 @@
+"""Layouts of tensors that are cut among ranks: who holds what, and who needs it. Pure."""

@@ -1,0 +1,85 @@
+"""How many bytes a rank must receive when a tensor goes from one layout to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from hvdlite.common.layouts.layout import Box, Layout
+
+
+def intersection(first: Box, second: Box) -> Box | None:
+    """Return what two parts of a tensor have in common; None where that is nothing."""
+    common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(first, second, strict=True))
+    return None if any(start >= stop for start, stop in common) else common
+
+
+def volume(box: Box | None) -> int:
+    """Return the number of elements of a part."""
+    return 0 if box is None else math.prod(stop - start for start, stop in box)
+
+
+def bytes_to_receive(
+    held: Layout, wanted: Layout, shape: Sequence[int], bytes_per_element: int
+) -> int:
+    """Return the most bytes that any rank lacks of its part in `wanted`, while it holds `held`.
+
+    Raises `ValueError` if the layouts have different numbers of ranks, or do not fit the shape.
+    """
+    check_same_ranks(held, wanted)
+    held.check_shape(shape)
+    wanted.check_shape(shape)
+    if held.uneven or wanted.uneven:
+        return _most_missing(held, wanted, tuple(shape)) * bytes_per_element
+    # Where all parts are equal, the share of a tensor that is missing does not depend on its shape.
+    missing, elements = _missing_share(held, wanted)
+    return math.prod(shape) * missing // elements * bytes_per_element
+
+
+def check_same_ranks(first: Layout, second: Layout) -> None:
+    """Raise `ValueError` if two layouts have different numbers of ranks or of dimensions."""
+    if first.ranks != second.ranks:
+        raise ValueError(f"{first} has {first.ranks} ranks, {second} has {second.ranks}")
+    if len(first.tensor_map) != len(second.tensor_map):
+        raise ValueError(f"{first} and {second} are for different numbers of dimensions")
+
+
+@lru_cache(maxsize=1 << 16)
+def _missing_share(held: Layout, wanted: Layout) -> tuple[int, int]:
+    """Return the elements that a rank lacks of a small tensor, and how many that tensor has."""
+    shape = common_shape(held, wanted)
+    return _most_missing(held, wanted, shape), math.prod(shape)
+
+
+def common_shape(first: Layout, second: Layout) -> tuple[int, ...]:
+    """Return the smallest shape that divides into the parts of both layouts."""
+    return tuple(math.lcm(a, b) for a, b in zip(first.cuts, second.cuts, strict=True))
+
+
+def _most_missing(held: Layout, wanted: Layout, shape: tuple[int, ...]) -> int:
+    most = 0
+    for rank in range(wanted.ranks):
+        box = wanted.box(shape, rank)
+        most = max(most, volume(box) - volume(intersection(box, held.box(shape, rank))))
+    return most
+
+
+def allgather_bytes(total_bytes: int, ranks: int) -> int:
+    """Return what a rank receives while parts become a whole of `total_bytes`."""
+    return total_bytes * (ranks - 1) // ranks
+
+
+def alltoall_bytes(total_bytes: int, ranks: int) -> int:
+    """Return what a rank receives while a tensor that is cut by n ranks is cut otherwise."""
+    return total_bytes * (ranks - 1) // ranks**2
+
+
+def allreduce_bytes(total_bytes: int, ranks: int) -> int:
+    """Return what a rank receives while partial sums become the sum."""
+    return 2 * total_bytes * (ranks - 1) // ranks
+
+
+def reducescatter_bytes(total_bytes: int, ranks: int) -> int:
+    """Return what a rank receives while partial sums become parts of the sum."""
+    return total_bytes * (ranks - 1) // ranks
