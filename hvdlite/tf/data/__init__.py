@@ -1,6 +1,7 @@
-"""Datasets of `tf.data` for the ranks of a job: divided among them, or made by other processes.
+"""Datasets of `tf.data` for the ranks of a job: divided, cut, or made by other processes.
 
 dataset = hvdlite.tf.data.shard(dataset, "drop").shuffle(10_000).batch(32)
+dataset = hvdlite.tf.data.slice(dataset.batch(8), ((1, 4, 1, 1), (1,)))  # a part of each image
 
 `hvdlite.tf.data.compute_service` is imported by those who use it.
 """
@@ -8,5 +9,6 @@ dataset = hvdlite.tf.data.shard(dataset, "drop").shuffle(10_000).batch(32)
 from __future__ import annotations
 
 from hvdlite.tf.data.sharding import Remainder, shard
+from hvdlite.tf.data.slicing import slice
 
-__all__ = ["Remainder", "shard"]
+__all__ = ["Remainder", "shard", "slice"]

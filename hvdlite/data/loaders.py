@@ -1,4 +1,4 @@
-"""Data loaders that need no framework: a base class, and a mixin that loads ahead in a thread.
+"""Loaders that need no framework: a base class, and a mixin that loads ahead in a thread.
 
 class Images(BaseDataLoader):
     def __len__(self): ...
