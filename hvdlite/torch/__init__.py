@@ -90,7 +90,11 @@ with without_collecting():
         synchronize,
     )
     from hvdlite.torch.optimizer import DistributedOptimizer
+    from hvdlite.torch.process_group.registration import init_process_group, register
     from hvdlite.torch.sync_batch_norm import SyncBatchNorm
+
+
+register()
 
 
 def _check_has_gpu() -> bool:
@@ -149,6 +153,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "init_process_group",
     "is_initialized",
     "join",
     "local_rank",

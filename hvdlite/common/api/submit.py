@@ -216,6 +216,28 @@ def prepared(
     return call
 
 
+def prepared_once(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    name: str,
+    tensor: T,
+    options: CallOptions,
+) -> tuple[PreparedCall, tuple[int, ...]]:
+    """Return the call for one tensor, and its splits, under a name that never comes again.
+
+    It is checked as `prepared` does and not remembered, so that it displaces no other name.
+    """
+    members = members_of(runtime, collective, options.process_set)
+    spec = adapter.spec(tensor)
+    _check(collective, name, spec, options, members)
+    splits: tuple[int, ...] = ()
+    if SPECS[collective].splits:
+        splits = _splits(adapter, name, spec, options, len(members))
+    request = _request(runtime, collective, name, spec, options, "", 1)
+    return PreparedCall.of(spec, options, request), splits
+
+
 def _remember(runtime: Runtime, name: str, call: Any) -> None:
     if len(runtime.requests) >= _MOST_REQUESTS:
         runtime.forget_calls()

@@ -1,0 +1,77 @@
+"""What all methods of a process group share: its calls, and the works that they return."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hvdlite.common.plain.entries import Entry
+from hvdlite.torch.process_group.arguments import timeout_of
+from hvdlite.torch.process_group.calls import Caller
+from hvdlite.torch.process_group.work import CollectiveWork, do_nothing
+
+# Older releases keep the C++ half of a work only, which has no methods of ours: the group keeps the
+# other half until somebody has waited, and beyond so many the oldest that have ended.
+_KEEPS_WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+MOST_KEPT = 64
+
+
+class GroupBase:
+    """The state of a process group on one rank."""
+
+    def __init__(self, caller: Caller, rank: int) -> None:
+        self._caller = caller
+        self._rank = rank
+        self._size = len(caller.members)
+        # The works since _start_coalescing; None outside of it.
+        self._coalesced: list[CollectiveWork] | None = None
+        self._kept: OrderedDict[int, CollectiveWork] = OrderedDict()
+
+    def _work(
+        self,
+        entries: Sequence[Entry],
+        outputs: list[Any],
+        options: Any = None,
+        timeout: Any = None,
+        finish: Callable[[], None] = do_nothing,
+    ) -> CollectiveWork:
+        """Return the work of entries; `finish` is called once when all have ended."""
+        limit = timeout_of(options, timeout, self._caller.timeout)
+        work = CollectiveWork(entries, outputs, limit, self._caller.members, finish)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        if _KEEPS_WORKS:
+            self._keep(work)
+        return work
+
+    def _keep(self, work: CollectiveWork) -> None:
+        self._kept[id(work)] = work
+        work.let_go = lambda: self._kept.pop(id(work), None)
+        if len(self._kept) > MOST_KEPT:
+            for old in list(self._kept.values())[:-MOST_KEPT]:
+                if old.is_completed():
+                    self._kept.pop(id(old), None)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Collect the works of the calls that follow."""
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> CollectiveWork:
+        """Return one work for all calls since `_start_coalescing`."""
+        works, self._coalesced = self._coalesced or [], None
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        entries = [entry for work in works for entry in work.entries]
+        outputs = [output for work in works for output in work.outputs]
+        return self._work(entries, outputs, timeout=_longest(works), finish=finish)
+
+
+def _longest(works: Sequence[CollectiveWork]) -> timedelta | None:
+    return max((work.timeout for work in works), default=None)

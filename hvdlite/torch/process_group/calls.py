@@ -1,0 +1,201 @@
+"""The way from tensors and options of torch to entries of the engine.
+
+Names are ``pg.<group>.<collective>.<counter>``: c10d has one order of calls for each group instead
+of names. The group is part of the name, as two groups of the same ranks are one process set.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.submit import prepared_once
+from hvdlite.common.api.tensor_entries import PlacedEntry, TensorEntry
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.adapter import CpuBuffer
+from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.messages import Request
+from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import find
+from hvdlite.torch.mpi_ops import runner
+from hvdlite.torch.process_group.reduce_ops import translate
+from hvdlite.torch.process_group.registration import BACKEND
+
+ADAPTER = runner.adapter
+
+
+class FittedEntry(TensorEntry[torch.Tensor]):
+    """A tensor whose output must fit what other ranks send, which only the run can tell.
+
+    `expected` are the rows that each member shall send. If others come, they go into memory that
+    is thrown away: the collective has run for all ranks, and fails on this one afterwards.
+    """
+
+    def __init__(self, *args: Any, expected: Sequence[int], splits: tuple[int, ...] = ()) -> None:
+        super().__init__(*args, splits=splits)
+        self._expected = tuple(expected)
+
+    def output(self, shape: tuple[int, ...]) -> Any:
+        """Return memory for what comes."""
+        array = super().output(shape)
+        if array.size == math.prod(shape):
+            return array
+        scratch = torch.empty(shape, dtype=self.result.dtype)
+        self._output = self._adapter.output(scratch)
+        return self._output.array
+
+    def wait_for_result(self) -> torch.Tensor:
+        """Sleep until the collective has run; return the result, or raise for other rows."""
+        result = super().wait_for_result()
+        rows = self.rows or self._expected
+        if tuple(rows) != self._expected:
+            raise HorovodInternalError(
+                f"{self.request.collective} '{self.request.name}': the outputs of this rank have "
+                f"room for {list(self._expected)} elements or rows, by rank of the group, but "
+                f"{list(rows)} came: give outputs of the sizes that the ranks send",
+                job_goes_on=True,
+            )
+        return result
+
+
+class Caller:
+    """Makes the calls of one process group."""
+
+    def __init__(
+        self, runtime: Runtime, process_set: ProcessSet, members: Sequence[int], timeout: timedelta
+    ) -> None:
+        self.runtime = runtime
+        self.process_set = process_set
+        self.members = list(members)  # Global ranks, by rank of the group.
+        self.timeout = timeout
+        self.group = ""  # Its name, set by torch after it has been made.
+        self._numbers = itertools.count()
+        self._options: dict[Any, CallOptions] = {}
+        self._is_checked = False
+
+    # -- options
+
+    def reducing(self, op: Any) -> CallOptions:
+        """Return the options of a reduction by an op of torch. Raises `ValueError`."""
+        reduce_op, factor = translate(op)
+        key = reduce_op, factor
+        if key not in self._options:
+            self._options[key] = CallOptions(
+                self.process_set, reduce_op=reduce_op, prescale_factor=factor
+            )
+        return self._options[key]
+
+    def rooted(self, root: int) -> CallOptions:
+        """Return the options of a call with a root, which is a rank of the group."""
+        return CallOptions(self.process_set, root_rank=self.members[root])
+
+    def plain(self, splits: Sequence[int] | None = None) -> CallOptions:
+        """Return the options of a call without further options."""
+        return CallOptions(self.process_set, splits=splits)
+
+    # -- calls
+
+    def name(self, kind: str) -> str:
+        """Return the name of the next call of the group."""
+        return f"pg.{self.group}.{kind}.{next(self._numbers)}"
+
+    def enqueue(
+        self,
+        collective: str,
+        tensors: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        options: CallOptions,
+        kind: str = "",
+        expected: Sequence[Sequence[int]] = (),
+        name: str = "",
+    ) -> list[Entry]:
+        """Enqueue a collective for each of `tensors`, to be written to `targets`.
+
+        Raises `ValueError` before anything is sent. `kind` stands in the name.
+        """
+        runtime = self._checked_runtime()
+        entries: list[Entry] = []
+        for index, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
+            known_as = name or self.name(kind or collective)
+            call, splits = prepared_once(runtime, ADAPTER, collective, known_as, tensor, options)
+            if target is tensor:
+                place = ADAPTER.place(tensor, call.spec)
+                if place is not None:
+                    entries.append(PlacedEntry(call, ADAPTER, tensor, place))
+                    continue
+            elif _overlap(tensor, target) and not self._is_own_part(tensor, target):
+                tensor = tensor.clone()  # noqa: PLW2901 - others read it while this rank writes
+            made = call.request, ADAPTER, tensor, target
+            if expected:
+                entries.append(FittedEntry(*made, expected=expected[index], splits=splits))
+            else:
+                entries.append(TensorEntry(*made, splits=splits))
+        runtime.engine.enqueue(entries)
+        return entries
+
+    def _is_own_part(self, tensor: torch.Tensor, target: torch.Tensor) -> bool:
+        """Return whether an input lies where the output gets its values anyway."""
+        rank = self.members.index(self.runtime.rank)
+        return (
+            target.nbytes == tensor.nbytes * len(self.members)
+            and tensor.data_ptr() == target.data_ptr() + rank * tensor.nbytes
+        )
+
+    def signal(self, collective: str) -> list[Entry]:
+        """Enqueue a collective without a tensor."""
+        runtime = self._checked_runtime()
+        request = Request(self.process_set.process_set_id or 0, self.name(collective), collective)
+        entry = Entry(request)
+        runtime.engine.enqueue([entry])
+        return [entry]
+
+    def _checked_runtime(self) -> Runtime:
+        """Return the runtime. Raises `HorovodInternalError` when another one has followed it."""
+        if not self._is_checked:
+            self._check_devices()
+        runtime = find()
+        if runtime is not self.runtime:
+            raise HorovodInternalError(
+                f"the process group {self.group!r} was made before hvdlite was shut down or began "
+                "a new world: call torch.distributed.destroy_process_group(), then "
+                "hvd.init_process_group()"
+            )
+        return self.runtime
+
+    def _check_devices(self) -> None:
+        """Raise `ValueError` if the user has asked for another backend beside this one.
+
+        torch would use this one for all devices, and not say so.
+        """
+        configs: Any = dist.distributed_c10d._world.pg_backend_config  # type: ignore[attr-defined]
+        names = dist.distributed_c10d._world.pg_names  # type: ignore[attr-defined]
+        for group, name in names.items():
+            config = str(configs.get(group, ""))
+            backends = {each.partition(":")[2] for each in config.split(",")} - {"", BACKEND}
+            if name == self.group and backends and BACKEND in config:
+                raise ValueError(
+                    f"backend={config!r}: torch gives the tensors of all devices to {BACKEND}, "
+                    f"and none to {', '.join(sorted(backends))}: say backend={BACKEND!r}"
+                )
+        self._is_checked = True
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as one row, without copying a contiguous one."""
+    return tensor.detach().reshape(-1)
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have memory in common, as a contiguous range."""
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return False
+    start, other = first.data_ptr(), second.data_ptr()
+    return start < other + second.nbytes and other < start + first.nbytes

@@ -1,0 +1,110 @@
+"""What one rank can see to be wrong at the call; nothing is sent then.
+
+Every function raises `ValueError` that names the collective, the values and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvdlite.torch.process_group.registration import DEVICES
+
+
+def writable(what: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Check that results can be written: contiguous memory of a device that hvdlite reaches."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{what}: an output of shape {tuple(tensor.shape)} and strides {tensor.stride()} "
+                "is not contiguous: give tensor.contiguous() and copy the result back"
+            )
+    readable(what, tensors)
+
+
+def readable(what: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Check that the tensors are on a device that hvdlite reaches."""
+    for tensor in tensors:
+        if tensor.device.type not in DEVICES:
+            raise ValueError(
+                f"{what}: a tensor is on {tensor.device.type!r}, and hvdlite reaches those on "
+                f"{' and '.join(DEVICES)} only: move it with tensor.cpu()"
+            )
+
+
+def same_number(what: str, outputs: Sequence[object], inputs: Sequence[object]) -> None:
+    """Check that there is an output for each input."""
+    if len(outputs) != len(inputs):
+        raise ValueError(f"{what}: {len(outputs)} outputs for {len(inputs)} inputs")
+
+
+def gathered(what: str, output: torch.Tensor, tensor: torch.Tensor, ranks: int) -> None:
+    """Check that the inputs of all ranks fit into one output."""
+    _same_dtype(what, output, tensor)
+    if output.numel() != ranks * tensor.numel():
+        raise ValueError(
+            f"{what}: the output has {output.numel()} elements (shape {tuple(output.shape)}), but "
+            f"{ranks} ranks with {tensor.numel()} each (shape {tuple(tensor.shape)}) give "
+            f"{ranks * tensor.numel()}"
+        )
+
+
+def scattered(what: str, output: torch.Tensor, tensor: torch.Tensor, ranks: int) -> None:
+    """Check that an input has one part for each rank, of the size of the output."""
+    _same_dtype(what, output, tensor)
+    if tensor.numel() != ranks * output.numel():
+        raise ValueError(
+            f"{what}: the input has {tensor.numel()} elements (shape {tuple(tensor.shape)}), but "
+            f"{ranks} outputs with {output.numel()} each (shape {tuple(output.shape)}) need "
+            f"{ranks * output.numel()}"
+        )
+
+
+def one_for_each_rank(what: str, tensors: Sequence[torch.Tensor], ranks: int, noun: str) -> None:
+    """Check that a list has a tensor for each rank."""
+    if len(tensors) != ranks:
+        raise ValueError(f"{what}: {len(tensors)} {noun} for {ranks} ranks: give one for each")
+
+
+def own_part(what: str, output: torch.Tensor, tensor: torch.Tensor, rank: int) -> None:
+    """Check that the input of this rank fits into its place in the outputs."""
+    _same_dtype(what, output, tensor)
+    if output.numel() != tensor.numel():
+        raise ValueError(
+            f"{what}: this rank gives {tensor.numel()} elements (shape {tuple(tensor.shape)}), and "
+            f"its place in the outputs, number {rank}, has {output.numel()} (shape "
+            f"{tuple(output.shape)})"
+        )
+
+
+def rows_of(what: str, tensor: torch.Tensor, splits: Sequence[int], ranks: int, noun: str) -> None:
+    """Check the splits of one side of an alltoall."""
+    if not splits:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if rows % ranks:
+            raise ValueError(
+                f"{what}: without {noun} splits the first dimension must be divisible by the "
+                f"number of ranks; {rows} rows for {ranks} ranks"
+            )
+        return
+    if len(splits) != ranks:
+        raise ValueError(f"{what}: {len(splits)} {noun} splits for {ranks} ranks")
+    if any(split < 0 for split in splits):
+        raise ValueError(f"{what}: {noun} splits must not be negative: {list(splits)}")
+    if not tensor.dim() or sum(splits) != tensor.shape[0]:
+        raise ValueError(
+            f"{what}: the {noun} splits {list(splits)} sum to {sum(splits)}, but the {noun} has "
+            f"the shape {tuple(tensor.shape)}"
+        )
+
+
+def rank_in(what: str, rank: int, ranks: int) -> None:
+    """Check the number of a root or a peer."""
+    if not 0 <= rank < ranks:
+        raise ValueError(f"{what}: there is no rank {rank} in a group of {ranks}")
+
+
+def _same_dtype(what: str, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    if output.dtype != tensor.dtype:
+        raise ValueError(f"{what}: the output is {output.dtype}, the input {tensor.dtype}")

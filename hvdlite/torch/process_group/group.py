@@ -1,0 +1,167 @@
+"""The process group "hvdlite", as torch.distributed calls it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup
+
+from hvdlite.common.runtime.lifecycle import init
+from hvdlite.common.runtime.state import current, find
+from hvdlite.torch.autograd import untraced
+from hvdlite.torch.process_group.calls import Caller
+from hvdlite.torch.process_group.copies import Copies
+from hvdlite.torch.process_group.peers import Peers
+from hvdlite.torch.process_group.reductions import Reductions
+from hvdlite.torch.process_group.registration import BACKEND
+from hvdlite.torch.process_group.sets import form, release
+from hvdlite.torch.process_group.work import CollectiveWork
+
+
+class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ignore[misc]
+    """Some ranks of the job that communicate by the collectives of the engine.
+
+    Every method that communicates returns a `CollectiveWork` at once. It raises `ValueError` for
+    what this rank can see to be wrong, before anything is sent.
+    """
+
+    def __init__(self, caller: Caller, rank: int, store: Any) -> None:
+        ProcessGroup.__init__(self, rank, len(caller.members))  # type: ignore[call-arg, arg-type]
+        Peers.__init__(self, caller, rank)
+        self._store = store
+        self._desc = ""
+        self._is_shut_down = False
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> CollectiveWork:
+        """Wait until all ranks of the group have called this."""
+        if isinstance(opts, timedelta):
+            opts, timeout = None, opts
+        return self._work(self._caller.signal("barrier"), [], opts, timeout)
+
+    # -- what torch asks
+
+    def rank(self) -> int:
+        """Return the number of this rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks of the group."""
+        return self._size
+
+    getRank, getSize = rank, size  # noqa: N815 - the names of C++
+
+    def getBackendName(self) -> str:  # noqa: N802 - the name of C++
+        """Return "hvdlite"."""
+        return BACKEND
+
+    name = getBackendName
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch has given to the group."""
+        return self._caller.group
+
+    def getGroupName(self) -> str:  # noqa: N802 - the name of C++
+        """Return the name that torch has given to the group."""
+        return self._caller.group
+
+    def _set_group_name(self, name: str) -> None:
+        self._caller.group = name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch says that the group is for."""
+        return self._desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - the name of C++
+        """Return what torch says that the group is for."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices of tensors, that of objects first."""
+        cuda = [torch.device("cuda")] if torch.cuda.is_available() else []
+        return [torch.device("cpu"), *cuda]
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether `split_group` works: it does not, `new_group` does."""
+        return False
+
+    def get_group_store(self) -> Any:
+        """Return the store of the group."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long `wait` waits for later calls."""
+        self._caller.timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Let go of the process set; torch calls it when the group is destroyed."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._kept.clear()
+            if find() is self._caller.runtime:
+                release(self._caller.process_set)
+
+    def abort(self) -> None:
+        """Do as `shutdown` does."""
+        self.shutdown()
+
+
+def _hide_from_compiler(names: Sequence[str]) -> None:
+    """Let ``torch.compile`` call these methods instead of tracing into them."""
+    for name in names:
+        method: Callable[..., Any] = getattr(HvdliteProcessGroup, name)
+        setattr(HvdliteProcessGroup, name, untraced(functools.wraps(method)(method)))
+
+
+_hide_from_compiler(
+    (
+        "allreduce", "allreduce_coalesced", "reduce", "broadcast",
+        "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+        "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
+        "allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced",
+        "_allgather_base", "allgather_into_tensor_coalesced",
+        "all_to_all_single", "alltoall_base", "alltoall", "gather", "scatter",
+        "barrier", "send", "recv",
+    )
+)  # fmt: skip
+
+
+def create(options: Any, backend_options: Any = None) -> HvdliteProcessGroup:
+    """Return a process group of the ranks that `options` of torch name; its members call this.
+
+    Calls `init` where that has not been done. Raises `ValueError` for ranks that are not those of
+    hvdlite, and for a group whose ranks do not ascend.
+    """
+    init()
+    runtime = current()
+    members = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if len(members) == options.group_size and members[options.group_rank] != runtime.rank:
+        raise ValueError(
+            f"torch.distributed says that this is rank {members[options.group_rank]}, and hvdlite "
+            f"that it is rank {runtime.rank} of {runtime.topology.size}: let both have the numbers "
+            "of one launcher, or call hvd.init_process_group(), which needs none"
+        )
+    if not options.global_ranks_in_group and len(members) != runtime.topology.size:
+        raise ValueError(
+            f"torch.distributed says world_size={len(members)}, and hvdlite has "
+            f"{runtime.topology.size} ranks: leave world_size out"
+        )
+    if members != sorted(members):
+        raise ValueError(
+            f"new_group(ranks={members}): the ranks of a group of hvdlite ascend: give "
+            f"{sorted(members)}"
+        )
+    caller = Caller(runtime, form(runtime, members), members, options.timeout)
+    return HvdliteProcessGroup(caller, options.group_rank, options.store)

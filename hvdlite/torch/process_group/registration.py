@@ -1,0 +1,54 @@
+"""Make "hvdlite" known to torch.distributed as a backend, and "hvdlite://" as a way to meet.
+
+`import hvdlite.torch` calls `register`, so nothing but names is imported here; the rest follows
+with the first process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+BACKEND = "hvdlite"
+URL = f"{BACKEND}://"
+DEVICES = ("cpu", "cuda")
+
+
+def register() -> None:
+    """Register the backend and the rendezvous, unless this build of torch has no distributed."""
+    if not dist.is_available():
+        return
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=list(DEVICES))
+        register_rendezvous_handler(BACKEND, _meet)  # type: ignore[no-untyped-call]
+
+
+def _create(options: Any, backend_options: Any = None) -> Any:
+    """Return a process group; torch calls it on the members of each new group."""
+    from hvdlite.torch.process_group.group import create
+
+    return create(options, backend_options)
+
+
+def _meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield a store, the rank and the number of ranks; torch calls it for ``hvdlite://``."""
+    from hvdlite.torch.process_group.rendezvous import meet
+
+    yield meet(url, timeout)
+    raise RuntimeError(f"{URL} cannot meet again: destroy the process group and make a new one")
+
+
+def init_process_group(timeout: timedelta | None = None) -> None:
+    """Make the default process group of ``torch.distributed`` out of all ranks of the job.
+
+    Calls `init` where that has not been done; every rank must call it. The same as
+    ``torch.distributed.init_process_group("hvdlite", init_method="hvdlite://")``. `timeout` is how
+    long a rank waits for any collective of the group, 30 minutes by default. Raises `ValueError`
+    where there is a default group already, and as `init` does.
+    """
+    dist.init_process_group(BACKEND, init_method=URL, timeout=timeout)

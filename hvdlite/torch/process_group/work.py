@@ -1,0 +1,142 @@
+"""What torch waits for: one call of a collective, which may be several tensors for the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from hvdlite.common.api.tensor_entries import TensorEntry
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.entries import Entry
+from hvdlite.torch.autograd import untraced
+from hvdlite.torch.process_group.futures import future_of
+
+
+def do_nothing() -> None:
+    """Do nothing: the engine has written the results where they belong."""
+
+
+class CollectiveWork(Work):
+    """A call of a collective. Any thread may wait for it; the first one finishes it."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        outputs: list[Any],
+        timeout: timedelta,
+        members: Sequence[int],
+        finish: Callable[[], None] = do_nothing,
+    ) -> None:
+        """Call `finish` once when all entries have ended without an error."""
+        super().__init__()
+        self.entries = entries
+        self.outputs = outputs
+        self.finish = finish
+        self.timeout = timeout
+        self.members = members  # Global ranks, for messages.
+        # Called when somebody has waited: see `GroupBase._keep`.
+        self.let_go: Callable[[], object] = do_nothing
+        self._lock = threading.Lock()  # Guards `_finished`.
+        self._finished = False
+
+    @untraced
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Sleep until the results are there; return True.
+
+        `timeout` is at most how long, by default that of the process group; the collective goes on
+        after it. Raises `HorovodInternalError` for a collective that failed, and after `timeout`.
+        """
+        limit = timeout if timeout is not None and timeout > timedelta(0) else self.timeout
+        until = time.monotonic() + limit.total_seconds()
+        for entry in self.entries:
+            handle = entry.handle
+            if handle.poll():
+                continue
+            handle.attend(handle)
+            if not handle.ended_within(_waitable(until - time.monotonic())):
+                raise self._late(entry, limit)
+        self._end()
+        return True
+
+    @untraced
+    def synchronize(self) -> None:
+        """Do as `wait` does without a limit of its own."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would not sleep."""
+        return all(entry.handle.poll() for entry in self.entries)
+
+    def is_success(self) -> bool:
+        """Return whether the work has ended without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """Return the error of the work; None if there is none so far."""
+        errors = (entry.handle.error for entry in self.entries)
+        return next((error for error in errors if error is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors, which have values after `wait`."""
+        return self.outputs
+
+    @untraced
+    def get_future(self) -> Any:
+        """Return a future of the list of output tensors; its callbacks may wait for collectives."""
+        return future_of(self._result, self._call_at_end)
+
+    def _result(self) -> list[Any]:
+        self._end()
+        return self.outputs
+
+    def _call_at_end(self, job: Callable[[], None]) -> None:
+        """Call `job` once, when the last entry has ended."""
+        lock, left = threading.Lock(), len(self.entries)
+
+        def one_less() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                job()
+
+        if not self.entries:
+            job()
+        for entry in self.entries:
+            entry.handle.on_end(one_less)
+
+    def _end(self) -> None:
+        """Tell torch of what was written; all entries have ended."""
+        with self._lock:
+            if self._finished:
+                return
+            for entry in self.entries:
+                if isinstance(entry, TensorEntry):
+                    entry.wait_for_result()
+                else:
+                    entry.handle.wait()
+            self.finish()
+            self._finished = True
+        self.let_go()
+
+    def _late(self, entry: Entry, limit: timedelta) -> HorovodInternalError:
+        request = entry.request
+        return HorovodInternalError(
+            f"{request.collective} '{request.name}' was not complete after "
+            f"{limit.total_seconds():g} s: one of the ranks {list(self.members)} has not made this "
+            "call. Rank 0 logs which ones after HVDLITE_STALL_CHECK_TIME_SECONDS; a longer timeout "
+            "can be given to wait(), init_process_group() and new_group()",
+            job_goes_on=True,
+        )
+
+
+def _waitable(seconds: float) -> float:
+    """Return a time that a lock can be waited for."""
+    return min(max(seconds, 0.0), threading.TIMEOUT_MAX)
