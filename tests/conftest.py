@@ -15,6 +15,8 @@ import pytest
 
 from tests.wheel import ROOT, build, build_for, copy_of_the_checkout, cross_compiler
 
+# Hundreds of short processes import the checkout: most read what the first of them has compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Elastic jobs compare the state of all ranks after each reset, whichever test starts them.
 os.environ.setdefault("HVDLITE_ELASTIC_CHECK", "1")
 
