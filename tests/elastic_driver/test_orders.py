@@ -25,10 +25,16 @@ class Puppets(Simulation):
 
     def __init__(self, *arguments: Any, **plan: Any) -> None:
         self.unread: dict[int, list[list[Any]]] = {}
+        self.heard = 0  # How often the driver has heard of anything.
+        self.played: list[Event] = []  # The events that have changed something, in their order.
         self.greeted: set[int] = set()
         super().__init__(**plan)
         self.slow_workers = True
         self.discover(*arguments)
+
+    def event(self, name: str, *arguments: Any) -> None:
+        self.heard += 1
+        super().event(name, *arguments)
 
     def hear(self, process: Process, frame: list[Any]) -> None:
         if frame[0] == "world":
@@ -72,6 +78,12 @@ class Puppets(Simulation):
 
     def play(self, event: Event) -> None:
         """Let an event happen, if it can."""
+        before = self.heard, sum(map(len, self.unread.values()))
+        self.play_if_possible(event)
+        if (self.heard, sum(map(len, self.unread.values()))) != before:
+            self.played.append(event)
+
+    def play_if_possible(self, event: Event) -> None:
         kind, what = event
         if self.finish is not None:
             return
@@ -128,17 +140,53 @@ class Puppets(Simulation):
 
 
 def play(events: Sequence[Event], start: Sequence[Event], **plan: Any) -> Puppets:
+    job = begin([*start, *events], **plan)
+    end(job, events)
+    return job
+
+
+def begin(events: Sequence[Event], **plan: Any) -> Puppets:
     plan = {"num_proc": 3, "min_np": 1, "elastic_timeout": 20, "cooldown": (1, 4), **plan}
     job = Puppets({"a": 2, "b": 1}, **plan)
-    for event in [*start, *events]:
+    for event in events:
         job.play(event)
+    return job
+
+
+def end(job: Puppets, events: Sequence[Event]) -> None:
     job.settle_down()
     assert job.finish is not None, (events, job.lines[-3:], job.worlds)
     if job.finish.code == 0:
         assert set(job.members) <= set(job.finish.results)
     else:
         assert job.finish.sentence
-    return job
+
+
+def play_in_all_orders(events: Sequence[Event], start: Sequence[Event], **plan: Any) -> int:
+    """Play an even number of events in all orders; return how many different jobs have ended.
+
+    Orders that differ only in events which change nothing are one: such an event comes too early
+    or too late, as the answer of a worker that has not started.
+    """
+    seen: set[tuple[tuple[Event, ...], tuple[Event, ...]]] = set()
+    jobs = 0
+    unfinished: list[tuple[tuple[Event, ...], tuple[Event, ...]]] = [(tuple(start), tuple(events))]
+    while unfinished:
+        done, left = unfinished.pop()
+        job = begin(done, **plan)
+        state = tuple(job.played), tuple(sorted(left, key=repr))
+        if state in seen:
+            continue
+        seen.add(state)
+        if not left:
+            end(job, done)
+            jobs += 1
+        for two in set(itertools.permutations(left, 2)):  # One is too few to pay for the replay.
+            others = list(left)
+            for event in two:
+                others.remove(event)
+            unfinished.append(((*job.played, *two), tuple(others)))
+    return jobs
 
 
 RUNNING = [(ANSWER, number) for number in range(3)]
@@ -177,16 +225,14 @@ PLANS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", SETS)
 def test_events_in_all_orders(name: str, plan: int) -> None:
     start = [] if name == "the start" else RUNNING
-    for events in sorted(set(itertools.permutations(SETS[name][:6])), key=repr):
-        play(events, start, **PLANS[plan])
+    assert play_in_all_orders(SETS[name][:6], start, **PLANS[plan]) > 50
 
 
 def test_eight_events_in_all_orders() -> None:
     """A rank dies while hosts change, and its replacement and a newcomer arrive meanwhile."""
     events = [("discovered", GROWN), (KILL, 1), *[(ANSWER, 3)] * 2, *[(ANSWER, 4)] * 2]
     events += [(ANSWER, 0)] * 2
-    for order in sorted(set(itertools.permutations(events)), key=repr):
-        play(order, RUNNING)
+    assert play_in_all_orders(events, RUNNING) > 500
 
 
 ALPHABET: list[Event] = [
