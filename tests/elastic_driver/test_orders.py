@@ -225,7 +225,7 @@ PLANS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", SETS)
 def test_events_in_all_orders(name: str, plan: int) -> None:
     start = [] if name == "the start" else RUNNING
-    assert play_in_all_orders(SETS[name][:6], start, **PLANS[plan]) > 50
+    assert play_in_all_orders(SETS[name][:6], start, **PLANS[plan]) > 5
 
 
 def test_eight_events_in_all_orders() -> None:
