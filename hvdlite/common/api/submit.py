@@ -277,8 +277,8 @@ def _request(
     size: int,
 ) -> Request:
     collective_spec = SPECS[collective]
-    _check_text(collective, name)
-    _check_text(collective, group)
+    check_text(collective, name)
+    check_text(collective, group)
     return Request(
         process_set_id=options.process_set.process_set_id or 0,
         name=name,
@@ -297,7 +297,7 @@ def _request(
     )
 
 
-def _check_text(collective: str, name: str) -> None:
+def check_text(collective: str, name: str) -> None:
     """Raise `ValueError` for a name that no message can carry."""
     try:
         name.encode()

@@ -97,14 +97,14 @@ class PreparedCall(NamedTuple):
     """A call on one tensor that was checked, as the next one with such a tensor need not be."""
 
     spec: TensorSpec
-    options: CallOptions
+    options: CallOptions | None
     request: Request
     key: Key
     elements: int
     size_bytes: int
 
     @classmethod
-    def of(cls, spec: TensorSpec, options: CallOptions, request: Request) -> PreparedCall:
+    def of(cls, spec: TensorSpec, options: CallOptions | None, request: Request) -> PreparedCall:
         """Return the prepared call of a request."""
         elements = math.prod(spec.shape)
         size_bytes = elements * numpy_dtype(spec.dtype).itemsize
@@ -174,6 +174,19 @@ class PlacedEntry(TensorEntry[T]):
     def complete(self, value: Any = None) -> None:
         """Complete the handle; the collective has run."""
         self.handle.complete(value)
+
+
+def entry_of_transfer(
+    request: Request, adapter: Adapter[T], tensor: T, spec: TensorSpec, *, sends: bool
+) -> TensorEntry[T]:
+    """Return an entry for a tensor that is sent, or received into; its result is the tensor."""
+    place = adapter.place(tensor, spec)
+    if place is not None:
+        call = PreparedCall.of(spec, None, request)
+        return PlacedEntry(call, adapter, tensor, place)
+    entry = TensorEntry(request, adapter, tensor, None if sends else tensor)
+    entry.result = tensor
+    return entry
 
 
 def entry_of(

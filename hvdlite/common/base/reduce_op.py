@@ -1,4 +1,4 @@
-"""The reduction operations and their numbers, which are Horovod's."""
+"""The reduction operations and their numbers, which are Horovod's as far as it has them."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ class ReduceOp(IntEnum):
     MIN = 3
     MAX = 4
     PRODUCT = 5
+    # Bit by bit, of integers and bool. Horovod has none of them, and the public names lack them.
+    BAND = 6
+    BOR = 7
+    BXOR = 8
+
+
+BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))

@@ -61,12 +61,18 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
 _BOOL_UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.logical_or,
     ReduceOp.MIN: np.logical_and,
     ReduceOp.MAX: np.logical_or,
     ReduceOp.PRODUCT: np.logical_and,
+    ReduceOp.BAND: np.logical_and,
+    ReduceOp.BOR: np.logical_or,
+    ReduceOp.BXOR: np.logical_xor,
 }
 
 

@@ -33,6 +33,9 @@ OPERATIONS = {
     ReduceOp.MIN: "MIN",
     ReduceOp.MAX: "MAX",
     ReduceOp.PRODUCT: "PROD",
+    ReduceOp.BAND: "BAND",
+    ReduceOp.BOR: "BOR",
+    ReduceOp.BXOR: "BXOR",
 }
 MOST_ELEMENTS = 1 << 26  # in one call: far below MPI's limit of 2^31 counts or bytes
 

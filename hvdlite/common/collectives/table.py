@@ -100,11 +100,17 @@ class CollectiveSpec:
     splits: bool = False  # each rank says how many rows go to whom
     rooted: bool = False  # root_rank gives the data
     effect: Effect = Effect.NONE
+    served_as: str = ""  # the collective of which it takes the backend; "": its own
     # Ranks of one host that wait for it may exchange small data without the coordinator.
     short: bool = False
     # It reduces the gradients of optimizers: they are split into segments, its speed is tuned, and
     # its backend has a setting of its own.
     carries_gradients: bool = False
+
+    @property
+    def backend_of(self) -> str:
+        """The collective of which it takes the backend."""
+        return self.served_as or self.name
 
     @property
     def changes_sets(self) -> bool:
@@ -138,6 +144,31 @@ def _reducescatter(run: CollectiveRun) -> None:
         outputs.append(operand.output((parts[run.members.index], *rest)))
     inputs = [operand.input for operand in run.operands]
     run.backend.reducescatter(run.members, inputs, outputs, counts, run.reduction, run.activity)
+
+
+def _reduce(run: CollectiveRun) -> None:
+    """Reduce and scatter, with all parts for the root."""
+    root = run.members.ranks.index(run.operands[0].response.request.root_rank)
+    counts, outputs = [], []
+    for operand in run.operands:
+        shape = operand.response.request.shape
+        elements = [0] * run.members.size
+        elements[root] = math.prod(shape)
+        counts.append(elements)
+        is_root = root == run.members.index
+        outputs.append(operand.output(shape) if is_root else operand.input[:0])
+    inputs = [operand.input for operand in run.operands]
+    run.backend.reducescatter(run.members, inputs, outputs, counts, run.reduction, run.activity)
+
+
+def _point_to_point(run: CollectiveRun) -> None:
+    """Broadcast among two: by memory inside a host, and by one message between hosts."""
+    (operand,) = run.operands
+    request = operand.response.request
+    sender = run.members.ranks.index(request.root_rank)
+    sends = sender == run.members.index
+    array = operand.input if sends else operand.output(request.shape)
+    run.backend.broadcast(run.members, [array], sender, run.activity)
 
 
 def _allgather(run: CollectiveRun) -> None:
@@ -243,6 +274,23 @@ SPECS = {
             splits=True,
             scalars=False,
         ),
+        CollectiveSpec(
+            "reduce",
+            agree=(*_SAME_TENSOR, "root_rank", "reduce_op", *_SAME_SCALES, *_SAME_SEGMENT),
+            run=_reduce,
+            reduces=True,
+            fusable=True,
+            rooted=True,
+            served_as="reducescatter",
+        ),
+        CollectiveSpec(
+            "point_to_point",
+            agree=("sender", "dtype", "elements"),
+            run=_point_to_point,
+            cacheable=False,
+            short=True,
+            served_as="broadcast",
+        ),
         CollectiveSpec("barrier", cacheable=False, short=True),
         CollectiveSpec("join", cacheable=False, effect=Effect.JOIN),
         CollectiveSpec("init", agree=("settings",), cacheable=False),
@@ -265,6 +313,8 @@ _MEANING: dict[
 ] = {  # what `agree` names that is not a field of Request by itself
     "trailing_shape": lambda request: request.shape[1:],
     "ranks": lambda request: list(request.shape),
+    "sender": lambda request: request.root_rank,
+    "elements": lambda request: math.prod(request.shape),
     "process_set": lambda request: request.root_rank,
     "reduce_op": lambda request: ReduceOp(request.reduce_op).name.capitalize(),
     "group": lambda request: request.group or "none",
@@ -279,6 +329,7 @@ _LABEL = {
     "trailing_shape": "shape after the first dimension",
     "reduce_op": "reduction operation",
     "root_rank": "root rank",
+    "elements": "number of elements",
     "prescale_factor": "prescale factor",
     "postscale_factor": "postscale factor",
     "group_size": "number of tensors in the group",

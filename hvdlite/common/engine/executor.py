@@ -56,10 +56,13 @@ class JoinedOperand:
 def neutral(request: Request) -> Any:
     """Return the value that does not change a reduction after it was multiplied by the prescale.
 
-    0 for a sum; for Min, Max and Product the identity, divided by the prescale factor.
+    0 for a sum; for Min, Max and Product the identity, divided by the prescale factor; all bits for
+    BAnd.
     """
     dtype, reduce_op = numpy_dtype(request.dtype), ReduceOp(request.reduce_op)
     prescale = request.prescale_factor
+    if reduce_op is ReduceOp.BAND:
+        return True if dtype.kind == "b" else ~dtype.type(0)
     if reduce_op not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT) or prescale == 0:
         return 0
     exact = dtype.kind in "iu"
@@ -107,8 +110,8 @@ class Executor:
     def backend(self, request: Request, members: Members) -> Backend:
         """Return the backend that runs a request. Raises as `choose`. Any thread."""
         reduce_op = reduction_of(request, members.size).reduce_op
-        dtype = numpy_dtype(request.dtype)
-        return choose(self._backends, request.collective, dtype, reduce_op, members)
+        dtype, backend_of = numpy_dtype(request.dtype), SPECS[request.collective].backend_of
+        return choose(self._backends, backend_of, dtype, reduce_op, members)
 
     def run(
         self,

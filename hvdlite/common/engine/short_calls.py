@@ -51,16 +51,37 @@ MOST_PREPARED = 500  # calls; those without a name never come again
 MOST_SKIPPED = 64  # calls, after several that nobody else came to
 
 
+class _Record:
+    """How calls have gone that come again: those under one name, or all messages of a pair."""
+
+    def __init__(self) -> None:
+        self.failures = 0  # one after the other, of the latest calls
+        self.skips = 0  # of the next calls take the other way at once
+
+    def skip(self) -> bool:
+        """Return whether to skip a call, which is counted then."""
+        if self.skips:
+            self.skips -= 1
+            return True
+        return False
+
+    def note(self, *, completed: bool) -> None:
+        """Record how a call went: after several in vain, the next ones are skipped."""
+        self.failures = 0 if completed else self.failures + 1
+        self.skips = 0 if completed else min(1 << self.failures, MOST_SKIPPED) - 2
+
+
 class _Prepared:
     """A request that this rank has made as a short call, and may make again."""
 
-    def __init__(self, request: Request, members: Members, call: ShortCall) -> None:
+    def __init__(
+        self, request: Request, members: Members, call: ShortCall, record: _Record
+    ) -> None:
         self.request = request
         self.response = Response(request)
         self.members = members
         self.call = call
-        self.failures = 0  # one after the other, of the latest calls
-        self.skips = 0  # of the next calls take the other way at once
+        self.record = record
 
 
 class ShortCalls:
@@ -85,17 +106,23 @@ class ShortCalls:
         # Guards the two, and the memory while it is told. Reentrant for signal handlers.
         self._opening = threading.RLock()
         self.completed = 0  # How many calls of this rank were short.
-        self._prepared: dict[str, _Prepared] = {}  # By name.
+        # By name: calls of whole process sets, and messages, whose names mostly come once.
+        self._prepared: dict[str, _Prepared] = {}
+        self._messages: dict[str, _Prepared] = {}
+        # By the two ranks, the sender first; None where memory does not serve them.
+        self._pairs: dict[tuple[int, ...], _Record | None] = {}
 
     def run(self, entry: Entry) -> bool:
         """Exchange the data of an entry and complete it; False if it must be reported instead."""
         if entry.size_bytes > LARGE_BYTES or not self.take_part():
             return False
-        prepared = self._find(entry.request)
+        if entry.request.parties:
+            prepared = self._find_message(entry.request, entry.size_bytes)
+        else:
+            prepared = self._find(entry.request)
         if prepared is None or entry.size_bytes != prepared.call.nbytes:
             return False
-        if prepared.skips:
-            prepared.skips -= 1
+        if prepared.record.skip():
             return False
         lock = self._exchange.locks[prepared.call.slot]
         if not lock.acquire(blocking=False):
@@ -111,11 +138,15 @@ class ShortCalls:
 
     def decline(self, entries: Sequence[Entry]) -> None:
         """Tell the others of entries that are reported now, and may be short calls elsewhere."""
-        if not self._prepared:
+        if not self._is_open:
             return
         for entry in entries:
-            prepared = self._prepared.get(entry.request.name)
-            if prepared is None or prepared.request != entry.request:
+            request = entry.request
+            if request.parties and request.dtype and entry.size_bytes <= LARGE_BYTES:
+                prepared = self._find_message(request, entry.size_bytes)
+            else:
+                prepared = self._prepared.get(request.name)
+            if prepared is None or prepared.request != request:
                 continue
             if not prepared.call.told:
                 self._exchange.decline(prepared.call)
@@ -136,6 +167,8 @@ class ShortCalls:
     def forget(self) -> None:
         """Prepare all calls anew, on all ranks at the same point of the order."""
         self._prepared.clear()
+        self._messages.clear()
+        self._pairs.clear()
 
     def take_part(self) -> bool:
         """Return whether this rank takes part; tell the others if that has changed."""
@@ -152,6 +185,8 @@ class ShortCalls:
         entry.response = prepared.response
         if entry.address is not None:
             call.input = call.output = entry.address
+        elif call.root == call.index:
+            set_data(call, entry.input, entry.input)
         elif prepared.request.dtype:
             set_data(call, entry.input, entry.output(prepared.request.shape))
         if not self._pending.hold(entry):
@@ -159,12 +194,8 @@ class ShortCalls:
         try:
             self._exchange.run(call)
         finally:  # A KeyboardInterrupt comes after the exchange: its result counts.
-            if call.completed:
-                prepared.failures = 0
-                self.completed += 1
-            else:
-                prepared.failures += 1
-                prepared.skips = min(1 << prepared.failures, MOST_SKIPPED) - 2
+            self.completed += call.completed
+            prepared.record.note(completed=bool(call.completed))
             if self._pending.let_go(entry, exchanged=bool(call.completed)):
                 entry.complete()
         return bool(call.completed)
@@ -192,8 +223,40 @@ class ShortCalls:
         if not self._exchange.among(members):
             return None
         call = self._exchange.prepare(members, _digest(request, members))
-        prepared = _Prepared(request, members, call)
+        prepared = _Prepared(request, members, call, _Record())
         return prepared if not request.dtype or self._adds(prepared) else None
+
+    def _find_message(self, request: Request, nbytes: int) -> _Prepared | None:
+        """Return the prepared call of a message between two ranks; None if it cannot be short."""
+        known = self._messages.get(request.name)
+        if known is not None and known.request == request:
+            return known
+        if not nbytes or request.device != HOST_DEVICE:
+            return None
+        pair = request.root_rank, *request.parties
+        if pair not in self._pairs:
+            self._pairs[pair] = self._record_of(request)
+        record = self._pairs[pair]
+        if record is None:
+            return None
+        members = self._executor.members_of(request.parties)
+        call = self._exchange.prepare(members, _digest(request, members))
+        self._exchange.carry_data(call, nbytes, request.parties.index(request.root_rank))
+        if len(self._messages) >= MOST_PREPARED:
+            self._messages.clear()
+        prepared = self._messages[request.name] = _Prepared(request, members, call, record)
+        return prepared
+
+    def _record_of(self, request: Request) -> _Record | None:
+        """Return the record of a pair that is served by memory; None for other ranks."""
+        spec = SPECS[request.collective]
+        if spec.run is None or not spec.short:  # A set that is formed.
+            return None
+        members = self._executor.members_of(request.parties)
+        if not self._exchange.among(members):
+            return None
+        by_memory = isinstance(self._executor.backend(request, members), ShmBackend)
+        return _Record() if by_memory else None
 
     def _adds(self, prepared: _Prepared) -> bool:
         """Prepare the data of a call; return whether it is reduced as the data plane would do."""

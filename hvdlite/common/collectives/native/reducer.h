@@ -42,6 +42,21 @@ struct Maximum {
   static Value combine(Value a, Value b) { return (a > b || a != a) ? a : b; }
 };
 
+struct BitAnd {
+  template <class Value>
+  static Value combine(Value a, Value b) { return Value(a & b); }
+};
+
+struct BitOr {
+  template <class Value>
+  static Value combine(Value a, Value b) { return Value(a | b); }
+};
+
+struct BitXor {
+  template <class Value>
+  static Value combine(Value a, Value b) { return Value(a ^ b); }
+};
+
 // Whether eight sums of float16 are converted by one instruction.
 template <class Type, class Operation>
 constexpr bool by_eight =
@@ -156,6 +171,14 @@ using Reduce = void (*)(int64_t members, double prescale, double postscale,
 
 template <class Type>
 Reduce reduce_by(int64_t operation) {
+  if constexpr (std::is_integral_v<typename Type::Value> &&
+                std::is_unsigned_v<typename Type::Value>) {  // floats have no bits to combine
+    switch (operation) {
+      case 4: return Reducer<Type, BitAnd>::reduce;
+      case 5: return Reducer<Type, BitOr>::reduce;
+      case 6: return Reducer<Type, BitXor>::reduce;
+    }
+  }
   switch (operation) {
     case 0: return Reducer<Type, Sum>::reduce;
     case 1: return Reducer<Type, Product>::reduce;
@@ -164,11 +187,12 @@ Reduce reduce_by(int64_t operation) {
   }
 }
 
-// The same, where sums and products of integers wrap around as those of unsigned ones do.
+// The same: only what is least or greatest depends on the sign. Sums and products wrap around.
 template <class Signed>
 Reduce reduce_signed(int64_t operation) {
   using Unsigned = std::make_unsigned_t<Signed>;
-  return operation < 2 ? reduce_by<Plain<Unsigned>>(operation) : reduce_by<Plain<Signed>>(operation);
+  if (operation == 2 || operation == 3) return reduce_by<Plain<Signed>>(operation);
+  return reduce_by<Plain<Unsigned>>(operation);
 }
 
 // The codes of `native/shm.py`: TYPES and OPERATIONS.

@@ -26,9 +26,10 @@ TYPES = {
     )
 }  # fmt: skip
 _UNROUNDED = {"float16": 12, "bfloat16": 13}
-_OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
+_BITWISE = {ReduceOp.BAND: 4, ReduceOp.BOR: 5, ReduceOp.BXOR: 6}
+_OPERATIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3, **_BITWISE}
 # A bool is 0 or 1: "and" is the least of them, "or" is the greatest.
-_OPERATIONS_OF_BOOL = {ReduceOp.SUM: 3, ReduceOp.PRODUCT: 2, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
+_OPERATIONS_OF_BOOL = {**_OPERATIONS, ReduceOp.SUM: 3, ReduceOp.PRODUCT: 2}
 
 _Pointer = ctypes.c_void_p
 _Integer = ctypes.c_int64

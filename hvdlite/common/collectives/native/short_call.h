@@ -40,6 +40,7 @@ struct ShortCall {
   int64_t type, operation;     // as `reduce_of` knows them
   int64_t itemsize, nbytes;    // of the data; 0: there is none
   int64_t identity;            // of this library: all members must have the same
+  int64_t root;                // the member whose data all get; -1: the data are reduced
   double prescale, postscale;
   const int64_t* local;        // by member: its local number
   char* const* memory;         // by local number: the memory of that rank for short calls
@@ -102,7 +103,7 @@ class Exchange {
     if (is_declined()) return;
     if (!all_are_open() || !arrive()) return decline();
     if (!call_.completed && !wait()) return;
-    if (call_.nbytes > 0) reduce();
+    if (call_.nbytes > 0) finish();
     __atomic_fetch_sub(&slot_->word, 1, __ATOMIC_RELEASE);  // `staying`
   }
 
@@ -159,7 +160,7 @@ class Exchange {
         next.tag = call_.tag;
       else if (seen.tag != uint64_t(call_.tag))
         return false;
-      if (call_.nbytes > 0 && !(written && parity_ == seen.parity)) {
+      if (gives() && !(written && parity_ == seen.parity)) {
         parity_ = seen.parity;
         memcpy(buffer(call_.index), call_.input, call_.nbytes);
         written = true;
@@ -219,6 +220,16 @@ class Exchange {
       --next.arrived;
       if (change(seen, next)) return true;
     }
+  }
+
+  // Whether others read my data.
+  bool gives() const {
+    return call_.nbytes > 0 && (call_.root < 0 || call_.root == call_.index);
+  }
+
+  void finish() const {
+    if (call_.root < 0) return reduce();
+    if (call_.root != call_.index) memcpy(call_.output, buffer(call_.root), call_.nbytes);
   }
 
   void reduce() const {

@@ -43,7 +43,7 @@ class ShortCall(ctypes.Structure):
     _fields_ = (
         *((name, _Integer) for name in (
             "members", "index", "local_size", "slot", "tag", "data", "data_bytes", "type",
-            "operation", "itemsize", "nbytes", "identity",
+            "operation", "itemsize", "nbytes", "identity", "root",
         )),
         ("prescale", ctypes.c_double),
         ("postscale", ctypes.c_double),
@@ -104,6 +104,7 @@ class ShortExchange:
             slot=digest % SMALL_SLOTS,
             tag=digest >> (64 - TAG_BITS),
             identity=self._identity,
+            root=-1,
             local=address(local),
             memory=address(self._memory),
             timeout_ns=int(TIMEOUT_SECONDS * 1e9),
@@ -112,6 +113,17 @@ class ShortExchange:
 
     def add_data(self, call: ShortCall, arithmetic: Arithmetic, nbytes: int) -> None:
         """Let a call reduce `nbytes` of data, at most `LARGE_BYTES`."""
+        self.carry_data(call, nbytes)
+        found = codes(arithmetic)
+        assert found is not None
+        call.type, call.operation = found
+        call.itemsize = arithmetic.input_dtype.itemsize
+        call.prescale = arithmetic.reduction.prescale
+        call.postscale = arithmetic.reduction.postscale
+
+    def carry_data(self, call: ShortCall, nbytes: int, root: int = -1) -> None:
+        """Let a call have `nbytes` of data, at most `LARGE_BYTES`; all get those of a `root`."""
+        call.root, call.nbytes = root, nbytes
         call.data = BOARD_BYTES + 2 * call.slot * SMALL_BYTES
         call.data_bytes = SMALL_BYTES
         if nbytes > SMALL_BYTES:
@@ -119,12 +131,6 @@ class ShortExchange:
             call.slot = SMALL_SLOTS + number
             call.data = BOARD_BYTES + 2 * (SMALL_SLOTS * SMALL_BYTES + number * LARGE_BYTES)
             call.data_bytes = LARGE_BYTES
-        found = codes(arithmetic)
-        assert found is not None
-        call.type, call.operation = found
-        call.itemsize, call.nbytes = arithmetic.input_dtype.itemsize, nbytes
-        call.prescale = arithmetic.reduction.prescale
-        call.postscale = arithmetic.reduction.postscale
 
     def run(self, call: ShortCall) -> None:
         """Exchange with the others: `call.completed` says whether all came in time."""
@@ -136,6 +142,6 @@ class ShortExchange:
 
 
 def set_data(call: ShortCall, source: Array, target: Array) -> None:
-    """Let a call reduce `source`, flat, into `target`, which may be the same memory."""
+    """Let a call read `source`, flat, and write `target`, which may be the same memory."""
     call.input = address(source)
     call.output = call.input if target is source else address(target)

@@ -1,0 +1,92 @@
+"""Messages from one rank to another: send and receive, for the tensors of any framework.
+
+A message is one row of the table of collectives, in which two ranks take part and all others do not:
+it has its place in the one total order, so that messages and collectives cannot wait for each other.
+The two need no common process set. They meet by the name, so that each message of a pair needs
+another name, or the next one with this name is sent when this one has arrived.
+
+Inside a host a blocking `send` and `recv` of little data meet in shared memory, without the
+coordinator (see [Note: short calls]); every other message takes one negotiation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+from hvdlite.common.api.submit import DTYPES, Operation, check_text
+from hvdlite.common.api.tensor_entries import TensorEntry, entry_of_transfer
+from hvdlite.common.plain.adapter import Adapter
+from hvdlite.common.plain.messages import Request
+from hvdlite.common.plain.numpy_adapter import NumpyAdapter
+from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import for_collective
+
+T = TypeVar("T")
+
+_NUMPY: Adapter[Any] = NumpyAdapter()
+
+
+def send_async(
+    tensor: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY
+) -> Operation[T]:
+    """Start to send a tensor to the global rank `peer`, which receives under the same `name`.
+
+    The tensor must not change until the operation has ended. Raises `ValueError` for what this rank
+    can see to be wrong. What it returns has ``poll()``, ``wait()`` and ``entries[0].handle``;
+    ``wait`` raises `HorovodInternalError` where dtype or number of elements differ from those of
+    the target, or `peer` was lost, has shut down or has joined.
+    """
+    return _start(for_collective(), adapter, tensor, peer, name, sends=True)
+
+
+def recv_async(
+    target: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY
+) -> Operation[T]:
+    """Start to receive what the global rank `peer` sends under `name`, into `target`.
+
+    Target and tensor have one dtype and one number of elements; their shapes may differ. Returns
+    and raises as `send_async`.
+    """
+    return _start(for_collective(), adapter, target, peer, name, sends=False)
+
+
+def send(tensor: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY) -> None:
+    """Do as `send_async` does, and wait until the receiver has all of it."""
+    send_async(tensor, peer, name, adapter=adapter).wait()
+
+
+def recv(target: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY) -> T:
+    """Do as `recv_async` does, and wait: `target`, with what was sent."""
+    recv_async(target, peer, name, adapter=adapter).wait()
+    return target
+
+
+def _start(
+    runtime: Runtime, adapter: Adapter[T], tensor: T, peer: int, name: str, *, sends: bool
+) -> Operation[T]:
+    what = f"{'send to' if sends else 'recv from'} rank {peer} of '{name}'"
+    rank, size = runtime.rank, runtime.topology.size
+    if type(peer) is not int or not 0 <= peer < size or peer == rank:
+        raise ValueError(
+            f"{what} on rank {rank}: the other side is one of the ranks 0 to {size - 1}, "
+            f"and not {rank} itself"
+        )
+    spec = adapter.spec(tensor)
+    if spec.dtype not in DTYPES:
+        raise ValueError(f"{what}: Tensor type {spec.dtype} is not supported")
+    check_text("point_to_point", name)
+    request = Request(
+        GLOBAL_ID,
+        f"point_to_point.{rank if sends else peer}.{peer if sends else rank}.{name}",
+        "point_to_point",
+        dtype=spec.dtype,
+        shape=(math.prod(spec.shape),),
+        device=spec.device,
+        root_rank=rank if sends else peer,
+        parties=(min(rank, peer), max(rank, peer)),
+    )
+    entry: TensorEntry[T] = entry_of_transfer(request, adapter, tensor, spec, sends=sends)
+    runtime.engine.enqueue((entry,))
+    return Operation((entry,))
