@@ -1,4 +1,4 @@
-"""The algorithms of an allreduce between hosts, by name, and the choice among them.
+"""The algorithms between hosts, by name, and the choice among them.
 
 Which algorithm reduces a tensor depends on its own bytes, the hosts of the members and the model
 alone, never on what it is fused with: another algorithm adds in another order. So a segment may be
@@ -8,14 +8,23 @@ ring, say; each part is one run, however many tensors it has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from hvdlite.common.collectives.base import Array
 from hvdlite.common.collectives.costs import COSTS, Model, cheapest, tree_piece_bytes
-from hvdlite.common.collectives.halving_doubling import halving_doubling
+from hvdlite.common.collectives.halving_doubling import doubling, halving, halving_doubling
+from hvdlite.common.collectives.host_costs import (
+    BROADCAST_COSTS,
+    GATHER_COSTS,
+    SCATTER_COSTS,
+    bundle_is_cheaper,
+    cheapest_of,
+    cheapest_path,
+)
+from hvdlite.common.collectives.paths import PATHS
 from hvdlite.common.collectives.pipeline import Pipeline, RingOrder
 from hvdlite.common.collectives.ring_pipeline import Plan
 from hvdlite.common.collectives.schedule import Schedule, Scheduler
@@ -35,6 +44,8 @@ class Algorithm:
     pipelined: bool = (
         False  # whether all bytes of a block make each step: small pieces are sooner up
     )
+    reduces: bool = True  # False: the second half of an allreduce, which only gathers
+    gathers: bool = True  # False: the first half, after which each host has its own block
 
     @property
     def phase(self) -> str:
@@ -69,7 +80,10 @@ class Algorithm:
         schedule = self.schedule(order)
         if schedule is None:
             steps = len(order.order) - 1
-            return Plan(ring_order=order, reduce_steps=steps, gather_steps=steps, **fields)
+            return Plan(
+                ring_order=order, reduce_steps=self.reduces * steps,
+                gather_steps=self.gathers * steps, shift=not self.gathers, **fields,
+            )  # fmt: skip
         return ScheduledPlan(ring_order=order, schedule_of_member=schedule, **fields)
 
 
@@ -89,6 +103,17 @@ ALGORITHMS = {
     )
 }
 assert ALGORITHMS.keys() == COSTS.keys()
+GATHERS = {
+    "ring": Algorithm("ring", None, reduces=False),
+    "doubling": Algorithm("doubling", doubling, reduces=False),
+}
+assert GATHERS.keys() == GATHER_COSTS.keys()
+SCATTERS = {
+    "ring": Algorithm("ring", None, gathers=False),
+    "halving": Algorithm("halving", halving, gathers=False),
+}
+assert SCATTERS.keys() == SCATTER_COSTS.keys()
+assert PATHS.keys() == BROADCAST_COSTS.keys()
 
 
 class Choice:
@@ -103,6 +128,13 @@ class Choice:
         """Choose by `model` from now on. All ranks call this between the same two collectives."""
         self.model = model
         self._cheapest = lru_cache(maxsize=4096)(self._find)
+        self._cheapest_of = lru_cache(maxsize=4096)(self._find_other)
+
+    def _find_other(self, collective: str, hosts: int, slices: int, nbytes: int) -> str:
+        if collective == "broadcast":
+            return cheapest_path(self.model, hosts, nbytes)
+        costs = GATHER_COSTS if collective == "gather" else SCATTER_COSTS
+        return cheapest_of(costs, self.model, hosts, slices, nbytes)
 
     def _find(self, hosts: int, slices: int, nbytes: int) -> Algorithm:
         return ALGORITHMS[cheapest(self.model, hosts, slices, nbytes)]
@@ -111,11 +143,37 @@ class Choice:
         """Return the algorithm for a tensor of `nbytes`, of which each host has `slices` parts."""
         return self._fixed or self._cheapest(hosts, slices, nbytes)
 
+    def gather(self, hosts: int, slices: int, nbytes: int) -> Algorithm:
+        """Return the algorithm of an allgather with results of `nbytes`."""
+        return GATHERS[self._cheapest_of("gather", hosts, slices, nbytes)]
+
+    def path(self, hosts: int, nbytes: int) -> str:
+        """Return the way of a broadcast of `nbytes`; see `paths`."""
+        return self._cheapest_of("broadcast", hosts, 1, nbytes)
+
+    def bundles(self, here: int, there: int, nbytes: int) -> bool:
+        """Return whether what two hosts with so many ranks have for each other is one message."""
+        return bundle_is_cheaper(self.model, here, there, nbytes)
+
     def groups(
         self, hosts: int, slices: int, tensors: Sequence[Array]
     ) -> dict[Algorithm, list[int]]:
         """Return the tensors by algorithm, by their numbers; all members get the same order."""
-        found: dict[Algorithm, list[int]] = {}
-        for number, tensor in enumerate(tensors):
-            found.setdefault(self.of(hosts, slices, tensor.nbytes), []).append(number)
-        return {each: found[each] for each in ALGORITHMS.values() if each in found}
+        return _groups(ALGORITHMS, [self.of(hosts, slices, tensor.nbytes) for tensor in tensors])
+
+    def scatter_groups(
+        self, hosts: int, slices: int, tensors: Sequence[Array]
+    ) -> dict[Algorithm, list[int]]:
+        """Return the tensors of a reducescatter by algorithm, as `groups`."""
+        names = (self._cheapest_of("scatter", hosts, slices, each.nbytes) for each in tensors)
+        return _groups(SCATTERS, [SCATTERS[name] for name in names])
+
+
+def _groups(
+    order: Mapping[str, Algorithm], chosen: Sequence[Algorithm]
+) -> dict[Algorithm, list[int]]:
+    """Return the numbers of the tensors for which each algorithm was chosen."""
+    found: dict[Algorithm, list[int]] = {}
+    for number, algorithm in enumerate(chosen):
+        found.setdefault(algorithm, []).append(number)
+    return {each: found[each] for each in order.values() if each in found}

@@ -1,4 +1,4 @@
-"""Allreduce over several hosts with one member each: one of `algorithms`, chosen by size."""
+"""Collectives over several hosts with one member each: one of `algorithms`, chosen by size."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ import numpy as np
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.algorithms import Choice
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
+from hvdlite.common.collectives.hosts import HostsBackend
 from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.pipeline import RingOrder
-from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.transport.base import Transport
 
 
-class FlatBackend(RingBackend):
-    """Allreduce among hosts of one member each. The other collectives are those of the ring."""
+class FlatBackend(HostsBackend):
+    """All collectives among hosts of one member each."""
 
     name = "FLAT"
 
     def __init__(self, transport: Transport, choice: Choice) -> None:
-        super().__init__(transport)
-        self._choice = choice
+        super().__init__(transport, None, choice=choice)
 
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Support allreduce but Adasum, among three hosts or more: two have nothing to choose."""
+        """Support everything but Adasum, among three hosts or more: two have nothing to choose."""
         hosts = members.topology.hosts
         flat = len(hosts) > 2 and len(hosts) == members.size
-        return flat and collective == "allreduce" and reduce_op != ReduceOp.ADASUM
+        return flat and reduce_op != ReduceOp.ADASUM
 
     def allreduce(
         self,

@@ -40,7 +40,27 @@ def halvings(size: int) -> Iterator[tuple[int, int]]:
 
 def halving_doubling(size: int, index: int) -> Schedule:
     """Return the schedule of member `index` of `size`: a block for each member."""
+    halves, doubles = _rounds(size, index)
+    return _schedule(size, index, halves + doubles)
+
+
+def halving(size: int, index: int) -> Schedule:
+    """Return the first half: a reducescatter, after which member `index` has its own block."""
+    return _schedule(size, index, _rounds(size, index)[0])
+
+
+def doubling(size: int, index: int) -> Schedule:
+    """Return the second half: an allgather of the blocks of all members."""
+    return _schedule(size, index, _rounds(size, index)[1])
+
+
+def _schedule(size: int, index: int, rounds: list[Round]) -> Schedule:
     layout = tuple((index + place) % size for place in range(size))
+    return Schedule(layout, tuple(rounds), max(1, size // 2))
+
+
+def _rounds(size: int, index: int) -> tuple[list[Round], list[Round]]:
+    """Return the rounds of both halves."""
     halves, doubles = [], []
     for kept, held in halvings(size):
         ahead, behind, moved = (index + kept) % size, (index - kept) % size, held - kept
@@ -52,4 +72,4 @@ def halving_doubling(size: int, index: int) -> Schedule:
             )
         )
         doubles.append(Round((Move(behind, 0, moved, False),), (Move(ahead, kept, held, False),)))
-    return Schedule(layout, (*halves, *reversed(doubles)), max(1, size // 2))
+    return halves, doubles[::-1]

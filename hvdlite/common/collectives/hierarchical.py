@@ -23,82 +23,37 @@ summed in float32 inside a host, and rounded once for each host.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.collectives.algorithms import Algorithm, Choice
+from hvdlite.common.collectives.algorithms import Algorithm
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_chain, even_part
-from hvdlite.common.collectives.costs import PIECE_BYTES
+from hvdlite.common.collectives.hosts import HostsBackend
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.pipeline import Pipeline, RingOrder
-from hvdlite.common.collectives.ring import RingBackend
+from hvdlite.common.collectives.layers import Layers
+from hvdlite.common.collectives.pipeline import Pipeline
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.transport.base import Transport
 
 BLOCK_PIECES = 2
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """The members as the hierarchy sees them, at one of them."""
-
-    local: Members  # the members on this host
-    ring_order: (
-        RingOrder  # one member of each host; that of the first slice if this member has none
-    )
-    slices: int
-
-    @classmethod
-    def of(cls, members: Members) -> _Layers:
-        """Return the layers of `members`."""
-        hosts = members.topology.hosts
-        positions = members.topology.peers(members.index)
-        local_ranks = tuple(members.ranks[position] for position in positions)
-        index = positions.index(members.index)
-        local = Members(local_ranks, index, members.topology.restrict(positions))
-        slices = min(len(host) for host in hosts)
-        place = index if index < slices else 0
-        ranks = tuple(members.ranks[host[place]] for host in hosts)
-        ring_order = RingOrder(tuple(range(len(hosts))), ranks, hosts.index(positions))
-        return cls(local, ring_order, slices)
-
-    @property
-    def has_slice(self) -> bool:
-        """Whether this member takes part in what goes on between hosts."""
-        return self.local.index < self.slices
-
-
-class HierarchicalBackend(RingBackend):
-    """Allreduce among several hosts, one of which has several members.
-
-    The other collectives are those of `RingBackend`.
-    """
+class HierarchicalBackend(HostsBackend):
+    """All collectives among several hosts, one of which has several members."""
 
     name = "HIERARCHICAL"
 
-    def __init__(
-        self,
-        transport: Transport,
-        shm: ShmBackend,
-        piece_bytes: int = PIECE_BYTES,
-        choice: Choice | None = None,
-    ) -> None:
-        """Choose what runs between the hosts by `choice` (default: rings)."""
-        super().__init__(transport, piece_bytes)
-        self._shm = shm
-        self._choice = choice or Choice("ring")
+    _shm: ShmBackend
 
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Support allreduce but Adasum, among several hosts of which one has several members."""
+        """Support everything but Adasum, among several hosts of which one has several members."""
         hosts = members.topology.hosts
         layered = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
-        return layered and collective == "allreduce" and reduce_op != ReduceOp.ADASUM
+        return layered and reduce_op != ReduceOp.ADASUM
 
     def allreduce(
         self,
@@ -111,7 +66,7 @@ class HierarchicalBackend(RingBackend):
         """See `Backend.allreduce`. Summed by local members first, then across the hosts."""
         if not inputs:
             return
-        layers = _Layers.of(members)
+        layers = Layers.of(members)
         arithmetic = Arithmetic(inputs[0].dtype, reduction)
         hosts = len(layers.ring_order.order)
         for algorithm, numbers in self._choice.groups(hosts, layers.slices, inputs).items():
@@ -121,7 +76,7 @@ class HierarchicalBackend(RingBackend):
     def _reduce(
         self,
         algorithm: Algorithm,
-        layers: _Layers,
+        layers: Layers,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         arithmetic: Arithmetic,
@@ -145,7 +100,7 @@ class HierarchicalBackend(RingBackend):
     def _at_once(
         self,
         algorithm: Algorithm,
-        layers: _Layers,
+        layers: Layers,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         arithmetic: Arithmetic,
@@ -201,7 +156,7 @@ class _Pipeline:
         self,
         shm: ShmBackend,
         algorithm: Algorithm,
-        layers: _Layers,
+        layers: Layers,
         inputs: Sequence[Array],
         outputs: Sequence[Array],
         arithmetic: Arithmetic,

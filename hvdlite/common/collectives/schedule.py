@@ -44,6 +44,11 @@ class Schedule:
     widest: int  # blocks of the longest message of any member
 
     @cached_property
+    def reduces(self) -> bool:
+        """Whether anything is added; else blocks are gathered."""
+        return any(move.partial for each in self.rounds for move in each.sends)
+
+    @cached_property
     def peers(self) -> frozenset[int]:
         """The members that this one talks to: each is a connection."""
         moves = (move for each in self.rounds for move in (*each.sends, *each.receives))

@@ -25,7 +25,7 @@ from hvdlite.common.transport.base import Pending, Transport
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledPlan(Pipeline):
-    """An allreduce by a schedule."""
+    """An allreduce by a schedule, or one half of it."""
 
     ring_order: RingOrder
     schedule_of_member: Schedule
@@ -127,8 +127,8 @@ class ScheduleRun:
         """Begin with this member's values."""
         piece, start = self._piece(number), number * self._plan.length
         for place, block in enumerate(self._layout):
-            sums, offset = piece.sums(place, place + 1), 0
-            for view in self._plan.sources[block].views(start, start + sums.size):
+            sums, offset, source = piece.sums(place, place + 1), 0, self._plan.sources[block]
+            for view in source.views(start, min(start + sums.size, source.size)):
                 self._arithmetic.load(sums[offset : offset + view.size], view)
                 offset += view.size
 
@@ -169,7 +169,8 @@ class ScheduleRun:
     def _unpack(self, number: int) -> None:
         piece, start = self._pieces.pop(number), number * self._plan.length
         for place, block in enumerate(self._layout):
-            self._plan.targets[block].unpack(start, piece.result(place, place + 1))
+            if self._plan.targets[block].size:
+                self._plan.targets[block].unpack(start, piece.result(place, place + 1))
         self._done.append(piece)
 
     # -- memory
@@ -190,7 +191,10 @@ class ScheduleRun:
     def _new_piece(self) -> _Piece:
         plan = self._plan
         size = sum(min(plan.length, each) for each in plan.sizes)
-        return _Piece(np.empty(size, self._arithmetic.accumulator), np.empty(size, plan.wire_dtype))
+        result = np.empty(size, plan.wire_dtype)
+        if not plan.schedule_of_member.reduces:
+            return _Piece(result, result)
+        return _Piece(np.empty(size, self._arithmetic.accumulator), result)
 
     def _buffer(self, size: int) -> Array:
         """Return memory for `size` elements of what is sent."""

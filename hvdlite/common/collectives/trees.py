@@ -80,14 +80,20 @@ def place_in_tree(size: int, tree: int, member: int) -> Place:
     """Return the place of `member` in the first or the second tree."""
     if not tree:
         return in_order_place(size, member)
-
-    def other(number: int) -> int:  # the member at a node, and the node of a member if N is even
-        return size - 1 - number if size % 2 == 0 else (number - 1) % size
-
     node = size - 1 - member if size % 2 == 0 else (member + 1) % size
     place = in_order_place(size, node)
-    parent = None if place.parent is None else other(place.parent)
-    return Place(parent, tuple(map(other, place.children)), place.level)
+    parent = None if place.parent is None else _second(size, place.parent)
+    return Place(parent, tuple(_second(size, child) for child in place.children), place.level)
+
+
+def tree_root(size: int, tree: int) -> int:
+    """Return the member that is the root of the first or the second tree."""
+    return _second(size, _left(size)) if tree else _left(size)
+
+
+def _second(size: int, node: int) -> int:
+    """Return the member at a node of the second tree."""
+    return size - 1 - node if size % 2 == 0 else (node - 1) % size
 
 
 def two_trees(size: int, index: int) -> Schedule:

@@ -1,0 +1,99 @@
+"""What the other collectives take between hosts: the model of `costs`, and the cheapest by it.
+
+A gather is the second half of an allreduce and a scatter the first, so they have half its rounds,
+and send half as much. `nbytes` are those of all blocks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hvdlite.common.collectives.costs import Cost, Model, tree_piece_bytes
+from hvdlite.common.collectives.halving_doubling import halvings
+from hvdlite.common.collectives.trees import tree_depth
+
+Costs = dict[str, Callable[[Model, int, int, float], Cost]]  # The first one wins a tie.
+PathCosts = dict[str, Callable[[Model, int, float], Cost]]
+
+
+def ring_gather_cost(model: Model, hosts: int, slices: int, nbytes: float) -> Cost:
+    """Return the cost of blocks that go around a ring of hosts, and are copied where they come."""
+    share = nbytes * (hosts - 1) / hosts
+    work = share / slices * model.copied_byte
+    return Cost(hosts - 1, _steps(model, hosts - 1, hosts), share * model.byte, work)
+
+
+def doubling_cost(model: Model, hosts: int, slices: int, nbytes: float) -> Cost:
+    """Return the cost of doubling, for which all is copied in and out, and most bytes go far."""
+    rounds, share = len([*halvings(hosts)]), nbytes * (hosts - 1) / hosts
+    work = 2 * nbytes / slices * model.copied_byte
+    return Cost(rounds, _steps(model, rounds, hosts), share * model.far_byte, work)
+
+
+def ring_scatter_cost(model: Model, hosts: int, slices: int, nbytes: float) -> Cost:
+    """Return the cost of sums that go around a ring of hosts."""
+    share = nbytes * (hosts - 1) / hosts
+    work = share / slices * model.reduced_byte
+    return Cost(hosts - 1, _steps(model, hosts - 1, hosts), share * model.byte, work)
+
+
+def halving_scatter_cost(model: Model, hosts: int, slices: int, nbytes: float) -> Cost:
+    """Return the cost of halving, for which all is copied first, and most bytes go far."""
+    rounds, share = len([*halvings(hosts)]), nbytes * (hosts - 1) / hosts
+    work = (nbytes * model.copied_byte + share * model.reduced_byte) / slices
+    return Cost(rounds, _steps(model, rounds, hosts), share * model.far_byte, work)
+
+
+def chain_cost(model: Model, hosts: int, nbytes: float) -> Cost:
+    """Return the cost of a broadcast from each host to the next one."""
+    return _path_cost(model, hosts - 1, 1, nbytes)
+
+
+def tree_cost(model: Model, hosts: int, nbytes: float) -> Cost:
+    """Return the cost of a broadcast down one tree: a host sends everything to two others."""
+    return _path_cost(model, tree_depth(hosts), 2 if hosts > 2 else 1, nbytes)
+
+
+def root_and_trees_cost(model: Model, hosts: int, nbytes: float) -> Cost:
+    """Return the cost of a broadcast down two trees: a host sends one half to two others."""
+    return _path_cost(model, 1 + tree_depth(hosts - 1), 1, nbytes)
+
+
+def _path_cost(model: Model, rounds: int, sends: int, nbytes: float) -> Cost:
+    """Return the cost where the first piece takes its time on each link before the next one."""
+    first = (rounds - 1) * sends * min(tree_piece_bytes(nbytes), nbytes) * model.byte
+    wire = sends * nbytes * model.byte
+    return Cost(rounds, _steps(model, rounds, 1) + first, wire, nbytes * model.copied_byte)
+
+
+def _steps(model: Model, rounds: int, stretches: int) -> float:
+    return model.call + rounds * model.message + stretches * model.stretch
+
+
+GATHER_COSTS: Costs = {"ring": ring_gather_cost, "doubling": doubling_cost}
+SCATTER_COSTS: Costs = {"ring": ring_scatter_cost, "halving": halving_scatter_cost}
+BROADCAST_COSTS: PathCosts = {
+    "chain": chain_cost, "tree": tree_cost, "trees": root_and_trees_cost,
+}  # fmt: skip
+
+
+def cheapest_path(model: Model, hosts: int, nbytes: int) -> str:
+    """Return the way of a broadcast that takes the least time, by name."""
+    return min(
+        BROADCAST_COSTS, key=lambda name: BROADCAST_COSTS[name](model, hosts, nbytes).seconds
+    )
+
+
+def cheapest_of(costs: Costs, model: Model, hosts: int, slices: int, nbytes: int) -> str:
+    """Return the gather or scatter that takes the least time, by name."""
+    return min(costs, key=lambda name: costs[name](model, hosts, slices, nbytes).seconds)
+
+
+def bundle_is_cheaper(model: Model, here: int, there: int, nbytes: int) -> bool:
+    """Return whether to send what ranks of two hosts have for each other as one message.
+
+    A rank then waits for one message instead of one from each rank of the other host, and the
+    bytes are copied through the memory of both hosts.
+    """
+    copied = 2 * nbytes * (model.copied_byte + 2 * model.local_byte)
+    return model.message + 4 * model.local_message + copied < max(here, there) * model.message

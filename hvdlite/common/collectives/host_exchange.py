@@ -1,0 +1,219 @@
+"""Alltoall over several hosts: by shared memory inside a host, and in few messages between hosts.
+
+What a host sends to another one is either sent by each rank to each rank, straight from memory to
+memory, or in one bundle: the ranks of the host give it to one of them, which sends it to a rank of
+the other host, which hands it out. A bundle has fewer messages and more copies, so it is for small
+data. Both hosts know the counts of all their ranks, and so make the same choice; it may be another
+one for each pair of hosts, and for each direction.
+
+With L ranks on each of H hosts a rank sends (H-1) L messages, and in bundles some (H-1) / L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdlite.common.collectives.base import Array, Members
+from hvdlite.common.collectives.exchange_counts import Pair, Window, exchange_counts
+from hvdlite.common.collectives.layers import Inside, Layers
+from hvdlite.common.transport.base import Pending, Transport
+
+Bundles = Callable[[int, int, int], bool]  # Whether to bundle: ranks there, ranks here, bytes.
+
+
+class _Way(NamedTuple):
+    """How the data of a pair of hosts go: each direction by itself."""
+
+    pair: Pair
+    bundle_sent: bool
+    bundle_comes: bool
+
+
+class HostExchange:
+    """One alltoall at one rank."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        inside: Inside,
+        layers: Layers,
+        members: Members,
+        bundles: Bundles,
+    ) -> None:
+        self._transport = transport
+        self._inside = inside
+        self._layers = layers
+        self._members = members
+        self._bundle = bundles
+
+    def run(
+        self,
+        array: Array,
+        send_counts: Sequence[int],
+        allocate: Callable[[list[int]], Array],
+    ) -> None:
+        """See `Backend.alltoall`."""
+        local, hosts = self._layers.local, self._layers.hosts
+        inner, pairs = exchange_counts(
+            self._transport, self._inside, self._layers, self._members, send_counts
+        )
+        received = [0] * self._members.size
+        for place, position in enumerate(hosts[self._layers.host]):
+            received[position] = int(inner[place, local.index])
+        for pair in pairs:
+            for place, position in enumerate(hosts[pair.sender]):
+                received[position] = int(pair.came[place, local.index])
+        output = allocate(received)
+        self._parts, self._slots = _cut(array, send_counts), _cut(output, received)
+        self._dtype = array.dtype
+        itemsize = array.itemsize
+        plan = [
+            _Way(pair, self._is_bundle(pair.sent, itemsize), self._is_bundle(pair.came, itemsize))
+            for pair in pairs
+        ]
+        window = Window(self._transport)
+        for way in plan:
+            window.add([*self._receives(way), *self._sends(way)])
+        self._exchange_inside(array, output)
+        window.end()
+        self._exchange_bundles(plan)
+
+    def _is_bundle(self, counts: Array, itemsize: int) -> bool:
+        elements = int(counts.sum())
+        return elements > 0 and self._bundle(len(counts), counts.shape[1], elements * itemsize)
+
+    # -- from rank to rank
+
+    def _receives(self, way: _Way) -> Iterator[Pending]:
+        for position in () if way.bundle_comes else self._turned(way.pair.sender):
+            if self._slots[position].size:
+                rank = self._members.ranks[position]
+                yield self._transport.irecv(rank, self._slots[position])
+
+    def _sends(self, way: _Way) -> Iterator[Pending]:
+        for position in () if way.bundle_sent else self._turned(way.pair.receiver):
+            if self._parts[position].size:
+                rank = self._members.ranks[position]
+                yield self._transport.isend(rank, self._parts[position])
+
+    def _turned(self, host: int) -> Iterator[int]:
+        """Yield the members of a host; each rank of this host begins with another one."""
+        positions = self._layers.hosts[host]
+        for place in range(len(positions)):
+            yield positions[(place + self._layers.local.index) % len(positions)]
+
+    def _exchange_inside(self, source: Array, target: Array) -> None:
+        """Exchange what stays on this host; straight where it lies in one place."""
+        positions = self._layers.hosts[self._layers.host]
+        parts = [self._parts[position] for position in positions]
+        slots = [self._slots[position] for position in positions]
+        first, last = positions[0], positions[-1]
+        if last - first + 1 != len(positions):
+            _unpack(self._exchanged(parts, [part.size for part in parts]), slots)
+            return
+        before = (sum(each.size for each in every[:first]) for every in (self._parts, self._slots))
+        start, target_start = before
+        size = sum(slot.size for slot in slots)
+        self._inside.exchange(
+            source[start:],
+            [part.size for part in parts],
+            lambda counts: target[target_start : target_start + size],
+        )
+
+    # -- in bundles
+
+    def _exchange_bundles(self, plan: Sequence[_Way]) -> None:
+        """Exchange what goes in bundles, those of some hosts by each rank."""
+        sent = [way.pair for way in plan if way.bundle_sent]
+        came = [way.pair for way in plan if way.bundle_comes]
+        bundles = self._collected(sent) if sent else {}
+        window, arrived = Window(self._transport), {}
+        for pair, bundle_sent, bundle_comes in plan:
+            if pair.carrier != self._layers.local.index:
+                continue
+            group: list[Pending] = []
+            if bundle_comes:
+                bundle = arrived[pair.sender] = np.empty(int(pair.came.sum()), self._dtype)
+                group.append(self._transport.irecv(self._carrier(pair, pair.sender), bundle))
+            if bundle_sent:
+                bundle = bundles[pair.receiver]
+                group.append(self._transport.isend(self._carrier(pair, pair.receiver), bundle))
+            window.add(group)
+        window.end()
+        if came:
+            self._hand_out(came, arrived)
+
+    def _carrier(self, pair: Pair, host: int) -> int:
+        """Return the rank that speaks for another host."""
+        return self._members.ranks[self._layers.hosts[host][pair.carrier]]
+
+    def _collected(self, sent: Sequence[Pair]) -> dict[int, Array]:
+        """Give the parts to the ranks that send them; return the bundles of this one, by host."""
+        hosts, local = self._layers.hosts, self._layers.local
+        given: list[Array] = []
+        counts = [0] * local.size
+        for carrier in range(local.size):
+            for pair in sent:
+                if pair.carrier == carrier:
+                    parts = [self._parts[position] for position in hosts[pair.receiver]]
+                    counts[carrier] += sum(part.size for part in parts)
+                    given += parts
+        mine = [pair for pair in sent if pair.carrier == local.index]
+        got = self._exchanged(given, counts)
+        sizes = [int(pair.sent[place].sum()) for place in range(local.size) for pair in mine]
+        parts = _cut(got, sizes)
+        return {
+            pair.receiver: np.concatenate(parts[number :: len(mine)])
+            for number, pair in enumerate(mine)
+        }
+
+    def _hand_out(self, came: Sequence[Pair], arrived: Mapping[int, Array]) -> None:
+        """Give the parts of the bundles that this rank has got to their owners, and get its own."""
+        local = self._layers.local
+        mine = [pair for pair in came if pair.carrier == local.index]
+        parts = {
+            pair.sender: _cut(arrived[pair.sender], pair.came.reshape(-1).tolist()) for pair in mine
+        }
+        given: list[Array] = []
+        counts = [0] * local.size
+        for place in range(local.size):
+            for pair in mine:
+                own = parts[pair.sender][place :: local.size]
+                counts[place] += sum(part.size for part in own)
+                given += own
+        slots = [
+            self._slots[position]
+            for carrier in range(local.size)
+            for pair in came
+            if pair.carrier == carrier
+            for position in self._layers.hosts[pair.sender]
+        ]
+        _unpack(self._exchanged(given, counts), slots)
+
+    def _exchanged(self, given: Sequence[Array], counts: Sequence[int]) -> Array:
+        """Return what the ranks of this host give to this one, one behind the other."""
+        memory: list[Array] = []
+
+        def allocate(received: list[int]) -> Array:
+            memory.append(np.empty(sum(received), self._dtype))
+            return memory[0]
+
+        source = np.concatenate([np.empty(0, self._dtype), *given])
+        self._inside.exchange(source, counts, allocate)
+        return memory[0]
+
+
+def _cut(array: Array, sizes: Sequence[int]) -> list[Array]:
+    """Return the parts of `array`, which have these sizes."""
+    ends = list(accumulate(sizes, initial=0))
+    return [array[start:stop] for start, stop in pairwise(ends)]
+
+
+def _unpack(source: Array, targets: Sequence[Array]) -> None:
+    """Copy the parts of `source` into `targets`."""
+    for part, target in zip(_cut(source, [each.size for each in targets]), targets, strict=True):
+        np.copyto(target, part)

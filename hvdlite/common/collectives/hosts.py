@@ -1,0 +1,134 @@
+"""The collectives among several hosts but allreduce: shared memory inside, few messages between.
+
+Each backend between hosts is one of these, and adds its allreduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hvdlite.common.collectives.algorithms import Choice
+from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
+from hvdlite.common.collectives.costs import PIECE_BYTES, tree_piece_bytes
+from hvdlite.common.collectives.host_broadcast import Carriers, HostBroadcast
+from hvdlite.common.collectives.host_exchange import HostExchange
+from hvdlite.common.collectives.host_gather import HostGather
+from hvdlite.common.collectives.host_scatter import HostScatter
+from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.layers import Inside, Layers
+from hvdlite.common.collectives.paths import paths_of
+from hvdlite.common.collectives.pipeline import Pipeline
+from hvdlite.common.collectives.ring import RingBackend
+from hvdlite.common.collectives.shm import ShmBackend
+from hvdlite.common.transport.base import Transport
+
+
+class HostsBackend(RingBackend):
+    """Reducescatter, allgather, broadcast and alltoall among the members of several hosts."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        shm: ShmBackend | None,
+        piece_bytes: int = PIECE_BYTES,
+        choice: Choice | None = None,
+    ) -> None:
+        """Choose what runs between the hosts by `choice` (default: rings).
+
+        No `shm` is needed where each host has one member.
+        """
+        super().__init__(transport, piece_bytes)
+        self._shm = shm
+        self._choice = choice or Choice("ring")
+
+    def reducescatter(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+        reduction: Reduction,
+        activity: Activity,
+    ) -> None:
+        """See `Backend.reducescatter`. Summed by local members first, then across the hosts."""
+        if not inputs:
+            return
+        layers, inside = self._layered(members, activity)
+        arithmetic = Arithmetic(inputs[0].dtype, reduction)
+        groups = self._choice.scatter_groups(len(layers.hosts), layers.slices, inputs)
+        for algorithm, numbers in groups.items():
+            scatter = HostScatter(
+                inside,
+                layers,
+                [inputs[number] for number in numbers],
+                [outputs[number] for number in numbers],
+                [counts[number] for number in numbers],
+                arithmetic,
+            )
+            plan = scatter.plan(algorithm, self.piece_bytes)
+            with activity(f"{self.name}_{algorithm.phase}_REDUCESCATTER"):
+                self._run_layers(layers, plan)
+
+    def allgather(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+        activity: Activity,
+    ) -> None:
+        """See `Backend.allgather`."""
+        if not inputs:
+            return
+        layers, inside = self._layered(members, activity)
+        gather = HostGather(inside, layers, inputs, outputs, counts)
+        algorithm = self._choice.gather(len(layers.hosts), layers.slices, gather.nbytes)
+        plan = gather.plan(algorithm, self.piece_bytes)
+        with activity(f"{self.name}_{algorithm.phase}_ALLGATHER"):
+            self._run_layers(layers, plan)
+
+    def broadcast(
+        self, members: Members, arrays: Sequence[Array], root: int, activity: Activity
+    ) -> None:
+        """See `Backend.broadcast`."""
+        nbytes = sum(array.nbytes for array in arrays)
+        if not nbytes:
+            return
+        layers, inside = self._layered(members, activity)
+        carriers = Carriers.of(layers, members.ranks, root)
+        piece_bytes = min(self.piece_bytes, tree_piece_bytes(nbytes))
+        broadcast = HostBroadcast(
+            self._transport, inside, carriers, layers.host, arrays, piece_bytes
+        )
+        way = self._choice.path(len(layers.hosts), nbytes)
+        with activity(f"{self.name}_{way.upper()}_BROADCAST"):
+            if carriers.places[layers.host] == layers.local.index:
+                paths = paths_of(way, len(layers.hosts), carriers.root_host, layers.host)
+                broadcast.carry(paths)
+            else:
+                broadcast.take_part()
+
+    def alltoall(
+        self,
+        members: Members,
+        array: Array,
+        send_counts: Sequence[int],
+        allocate: Callable[[list[int]], Array],
+        activity: Activity,
+    ) -> None:
+        """See `Backend.alltoall`."""
+        layers, inside = self._layered(members, activity)
+        exchange = HostExchange(self._transport, inside, layers, members, self._choice.bundles)
+        with activity(f"{self.name}_ALLTOALL"):
+            exchange.run(array, send_counts, allocate)
+
+    def _layered(self, members: Members, activity: Activity) -> tuple[Layers, Inside]:
+        layers = Layers.of(members)
+        return layers, Inside(self._shm, layers.local, activity)
+
+    def _run_layers(self, layers: Layers, plan: Pipeline) -> None:
+        """Run what goes on between hosts, or what this member does while it does."""
+        if layers.has_slice:
+            plan.run(self._transport)
+        else:
+            plan.watch()
