@@ -25,7 +25,7 @@ FLOORS = [
     ["hvdlite.tools", "hvdlite.bench"],
     ["hvdlite.keras"],
     ["hvdlite.torch", "hvdlite.tf", "hvdlite.numpy"],
-    ["hvdlite.data"],
+    ["hvdlite.checkpoint", "hvdlite.data"],
     ["hvdlite.common.iterations"],
     ["hvdlite.common.gradients"],
     ["hvdlite.common.elastic"],

@@ -42,7 +42,7 @@ from hvdlite.common.runtime.basics import (
 from hvdlite.common.runtime.lifecycle import add_process_set, init, remove_process_set, shutdown
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.missing_names import module_getattr
-from hvdlite.numpy import elastic
+from hvdlite.numpy import checkpoint, elastic
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -108,6 +108,7 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "ccl_built",
+    "checkpoint",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -1,0 +1,67 @@
+"""Steps that all ranks do together: they all succeed, or all raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from hvdlite.common.api.objects import allgather_object
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.runtime.state import find
+
+T = TypeVar("T")
+
+
+def place() -> tuple[int, int]:
+    """Return this rank and the number of ranks: 0 and 1 in a process without `init`."""
+    runtime = find()
+    return (0, 1) if runtime is None else (runtime.rank, runtime.topology.size)
+
+
+def together(what: str, work: Callable[[], T]) -> list[T]:
+    """Do `work` on all ranks, and return what it returned on each of them, in rank order.
+
+    Where it raises an exception, that rank raises it, and all others `HorovodInternalError` with
+    its text: no rank waits for one that has failed. The results must be small: they are pickled.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    if place()[1] == 1:
+        if error is not None:
+            raise error
+        return [result]
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    outcomes = allgather_object((text, result), f"checkpoint.{what}")
+    if error is not None:
+        raise error
+    for rank, (failure, _) in enumerate(outcomes):
+        if failure is not None:
+            raise HorovodInternalError(
+                f"{what}: rank {rank} failed: {failure}", rank, job_goes_on=True
+            )
+    return [outcome for _, outcome in outcomes]
+
+
+def check_same(what: str, facts: Mapping[str, str], digests: Sequence[bytes]) -> None:
+    """Raise `HorovodInternalError` that names two ranks and a tensor, if digests of facts differ.
+
+    `facts` says by the names of tensors what ranks must agree about.
+    """
+    if len(set(digests)) == 1:
+        return
+    of_ranks = allgather_object(dict(facts), f"checkpoint.{what}.facts")
+    first = of_ranks[0]
+    for rank, other in enumerate(of_ranks):
+        for name in [*first, *other]:
+            here, there = first.get(name, "no such tensor"), other.get(name, "no such tensor")
+            if here != there:
+                raise HorovodInternalError(
+                    f"{what}: ranks disagree on {name!r}: rank 0 has {here}, rank {rank} has "
+                    f"{there}",
+                    rank,
+                    job_goes_on=True,
+                )

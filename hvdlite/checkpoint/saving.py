@@ -1,0 +1,149 @@
+"""Saves: each rank writes the parts that no lower rank has, and rank 0 puts the folder in place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdlite.checkpoint import files, manifest, trees
+from hvdlite.checkpoint.folder import Folder
+from hvdlite.checkpoint.job import check_same, place, together
+from hvdlite.checkpoint.layouts import given_layouts
+from hvdlite.checkpoint.manifest import Manifest, Record
+from hvdlite.checkpoint.tensors import Array, Tensors
+from hvdlite.common.layouts.layout import Layout, whole
+from hvdlite.common.layouts.sources import writers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a save writes: the description of all tensors, this rank's tensors, and the values."""
+
+    records: Mapping[str, Record]
+    tensors: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What all ranks must agree about."""
+        return {name: str(record) for name, record in self.records.items()}
+
+
+def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors) -> None:
+    """Write a checkpoint of the state of all ranks to `folder`."""
+    what = f"save of {folder.path}"
+    rank, ranks = place()
+    plans: list[Plan] = []
+
+    def prepare() -> bytes:
+        files.safetensors()
+        plans.append(plan_of(state, layouts, tensors, ranks))
+        if rank == 0:
+            folder.prepare()
+        return hashlib.sha256(repr(sorted(plans[0].facts.items())).encode()).digest()
+
+    digests = together(what, prepare)
+    try:
+        check_same(what, plans[0].facts, digests)
+        arrays = _arrays_to_write(plans[0], tensors, rank)
+        names = [file_name(each, ranks) for each in range(ranks)]
+        written = together(what, lambda: files.write(folder.new / names[rank], arrays()))
+        together(what, lambda: _finish(folder, plans[0], names, written) if rank == 0 else None)
+    except BaseException:
+        if rank == 0:
+            folder.discard()
+        raise
+
+
+def file_name(rank: int, ranks: int) -> str:
+    """Return the name of the file of a rank."""
+    return f"slices-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def plan_of(state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors, ranks: int) -> Plan:
+    """Return what to write of a state. Raises `TypeError` and `ValueError` for what is wrong."""
+    tree = trees.expand(state, tensors, None)
+    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for name, leaf in trees.leaves(tree, tensors):
+        if tensors.is_tensor(leaf):
+            found[name] = leaf
+        else:
+            trees.check_value(leaf, name)
+            values[name] = leaf
+    kinds = {name: tensors.kind(tensor) for name, tensor in found.items()}
+    given = given_layouts(layouts, kinds, dict(trees.followed(tree)), ranks)
+    records = {
+        name: _record(name, given.get(name), dtype, shape, ranks)
+        for name, (dtype, shape) in kinds.items()
+    }
+    return Plan(records, found, values)
+
+
+def _record(
+    name: str, layout: Layout | None, dtype: str, shape: tuple[int, ...], ranks: int
+) -> Record:
+    layout = layout or whole(len(shape), ranks)
+    try:
+        return Record(layout, layout.full_shape(shape), dtype)
+    except ValueError as error:
+        raise ValueError(f"tensor {name!r}: {error}") from None
+
+
+def _arrays_to_write(plan: Plan, tensors: Tensors, rank: int) -> Callable[[], dict[str, Array]]:
+    def arrays() -> dict[str, Array]:
+        return {
+            name: tensors.array(plan.tensors[name])
+            for name, record in plan.records.items()
+            if rank in writers(record.layout, record.shape)
+        }
+
+    return arrays
+
+
+def _finish(
+    folder: Folder, plan: Plan, names: list[str], written: list[tuple[int, dict[str, str]]]
+) -> None:
+    """Write layout.json, check that all files are there, and put the folder in place."""
+    paths = tuple(folder.new / name for name in names)
+    for rank, (path, (size, _)) in enumerate(zip(paths, written, strict=True)):
+        _check_written(path, size, rank)
+    digests: dict[str, dict[int, str]] = {name: {} for name in plan.records}
+    for rank, (_, of_rank) in enumerate(written):
+        for name, digest in of_rank.items():
+            digests[name][rank] = digest
+    records = {
+        name: Record(record.layout, record.shape, record.dtype, digests[name])
+        for name, record in plan.records.items()
+    }
+    sizes = tuple(size for size, _ in written)
+    manifest.write(Manifest(paths, sizes, records, plan.values), folder.new)
+    folder.commit()
+
+
+def write_alone(folder: Folder, arrays: Mapping[str, Array], values: Mapping[str, Any]) -> None:
+    """Write whole tensors as a checkpoint of one rank, whose file is `model.safetensors`."""
+    folder.prepare()
+    try:
+        path = folder.new / "model.safetensors"
+        size, digests = files.write(path, arrays)
+        records = {
+            name: Record(whole(array.ndim), array.shape, array.dtype.name, {0: digests[name]})
+            for name, array in arrays.items()
+        }
+        manifest.write(Manifest((path,), (size,), records, values), folder.new)
+        folder.commit()
+    except BaseException:
+        folder.discard()
+        raise
+
+
+def _check_written(path: Path, size: int, rank: int) -> None:
+    if not path.is_file() or path.stat().st_size != size:
+        raise FileNotFoundError(
+            f"rank 0 does not see {path.name}, which rank {rank} has written to {path.parent}: a "
+            "checkpoint must be in a folder that all hosts share"
+        )

@@ -1,0 +1,91 @@
+"""How a framework describes its tensors, models and optimizers to checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.checkpoint.manifest import Manifest
+from hvdlite.common.layouts.layout import Box, Layout
+
+Array = NDArray[Any]
+
+
+class Part(NamedTuple):
+    """The part of a tensor of `shape` that a sharded tensor holds on this rank."""
+
+    shape: tuple[int, ...]
+    box: Box
+
+
+@dataclass
+class Owner:
+    """An object with tensors in it, such as a model: a dict of them, and how it takes one back."""
+
+    thing: Any
+    tree: dict[Any, Any]
+    install: Callable[[dict[Any, Any]], None]
+    # The names of tensors in the tree, with the names in the state of those they are cut like.
+    follows: Mapping[str, str] = field(default_factory=dict)
+    # The tree with its own owners in it, and lists where it has tuples; set by `trees.expand`.
+    expanded: Any = None
+
+
+class Context(NamedTuple):
+    """What an owner may look at while its tree is made: the whole state, and what there is to load.
+
+    `manifest` is None in a save. `prefix` is the name of the owner, with a dot, or "".
+    """
+
+    state: Any
+    prefix: str
+    manifest: Manifest | None
+
+
+class Tensors:
+    """Arrays of numpy. Subclasses add the tensors and objects of a framework."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """Return whether `value` has an array."""
+        return isinstance(value, (np.ndarray, np.generic))
+
+    def kind(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
+        """Return the name of the dtype and the shape of what this rank holds."""
+        return tensor.dtype.name, tuple(tensor.shape)
+
+    def array(self, tensor: Any) -> Array:
+        """Return the values on the host, which may share the tensor's memory."""
+        return np.asarray(tensor)
+
+    def store(self, tensor: Any, values: Array) -> Any:
+        """Give a tensor these values of its dtype; return it, or what stands for it from now on."""
+        if isinstance(tensor, np.ndarray) and tensor.flags.writeable:
+            np.copyto(tensor, values)
+            return tensor
+        return values.copy() if isinstance(tensor, np.ndarray) else values[()]
+
+    def part(self, tensor: Any) -> Part | None:
+        """Return the part that a tensor holds which knows it; None for one that does not."""
+        return None
+
+    def owner(self, thing: Any, context: Context) -> Owner | None:
+        """Return the tensors of an object that has some; None for any other."""
+        return None
+
+
+def as_layout(value: Any, name: str) -> Layout:
+    """Return a layout that was given as one, or as a list that begins with D and M.
+
+    Raises `TypeError` for anything else.
+    """
+    if isinstance(value, Layout):
+        return value
+    if isinstance(value, (list, tuple)) and len(value) >= 2:
+        return Layout(value[0], value[1])
+    raise TypeError(
+        f"the layout of {name!r} is a Layout or a list [D, M, ...], not {type(value).__name__}"
+    )

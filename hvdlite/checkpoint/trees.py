@@ -1,0 +1,163 @@
+"""The names of what a state holds: nested dicts and lists of tensors, values and owners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hvdlite.checkpoint.manifest import Manifest
+from hvdlite.checkpoint.tensors import Context, Owner, Tensors
+
+MISSING = object()
+
+
+def expand(state: Any, tensors: Tensors, manifest: Manifest | None) -> Any:
+    """Return the state with each object that owns tensors replaced by an `Owner`.
+
+    Raises `TypeError` if the state itself is neither a dict nor such an object.
+    """
+    expanded = _expand(state, "", tensors, state, manifest)
+    if not isinstance(expanded, (dict, Owner)):
+        raise TypeError(
+            f"a state is a dict, or an object with tensors such as a model, not "
+            f"{type(state).__name__}"
+        )
+    return expanded
+
+
+def _expand(tree: Any, name: str, tensors: Tensors, state: Any, manifest: Manifest | None) -> Any:
+    if isinstance(tree, Mapping):
+        return {
+            key: _expand(value, _join(name, key), tensors, state, manifest)
+            for key, value in tree.items()
+        }
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        return [
+            _expand(value, _join(name, index), tensors, state, manifest)
+            for index, value in enumerate(tree)
+        ]
+    if tensors.is_tensor(tree):
+        return tree
+    owner = tensors.owner(tree, Context(state, f"{name}." if name else "", manifest))
+    if owner is None:
+        return tree
+    owner.expanded = _expand(owner.tree, name, tensors, state, manifest)
+    return owner
+
+
+def leaves(tree: Any, tensors: Tensors, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and the other values of an expanded state, with their names.
+
+    A list without a tensor in it is one value. Raises `ValueError` for two of one name.
+    """
+    seen: set[str] = set()
+    for path, leaf in _leaves(tree, tensors, name):
+        if path in seen:
+            raise ValueError(f"two entries of the state have the name {path!r}: rename one")
+        seen.add(path)
+        yield path, leaf
+
+
+def _leaves(tree: Any, tensors: Tensors, name: str) -> Iterator[tuple[str, Any]]:
+    tree = tree.expanded if isinstance(tree, Owner) else tree
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, tensors, _join(name, key))
+    elif isinstance(tree, list) and _has_tensor(tree, tensors):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, tensors, _join(name, index))
+    else:
+        yield name, tree
+
+
+def _has_tensor(tree: Any, tensors: Tensors) -> bool:
+    if isinstance(tree, Owner):
+        return True
+    if isinstance(tree, dict):
+        return any(_has_tensor(value, tensors) for value in tree.values())
+    if isinstance(tree, list):
+        return any(_has_tensor(value, tensors) for value in tree)
+    return tensors.is_tensor(tree)
+
+
+def fill(
+    original: Any, tree: Any, found: Mapping[str, Any], tensors: Tensors, name: str = ""
+) -> Any:
+    """Return the `original` state with the values that were `found`, by their names.
+
+    Dicts and lists are changed in place. `tree` is the expanded state.
+    """
+    if isinstance(tree, Owner):
+        tree.install(fill(tree.tree, tree.expanded, found, tensors, name))
+        return original
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            original[key] = fill(original[key], value, found, tensors, _join(name, key))
+        return original
+    if isinstance(tree, list) and _has_tensor(tree, tensors):
+        filled = [
+            fill(original[index], value, found, tensors, _join(name, index))
+            for index, value in enumerate(tree)
+        ]
+        if isinstance(original, tuple):
+            return tuple(filled)
+        original[:] = filled
+        return original
+    value = found.get(name, MISSING)
+    if value is MISSING:
+        return original
+    return value if tensors.is_tensor(original) else _like(original, value)
+
+
+def _like(original: Any, value: Any) -> Any:
+    """Return a value of JSON with tuples where the original has them."""
+    if isinstance(original, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(original, list) and isinstance(value, list) and len(original) == len(value):
+        return [_like(a, b) for a, b in zip(original, value, strict=True)]
+    if isinstance(original, dict) and isinstance(value, dict):
+        return {key: _like(original.get(key), each) for key, each in value.items()}
+    return value
+
+
+def empty_dicts(tree: Any, name: str = "") -> Iterator[str]:
+    """Yield the names of the dicts of an expanded state in which there is nothing."""
+    tree = tree.expanded if isinstance(tree, Owner) else tree
+    if isinstance(tree, dict):
+        if not tree and name:
+            yield name
+        for key, value in tree.items():
+            yield from empty_dicts(value, _join(name, key))
+
+
+def followed(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield names of tensors of owners, with the names of those whose layouts are theirs, too."""
+    if isinstance(tree, Owner):
+        for key, other in tree.follows.items():
+            yield _join(name, key), other
+        tree = tree.expanded
+    if isinstance(tree, (dict, list)):
+        children = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for child, value in children:
+            yield from followed(value, _join(name, child))
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def check_value(value: Any, name: str) -> None:
+    """Raise `TypeError` for a value that JSON cannot hold."""
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            check_value(each, name)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{name!r} has a dict with the key {key!r}: JSON has only strings")
+            check_value(each, name)
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        raise TypeError(
+            f"{name!r} is a {type(value).__name__}, which is neither a tensor nor a value of JSON "
+            "(None, bool, int, float, str, and lists and dicts of them): save it otherwise"
+        )
