@@ -135,7 +135,10 @@ def test_the_end_of_the_driver_ends_the_workers(tmp_path: Path) -> None:
             assert "Traceback" not in workers.output(number)
 
 
-@pytest.mark.parametrize(("hosts", "resets"), [("", 300), ("a,b", 100)])
+@pytest.mark.parametrize(
+    ("hosts", "resets"),
+    [("", 100), ("a,b", 100), pytest.param("", 300, marks=pytest.mark.soak)],
+)
 def test_resets_leave_nothing_behind(tmp_path: Path, hosts: str, resets: int) -> None:
     """Every second world breaks, the others are left in order."""
     with job(tmp_path, 2, "worker_resets", hosts=hosts) as workers:
