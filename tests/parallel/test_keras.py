@@ -7,17 +7,25 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.parallel.jobs import ranks, run_command
+from tests.parallel.jobs import MPI, TCP, ranks, run_command
+
+KERAS3 = (3, "tensorflow", {})
+TORCH = (3, "torch", {"KERAS_BACKEND": "torch"})
+KERAS2 = (2, "tf_keras", {"TF_USE_LEGACY_KERAS": "1"})
 
 
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize(
-    ("size", "needed", "variables"),
+    ("size", "needed", "variables", "transport"),
     [
-        pytest.param(3, "tensorflow", {}, id="Keras 3"),
-        pytest.param(3, "torch", {"KERAS_BACKEND": "torch"}, id="torch"),
-        pytest.param(2, "tf_keras", {"TF_USE_LEGACY_KERAS": "1"}, id="Keras 2"),
+        pytest.param(*KERAS3, TCP, id="Keras 3-tcp"),
+        pytest.param(*KERAS3, MPI, id="Keras 3-mpi"),
+        pytest.param(*TORCH, TCP, id="torch-tcp"),
+        pytest.param(*TORCH, MPI, id="torch-mpi", marks=pytest.mark.soak),
+        pytest.param(*KERAS2, TCP, id="Keras 2-tcp"),
+        pytest.param(*KERAS2, MPI, id="Keras 2-mpi", marks=pytest.mark.soak),
     ],
+    indirect=["transport"],
 )
 def test_training(size: int, needed: str, variables: dict[str, str]) -> None:
     for module in ("keras", needed):

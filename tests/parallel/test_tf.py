@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.parallel.jobs import ranks, run_command
+from tests.parallel.jobs import MPI, TCP, ranks, run_command
 
 pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
 LIMIT_SECONDS = 240  # to build graphs of hundreds of operations takes its time
 pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 20)
+
+
+def over_transports(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test with both kinds of operations; those of Python over MPI in the soak only."""
+    rare = pytest.param("off", MPI, marks=pytest.mark.soak)
+    cases = [("off", TCP), ("auto", TCP), ("auto", MPI), rare]
+    each = pytest.mark.parametrize(("native", "transport"), cases, indirect=["transport"])
+    used: Callable[..., None] = pytest.mark.usefixtures("transport")(each(test))
+    return used
 
 
 def run(size: int, *arguments: str, lost: int = 0, **variables: str) -> None:
@@ -26,15 +36,13 @@ def test_no_collective_keeps_another_from_its_start(native: str) -> None:
     run(2, "starvation", INTER_OP_THREADS="1", HVDLITE_TF_NATIVE=native)
 
 
-@pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize("native", ["off", "auto"])
+@over_transports
 def test_gradients_travel_while_backward_runs(native: str, tmp_path: Path) -> None:
     # Two threads: one of them sits in the gate that backward has to pass.
     path = str(tmp_path / "timeline.json")
     run(2, "overlap", path, INTER_OP_THREADS="2", HVDLITE_TF_NATIVE=native)
 
 
-@pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize("native", ["off", "auto"])
+@over_transports
 def test_who_waits_in_a_graph_hears_of_a_dead_rank(native: str) -> None:
     run(3, "killed", lost=1, INTER_OP_THREADS="2", HVDLITE_TF_NATIVE=native)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tests.lean  # noqa: F401
+
+# isort: split
 import sys
 from typing import Any
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tests.lean  # noqa: F401
+
+# isort: split
 import json
 import os
 import random
@@ -17,8 +20,8 @@ import tensorflow as tf
 
 import hvdlite.tf as hvd
 
-COLLECTIVES = 200
-IN_A_SESSION = 50  # sessions take long to prepare large graphs
+COLLECTIVES = 80
+IN_A_SESSION = 40  # sessions take long to prepare large graphs
 LIMIT_SECONDS = 60
 
 

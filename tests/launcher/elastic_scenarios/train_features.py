@@ -8,6 +8,9 @@ step.
 
 from __future__ import annotations
 
+import tests.lean  # noqa: F401
+
+# isort: split
 import os
 import stat
 import sys

@@ -6,6 +6,9 @@ names the ranks' numbers of each step, from which all data follow.
 
 from __future__ import annotations
 
+import tests.lean  # noqa: F401
+
+# isort: split
 import os
 import time
 from typing import Any

@@ -5,6 +5,9 @@ The ranks gather the indices of each batch, so the history holds what was really
 
 from __future__ import annotations
 
+import tests.lean  # noqa: F401
+
+# isort: split
 import os
 from typing import Any
 
