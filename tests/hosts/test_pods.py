@@ -21,18 +21,18 @@ HOSTFILES = {
     "openmpi": "".join(f"{name} slots=2\n" for name in NAMES),
     "mpich": "".join(f"{name}:2\n" for name in NAMES),
 }
-# Fits a line by gradient descent: each rank has points of its own, and only all of them tell it.
+# Fits a line by gradient descent: each rank has a point of its own, and only all of them tell it.
 TRAIN = """\
 import os, socket
 import numpy as np
 import hvdlite.numpy as hvd
 hvd.init()
-x = np.full(1, float(hvd.rank()))
+x = np.full(1, 2 * hvd.rank() / (hvd.size() - 1) - 1)
 weight, bias = np.zeros(1), np.zeros(1)
-for step in range(400):
+for step in range(30):
     error = weight * x + bias - (3 * x - 1)
     gradient = hvd.allreduce(np.concatenate([error * x, error]), name="gradient")
-    weight, bias = weight - 0.2 * gradient[:1], bias - 0.2 * gradient[1:]
+    weight, bias = weight - gradient[:1], bias - gradient[1:]
 words = ["trained", hvd.rank(), hvd.size(), socket.gethostname(), os.getuid(), hvd.local_size(),
          f"{weight[0]:.2f} {bias[0]:.2f}", os.environ.get("K_MPI_JOB_ROLE"), os.environ["MINE"]]
 # In one piece: ranks that torchrun starts share a pipe.

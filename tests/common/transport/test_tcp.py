@@ -684,7 +684,12 @@ def test_a_network_that_drops_everything_is_named() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("doing", "limit"),
-    [("sending", 2.0), ("receiving", 2.0), ("idle", 2.0), ("idle", Config().peer_timeout_seconds)],
+    [
+        ("sending", 2.0),
+        ("receiving", 2.0),
+        ("idle", 2.0),
+        pytest.param("idle", Config().peer_timeout_seconds, marks=pytest.mark.soak),
+    ],
 )
 def test_a_cut_cable_is_noticed_within_the_peer_timeout(doing: str, limit: float) -> None:
     connected = threading.Barrier(2)
