@@ -51,8 +51,8 @@ def hide(meeting: Meeting, rank: int) -> socket.socket:
 
 def check(transport: Transport, way: str, dtypes: Sequence[str]) -> None:
     """Every collective, among all ranks and among some."""
-    flat = "ring" if way == "hierarchical" else way
-    program = Program.of(transport, allreduce=way, data_plane=flat)
+    others = "auto" if way == "hierarchical" else way
+    program = Program.of(transport, allreduce=way, data_plane=others)
     for dtype in dtypes:
         program.everything(dtype, [0, 1, program.members.size, 101])
     program.everything("float32", [300_007])

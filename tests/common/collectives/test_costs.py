@@ -17,7 +17,17 @@ from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.collectives import model_file
 from hvdlite.common.collectives.algorithms import ALGORITHMS, Choice
 from hvdlite.common.collectives.costs import COSTS, Model, cheapest
+from hvdlite.common.collectives.halving_doubling import doubling, halving
+from hvdlite.common.collectives.host_costs import (
+    BROADCAST_COSTS,
+    GATHER_COSTS,
+    SCATTER_COSTS,
+    bundle_is_cheaper,
+    cheapest_of,
+    cheapest_path,
+)
 from hvdlite.common.collectives.model_file import chosen_model, load, save
+from hvdlite.common.collectives.paths import paths_of
 from hvdlite.common.collectives.schedule import Schedule
 from hvdlite.common.collectives.two_level import columns_of, rings
 from hvdlite.common.plain.config import Config
@@ -54,6 +64,52 @@ def test_rounds_and_bytes_are_those_of_the_schedules(name: str, size: int) -> No
     ]
     work = COSTS[name](replace(NOTHING, reduced_byte=1.0), size, 1, 1.0).work
     assert work == pytest.approx(max(added))
+
+
+@pytest.mark.parametrize("name", BROADCAST_COSTS)
+@pytest.mark.parametrize("hosts", [2, 3, 4, 5, 8, 12, 31, 64])
+def test_rounds_and_bytes_of_a_broadcast_are_those_of_its_paths(name: str, hosts: int) -> None:
+    paths = [paths_of(name, hosts, 0, host) for host in range(hosts)]
+
+    def depth(way: int, host: int) -> int:
+        parent = paths[host][way].parent
+        return 0 if parent is None else 1 + depth(way, parent)
+
+    cost = BROADCAST_COSTS[name](replace(NOTHING, byte=1.0), hosts, 1.0)
+    ways = range(len(paths[0]))
+    assert cost.rounds == max(depth(way, host) for way in ways for host in range(hosts))
+    sent = max(sum(len(path.children) for path in each) / len(each) for each in paths)
+    assert cost.wire == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("hosts", [3, 4, 5, 8, 31, 64])
+def test_rounds_and_bytes_of_gathers_and_scatters_are_those_of_the_schedules(hosts: int) -> None:
+    model = replace(NOTHING, byte=1.0, far_byte=1.0)
+    for cost, scheduler in (
+        (GATHER_COSTS["doubling"], doubling), (SCATTER_COSTS["halving"], halving),
+    ):  # fmt: skip
+        schedule = scheduler(hosts, 0)
+        found = cost(model, hosts, 1, 1.0)
+        assert found.rounds == len(schedule.rounds)
+        blocks = sum(move.stop - move.start for each in schedule.rounds for move in each.sends)
+        assert found.wire == pytest.approx(blocks / hosts)
+    for costs in (GATHER_COSTS, SCATTER_COSTS):
+        ring = costs["ring"](model, hosts, 1, 1.0)
+        assert (ring.rounds, ring.wire) == (hosts - 1, pytest.approx((hosts - 1) / hosts))
+
+
+def test_the_default_figures_choose_few_rounds_for_small_and_few_bytes_for_large_data() -> None:
+    model = Model()
+    for costs, few in ((GATHER_COSTS, "doubling"), (SCATTER_COSTS, "halving")):
+        assert cheapest_of(costs, model, 8, 2, 4 << 10) == few
+        assert cheapest_of(costs, model, 8, 2, 64 << 20) == "ring"
+    assert cheapest_path(model, 2, 4) == "chain"
+    assert cheapest_path(model, 3, 4) == "tree"
+    assert cheapest_path(model, 3, 64 << 20) == "chain"
+    assert cheapest_path(model, 64, 64 << 20) == "trees"
+    assert bundle_is_cheaper(model, 2, 2, 4 << 10)
+    assert not bundle_is_cheaper(model, 2, 2, 1 << 20)
+    assert not bundle_is_cheaper(model, 1, 1, 4)
 
 
 def test_only_what_goes_from_row_to_row_is_far() -> None:

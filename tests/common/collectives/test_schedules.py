@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvdlite.common.collectives.halving_doubling import halving_doubling
+from hvdlite.common.collectives.halving_doubling import doubling, halving, halving_doubling
 from hvdlite.common.collectives.schedule import Move, Schedule, Scheduler
 from hvdlite.common.collectives.trees import place_in_tree, tree_depth, two_trees
 from hvdlite.common.collectives.two_level import columns_of, rings, two_level
@@ -113,6 +113,23 @@ def test_every_member_ends_with_every_value_once_and_the_same_sums(name: str) ->
         for index in range(size):
             assert machine.by_block(index) == first, f"member {index} of {size}"
         assert len({len(schedule.rounds) for schedule in machine.schedules}) == 1
+
+
+def test_the_halves_scatter_and_gather() -> None:
+    """The sums are those of the whole allreduce, and each block reaches each member once."""
+    for size in SIZES[1:]:
+        whole, first, second = (
+            Machine(scheduler, size) for scheduler in (halving_doubling, halving, doubling)
+        )
+        for index in range(size):
+            second.results[index][0] = index  # Its own block.
+        for machine in (whole, first, second):
+            machine.run()
+        for index in range(size):
+            assert first.by_block(index) == {index: whole.by_block(0)[index]}
+            assert second.by_block(index) == {block: block for block in range(size)}
+            assert first.sent[index].total() == second.sent[index].total() == size - 1
+            assert first.schedules[index].reduces and not second.schedules[index].reduces
 
 
 @pytest.mark.parametrize(
