@@ -74,7 +74,9 @@ def oracle(parts: Sequence[Array], reduction: Reduction) -> Array:
     dtype, op = parts[0].dtype, reduction.reduce_op
     wide = [scaled(part.astype(wide_dtype(dtype)), reduction.prescale) for part in parts]
     stacked = np.stack(wide)
-    if dtype == np.bool_:
+    if op in BITS:
+        result = BITS[op].reduce(stacked, axis=0)
+    elif dtype == np.bool_:
         any_, all_ = stacked.any(axis=0), stacked.all(axis=0)
         result = any_ if op in (ReduceOp.SUM, ReduceOp.MAX) else all_
     else:
@@ -100,6 +102,20 @@ REDUCTIONS = (
     Reduction(ReduceOp.MIN),
     Reduction(ReduceOp.MAX),
 )
+BITS = {
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+
+
+def reductions_of(dtype: str) -> tuple[Reduction, ...]:
+    """The reductions that a dtype has; bits are combined of one type of each kind."""
+    if dtype.startswith("complex"):
+        return tuple(r for r in REDUCTIONS if r.reduce_op not in (ReduceOp.MIN, ReduceOp.MAX))
+    if dtype in ("uint8", "int32", "bool"):
+        return (*REDUCTIONS, *map(Reduction, BITS))
+    return REDUCTIONS
 
 
 class Program:
@@ -122,10 +138,7 @@ class Program:
 
     def everything(self, dtype: str, sizes: Sequence[int]) -> None:
         """All collectives on a segment of tensors of `sizes`."""
-        for reduction in REDUCTIONS:
-            op = reduction.reduce_op
-            if dtype.startswith("complex") and op in (ReduceOp.MIN, ReduceOp.MAX):
-                continue
+        for reduction in reductions_of(dtype):
             self.allreduce(dtype, sizes, reduction)
             self.reducescatter(dtype, sizes, reduction)
         self.allgather(dtype, sizes)

@@ -95,6 +95,23 @@ def scattering(
 ) -> CallOptions:
     """Return the options of a reducescatter. Raises `UnsupportedError` for Adasum."""
     options = reduction(None, op, prescale_factor, postscale_factor, process_set, grouped)
-    if options.reduce_op is ReduceOp.ADASUM:
-        raise UnsupportedError("reducescatter has no Adasum: use Average, Sum, Min, Max or Product")
+    _refuse_adasum("reducescatter", options)
     return options
+
+
+def reducing(
+    op: int,
+    root_rank: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> CallOptions:
+    """Return the options of a reduction to one rank. Raises `UnsupportedError` for Adasum."""
+    options = reduction(None, op, prescale_factor, postscale_factor, process_set)
+    _refuse_adasum("reduce", options)
+    return options._replace(root_rank=root_rank)
+
+
+def _refuse_adasum(collective: str, options: CallOptions) -> None:
+    if options.reduce_op is ReduceOp.ADASUM:
+        raise UnsupportedError(f"{collective} has no Adasum: use Average, Sum, Min, Max or Product")

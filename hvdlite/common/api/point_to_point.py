@@ -1,9 +1,9 @@
 """Messages from one rank to another: send and receive, for the tensors of any framework.
 
-A message is one row of the table of collectives, in which two ranks take part and all others do not:
-it has its place in the one total order, so that messages and collectives cannot wait for each other.
-The two need no common process set. They meet by the name, so that each message of a pair needs
-another name, or the next one with this name is sent when this one has arrived.
+A message is one row of the table of collectives, in which two ranks take part and all others do
+not: it has its place in the one total order, so that messages and collectives cannot wait for each
+other. The two need no common process set. They meet by the name: the messages of a pair that are on
+their way at the same time need different names.
 
 Inside a host a blocking `send` and `recv` of little data meet in shared memory, without the
 coordinator (see [Note: short calls]); every other message takes one negotiation.
@@ -28,9 +28,7 @@ T = TypeVar("T")
 _NUMPY: Adapter[Any] = NumpyAdapter()
 
 
-def send_async(
-    tensor: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY
-) -> Operation[T]:
+def send_async(tensor: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY) -> Operation[T]:
     """Start to send a tensor to the global rank `peer`, which receives under the same `name`.
 
     The tensor must not change until the operation has ended. Raises `ValueError` for what this rank
@@ -41,9 +39,7 @@ def send_async(
     return _start(for_collective(), adapter, tensor, peer, name, sends=True)
 
 
-def recv_async(
-    target: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY
-) -> Operation[T]:
+def recv_async(target: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY) -> Operation[T]:
     """Start to receive what the global rank `peer` sends under `name`, into `target`.
 
     Target and tensor have one dtype and one number of elements; their shapes may differ. Returns

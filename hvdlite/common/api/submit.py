@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.adapter import Adapter, TensorSpec
 from hvdlite.common.plain.messages import NO_RANK, Request
@@ -120,6 +120,8 @@ def submit(
     if len(tensors) == 1 and not options.grouped and not SPECS[collective].splits:
         target = None if targets is None else targets[0]
         call = prepared(runtime, adapter, collective, name, tensors[0], options)
+        if target is not None and target is not tensors[0]:
+            _check_target(runtime, adapter, collective, name, call.spec, target, options)
         entries = [entry_of(call, adapter, tensors[0], target)]
         runtime.engine.enqueue(entries)
         return entries
@@ -133,6 +135,9 @@ def submit(
         _check(collective, name, specs[0], options, members)
         splits = _splits(adapter, name, specs[0], options, len(members))
         requests = (_request(runtime, collective, name, specs[0], options, "", 1),)
+    for spec, tensor, target in zip(specs, tensors, targets or (), strict=False):
+        if target is not tensor:
+            _check_target(runtime, adapter, collective, name, spec, target, options)
     entries = [
         TensorEntry(request, adapter, tensor, None if targets is None else targets[index], splits)
         for index, (request, tensor) in enumerate(zip(requests, tensors, strict=True))
@@ -145,6 +150,40 @@ def submit(
             _remember(runtime, name, (specs, options, requests))
     runtime.engine.enqueue(entries)
     return entries
+
+
+def _check_target(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    name: str,
+    spec: TensorSpec,
+    target: T,
+    options: CallOptions,
+) -> None:
+    """Raise `ValueError` for a target that has no room for the result, or too much.
+
+    Where other ranks decide how many rows come, the entry tells it after the run.
+    """
+    members = members_of(runtime, collective, options.process_set)
+    index = members.index(runtime.rank)
+    given = adapter.spec(target)
+    elements = math.prod(given.shape)
+    result = SPECS[collective].result_elements(spec.shape, len(members), index)
+    what = f"{collective} '{name}': the target has the shape {list(given.shape)}"
+    if given.dtype != spec.dtype:
+        raise ValueError(f"{what} of {given.dtype}, and the result is of {spec.dtype}")
+    if result is not None and elements != result:
+        raise ValueError(
+            f"{what}, which is {elements} elements, and the result has {result}: the tensor has "
+            f"the shape {list(spec.shape)}, on {len(members)} ranks"
+        )
+    row = math.prod(spec.shape[1:])
+    if result is None and row and elements % row:
+        raise ValueError(
+            f"{what}, which is {elements} elements, and the result has rows of {row}: the tensor "
+            f"has the shape {list(spec.shape)}"
+        )
 
 
 def check_targets(entries: Sequence[TensorEntry[Any]]) -> None:
@@ -337,6 +376,11 @@ def _check(
         for factor in (options.prescale_factor, options.postscale_factor):
             if isinstance(factor, str) or math.isnan(factor):
                 raise ValueError(f"{collective} '{name}': {factor!r} is no scale factor")
+            if options.reduce_op in BITWISE and factor != 1:
+                raise ValueError(
+                    f"{collective} '{name}': {options.reduce_op.name} is not scaled: give no "
+                    f"factor, not {factor}"
+                )
         if not collective_spec.scalars and not spec.shape:
             raise ValueError(f"{collective} '{name}' does not support scalar inputs")
     if collective_spec.rooted and options.root_rank not in members:
@@ -356,6 +400,11 @@ def _check_reduction(what: str, dtype: str, reduce_op: ReduceOp) -> None:
         raise ValueError(
             f"{what}: the Average of bool has no meaning. Use op=Sum or Max for 'on any rank', "
             "Product or Min for 'on all ranks', or convert to a number type"
+        )
+    if reduce_op in BITWISE and dtype not in _EXACT:
+        raise ValueError(
+            f"{what}: {reduce_op.name} of {dtype} has no meaning: bits are combined of integers "
+            "and bool. View the tensor as integers of the same size"
         )
     if reduce_op is ReduceOp.ADASUM and dtype not in _FLOATS:
         raise ValueError(f"{what}: Adasum needs a floating-point tensor, this is {dtype}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.adapter import (
     Adapter,
     CpuBuffer,
@@ -40,6 +42,7 @@ class TensorEntry(Entry, Generic[T]):
         self.result = target  # None: made when the shape of the output is known
         self._adapter = adapter
         self._tensor = tensor
+        self._error = ""  # Why this rank cannot have its result.
         self._output: HostBuffer | None = None if target is None else adapter.output(target)
         if target is tensor and type(self._output) is CpuBuffer:  # the tensor's own memory
             self._input: HostBuffer = self._output
@@ -61,7 +64,20 @@ class TensorEntry(Entry, Generic[T]):
         if self._output is None:
             self.result = self._adapter.empty_like(self._tensor, shape)
             self._output = self._adapter.output(self.result)
+        elif self._output.array.size != math.prod(shape):
+            return self._unfit(shape)
         return self._output.array
+
+    def _unfit(self, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return memory that nobody reads: the others shall have their results all the same."""
+        assert self._output is not None
+        request = self.request
+        self._error = (
+            f"{request.collective} '{request.name}': the target has {self._output.array.size} "
+            f"elements, and the result has {math.prod(shape)}, of the shape {list(shape)}"
+        )
+        self._output = None
+        return np.empty(math.prod(shape), numpy_dtype(request.dtype))
 
     @property
     def target_address(self) -> int:
@@ -76,6 +92,9 @@ class TensorEntry(Entry, Generic[T]):
 
     def complete(self, value: Any = None) -> None:
         """Copy the output to its device, and complete the handle; the collective has run."""
+        if self._error:
+            self.handle.fail(HorovodInternalError(self._error, job_goes_on=True))
+            return
         if self._output is not None:
             self._output.commit()
         self.handle.complete(value)
@@ -88,7 +107,8 @@ class TensorEntry(Entry, Generic[T]):
     def wait_for_result(self) -> T:
         """Sleep until the collective has run; return the result."""
         self.handle.wait()
-        assert self.result is not None  # Every collective with a `run` makes an output.
+        if self.result is None:  # Only the root of a reduce has a result.
+            return self._tensor
         self._adapter.finish(self.result)
         return self.result
 

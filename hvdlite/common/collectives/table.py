@@ -98,7 +98,8 @@ class CollectiveSpec:
     varying_rows: bool = False  # the first dimension may differ between ranks
     scalars: bool = True  # a tensor without dimensions is possible
     splits: bool = False  # each rank says how many rows go to whom
-    rooted: bool = False  # root_rank gives the data
+    rooted: bool = False  # root_rank gives the data, or gets them
+    scatters: bool = False  # each member gets its part of the rows
     effect: Effect = Effect.NONE
     served_as: str = ""  # the collective of which it takes the backend; "": its own
     # Ranks of one host that wait for it may exchange small data without the coordinator.
@@ -116,6 +117,14 @@ class CollectiveSpec:
     def changes_sets(self) -> bool:
         """Whether process sets come or go by it."""
         return self.effect not in (Effect.NONE, Effect.JOIN)
+
+    def result_elements(self, shape: tuple[int, ...], members: int, index: int) -> int | None:
+        """Return how many elements the member at `index` gets; None where other ranks decide."""
+        if self.varying_rows:
+            return None
+        if self.scatters:
+            return split_rows(shape[0], members)[index] * math.prod(shape[1:])
+        return math.prod(shape)
 
     def bytes(self, response: Response, itemsize: int) -> int:
         """Return the size of the tensor, summed over the members if their rows differ."""
@@ -249,6 +258,7 @@ SPECS = {
             run=_reducescatter,
             reduces=True,
             fusable=True,
+            scatters=True,
             scalars=False,
         ),
         CollectiveSpec(

@@ -40,10 +40,8 @@ def _refusal(spec: CollectiveSpec, request: Request, ranks: int) -> str:
             "reshape it to (1,)"
         )
     if spec.rooted and not ranks >> request.root_rank & 1:
-        return (
-            f"{spec.name} '{request.name}': root rank {request.root_rank} has joined and has no "
-            "data to give"
-        )
+        lacks = "takes no result" if spec.reduces else "has no data to give"
+        return f"{spec.name} '{request.name}': root rank {request.root_rank} has joined and {lacks}"
     return ""
 
 

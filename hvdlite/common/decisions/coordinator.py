@@ -275,8 +275,9 @@ class Coordinator:
             self._complete_bits(state, arrival)
         for requests in state.requests.excuse(ranks):
             self._complete(state, requests)
-        for request in [request for request, _, _ in state.requests.waiting() if request.parties]:
-            self._fail_joined(state, request)
+        for waiting, _, _ in list(state.requests.waiting()):
+            if waiting.parties:
+                self._fail_joined(state, waiting)
         if state.bits.all_absent:
             state.expect(state.mask)
             state.joins += 1

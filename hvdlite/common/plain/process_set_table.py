@@ -39,8 +39,8 @@ class FormedSet(NamedTuple):
 class ProcessSetTable:
     """The ranks of each process set; all ranks change it at the same point of the order.
 
-    A set is there because all ranks have added it, because its members have formed it, or both. Each
-    forming is a use of the set, which its members release; the last one to go takes it away.
+    A set is there because all ranks have added it, because its members have formed it, or both.
+    Each forming is a use of the set, which its members release; the last one to go takes it away.
     """
 
     def __init__(self, size: int, sets: Iterable[tuple[int, ...]] = ()) -> None:

@@ -98,10 +98,10 @@ def form_process_set(ranks: Iterable[int]) -> ProcessSet:
     """Make a process set by a call of its members alone; blocks until all of them have called.
 
     `ranks` are its global ranks in any order, and this rank is one of them. No other rank takes
-    part: it may wait in a collective, or have joined. Each call gives another object, to be given to
-    `release_process_set` once; calls for the same ranks share one set, also with
-    `add_process_set`, and its id. The set ends with the last release, and with this world: a reset
-    of an elastic job and a shutdown leave none.
+    part: it may wait in a collective, or have joined. Each call gives another object, to be given
+    to `release_process_set` once; calls for the same ranks share one set and its id, also with
+    `add_process_set`. The set ends with the last release, and with this world: a reset of an
+    elastic job and a shutdown leave none.
 
     Raises `ValueError` for what cannot be a set, or one without this rank; `HorovodInternalError`
     when a member has shut down or joined, or is lost. A member that gives other ranks, or none,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -107,8 +108,12 @@ def wild(rank: int, dtype: str, size: int) -> Array:
     return (generator.standard_normal(size) * 2.0**exponents + 0.01).astype(kind)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name.lower())
-@pytest.mark.parametrize("dtype", TYPES)
+BITS = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+WHOLE = [dtype for dtype in TYPES if "int" in dtype]
+CASES = [*product(TYPES, OPS), *product(WHOLE, BITS)]
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=lambda part: getattr(part, "name", part))
 def test_reductions_have_the_bits_of_python(
     dtype: str, op: ReduceOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
