@@ -203,7 +203,7 @@ def test_a_target_of_the_right_size_gets_the_result(collective: str, hosts: Any)
         for target in (np.zeros(size), np.zeros((size, 2))[:, 0], np.zeros((1, size))):
             given = np.arange(6.0) + rank
             result = into(collective, given, target, "x", **options).wait()
-            assert result is target
+            assert result[0] is target
             flat = target.reshape(-1)
             if collective in ("allreduce", "reducescatter") or (collective, rank) == ("reduce", 1):
                 expected = 3 * np.arange(6.0) + 3
@@ -243,7 +243,7 @@ def test_a_target_of_the_wrong_size_is_refused_and_the_job_goes_on(collective: s
                 collective, given, np.zeros((size, 2)) if right else target, name, **options
             )
             if right:
-                assert operation.wait().tolist() == np.ones((size, 2)).tolist()
+                assert operation.wait()[0].tolist() == np.ones((size, 2)).tolist()
                 continue
             with pytest.raises(hvd.HorovodInternalError, match=f"'{name}': .*{has}.*{needs}") as e:
                 operation.wait()

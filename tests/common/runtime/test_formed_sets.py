@@ -385,7 +385,7 @@ def test_a_hundred_sets_leave_nothing_behind() -> None:
         return threading.active_count() - threads, grown, ids
 
     for more_threads, grown, process_set_id in run_ranks(size, main):
-        assert more_threads == 0
+        assert more_threads <= 0
         assert grown < 60_000
         assert process_set_id <= len(groups)
 
