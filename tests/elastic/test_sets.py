@@ -38,6 +38,16 @@ def check_sets(workers: Workers, epoch: int) -> None:
             assert line["sum"] == total, (number, line)
         assert lines.keys() >= {"pair", "rest"}
     assert tables == [tables[0]] * len(tables)
+    named = [[members.index(each) for each in members if each in SETS[name]] for name in SETS]
+    ends = sorted({0, len(members) - 1})
+    for ranks in list(tables[0].values())[1:]:
+        assert ranks in named or ranks == ends  # no formed set of an earlier world
+    assert ends in tables[0].values()
+    for rank in ends:
+        line = workers.wait_for(
+            members[rank], lambda line: line.get("epoch") == epoch and "formed" in line
+        )
+        assert line["formed"] == sum(members[each] + 1 for each in ends)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

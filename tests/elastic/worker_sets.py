@@ -9,6 +9,7 @@ import numpy as np
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime import worlds
+from hvdlite.common.runtime.process_sets import form_process_set
 from hvdlite.common.runtime.state import current
 from tests.elastic.fake_driver import STOP
 from tests.elastic.worker_allreduce import NUMBER, say
@@ -28,6 +29,18 @@ def use(sets: dict[str, hvd.ProcessSet], epoch: int) -> None:
         say(epoch=epoch, set=name, id=ids, ranks=list(process_set.ranks or ()), sum=total)
 
 
+def form(epoch: int) -> hvd.ProcessSet | None:
+    """Form the set of the first and the last rank, which never release it; None on the others."""
+    ends = sorted({0, hvd.size() - 1})
+    formed = form_process_set(ends) if hvd.rank() in ends else None
+    if formed is not None:
+        own = np.full(5, NUMBER + 1.0)
+        total = hvd.allreduce(own, op=hvd.Sum, process_set=formed, name="formed")
+        say(epoch=epoch, formed=float(total[0]))
+    hvd.barrier()
+    return formed
+
+
 def main() -> None:
     """Use the sets in each world until the driver stops the job."""
     hvd.init(process_sets=list(INIT_SETS.values()))
@@ -40,12 +53,15 @@ def main() -> None:
         sets["late"] = hvd.add_process_set([2, 3])
         hvd.remove_process_set(gone)
         sets["alone"] = hvd.add_process_set([2])
+    formed = None
     while True:
+        assert formed is None or formed.process_set_id is None  # It ends with its world.
         world = worlds.current_world()
         assert world is not None
         try:
             use(sets, world.epoch)
             assert hvd.global_process_set.ranks is global_ranks
+            formed = form(world.epoch)
             say(epoch=world.epoch, table=current().engine.process_sets.all())
             while True:
                 hvd.allreduce(np.zeros(1), name="global")

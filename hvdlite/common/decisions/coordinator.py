@@ -66,6 +66,10 @@ and sends orders, which every rank executes in the same sequence:
    together. If one fails, all fail. Ranks with groups of different sizes use different tensor names
    and would wait forever, so `Groups` compares the sizes as they are reported.
 
+8. Parties. A request can name the ranks that make it: two that exchange a message, or the members
+   of a set that they form. It waits for these alone, and fails as soon as one of them has joined or
+   shut down without making it. Its answer has its place in the one sequence all the same.
+
 This module never sends, sleeps or reads a clock: its decisions depend only on the reports and on
 the times that are passed with them. Simulations and tests run it without a job.
 """
