@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgpack
 
@@ -71,6 +72,14 @@ class _Record:
         self.skips = 0 if completed else min(1 << self.failures, MOST_SKIPPED) - 2
 
 
+class _Pair(NamedTuple):
+    """A sender and a receiver of messages that memory serves."""
+
+    members: Members
+    call: ShortCall  # What their calls have alike.
+    record: _Record
+
+
 class _Prepared:
     """A request that this rank has made as a short call, and may make again."""
 
@@ -110,7 +119,7 @@ class ShortCalls:
         self._prepared: dict[str, _Prepared] = {}
         self._messages: dict[str, _Prepared] = {}
         # By the two ranks, the sender first; None where memory does not serve them.
-        self._pairs: dict[tuple[int, ...], _Record | None] = {}
+        self._pairs: dict[tuple[int, ...], _Pair | None] = {}
 
     def run(self, entry: Entry) -> bool:
         """Exchange the data of an entry and complete it; False if it must be reported instead."""
@@ -235,28 +244,31 @@ class ShortCalls:
             return None
         pair = request.root_rank, *request.parties
         if pair not in self._pairs:
-            self._pairs[pair] = self._record_of(request)
-        record = self._pairs[pair]
-        if record is None:
+            self._pairs[pair] = self._pair_of(request)
+        found = self._pairs[pair]
+        if found is None:
             return None
-        members = self._executor.members_of(request.parties)
-        call = self._exchange.prepare(members, _digest(request, members))
-        self._exchange.carry_data(call, nbytes, request.parties.index(request.root_rank))
+        digest = _digest_of(request.name, request.dtype, *request.shape)
+        call = self._exchange.message(found.call, digest, nbytes)
         if len(self._messages) >= MOST_PREPARED:
             self._messages.clear()
-        prepared = self._messages[request.name] = _Prepared(request, members, call, record)
+        prepared = _Prepared(request, found.members, call, found.record)
+        self._messages[request.name] = prepared
         return prepared
 
-    def _record_of(self, request: Request) -> _Record | None:
-        """Return the record of a pair that is served by memory; None for other ranks."""
+    def _pair_of(self, request: Request) -> _Pair | None:
+        """Return what serves the messages of a pair by memory; None for other ranks."""
         spec = SPECS[request.collective]
         if spec.run is None or not spec.short:  # A set that is formed.
             return None
         members = self._executor.members_of(request.parties)
         if not self._exchange.among(members):
             return None
-        by_memory = isinstance(self._executor.backend(request, members), ShmBackend)
-        return _Record() if by_memory else None
+        if not isinstance(self._executor.backend(request, members), ShmBackend):
+            return None
+        call = self._exchange.prepare(members, 0)
+        call.root = request.parties.index(request.root_rank)
+        return _Pair(members, call, _Record())
 
     def _adds(self, prepared: _Prepared) -> bool:
         """Prepare the data of a call; return whether it is reduced as the data plane would do."""
@@ -278,5 +290,9 @@ class ShortCalls:
 
 def _digest(request: Request, members: Members) -> int:
     """Return a number that is the same on all ranks that mean the same call among `members`."""
-    text = msgpack.packb((request, members.ranks), unicode_errors="backslashreplace")
+    return _digest_of(request, members.ranks)
+
+
+def _digest_of(*what: object) -> int:
+    text = msgpack.packb(what, unicode_errors="backslashreplace")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

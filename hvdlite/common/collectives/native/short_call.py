@@ -132,6 +132,13 @@ class ShortExchange:
             call.data = BOARD_BYTES + 2 * (SMALL_SLOTS * SMALL_BYTES + number * LARGE_BYTES)
             call.data_bytes = LARGE_BYTES
 
+    def message(self, like: ShortCall, digest: int, nbytes: int) -> ShortCall:
+        """Return a call for another message of `nbytes` between the same two ranks."""
+        call = ShortCall.from_buffer_copy(like)
+        call.slot, call.tag = digest % SMALL_SLOTS, digest >> (64 - TAG_BITS)
+        self.carry_data(call, nbytes, call.root)
+        return call
+
     def run(self, call: ShortCall) -> None:
         """Exchange with the others: `call.completed` says whether all came in time."""
         self._exchange(ctypes.byref(call))
