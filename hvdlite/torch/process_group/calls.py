@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -77,7 +78,9 @@ class Caller:
         self.members = list(members)  # Global ranks, by rank of the group.
         self.timeout = timeout
         self.group = ""  # Its name, set by torch after it has been made.
-        self._numbers = itertools.count()
+        # How many calls of each kind there were. Not one number for all: a thread that writes a
+        # checkpoint may call other collectives than the training beside it.
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._options: dict[Any, CallOptions] = {}
         self._is_checked = False
 
@@ -104,8 +107,8 @@ class Caller:
     # -- calls
 
     def name(self, kind: str) -> str:
-        """Return the name of the next call of the group."""
-        return f"pg.{self.group}.{kind}.{next(self._numbers)}"
+        """Return the name of the next call of this kind."""
+        return f"pg.{self.group}.{kind}.{next(self._numbers[kind])}"
 
     def enqueue(
         self,

@@ -1,0 +1,182 @@
+"""DistributedDataParallel and what is built on it, against training by one process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import hvdlite.torch as hvd
+from tests.parallel.process_group import models
+from tests.parallel.process_group.features import feature
+
+
+def own_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return [models.part(step, rank, size) for step in range(models.STEPS)]
+
+
+def trained_by_ddp(**options: Any) -> DistributedDataParallel:
+    model = models.make_model()
+    if dist.get_rank() != 0:
+        nn.init.zeros_(model[0].weight)  # DDP begins with the values of rank 0.
+    ddp = DistributedDataParallel(model, **options)
+    models.train(ddp, models.adam(ddp), own_batches())
+    return ddp
+
+
+@feature()
+def ddp() -> None:
+    models.close(trained_by_ddp(), models.trained_alone())
+    models.close(trained_by_ddp(bucket_cap_mb=0.001), models.trained_alone())
+
+
+@feature(2)
+def ddp_static_graph_and_bucket_views() -> None:
+    trained = trained_by_ddp(gradient_as_bucket_view=True, static_graph=True)
+    models.close(trained, models.trained_alone())
+
+
+@feature()
+def ddp_no_sync() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = models.make_model()
+    ddp = DistributedDataParallel(model)
+    halves = [[half.chunk(2)[i] for half in models.part(0, rank, size)] for i in range(2)]
+    for index, half in enumerate(halves):
+        with ddp.no_sync() if index == 0 else contextlib.nullcontext():
+            (models.loss_of(ddp, half) / 2).backward()
+    alone = models.make_model()
+    models.loss_of(alone, models.make_batch(0)).backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=0)
+
+
+class TwoBranches(nn.Module):
+    """Every step uses one branch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(models.FEATURES, 4), nn.Linear(models.FEATURES, 4)
+
+    def forward(self, inputs: torch.Tensor, left: bool) -> torch.Tensor:
+        result: torch.Tensor = (self.left if left else self.right)(inputs)
+        return result
+
+
+@feature(2)
+def ddp_unused_parameters() -> None:
+    torch.manual_seed(1)
+    model = TwoBranches()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    for step in range(2):
+        ddp(models.make_batch(step)[0], left=step == 0).sum().backward()
+    assert model.left.weight.grad is not None and model.right.weight.grad is not None
+    torch.testing.assert_close(model.left.weight.grad[0], models.make_batch(0)[0].sum(0))
+
+
+@feature()
+def ddp_join_with_uneven_inputs() -> None:
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    steps = 0
+    with Join([model]):
+        for _ in range(2 + rank):
+            model(torch.ones(1, 1)).sum().backward()
+            steps += 1
+    assert steps == 2 + rank
+    gradients = [torch.zeros(1, 1) for _ in range(dist.get_world_size())]
+    weight = next(model.parameters())
+    dist.all_gather(gradients, weight.detach())
+    assert all(torch.equal(gradient, weight) for gradient in gradients)
+
+
+@feature()
+def ddp_communication_hooks() -> None:
+    alone = models.trained_alone(1)
+    for hook, state, tolerance in (
+        (default_hooks.fp16_compress_hook, None, 2e-2),
+        (default_hooks.allreduce_hook, None, 1e-6),
+        (powerSGD_hook.powerSGD_hook, power_state(), 0.2),
+    ):
+        ddp = DistributedDataParallel(models.make_model())
+        ddp.register_comm_hook(state, hook)
+        models.train(ddp, models.adam(ddp), own_batches()[:1])
+        models.close(ddp, alone, tolerance)
+
+
+def power_state() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=4, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+
+
+@feature(2)
+def ddp_power_sgd_converges() -> None:
+    ddp = DistributedDataParallel(models.make_model())
+    ddp.register_comm_hook(power_state(), powerSGD_hook.powerSGD_hook)
+    batch = models.part(0, dist.get_rank(), dist.get_world_size())
+    first = models.loss_of(ddp, batch).item()
+    models.train(ddp, models.adam(ddp), [batch] * 20)
+    assert models.loss_of(ddp, batch).item() < first / 2
+    copy = next(ddp.parameters()).detach().clone()
+    dist.broadcast(copy, 0)
+    assert torch.equal(copy, next(ddp.parameters()))
+
+
+@feature(2)
+def ddp_compiled() -> None:
+    model = models.make_model()
+    compiled: Any = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    models.train(compiled, models.adam(model), own_batches())
+    models.close(model, models.trained_alone())
+
+
+@feature()
+def zero_redundancy_optimizer() -> None:
+    """Bitwise equal to DistributedOptimizer, with a part of the state on each rank."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(models.make_model())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01)
+    models.train(ddp, optimizer, own_batches())
+    model = models.make_model()
+    ours = hvd.DistributedOptimizer(models.adam(model), model.named_parameters())
+    models.train(model, ours, own_batches())
+    tolerance = 0.0 if dist.get_world_size() == 2 else 1e-7
+    models.close(ddp, model, tolerance)
+    state = sum(
+        each.numel()
+        for values in optimizer.optim.state.values()
+        for each in values.values()
+        if each.numel() > 1
+    )
+    counts = hvd.allgather_object(state)
+    assert sum(counts) == 2 * sum(p.numel() for p in model.parameters())
+    assert max(counts) < sum(counts)
+
+
+@feature()
+def post_local_sgd() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    ddp = DistributedDataParallel(models.make_model())
+    subgroup, _ = dist.new_subgroups(group_size=2)
+    state = hook.PostLocalSGDState(None, subgroup, start_localSGD_iter=1)
+    ddp.register_comm_hook(state, hook.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=2, warmup_steps=0)
+    inner = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer = PostLocalSGDOptimizer(optim=inner, averager=averager)
+    models.train(ddp, optimizer, own_batches())
+    for parameter in ddp.parameters():
+        copy = parameter.detach().clone()
+        dist.broadcast(copy, 0)
+        assert torch.equal(copy, parameter)

@@ -1,0 +1,121 @@
+"""Groups of some ranks, several at once, made and destroyed; beside the calls of hvdlite."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import torch
+import torch.distributed as dist
+
+import hvdlite.torch as hvd
+from hvdlite.common.runtime.state import current
+from tests.parallel.process_group.features import feature
+
+
+@feature()
+def beside_the_calls_of_hvdlite() -> None:
+    size = dist.get_world_size()
+    works, handles = [], []
+    tensors = [torch.full((5,), float(i)) for i in range(20)]
+    for i, tensor in enumerate(tensors):
+        works.append(dist.all_reduce(tensor, async_op=True))
+        handles.append(hvd.allreduce_async(torch.full((5,), float(i)), op=hvd.Sum, name=f"a{i}"))
+    for i, (work, handle) in enumerate(zip(works, handles, strict=True)):
+        work.wait()
+        assert torch.equal(tensors[i], torch.full((5,), float(i * size)))
+        assert torch.equal(hvd.synchronize(handle), torch.full((5,), float(i * size)))
+
+
+@feature()
+def groups_of_some_ranks() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    half = [list(range(size // 2)), list(range(size // 2, size))]
+    groups = [dist.new_group(ranks) for ranks in half]
+    mine = 0 if rank < size // 2 else 1
+    tensor = torch.full((3,), float(rank))
+    dist.all_reduce(tensor, group=groups[mine])
+    assert tensor.tolist() == [float(sum(half[mine]))] * 3
+    dist.broadcast(tensor, half[mine][-1], group=groups[mine])
+    same = [dist.new_group(list(range(size))) for _ in range(2)]  # Two groups of the same ranks.
+    first, second = torch.full((2,), 1.0), torch.full((2,), 10.0)
+    order = same if rank % 2 else same[::-1]  # Ranks use them in another order.
+    works = [
+        dist.all_reduce(first if group is same[0] else second, group=group, async_op=True)
+        for group in order
+    ]
+    for work in works:
+        work.wait()
+    assert first.tolist() == [float(size)] * 2 and second.tolist() == [10.0 * size] * 2
+    for group in (groups[mine], *same):
+        dist.destroy_process_group(group)
+
+
+@feature()
+def groups_in_threads() -> None:
+    """Three threads with a group each, 50 calls in every one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(size))) for _ in range(3)]
+    errors: list[BaseException] = []
+
+    def call(number: int) -> None:
+        try:
+            for step in range(50):
+                tensor = torch.full((4,), float(rank + step + number))
+                dist.all_reduce(tensor, group=groups[number])
+                expected = sum(range(size)) + size * (step + number)
+                assert tensor.tolist() == [float(expected)] * 4, tensor
+        except BaseException as error:
+            errors.append(error)
+
+    order = (0, 1, 2) if rank % 2 else (2, 1, 0)
+    threads = [threading.Thread(target=call, args=(number,)) for number in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert not errors and not any(thread.is_alive() for thread in threads), errors
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+@feature()
+def hundred_groups() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    table = current().engine.process_sets
+    before = dict(table.all())
+    for number in range(100):
+        members = sorted({number % size, (number + 1) % size})
+        group = dist.new_group(members)
+        if rank in members:
+            tensor = torch.ones(2)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [float(len(members))] * 2
+            dist.destroy_process_group(group)
+    dist.barrier()
+    hvd.barrier()
+    assert dict(table.all()) == before
+    gc.collect()
+
+
+@feature()
+def destroyed_and_made_again() -> None:
+    for _ in range(3):
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        hvd.init_process_group()
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [float(dist.get_world_size())] * 3
+
+
+@feature(2)
+def what_torch_asks_of_a_group() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    assert dist.get_backend() == "hvdlite" and group.name() == "hvdlite"
+    assert (group.rank(), group.size()) == (hvd.rank(), hvd.size())
+    assert dist.get_process_group_ranks(group) == list(range(hvd.size()))
+    group.get_group_store().set("key", "value")
+    assert group.get_group_store().get("key") == b"value"
+    assert not group.supports_splitting

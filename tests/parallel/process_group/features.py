@@ -1,0 +1,73 @@
+"""Features that one job of real ranks tries one after the other, each by itself.
+
+A feature is a function that raises unless it works on this rank. Rank 0 prints a line for each:
+``FEATURE name ok``, or ``FEATURE name rank: what went wrong``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+import hvdlite.torch as hvd
+
+Check = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature, and the numbers of ranks that it is tried with."""
+
+    name: str
+    check: Check
+    sizes: tuple[int, ...]
+    soak: bool
+
+
+FEATURES: dict[str, Feature] = {}
+
+
+def feature(*sizes: int, soak: bool = False) -> Callable[[Check], Check]:
+    """Register a feature that is tried with `sizes` ranks, 2 and 4 by default."""
+
+    def register(check: Check) -> Check:
+        name = check.__name__
+        assert name not in FEATURES, name
+        FEATURES[name] = Feature(name, check, sizes or (2, 4), soak)
+        return check
+
+    return register
+
+
+def names(size: int, *, soak: bool = False) -> list[str]:
+    """The features of a job of `size` ranks."""
+    return [f.name for f in FEATURES.values() if size in f.sizes and f.soak == soak]
+
+
+def run(chosen: list[str]) -> None:
+    """Try features on this rank, and tell on rank 0 what all ranks have found."""
+    for name in chosen:
+        start, found = time.monotonic(), ""
+        try:
+            FEATURES[name].check()
+        except BaseException:
+            found = traceback.format_exc()
+            print(f"rank {hvd.rank()}, {name}: {found}", file=sys.stderr, flush=True)
+        if not dist.is_initialized():
+            hvd.init_process_group()
+        for rank, text in enumerate(hvd.allgather_object(found, f"found.{name}")):
+            if text:
+                found = f"rank {rank}: {text}"
+                break
+        if hvd.rank() == 0:
+            seconds = time.monotonic() - start
+            line = found.replace("\n", "\\n") or "ok"
+            if "TIMES" in os.environ:
+                print(f"{seconds:6.2f} s  {name}", flush=True)
+            print(f"FEATURE {name} {line}", flush=True)
