@@ -13,9 +13,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgpack
 
@@ -38,11 +38,34 @@ _met: dict[str, set[bytes]] = {}
 _agent_stores: dict[Address, Store] = {}
 
 
+class _Offer(NamedTuple):
+    """The store by which a process group is being made, and this process's place in it."""
+
+    store: Store
+    place: WorldRank
+
+
+_offer: _Offer | None = None
+
+
+@contextmanager
+def offered(store: Store, rank: int, size: int) -> Iterator[None]:
+    """Let `init` meet in this store within the context: a process group is being made by it."""
+    global _offer  # noqa: PLW0603 - init has no argument for it
+    _offer = _Offer(store, WorldRank(rank, size))
+    try:
+        yield
+    finally:
+        _offer = None
+
+
 def default_group() -> WorldRank | None:
     """Return this process's place in the default group of torch.distributed; None without one.
 
     Does not import torch.
     """
+    if _offer is not None:
+        return _offer.place
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -51,6 +74,8 @@ def default_group() -> WorldRank | None:
 
 def default_store() -> Store:
     """Return the store by which the ranks of the default group of torch.distributed have met."""
+    if _offer is not None:
+        return _offer.store
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()

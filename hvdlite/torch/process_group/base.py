@@ -38,10 +38,14 @@ class GroupBase:
         options: Any = None,
         timeout: Any = None,
         finish: Callable[[], None] = do_nothing,
+        *,
+        writes: bool = True,
     ) -> CollectiveWork:
-        """Return the work of entries; `finish` is called once when all have ended."""
+        """Return the work of entries, which `CollectiveWork` is given."""
         limit = timeout_of(options, timeout, self._caller.timeout)
-        work = CollectiveWork(entries, outputs, limit, self._caller.members, finish)
+        work = CollectiveWork(
+            entries, outputs, limit, self._caller.members, finish, writes=writes
+        )
         if self._coalesced is not None:
             self._coalesced.append(work)
         if _KEEPS_WORKS:
@@ -70,7 +74,9 @@ class GroupBase:
 
         entries = [entry for work in works for entry in work.entries]
         outputs = [output for work in works for output in work.outputs]
-        return self._work(entries, outputs, timeout=_longest(works), finish=finish)
+        return self._work(
+            entries, outputs, timeout=_longest(works), finish=finish, writes=False
+        )
 
 
 def _longest(works: Sequence[CollectiveWork]) -> timedelta | None:

@@ -81,7 +81,6 @@ class Caller:
         # How many calls of each kind there were. Not one number for all: a thread that writes a
         # checkpoint may call other collectives than the training beside it.
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._options: dict[Any, CallOptions] = {}
         self._is_checked = False
 
     # -- options
@@ -89,12 +88,11 @@ class Caller:
     def reducing(self, op: Any) -> CallOptions:
         """Return the options of a reduction by an op of torch. Raises `ValueError`."""
         reduce_op, factor = translate(op)
-        key = reduce_op, factor
-        if key not in self._options:
-            self._options[key] = CallOptions(
-                self.process_set, reduce_op=reduce_op, prescale_factor=factor
-            )
-        return self._options[key]
+        return CallOptions(self.process_set, reduce_op=reduce_op, prescale_factor=factor)
+
+    def reducing_to(self, root: int, op: Any) -> CallOptions:
+        """Return the options of a reduction to a rank of the group."""
+        return self.reducing(op)._replace(root_rank=self.members[root])
 
     def rooted(self, root: int) -> CallOptions:
         """Return the options of a call with a root, which is a rank of the group."""
@@ -118,17 +116,16 @@ class Caller:
         options: CallOptions,
         kind: str = "",
         expected: Sequence[Sequence[int]] = (),
-        name: str = "",
     ) -> list[Entry]:
         """Enqueue a collective for each of `tensors`, to be written to `targets`.
 
         Raises `ValueError` before anything is sent. `kind` stands in the name.
         """
-        runtime = self._checked_runtime()
+        runtime = self.checked_runtime()
         entries: list[Entry] = []
         for index, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
-            known_as = name or self.name(kind or collective)
-            call, splits = prepared_once(runtime, ADAPTER, collective, known_as, tensor, options)
+            name = self.name(kind or collective)
+            call, splits = prepared_once(runtime, ADAPTER, collective, name, tensor, options)
             if target is tensor:
                 place = ADAPTER.place(tensor, call.spec)
                 if place is not None:
@@ -154,13 +151,13 @@ class Caller:
 
     def signal(self, collective: str) -> list[Entry]:
         """Enqueue a collective without a tensor."""
-        runtime = self._checked_runtime()
+        runtime = self.checked_runtime()
         request = Request(self.process_set.process_set_id or 0, self.name(collective), collective)
         entry = Entry(request)
         runtime.engine.enqueue([entry])
         return [entry]
 
-    def _checked_runtime(self) -> Runtime:
+    def checked_runtime(self) -> Runtime:
         """Return the runtime. Raises `HorovodInternalError` when another one has followed it."""
         if not self._is_checked:
             self._check_devices()

@@ -25,7 +25,7 @@ class Copies(GroupBase):
         checks.readable("broadcast", tensors)
         checks.rank_in("broadcast", root, self._size)
         entries = self._caller.enqueue("broadcast", tensors, tensors, self._caller.rooted(root))
-        return self._work(entries, tensors, opts, timeout)
+        return self._work(entries, tensors, opts, timeout, writes=self._rank != root)
 
     # -- all_gather
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
+from hvdlite.common.meeting.torch_store import offered
 from hvdlite.common.runtime.lifecycle import init
 from hvdlite.common.runtime.state import current, find
 from hvdlite.torch.autograd import untraced
@@ -141,10 +142,13 @@ _hide_from_compiler(
 def create(options: Any, backend_options: Any = None) -> HvdliteProcessGroup:
     """Return a process group of the ranks that `options` of torch name; its members call this.
 
-    Calls `init` where that has not been done. Raises `ValueError` for ranks that are not those of
-    hvdlite, and for a group whose ranks do not ascend.
+    Calls `init` where that has not been done; the ranks meet in the store of torch unless hvdlite's
+    own launcher has started them. Raises `ValueError` for ranks that are not those of hvdlite, and
+    for a group whose ranks do not ascend.
     """
-    init()
+    if find() is None and not options.global_ranks_in_group:
+        with offered(options.store, options.group_rank, options.group_size):
+            init()
     runtime = current()
     members = list(options.global_ranks_in_group) or list(range(options.group_size))
     if len(members) == options.group_size and members[options.group_rank] != runtime.rank:

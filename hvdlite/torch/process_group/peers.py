@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.point_to_point import recv_async, send_async
 from hvdlite.common.base.errors import UnsupportedError
 from hvdlite.torch.process_group import checks
 from hvdlite.torch.process_group.arguments import Tensors, as_list
 from hvdlite.torch.process_group.base import GroupBase
-from hvdlite.torch.process_group.sets import form
+from hvdlite.torch.process_group.calls import ADAPTER
 from hvdlite.torch.process_group.work import CollectiveWork
 
 
@@ -21,15 +23,17 @@ class Peers(GroupBase):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._messages: Counter[tuple[int, int, int]] = Counter()  # By sender, receiver and tag.
+        # The numbers of messages by sender, receiver and tag: those of one kind keep their order.
+        self._messages: defaultdict[tuple[int, int, int], Iterator[int]]
+        self._messages = defaultdict(itertools.count)
 
     def send(self, tensors: torch.Tensor | Tensors, dst: int, tag: int = 0) -> CollectiveWork:
         """Send tensors to rank `dst` of the group, which calls `recv`."""
-        return self._message("send", as_list(tensors), self._rank, dst, tag)
+        return self._message(send_async, "send", as_list(tensors), (self._rank, dst, tag), dst)
 
     def recv(self, tensors: torch.Tensor | Tensors, src: int, tag: int = 0) -> CollectiveWork:
-        """Receive tensors of the same shapes from rank `src` of the group."""
-        return self._message("recv", as_list(tensors), src, self._rank, tag)
+        """Receive tensors of as many elements from rank `src` of the group."""
+        return self._message(recv_async, "recv", as_list(tensors), (src, self._rank, tag), src)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> CollectiveWork:
         """Refuse: ranks agree on each message by its sender."""
@@ -38,18 +42,19 @@ class Peers(GroupBase):
         )
 
     def _message(
-        self, what: str, tensors: list[torch.Tensor], src: int, dst: int, tag: int
+        self, start: Any, what: str, tensors: list[torch.Tensor], key: tuple[int, int, int], peer: int
     ) -> CollectiveWork:
+        """Start one message for each tensor."""
         checks.readable(what, tensors)
-        checks.rank_in(what, dst if what == "send" else src, self._size)
-        members = self._caller.members
-        pair = form(self._caller.runtime, sorted((members[src], members[dst])))
+        checks.rank_in(what, peer, self._size)
+        if peer == self._rank:
+            raise ValueError(f"{what}: rank {peer} of the group is this rank itself: use copy_()")
+        caller = self._caller
+        caller.checked_runtime()
+        source, target, tag = key
         entries = []
         for tensor in tensors:
-            number = self._messages[src, dst, tag]
-            self._messages[src, dst, tag] += 1
-            name = f"pg.{self._caller.group}.send.{src}.{dst}.{tag}.{number}"
-            entries += self._caller.enqueue(
-                "broadcast", [tensor], [tensor], CallOptions(pair, root_rank=members[src]), name=name
-            )
-        return self._work(entries, tensors)
+            number = next(self._messages[key])
+            name = f"pg.{caller.group}.send.{source}.{target}.{tag}.{number}"
+            entries += start(tensor, caller.members[peer], name, adapter=ADAPTER).entries
+        return self._work(entries, tensors, writes=what == "recv")

@@ -15,6 +15,9 @@ _SAME = {
     "MIN": ReduceOp.MIN,
     "MAX": ReduceOp.MAX,
     "PRODUCT": ReduceOp.PRODUCT,
+    "BAND": ReduceOp.BAND,
+    "BOR": ReduceOp.BOR,
+    "BXOR": ReduceOp.BXOR,
 }
 PREMUL_SUM = "PREMUL_SUM"
 

@@ -42,10 +42,12 @@ class Reductions(GroupBase):
         tensors, root = as_list(tensors), root_of(opts)
         checks.readable("reduce", tensors)
         checks.rank_in("reduce", root, self._size)
-        options = self._caller.reducing(op if op is not None else op_of_reduce(opts))
-        targets = tensors if self._rank == root else [tensor.clone() for tensor in tensors]
-        entries = self._caller.enqueue("allreduce", targets, targets, options, "reduce")
-        return self._work(entries, tensors, opts, timeout)
+        if op is None:
+            op = op_of(opts if hasattr(opts, "reduceOp") else None)
+        targets = tensors if self._rank == root else [_given_up(tensor) for tensor in tensors]
+        options = self._caller.reducing_to(root, op)
+        entries = self._caller.enqueue("reduce", targets, targets, options)
+        return self._work(entries, tensors, opts, timeout, writes=self._rank == root)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -119,8 +121,9 @@ class Reductions(GroupBase):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def op_of_reduce(options: Any) -> Any:
-    """Return the op of options; a plain number is a root, and says nothing of the op."""
-    return op_of(options if hasattr(options, "reduceOp") else None)
+def _given_up(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has the values now; it may have any after a reduction to another rank.
 
-
+    Contiguous memory of the host is only read then.
+    """
+    return tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.clone()

@@ -32,12 +32,18 @@ class CollectiveWork(Work):
         timeout: timedelta,
         members: Sequence[int],
         finish: Callable[[], None] = do_nothing,
+        *,
+        writes: bool = True,
     ) -> None:
-        """Call `finish` once when all entries have ended without an error."""
+        """Call `finish` once when all entries have ended without an error.
+
+        Without `writes` the tensors are only read on this rank, and autograd may go on using them.
+        """
         super().__init__()
         self.entries = entries
         self.outputs = outputs
         self.finish = finish
+        self.writes = writes
         self.timeout = timeout
         self.members = members  # Global ranks, for messages.
         # Called when somebody has waited: see `GroupBase._keep`.
@@ -118,7 +124,7 @@ class CollectiveWork(Work):
             if self._finished:
                 return
             for entry in self.entries:
-                if isinstance(entry, TensorEntry):
+                if self.writes and isinstance(entry, TensorEntry):
                     entry.wait_for_result()
                 else:
                     entry.handle.wait()

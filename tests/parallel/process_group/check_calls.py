@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -78,6 +79,21 @@ def premultiplied_sum() -> None:
     tensor = value(rank, 6)
     dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
     same(tensor, stacked(size, 6).sum(0) * 0.5)
+
+
+@feature()
+def bits() -> None:
+    rank, size = rank_and_size()
+    for dtype in (torch.uint8, torch.int32, torch.int64, torch.bool):
+        every = [(value(r, 9) * (3 + r)).to(dtype) for r in range(size)]
+        for name, combine in (
+            ("BAND", torch.bitwise_and),
+            ("BOR", torch.bitwise_or),
+            ("BXOR", torch.bitwise_xor),
+        ):
+            tensor = every[rank].clone()
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
+            same(tensor, functools.reduce(combine, every))
 
 
 @feature()
@@ -243,6 +259,24 @@ def coalesced_calls() -> None:
             dist.broadcast(tensor, 1, async_op=True)
     manager.wait()
     same(tensors[1], value(1, 4))
+
+
+@feature()
+def tensors_that_autograd_needs() -> None:
+    """A tensor that is only read keeps its version, and one that is written gets another."""
+    rank, size = rank_and_size()
+    saved = torch.ones(3, requires_grad=True).relu()
+    kept, version = saved.detach(), saved._version
+    if rank == 0:
+        dist.send(kept, 1)
+    elif rank == 1:
+        dist.recv(torch.empty(3), 0)
+    dist.broadcast(kept if rank == 0 else torch.empty(3), 0)
+    dist.reduce(kept if rank else torch.ones(3), 0)
+    all_gather_single(torch.empty(3 * size), kept)
+    assert saved._version == version
+    dist.all_reduce(kept)
+    assert saved._version > version
 
 
 @feature()

@@ -1,0 +1,118 @@
+"""torch.distributed over hvdlite, on real ranks: many features in one job for each number of ranks.
+
+What each feature does, and its oracle, is in tests/parallel/process_group.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parallel import jobs
+
+pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+
+from tests.parallel.process_group import features, worker  # noqa: E402
+
+assert worker.main  # It registers the features.
+WORKER = [sys.executable, "-m", "tests.parallel.process_group.worker"]
+
+
+class Results:
+    """What a job of each number of ranks has found; it runs when the first test asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lines: dict[tuple[int, bool], dict[str, str]] = {}
+
+    def of(self, size: int, *, soak: bool = False) -> dict[str, str]:
+        key = size, soak
+        if size == 2:
+            self.of(4)  # Which leaves checkpoints for a smaller job.
+        if key not in self._lines:
+            command = jobs.ranks(size, *WORKER, *(["soak"] if soak else []))
+            result = jobs.run_command(command, timeout=110, CHECKPOINT=str(self._folder))
+            words = (line.split(" ", 2) for line in result.stdout.splitlines())
+            found = {word[1]: word[2] for word in words if word[0] == "FEATURE"}
+            self._lines[key] = {"": result.stdout, **found}
+            assert result.returncode == 0, result.stdout
+        return self._lines[key]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(size, name) for size in (4, 2) for name in features.names(size)]
+)
+def test_feature(results: Results, size: int, name: str) -> None:
+    found = results.of(size)
+    text = found.get(name, found[""])
+    assert text == "ok", text.replace("\\n", "\n")
+
+
+def test_a_checkpoint_of_four_ranks_without_a_process_group(results: Results) -> None:
+    """As by one process that serves the model."""
+    results.of(4)
+    program = (
+        "import torch\n"
+        "from torch.distributed import checkpoint\n"
+        "from tests.parallel.process_group.check_checkpoints import tensors\n"
+        "state = {name: torch.zeros_like(t) for name, t in tensors().items()}\n"
+        f"checkpoint.load(state, checkpoint_id={str(results._folder / 'dcp')!r}, no_dist=True)\n"
+        "assert all(torch.equal(state[name], t) for name, t in tensors().items())\n"
+    )
+    result = jobs.run_command([sys.executable, "-W", "ignore", "-c", program], timeout=60)
+    assert result.returncode == 0, result.stdout
+
+
+def test_under_torchrun() -> None:
+    """torchrun tells rank and address; ``env://`` is torch's default."""
+    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    command = [*([torchrun] if torchrun else [sys.executable, "-m", "torch.distributed.run"])]
+    command += ["--nproc-per-node", "2", "--no-python", sys.executable]
+    program = (
+        "import torch, torch.distributed as dist, hvdlite.torch as hvd\n"
+        "dist.init_process_group('hvdlite')\n"
+        "t = torch.ones(3); dist.all_reduce(t); assert t.tolist() == [2.0] * 3\n"
+        "assert hvd.size() == 2 and hvd.rank() == dist.get_rank()\n"
+        "dist.destroy_process_group(); print('is done')\n"
+    )
+    result = jobs.run_command([*command, "-W", "ignore", "-c", program], timeout=60)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("is done") == 2
+
+
+def test_a_killed_rank() -> None:
+    """The others know at once, in whatever they wait for."""
+    program = (
+        "import os, signal, time, torch, torch.distributed as dist, hvdlite.torch as hvd\n"
+        "hvd.init_process_group()\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "model(torch.ones(1, 4)).sum().backward()\n"
+        "if hvd.rank() == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "start = time.monotonic()\n"
+        "try:\n"
+        "    if hvd.rank(): model(torch.ones(1, 4)).sum().backward()\n"
+        "    else: dist.all_reduce(torch.ones(5))\n"
+        "except RuntimeError as error:\n"
+        "    print(type(error).__name__, 'after', time.monotonic() - start < 5, error)\n"
+        "os._exit(0)\n"
+    )
+    command = jobs.ranks(3, sys.executable, "-W", "ignore", "-c", program)
+    result = jobs.run_command(command, timeout=60)
+    assert "HorovodInternalError after True" in result.stdout, result.stdout
+    assert result.stdout.count("rank 2") >= 2, result.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [4, 2])
+def test_soak(results: Results, size: int) -> None:
+    names = features.names(size, soak=True)
+    found = results.of(size, soak=True) if names else {}
+    assert {name: found.get(name) for name in names} == dict.fromkeys(names, "ok")
