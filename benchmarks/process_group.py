@@ -1,4 +1,4 @@
-"""How long torch.distributed takes over hvdlite and over gloo: its collectives, and sharded training.
+"""How long torch.distributed takes over hvdlite and over gloo: collectives, sharded training.
 
     python benchmarks/process_group.py                    # 2 ranks, a minute and a half
     python benchmarks/process_group.py --quick            # 20 seconds

@@ -1,4 +1,4 @@
-"""The transformer of torch_gpt.py, with its weights and optimizer state cut among the ranks (FSDP2).
+"""The transformer of torch_gpt.py, its weights and optimizer state cut among the ranks (FSDP2).
 
     hvdlite-run -np 4 python examples/torch_fsdp_gpt.py                        # train
     hvdlite-run -np 2 python examples/torch_fsdp_gpt.py --resume --steps 400   # go on with fewer
@@ -49,7 +49,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> d
 
 
 def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load this rank's part of a checkpoint of any number of ranks; return the steps that are done."""
+    """Load this rank's part of a checkpoint of any number of ranks; the steps that are done."""
     state = state_of(model, optimizer, 0)
     checkpoint.load(state, checkpoint_id=path)
     set_state_dict(

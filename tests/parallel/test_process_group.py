@@ -5,6 +5,7 @@ What each feature does, and its oracle, is in tests/parallel/process_group.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,31 +16,39 @@ from tests.parallel import jobs
 
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 
-from tests.parallel.process_group import features, worker  # noqa: E402
-
-assert worker.main  # It registers the features.
+FOLDER = Path(__file__).parent / "process_group"
 WORKER = [sys.executable, "-m", "tests.parallel.process_group.worker"]
+FEATURE = re.compile(r"^@feature\(([\d, ]*)\)\ndef (\w+)", re.MULTILINE)
+
+
+def features(size: int) -> list[str]:
+    """The features of a job, without the many modules of torch that they import."""
+    return [
+        name
+        for path in sorted(FOLDER.glob("check_*.py"))
+        for sizes, name in FEATURE.findall(path.read_text())
+        if str(size) in (sizes or "2, 4").split(", ")
+    ]
 
 
 class Results:
     """What a job of each number of ranks has found; it runs when the first test asks for it."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lines: dict[tuple[int, bool], dict[str, str]] = {}
+        self.folder = folder
+        self._lines: dict[int, dict[str, str]] = {}
 
-    def of(self, size: int, *, soak: bool = False) -> dict[str, str]:
-        key = size, soak
+    def of(self, size: int) -> dict[str, str]:
         if size == 2:
             self.of(4)  # Which leaves checkpoints for a smaller job.
-        if key not in self._lines:
-            command = jobs.ranks(size, *WORKER, *(["soak"] if soak else []))
-            result = jobs.run_command(command, timeout=110, CHECKPOINT=str(self._folder))
+        if size not in self._lines:
+            command = jobs.ranks(size, *WORKER)
+            result = jobs.run_command(command, timeout=110, CHECKPOINT=str(self.folder))
             words = (line.split(" ", 2) for line in result.stdout.splitlines())
             found = {word[1]: word[2] for word in words if word[0] == "FEATURE"}
-            self._lines[key] = {"": result.stdout, **found}
+            self._lines[size] = {"": result.stdout, **found}
             assert result.returncode == 0, result.stdout
-        return self._lines[key]
+        return self._lines[size]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.parametrize(
-    ("size", "name"), [(size, name) for size in (4, 2) for name in features.names(size)]
+    ("size", "name"), [(size, name) for size in (4, 2) for name in features(size)]
 )
 def test_feature(results: Results, size: int, name: str) -> None:
     found = results.of(size)
@@ -64,7 +73,7 @@ def test_a_checkpoint_of_four_ranks_without_a_process_group(results: Results) ->
         "from torch.distributed import checkpoint\n"
         "from tests.parallel.process_group.check_checkpoints import tensors\n"
         "state = {name: torch.zeros_like(t) for name, t in tensors().items()}\n"
-        f"checkpoint.load(state, checkpoint_id={str(results._folder / 'dcp')!r}, no_dist=True)\n"
+        f"checkpoint.load(state, checkpoint_id={str(results.folder / 'dcp')!r}, no_dist=True)\n"
         "assert all(torch.equal(state[name], t) for name, t in tensors().items())\n"
     )
     result = jobs.run_command([sys.executable, "-W", "ignore", "-c", program], timeout=60)
@@ -111,8 +120,11 @@ def test_a_killed_rank() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("size", [4, 2])
-def test_soak(results: Results, size: int) -> None:
-    names = features.names(size, soak=True)
-    found = results.of(size, soak=True) if names else {}
-    assert {name: found.get(name) for name in names} == dict.fromkeys(names, "ok")
+def test_pytorch_own_tests() -> None:
+    """What fails is what docs/pytorch_own_tests.md lists with its reason."""
+    program = [sys.executable, "-W", "ignore", "-m", "tests.parallel.process_group.pytorch_own"]
+    result = jobs.run_command(jobs.ranks(4, *program), timeout=900)
+    assert result.returncode == 0, result.stdout
+    failed = re.findall(r"^OWN (\w+) fail", result.stdout, re.MULTILINE)
+    page = (jobs.ROOT / "docs" / "pytorch_own_tests.md").read_text()
+    assert sorted(failed) == sorted(re.findall(r"^\| `(test_\w+)` \| fails", page, re.MULTILINE))

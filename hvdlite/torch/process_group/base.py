@@ -43,9 +43,7 @@ class GroupBase:
     ) -> CollectiveWork:
         """Return the work of entries, which `CollectiveWork` is given."""
         limit = timeout_of(options, timeout, self._caller.timeout)
-        work = CollectiveWork(
-            entries, outputs, limit, self._caller.members, finish, writes=writes
-        )
+        work = CollectiveWork(entries, outputs, limit, self._caller.members, finish, writes=writes)
         if self._coalesced is not None:
             self._coalesced.append(work)
         if _KEEPS_WORKS:
@@ -74,9 +72,7 @@ class GroupBase:
 
         entries = [entry for work in works for entry in work.entries]
         outputs = [output for work in works for output in work.outputs]
-        return self._work(
-            entries, outputs, timeout=_longest(works), finish=finish, writes=False
-        )
+        return self._work(entries, outputs, timeout=_longest(works), finish=finish, writes=False)
 
 
 def _longest(works: Sequence[CollectiveWork]) -> timedelta | None:

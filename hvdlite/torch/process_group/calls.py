@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.submit import prepared_once
 from hvdlite.common.api.tensor_entries import PlacedEntry, TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.adapter import CpuBuffer
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.runtime.process_sets import ProcessSet
@@ -40,8 +40,15 @@ class FittedEntry(TensorEntry[torch.Tensor]):
     is thrown away: the collective has run for all ranks, and fails on this one afterwards.
     """
 
-    def __init__(self, *args: Any, expected: Sequence[int], splits: tuple[int, ...] = ()) -> None:
-        super().__init__(*args, splits=splits)
+    def __init__(
+        self,
+        request: Request,
+        tensor: torch.Tensor,
+        target: torch.Tensor,
+        splits: tuple[int, ...],
+        expected: Sequence[int],
+    ) -> None:
+        super().__init__(request, ADAPTER, tensor, target, splits)
         self._expected = tuple(expected)
 
     def output(self, shape: tuple[int, ...]) -> Any:
@@ -49,8 +56,7 @@ class FittedEntry(TensorEntry[torch.Tensor]):
         array = super().output(shape)
         if array.size == math.prod(shape):
             return array
-        scratch = torch.empty(shape, dtype=self.result.dtype)
-        self._output = self._adapter.output(scratch)
+        self._output = self._adapter.output(torch.empty(shape, dtype=self._tensor.dtype))
         return self._output.array
 
     def wait_for_result(self) -> torch.Tensor:
@@ -67,6 +73,11 @@ class FittedEntry(TensorEntry[torch.Tensor]):
         return result
 
 
+# How many groups of each name a runtime has had. The next one of a name, after
+# destroy_process_group(), must not meet calls of the last one that are still pending somewhere.
+_made: WeakKeyDictionary[Runtime, Counter[str]] = WeakKeyDictionary()
+
+
 class Caller:
     """Makes the calls of one process group."""
 
@@ -77,11 +88,19 @@ class Caller:
         self.process_set = process_set
         self.members = list(members)  # Global ranks, by rank of the group.
         self.timeout = timeout
-        self.group = ""  # Its name, set by torch after it has been made.
+        # Its name, set by torch after it has been made; and the same in the names of tensors.
+        self.torch_name = self.group = ""
         # How many calls of each kind there were. Not one number for all: a thread that writes a
         # checkpoint may call other collectives than the training beside it.
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._is_checked = False
+
+    def be_called(self, group: str) -> None:
+        """Take the name that torch gives; all members make groups in the same order."""
+        self.torch_name = group
+        made = _made.setdefault(self.runtime, Counter())
+        made[group] += 1
+        self.group = group if made[group] == 1 else f"{group}@{made[group]}"
 
     # -- options
 
@@ -133,11 +152,10 @@ class Caller:
                     continue
             elif _overlap(tensor, target) and not self._is_own_part(tensor, target):
                 tensor = tensor.clone()  # noqa: PLW2901 - others read it while this rank writes
-            made = call.request, ADAPTER, tensor, target
             if expected:
-                entries.append(FittedEntry(*made, expected=expected[index], splits=splits))
+                entries.append(FittedEntry(call.request, tensor, target, splits, expected[index]))
             else:
-                entries.append(TensorEntry(*made, splits=splits))
+                entries.append(TensorEntry(call.request, ADAPTER, tensor, target, splits))
         runtime.engine.enqueue(entries)
         return entries
 
@@ -175,12 +193,12 @@ class Caller:
 
         torch would use this one for all devices, and not say so.
         """
-        configs: Any = dist.distributed_c10d._world.pg_backend_config  # type: ignore[attr-defined]
-        names = dist.distributed_c10d._world.pg_names  # type: ignore[attr-defined]
+        configs: Any = dist.distributed_c10d._world.pg_backend_config
+        names = dist.distributed_c10d._world.pg_names
         for group, name in names.items():
             config = str(configs.get(group, ""))
             backends = {each.partition(":")[2] for each in config.split(",")} - {"", BACKEND}
-            if name == self.group and backends and BACKEND in config:
+            if name == self.torch_name and backends and BACKEND in config:
                 raise ValueError(
                     f"backend={config!r}: torch gives the tensors of all devices to {BACKEND}, "
                     f"and none to {', '.join(sorted(backends))}: say backend={BACKEND!r}"

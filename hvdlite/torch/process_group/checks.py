@@ -61,7 +61,7 @@ def scattered(what: str, output: torch.Tensor, tensor: torch.Tensor, ranks: int)
         )
 
 
-def one_for_each_rank(what: str, tensors: Sequence[torch.Tensor], ranks: int, noun: str) -> None:
+def one_for_each_rank(what: str, tensors: Sequence[object], ranks: int, noun: str) -> None:
     """Check that a list has a tensor for each rank."""
     if len(tensors) != ranks:
         raise ValueError(f"{what}: {len(tensors)} {noun} for {ranks} ranks: give one for each")

@@ -199,7 +199,9 @@ def _rows(tensor: torch.Tensor) -> int:
 
 def _cut(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Copy a flat tensor to the tensors that follow each other in it."""
-    pieces = whole.split([part.numel() for part in parts])
-    for part, piece in zip(parts, pieces, strict=True):
+    first = 0
+    for part in parts:
+        last = first + part.numel()
         if part.numel():
-            part.detach().copy_(piece.view(part.shape))
+            part.detach().copy_(whole[first:last].view(part.shape))
+        first = last

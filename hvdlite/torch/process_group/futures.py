@@ -56,7 +56,7 @@ def future_of(result: Callable[[], Any], on_end: Callable[[Job], None]) -> Any:
     `on_end` is given what to call then. An error of `result` becomes that of the future, for C++ as
     well: torch's own `set_exception` is a value that raises in Python only.
     """
-    ended: Any = torch.futures.Future()  # type: ignore[no-untyped-call]
+    ended: Any = torch.futures.Future()
     future = ended.then(lambda _: result())
     on_end(lambda: pool.run(lambda: ended.set_result(None)))
     return future

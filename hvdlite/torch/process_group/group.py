@@ -31,13 +31,15 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
     """
 
     def __init__(self, caller: Caller, rank: int, store: Any) -> None:
-        ProcessGroup.__init__(self, rank, len(caller.members))  # type: ignore[call-arg, arg-type]
+        ProcessGroup.__init__(self, rank, len(caller.members))  # type: ignore[call-arg]
         Peers.__init__(self, caller, rank)
         self._store = store
         self._desc = ""
         self._is_shut_down = False
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> CollectiveWork:
+    def barrier(  # type: ignore[override]
+        self, opts: Any = None, timeout: Any = None
+    ) -> CollectiveWork:
         """Wait until all ranks of the group have called this."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
@@ -62,16 +64,16 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
     name = getBackendName
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         """The name that torch has given to the group."""
-        return self._caller.group
+        return self._caller.torch_name
 
     def getGroupName(self) -> str:  # noqa: N802 - the name of C++
         """Return the name that torch has given to the group."""
-        return self._caller.group
+        return self._caller.torch_name
 
     def _set_group_name(self, name: str) -> None:
-        self._caller.group = name
+        self._caller.be_called(name)
 
     @property
     def group_desc(self) -> str:

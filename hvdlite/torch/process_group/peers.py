@@ -42,7 +42,12 @@ class Peers(GroupBase):
         )
 
     def _message(
-        self, start: Any, what: str, tensors: list[torch.Tensor], key: tuple[int, int, int], peer: int
+        self,
+        start: Any,
+        what: str,
+        tensors: list[torch.Tensor],
+        key: tuple[int, int, int],
+        peer: int,
     ) -> CollectiveWork:
         """Start one message for each tensor."""
         checks.readable(what, tensors)

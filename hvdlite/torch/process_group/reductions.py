@@ -111,7 +111,8 @@ class Reductions(GroupBase):
 
         def finish() -> None:
             for output, parts, whole in zip(outputs, lists, packed, strict=True):
-                part = whole.split([each.numel() for each in parts])[self._rank]
+                first = sum(each.numel() for each in parts[: self._rank])
+                part = whole[first : first + output.numel()]
                 output.detach().copy_(part.view(output.shape))
 
         return self._work(entries, outputs, opts, timeout, finish)

@@ -126,7 +126,5 @@ def _hosts(runtime: Runtime, offer: Offer) -> list[str]:
 def _tcp_store(
     host: str, port: int, runtime: Runtime, timeout: timedelta, *, serves: bool = False
 ) -> Any:
-    make: Any = dist.TCPStore
-    return make(
-        host, port, runtime.topology.size, serves, timeout=timeout, wait_for_workers=False
-    )
+    make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch does not say that it has it
+    return make(host, port, runtime.topology.size, serves, timeout=timeout, wait_for_workers=False)

@@ -174,7 +174,7 @@ def all_to_alls() -> None:
     dist.all_to_all_single(output, tensor)
     expected = [[100 * source + 2 * rank + i] for source in range(size) for i in range(2)]
     assert output.tolist() == expected
-    given, taken = [index for index in range(size)], [rank] * size
+    given, taken = list(range(size)), [rank] * size
     tensor = torch.full((sum(given), 2), float(rank))
     output = torch.empty(sum(taken), 2)
     dist.all_to_all_single(output, tensor, taken, given)

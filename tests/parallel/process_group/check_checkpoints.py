@@ -106,9 +106,7 @@ def checkpoint_of_four_ranks_for_later() -> None:
 
 def by_rows_and_columns() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2))
-    return {
-        name: distribute_tensor(t, mesh, [Shard(0), Shard(1)]) for name, t in tensors().items()
-    }
+    return {name: distribute_tensor(t, mesh, [Shard(0), Shard(1)]) for name, t in tensors().items()}
 
 
 def save_safetensors(where: str) -> None:

@@ -59,7 +59,7 @@ def ranks_disagree() -> None:
         dist.all_reduce(tensor)
     text = str(error.value)
     assert "ranks disagree on shape: rank 0 has (3,), rank 1 has (4,)" in text, text
-    assert "allreduce 'pg.0.allreduce." in text, text
+    assert "allreduce 'pg.0" in text and ".allreduce." in text, text
     with pytest.raises(hvd.HorovodInternalError, match="data type"):
         dist.broadcast(torch.ones(2).to([torch.float32, torch.float64][min(rank, 1)]), 0)
     with pytest.raises(hvd.HorovodInternalError, match="root rank"):

@@ -110,6 +110,18 @@ def destroyed_and_made_again() -> None:
 
 
 @feature(2)
+def destroyed_with_a_call_that_nobody_else_has_made() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.full((3,), 100.0), async_op=True)
+    dist.destroy_process_group()
+    hvd.init_process_group()
+    for _ in range(3):
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [2.0] * 3
+
+
+@feature(2)
 def what_torch_asks_of_a_group() -> None:
     group = dist.group.WORLD
     assert group is not None

@@ -27,27 +27,26 @@ class Feature:
     name: str
     check: Check
     sizes: tuple[int, ...]
-    soak: bool
 
 
 FEATURES: dict[str, Feature] = {}
 
 
-def feature(*sizes: int, soak: bool = False) -> Callable[[Check], Check]:
+def feature(*sizes: int) -> Callable[[Check], Check]:
     """Register a feature that is tried with `sizes` ranks, 2 and 4 by default."""
 
     def register(check: Check) -> Check:
         name = check.__name__
         assert name not in FEATURES, name
-        FEATURES[name] = Feature(name, check, sizes or (2, 4), soak)
+        FEATURES[name] = Feature(name, check, sizes or (2, 4))
         return check
 
     return register
 
 
-def names(size: int, *, soak: bool = False) -> list[str]:
+def names(size: int) -> list[str]:
     """The features of a job of `size` ranks."""
-    return [f.name for f in FEATURES.values() if size in f.sizes and f.soak == soak]
+    return [feature.name for feature in FEATURES.values() if size in feature.sizes]
 
 
 def run(chosen: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""One rank that tries features of the process group: worker [NAME ...]; "" is all, "soak" too."""
+"""One rank that tries features of the process group: worker [NAME ...], by default all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import hvdlite.torch as hvd
-from tests.parallel.process_group import features
 from tests.parallel.process_group import (  # noqa: F401 - each module registers its features
     check_calls,
     check_checkpoints,
@@ -20,6 +19,7 @@ from tests.parallel.process_group import (  # noqa: F401 - each module registers
     check_fsdp,
     check_groups,
     check_pipelines,
+    features,
 )
 
 # A feature that waits in vain must not hold up the others.
@@ -33,9 +33,7 @@ def main() -> None:
     hvd.init_process_group(TIMEOUT)
     size = dist.get_world_size()
     chosen = sys.argv[1:]
-    if chosen in ([], ["soak"]):
-        chosen = features.names(size, soak=bool(chosen))
-    features.run(chosen)
+    features.run(chosen or features.names(size))
     dist.destroy_process_group()
 
 
