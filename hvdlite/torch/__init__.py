@@ -22,7 +22,7 @@ with without_collecting():
     from hvdlite.common.iterations.trace import trace_iterations
     from hvdlite.common.runtime.lifecycle import add_process_set, remove_process_set
     from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-    from hvdlite.torch import elastic
+    from hvdlite.torch import checkpoint, elastic
     from hvdlite.torch.compression import Compression
     from hvdlite.torch.functions import (
         allgather_object,
@@ -136,6 +136,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "checkpoint",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -15,14 +15,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
-
 import hvdlite.numpy as hvd
 from hvdlite.checkpoint import manifest
 from hvdlite.checkpoint.files import Reader
 from hvdlite.checkpoint.folder import Folder
 from hvdlite.common.base.errors import HorovodInternalError
 from tests.ranks import run_ranks
+
+pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
 
 Layout = hvd.checkpoint.Layout
 FULL = np.arange(24 * 24, dtype=np.float32).reshape(24, 24)

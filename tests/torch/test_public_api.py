@@ -27,7 +27,7 @@ HOROVOD = [
     "elastic",
 ]  # fmt: skip
 OWN = [
-    "set_comm_fusion", "set_split_strategy_by_idx", "set_split_strategy_by_size",
+    "checkpoint", "set_comm_fusion", "set_split_strategy_by_idx", "set_split_strategy_by_size",
     "trace_iterations",
 ]  # fmt: skip
 

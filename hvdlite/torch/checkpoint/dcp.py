@@ -1,0 +1,179 @@
+"""States with DTensors: written and read by PyTorch's distributed checkpoints (DCP).
+
+DCP's own description of a checkpoint, `.metadata`, is a pickle, and so are values that are no
+tensors: load only checkpoints that you trust.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as torch_dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from hvdlite.checkpoint import loading, saving, trees
+from hvdlite.checkpoint.folder import Folder
+from hvdlite.checkpoint.job import check_same, place, together
+from hvdlite.checkpoint.loading import Options
+from hvdlite.checkpoint.manifest import Manifest, Record
+from hvdlite.checkpoint.tensors import Tensors
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.layouts.layout import whole
+from hvdlite.torch.dtypes import DTYPE_NAMES
+
+
+def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors) -> None:
+    """Write a state with DTensors; each of them says itself how it is cut."""
+    what = f"save of {folder.path}"
+    rank = place()[0]
+    flat: dict[str, Any] = {}
+
+    def prepare() -> None:
+        _check_group()
+        _check_no_layouts(layouts)
+        for name, leaf in trees.leaves(trees.expand(state, tensors, None), tensors):
+            if not tensors.is_tensor(leaf):
+                trees.check_value(leaf, name)
+            flat[name] = leaf
+        if rank == 0:
+            folder.prepare()
+
+    try:
+        together(what, prepare)
+        writer = torch_dcp.FileSystemWriter(folder.new)
+        together(
+            what, lambda: _unwrapped(what, lambda: torch_dcp.save(flat, storage_writer=writer))
+        )
+        together(what, lambda: folder.commit() if rank == 0 else None)
+    except BaseException:
+        if rank == 0:
+            folder.discard()
+        raise
+
+
+def load(
+    folder: Folder,
+    state: Any,
+    layouts: Mapping[str, Any] | None,
+    tensors: Tensors,
+    options: Options,
+) -> Any:
+    """Give a state the values of a checkpoint of DCP, each rank the parts of its DTensors."""
+    what = f"load of {folder.path}"
+    rank, ranks = place()
+    plans: list[loading.Plan] = []
+
+    def prepare() -> bytes:
+        _check_group()
+        _check_no_layouts(layouts)
+        found = _manifest(_metadata(folder))
+        plans.append(loading.plan_of(found, state, None, tensors, options, rank, ranks))
+        return repr(sorted(plans[0].facts.items())).encode()
+
+    digests = together(what, prepare)
+    plan = plans[0]
+    check_same(what, plan.facts, digests)
+    flat: dict[str, Any] = {name: wanted.tensor for name, wanted in plan.tensors.items()}
+    flat.update(plan.values)
+    together(what, lambda: _unwrapped(what, lambda: _load(folder, flat)))
+    return trees.fill(state, plan.tree, flat, tensors)
+
+
+def _load(folder: Folder, flat: dict[str, Any]) -> None:
+    reader = torch_dcp.FileSystemReader(folder.existing())
+    torch_dcp.load(flat, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+def consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
+    """Write a checkpoint of DCP as one file of safetensors; rank 0 does it."""
+    together(
+        f"consolidation of {source.path}",
+        lambda: _consolidate(source, target, tensors) if place()[0] == 0 else None,
+    )
+
+
+def _consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
+    flat: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for name, entry in _metadata(source).state_dict_metadata.items()
+    }
+    reader = torch_dcp.FileSystemReader(source.existing())
+    _unwrapped(
+        f"consolidation of {source.path}",
+        lambda: torch_dcp.load(flat, storage_reader=reader, no_dist=True),
+    )
+    arrays = {name: tensors.array(leaf) for name, leaf in flat.items() if tensors.is_tensor(leaf)}
+    values = {name: leaf for name, leaf in flat.items() if name not in arrays}
+    for name, value in values.items():
+        trees.check_value(value, name)
+    saving.write_alone(target, arrays, values)
+
+
+def _metadata(folder: Folder) -> Metadata:
+    path = folder.existing()
+    try:
+        return torch_dcp.FileSystemReader(path).read_metadata()
+    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}/.metadata is damaged: {error}") from error
+
+
+def _manifest(metadata: Metadata) -> Manifest:
+    """Return what a checkpoint holds, for the checks of names, shapes and dtypes."""
+    records: dict[str, Record] = {}
+    values: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = DTYPE_NAMES.get(entry.properties.dtype, str(entry.properties.dtype))
+            records[name] = Record(whole(len(entry.size)), tuple(entry.size), dtype)
+        else:
+            values[name] = None
+    return Manifest((), (), records, values)
+
+
+def _check_no_layouts(layouts: Mapping[str, Any] | None) -> None:
+    if layouts:
+        raise ValueError(
+            "layouts are for plain tensors, and DTensors say themselves how they are cut: leave "
+            "layouts out, or call hvd.checkpoint.consolidate() on a checkpoint of DTensors first"
+        )
+
+
+def _check_group() -> None:
+    """Raise `ValueError` unless hvdlite and torch.distributed have the same ranks."""
+    ranks = place()[1]
+    group = dist.get_world_size() if dist.is_initialized() else 1
+    if dist.is_initialized() and group != ranks:
+        raise ValueError(
+            f"torch.distributed has {group} ranks, and hvdlite {ranks}: call "
+            "hvd.init_process_group()"
+        )
+
+
+def _unwrapped(what: str, work: Callable[[], Any]) -> None:
+    """Run a call of DCP; raise what went wrong on this rank instead of a `CheckpointException`."""
+    try:
+        work()
+    except CheckpointException as error:
+        _raise_first(what, error)
+
+
+def _raise_first(what: str, error: CheckpointException) -> NoReturn:
+    rank = place()[0]
+    failures = {at: failure[0] for at, failure in error.failures.items()}
+    at = rank if rank in failures else min(failures)
+    cause = failures[at]
+    if at != rank:
+        raise HorovodInternalError(
+            f"{what}: rank {at} failed: {type(cause).__name__}: {cause}", at, job_goes_on=True
+        ) from None
+    if isinstance(cause, (OSError, ValueError, KeyError, TypeError, MemoryError)):
+        raise cause
+    # torch's reader raises RuntimeError for a file that is cut short or spoiled.
+    raise ValueError(f"{what}: a file is damaged: {type(cause).__name__}: {cause}") from cause

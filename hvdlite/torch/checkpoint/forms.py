@@ -1,0 +1,81 @@
+"""The public functions for states of PyTorch: safetensors, or DCP where there are DTensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hvdlite.checkpoint import trees
+from hvdlite.checkpoint.folder import MANIFEST, Folder
+from hvdlite.checkpoint.forms import CheckpointForms
+from hvdlite.checkpoint.loading import Options
+from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor
+
+
+class TorchForms(CheckpointForms):
+    """Checkpoints whose states may have DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__(TorchTensors())
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        state: Any,
+        layouts: Mapping[str, Any] | None = None,
+    ) -> None:
+        folder = Folder(directory)
+        if _has_dtensors(trees.expand(state, self._tensors, None)):
+            from hvdlite.torch.checkpoint import dcp
+
+            dcp.save(folder, state, layouts, self._tensors)
+        else:
+            super().save(directory, state, layouts)
+
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        state: Any,
+        layouts: Mapping[str, Any] | None = None,
+        strict: bool = True,
+        *,
+        cast: bool = False,
+        verify: bool = False,
+    ) -> Any:
+        folder = Folder(directory)
+        if _is_of_dcp(folder):
+            from hvdlite.torch.checkpoint import dcp
+
+            return dcp.load(folder, state, layouts, self._tensors, Options(strict, cast))
+        return super().load(directory, state, layouts, strict, cast=cast, verify=verify)
+
+    def consolidate(self, src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
+        source = Folder(src)
+        if _is_of_dcp(source):
+            from hvdlite.torch.checkpoint import dcp
+
+            dcp.consolidate(source, Folder(dst), self._tensors)
+        else:
+            super().consolidate(src, dst)
+
+    save.__doc__ = CheckpointForms.save.__doc__
+    load.__doc__ = CheckpointForms.load.__doc__
+    consolidate.__doc__ = CheckpointForms.consolidate.__doc__
+
+
+def _has_dtensors(tree: Any) -> bool:
+    tree = tree.expanded if isinstance(tree, trees.Owner) else tree
+    if isinstance(tree, dict):
+        return any(map(_has_dtensors, tree.values()))
+    if isinstance(tree, list):
+        return any(map(_has_dtensors, tree))
+    return is_dtensor(tree)
+
+
+def _is_of_dcp(folder: Folder) -> bool:
+    try:
+        path = folder.existing()
+    except FileNotFoundError:  # which load() raises on all ranks
+        return False
+    return not (path / MANIFEST).is_file()
