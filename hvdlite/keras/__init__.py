@@ -43,7 +43,7 @@ from hvdlite.common.runtime.basics import (
 )
 from hvdlite.common.runtime.lifecycle import add_process_set, init, remove_process_set, shutdown
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.keras import callbacks, elastic
+from hvdlite.keras import callbacks, checkpoint, elastic
 from hvdlite.keras.framework import adapter
 from hvdlite.keras.models import load_model
 from hvdlite.keras.mpi_ops import (
@@ -93,6 +93,7 @@ __all__ = [
     "broadcast_global_variables",
     "callbacks",
     "ccl_built",
+    "checkpoint",
     "cross_rank",
     "cross_size",
     "cuda_built",

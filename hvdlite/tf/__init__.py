@@ -19,7 +19,7 @@ from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.runtime.lifecycle import add_process_set, remove_process_set
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.missing_names import attribute_error
-from hvdlite.tf import data, elastic
+from hvdlite.tf import checkpoint, data, elastic
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.functions import (
     allgather_object,
@@ -136,6 +136,7 @@ __all__ = [
     "ccl_built",
     "check_extension",
     "check_num_rank_power_of_2",
+    "checkpoint",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -27,7 +27,16 @@ def test_signatures() -> None:
 def test_the_names_are_those_of_horovod_and_of_the_other_adapters() -> None:
     own = ["set_comm_fusion", "set_split_strategy_by_idx", "set_split_strategy_by_size"]
     assert sorted(hvd.__all__) == sorted(
-        [*HOROVOD, "Min", "Max", "Product", "HorovodInternalError", "trace_iterations", *own]
+        [
+            *HOROVOD,
+            "Min",
+            "Max",
+            "Product",
+            "HorovodInternalError",
+            "checkpoint",
+            "trace_iterations",
+            *own,
+        ]
     )
 
 

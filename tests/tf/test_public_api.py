@@ -30,8 +30,8 @@ HOROVOD = [
     "elastic",
 ]  # fmt: skip
 OWN = [
-    "HorovodInternalError", "barrier", "data", "set_comm_fusion", "set_split_strategy_by_idx",
-    "set_split_strategy_by_size", "trace_iterations",
+    "HorovodInternalError", "barrier", "checkpoint", "data", "set_comm_fusion",
+    "set_split_strategy_by_idx", "set_split_strategy_by_size", "trace_iterations",
 ]  # fmt: skip
 
 

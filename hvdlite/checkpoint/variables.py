@@ -1,0 +1,67 @@
+"""Variables that have `numpy()` and `assign()`: those of Keras, and of TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdlite.checkpoint.tensors import Array, Context, Owner, Tensors
+
+
+class VariableTensors(Tensors):
+    """Variables, and the models and optimizers of Keras that have some."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """Return whether `value` is a variable or an array."""
+        return _is_variable(value) or super().is_tensor(value)
+
+    def kind(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
+        """Return the dtype and the shape."""
+        if super().is_tensor(tensor):
+            return super().kind(tensor)
+        dtype = getattr(tensor.dtype, "name", tensor.dtype)  # Keras has names, TensorFlow objects.
+        return str(dtype), tuple(tensor.shape)
+
+    def array(self, tensor: Any) -> Array:
+        """Return the values on the host."""
+        return np.asarray(tensor.numpy() if _is_variable(tensor) else tensor)
+
+    def store(self, tensor: Any, values: Array) -> Any:
+        """Assign values to a variable, and return it."""
+        if not _is_variable(tensor):
+            return super().store(tensor, values)
+        tensor.assign(values)
+        return tensor
+
+    def owner(self, thing: Any, context: Context) -> Owner | None:
+        """Return the variables of a model, a layer or an optimizer by their paths within it.
+
+        Raises `ValueError` for one that has not been built: its variables do not exist yet.
+        """
+        if isinstance(thing, type) or not hasattr(thing, "variables"):
+            return None
+        if not getattr(thing, "built", True):
+            raise ValueError(
+                f"the {type(thing).__name__} {getattr(thing, 'name', '')!r} has no variables yet: "
+                "call build() before the checkpoint (of an optimizer, with the trainable "
+                "variables of its model)"
+            )
+        # The weights of a model are its variables but for seeds, of which ranks keep their own.
+        variables = getattr(thing, "weights", thing.variables)
+        tree: dict[str, Any] = {}
+        for variable in variables() if callable(variables) else variables:
+            # Keras counts models and optimizers of a process, so the next one has another name.
+            name = _path(variable).removeprefix(f"{getattr(thing, 'name', '')}/")
+            if name in tree:
+                raise ValueError(f"two variables have the name {name!r}: rename a layer")
+            tree[name] = variable
+        return Owner(thing, tree, lambda loaded: None)
+
+
+def _path(variable: Any) -> str:
+    return str(getattr(variable, "path", None) or variable.name)
+
+
+def _is_variable(value: Any) -> bool:
+    return hasattr(value, "assign") and hasattr(value, "numpy") and hasattr(value, "shape")
