@@ -43,6 +43,7 @@ from hvdlite.common.runtime.lifecycle import add_process_set, init, remove_proce
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.missing_names import module_getattr
 from hvdlite.numpy import checkpoint, elastic
+from hvdlite.numpy.halos import halo
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -125,6 +126,7 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
+    "halo",
     "init",
     "is_homogeneous",
     "is_initialized",

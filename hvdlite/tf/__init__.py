@@ -29,6 +29,7 @@ from hvdlite.tf.functions import (
     broadcast_variables,
 )
 from hvdlite.tf.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
+from hvdlite.tf.halos import halo
 from hvdlite.tf.mpi_ops import (
     Adasum,
     Average,
@@ -150,6 +151,7 @@ __all__ = [
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "halo",
     "handle_average_backwards_compatibility",
     "init",
     "is_homogeneous",

@@ -30,6 +30,7 @@ with without_collecting():
         broadcast_optimizer_state,
         broadcast_parameters,
     )
+    from hvdlite.torch.halos import halo
     from hvdlite.torch.mpi_ops import (
         Adasum,
         Average,
@@ -91,6 +92,7 @@ with without_collecting():
     )
     from hvdlite.torch.optimizer import DistributedOptimizer
     from hvdlite.torch.process_group.registration import init_process_group, register
+    from hvdlite.torch.spatial import SpatialConv2d
     from hvdlite.torch.sync_batch_norm import SyncBatchNorm
 
 
@@ -115,6 +117,7 @@ __all__ = [
     "Min",
     "ProcessSet",
     "Product",
+    "SpatialConv2d",
     "Sum",
     "SyncBatchNorm",
     "add_process_set",
@@ -153,6 +156,7 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
+    "halo",
     "init",
     "init_process_group",
     "is_initialized",
