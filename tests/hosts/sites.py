@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.hosts.jobs import LAUNCHER
 from tests.hosts.lab import HOSTS, ROOT, SHARED, Lab, child_of
 from tests.launcher.elastic.jobs import Watch
 from tests.launcher.elastic_scenarios.sites import Site
+from tests.launcher.jobs import IMPATIENT
 
 # That of this machine, so that no host compiles again.
 CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -38,7 +38,7 @@ class ThreeHosts(Site):
         variables.setdefault("HVDLITE_ELASTIC_CHECK", "1")
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(self.inside / "inductor")  # Not in /tmp.
         variables["XDG_CACHE_HOME"] = CACHE
-        with self.lab.start(HOSTS[0], *LAUNCHER, *words, **variables) as running:
+        with self.lab.start(HOSTS[0], *IMPATIENT, *words, **variables) as running:
             watch = Watch(running.process)
             try:
                 yield watch

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.parallel.jobs import environment
 
 LAUNCHER = [sys.executable, "-m", "hvdlite.launcher"]
+IMPATIENT = [sys.executable, "-m", "tests.launcher.impatient"]  # Needs the checkout in its path.
 # What the scripts of the tests start with.
 RANK = """
 import os, sys, time
@@ -35,7 +36,11 @@ def set_signals(ignored: Collection[int] = ()) -> None:
 
 @contextmanager
 def start(
-    *words: str, ignored: Collection[int] = (), may_leave: str = "", **variables: str
+    *words: str,
+    ignored: Collection[int] = (),
+    may_leave: str = "",
+    program: Sequence[str] = LAUNCHER,
+    **variables: str,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start hvdlite-run with these signals ignored; at the end, nothing of the job may be left.
 
@@ -46,7 +51,7 @@ def start(
         # Temporary files of the launcher and of MPI go where we can look for them.
         variables = {MARK: folder, "TMPDIR": folder, **variables}
         process = subprocess.Popen(
-            [*LAUNCHER, *words],
+            [*program, *words],
             env=environment(**variables),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -68,9 +73,11 @@ def start(
         assert left_files == [], left_files
 
 
-def launch(*words: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    *words: str, timeout: float = 60, program: Sequence[str] = LAUNCHER, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run hvdlite-run to its end."""
-    with start(*words, **variables) as process:
+    with start(*words, program=program, **variables) as process:
         out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import resolve
 from hvdlite.launcher.passed_variables import CALL_VARIABLE
 from hvdlite.launcher.start import run_job
-from tests.launcher.jobs import LAUNCHER, MARK, launch, processes, start
+from tests.launcher.jobs import IMPATIENT, LAUNCHER, MARK, launch, processes, start
 from tests.launcher.other_hosts import HAVE_NAMES, agents, calls, make_ssh, python
 from tests.parallel.jobs import environment
 
@@ -42,11 +42,16 @@ def ssh(tmp_path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def up(
-    variables: dict[str, str], folder: Path, script: str = SLEEP, may_leave: str = ""
+    variables: dict[str, str],
+    folder: Path,
+    script: str = SLEEP,
+    may_leave: str = "",
+    program: Sequence[str] = LAUNCHER,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a job, and wait until each rank is up; its processes have the mark `folder`."""
     mark = {MARK: str(folder)}
-    with start(*HOSTS, *python(script), may_leave=may_leave, **variables, **mark) as process:
+    options = {"may_leave": may_leave, **variables, **mark}
+    with start(*HOSTS, *python(script), program=program, **options) as process:
         assert process.stdout is not None
         for _ in range(3):
             assert process.stdout.readline().endswith("up\n"), process.stderr.read()  # type: ignore[union-attr]
@@ -242,7 +247,8 @@ def test_many_hosts_are_started(tmp_path: Path) -> None:
 def test_a_failure_there_ends_the_job(
     ssh: dict[str, str], end: str, code: int, sentence: str
 ) -> None:
-    done = launch(*HOSTS, *python(f"sys.stderr.write('last')\nif rank == 2: {end}\n{SLEEP}"), **ssh)
+    script = f"sys.stderr.write('last')\nif rank == 2: {end}\n{SLEEP}"
+    done = launch(*HOSTS, *python(script), program=IMPATIENT, **ssh)
     assert done.returncode == code
     assert f"hvdlite-run: {sentence}" in done.stderr
     assert "[2]<stderr>:last" in done.stderr
@@ -352,7 +358,7 @@ def test_a_launcher_that_is_killed_while_ssh_connects_leaves_nothing(tmp_path: P
 def test_a_killed_agent_ends_its_ranks_and_the_job(
     ssh: dict[str, str], tmp_path: Path, host: str
 ) -> None:
-    with up(ssh, tmp_path) as process:
+    with up(ssh, tmp_path, program=IMPATIENT) as process:
         remote = [n for n in agents(str(tmp_path)) if Path(f"/proc/{n}/environ").read_bytes()]
         log = (tmp_path / "ssh.log").read_text().split()[0]
         victim = int(log) if host == "other" else next(n for n in remote if n != int(log))
@@ -369,7 +375,7 @@ def test_a_killed_agent_ends_its_ranks_and_the_job(
 
 def test_a_host_that_falls_silent_is_named(ssh: dict[str, str], tmp_path: Path) -> None:
     short = {**ssh, "HVDLITE_PEER_TIMEOUT": "2"}
-    with up(short, tmp_path, may_leave="hvdlite-agent-*") as process:
+    with up(short, tmp_path, may_leave="hvdlite-agent-*", program=IMPATIENT) as process:
         agent = int((tmp_path / "ssh.log").read_text().split()[0])
         os.kill(agent, signal.SIGSTOP)
         _, err = process.communicate(timeout=20)

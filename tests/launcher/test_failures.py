@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hvdlite.launcher.first_failure import Failure
 from hvdlite.launcher.mpi import OPENMPI, find_all
 from hvdlite.launcher.outcome import failure_sentence
 from hvdlite.launcher.unreachable import diagnose
-from tests.launcher.jobs import RANK, launch
+from tests.launcher.jobs import IMPATIENT, LAUNCHER, RANK, launch
 
 each_launcher = pytest.mark.usefixtures("launcher")
 USED = next(find_all(os.environ), None)
@@ -22,9 +23,16 @@ with_openmpi = pytest.mark.skipif(
 ENDED = "; the job has been ended"
 
 
-def run(script: str, *words: str, ranks: int = 3, **variables: str) -> list[str]:
+def run(
+    script: str,
+    *words: str,
+    ranks: int = 3,
+    program: Sequence[str] = LAUNCHER,
+    **variables: str,
+) -> list[str]:
     """The lines of standard error of a job that fails."""
-    done = launch("-np", str(ranks), *words, sys.executable, "-c", RANK + script, **variables)
+    flags = ("-np", str(ranks), *words)
+    done = launch(*flags, sys.executable, "-c", RANK + script, program=program, **variables)
     assert done.returncode == 1
     return done.stderr.splitlines()
 
@@ -95,7 +103,8 @@ def test_ranks_that_disagree_show_where() -> None:
 def test_causes_before_init(script: str, cause: str | None) -> None:
     code = f"if rank == 1:\n  exec({script!r})\ntime.sleep(600)"
     said = f"failed: {cause} (exit code 1)" if cause else "failed with exit code 1"
-    assert run(code, ranks=2)[-1] == f"hvdlite-run: rank 1 {said}{ENDED}"
+    last = run(code, ranks=2, program=IMPATIENT)[-1]
+    assert last == f"hvdlite-run: rank 1 {said}{ENDED}"
 
 
 @each_launcher

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.launcher.mpi import OPENMPI, find_all
-from tests.launcher.jobs import MARK, RANK, SHARED_MEMORY, launch, processes, start
+from tests.launcher.jobs import IMPATIENT, MARK, RANK, SHARED_MEMORY, launch, processes, start
 
 pytestmark = [
     pytest.mark.usefixtures("launcher"),
@@ -122,7 +122,8 @@ def test_the_first_rank_that_fails_ends_the_job(end: str) -> None:
 
 
 def test_a_rank_that_raises_shows_its_traceback() -> None:
-    done = launch("-np", "2", *python("if rank == 1: raise ValueError('broken data')\n" + SLEEP))
+    script = "if rank == 1: raise ValueError('broken data')\n" + SLEEP
+    done = launch("-np", "2", *python(script), program=IMPATIENT)
     assert done.returncode == 1
     assert "[1]<stderr>:ValueError: broken data\n" in done.stderr
     last = done.stderr.splitlines()[-1]
@@ -143,7 +144,8 @@ def test_the_other_ranks_may_still_say_something(end: str, launcher: str) -> Non
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
-    done = launch("-np", "2", *python("if rank == 1: os.kill(os.getpid(), 9)\n" + SLEEP))
+    script = "if rank == 1: os.kill(os.getpid(), 9)\n" + SLEEP
+    done = launch("-np", "2", *python(script), program=IMPATIENT)
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 1 was killed by SIGKILL (exit code 137); the job has been ended" in done.stderr
 
@@ -151,7 +153,8 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
 @with_openmpi
 @over_mpirun
 def test_a_rank_that_is_killed_with_its_shell_is_named() -> None:
-    done = launch("-np", "2", *python("if rank == 1: os.killpg(0, 9)\n" + SLEEP))
+    script = "if rank == 1: os.killpg(0, 9)\n" + SLEEP
+    done = launch("-np", "2", *python(script), program=IMPATIENT)
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 1 was killed together with its shell" in done.stderr
 
@@ -191,7 +194,7 @@ def test_child_processes_of_a_rank_end_with_it() -> None:
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "if rank == 1: os.kill(os.getpid(), 9)\n" + SLEEP
     )
-    assert launch("-np", "2", *python(script)).returncode == 137
+    assert launch("-np", "2", *python(script), program=IMPATIENT).returncode == 137
 
 
 IGNORE = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n"

@@ -21,10 +21,10 @@ from typing import Any
 from tests.launcher.elastic.jobs import SCRIPT, Watch
 from tests.launcher.elastic.jobs import Place as Worker
 from tests.launcher.elastic_scenarios.jobs import OTHERS, Fault, Outcome
-from tests.launcher.jobs import MARK, processes, start
+from tests.launcher.jobs import IMPATIENT, MARK, processes, start
 from tests.parallel.jobs import environment
 
-SEEN_SECONDS = 10.0  # In which a discovery script is run that is due once a second.
+SEEN_SECONDS = 10.0  # In which a discovery script is run that is due five times a second.
 
 
 class Site:
@@ -163,7 +163,7 @@ class OneHost(Site):
     def launch(self, *words: str, **variables: str) -> Iterator[Watch]:
         """See `Site.launch`."""
         variables[MARK] = self._mark
-        with start(*words, may_leave=OTHERS, **variables) as process:
+        with start(*words, may_leave=OTHERS, program=IMPATIENT, **variables) as process:
             watch = Watch(process)
             try:
                 yield watch

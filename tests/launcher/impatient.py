@@ -1,0 +1,18 @@
+"""hvdlite-run for tests that would wait: it looks for hosts more often, and ends ranks earlier.
+
+A discovery script runs five times a second instead of once. After a failure the other ranks have
+0.3 seconds instead of 3 to say what they noticed, which suits ranks that have nothing to say.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hvdlite.launcher import termination_plan
+from hvdlite.launcher.cli import main
+from hvdlite.launcher.elastic import discovery_script
+
+discovery_script.EVERY_SECONDS = 0.2
+(_, first), *others = termination_plan.AFTER_FAILURE
+termination_plan.AFTER_FAILURE = ((0.3, first), *others)
+sys.exit(main())
