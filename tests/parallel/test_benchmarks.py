@@ -253,6 +253,7 @@ def test_a_soak_finds_what_is_wrong(wrong: str, monkeypatch: pytest.MonkeyPatch)
         assert (found["worlds"], found["steps"], found["digests"]) == (4, 7, 7)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(220)
 def test_tf_overhead(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")

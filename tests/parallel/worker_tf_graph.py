@@ -21,7 +21,7 @@ import tensorflow as tf
 import hvdlite.tf as hvd
 
 COLLECTIVES = 80
-IN_A_SESSION = 40  # sessions take long to prepare large graphs
+IN_A_SESSION = 20  # sessions take long to prepare large graphs
 LIMIT_SECONDS = 60
 
 
