@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,34 +14,41 @@ import pytest
 
 LIMIT_SECONDS = 300
 CHOSEN = bool({"KERAS_BACKEND", "TF_USE_LEGACY_KERAS"} & os.environ.keys())
+ELSEWHERE = {
+    "torch": ({"KERAS_BACKEND": "torch"}, "torch"),
+    "Keras 2": ({"TF_USE_LEGACY_KERAS": "1"}, "tf_keras"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """All runs at once, each of which computes in one thread for most of its time."""
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    found: dict[str, subprocess.Popen[bytes]] = {}
+    with ExitStack() as stack:
+        for name, (environment, needed) in ELSEWHERE.items():
+            if find_spec(needed) is None:
+                continue
+            output = stack.enter_context((tmp_path_factory.getbasetemp() / name).open("wb"))
+            run = subprocess.Popen(
+                [*words, str(Path(__file__).parent)], env={**os.environ, **environment},
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            stack.callback(run.wait)
+            stack.callback(run.kill)
+            found[name] = run
+        yield found
 
 
 @pytest.mark.skipif(CHOSEN, reason="the environment was chosen already")
 @pytest.mark.timeout(LIMIT_SECONDS + 20)
-@pytest.mark.parametrize(
-    ("environment", "needed"),
-    [
-        pytest.param({"KERAS_BACKEND": "torch"}, "torch", id="torch"),
-        pytest.param({"TF_USE_LEGACY_KERAS": "1"}, "tf_keras", id="Keras 2"),
-    ],
-)
-def test_elsewhere(environment: dict[str, str], needed: str) -> None:
-    if find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            str(Path(__file__).parent),
-        ],
-        check=False,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_elsewhere(
+    name: str,
+    runs: dict[str, subprocess.Popen[bytes]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    if name not in runs:
+        pytest.skip(f"{ELSEWHERE[name][1]} is not installed")
+    code = runs[name].wait(LIMIT_SECONDS)
+    assert code == 0, (tmp_path_factory.getbasetemp() / name).read_text()
