@@ -181,7 +181,7 @@ class ControlPlane:
             return  # This rank runs no segment that would end the negotiation in its timeline.
         for request in self._memory.requests_of(report):
             if self._rank not in (request.parties or members):
-                continue
+                continue  # A message of others, or a set that they form.
             self._timeline.negotiate_start(request.name, request.collective)
             for rank in report.ranks:
                 self._timeline.rank_ready(request.name, rank)

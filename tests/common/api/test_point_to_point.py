@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.process_sets import form_process_set, release_process_set
 from hvdlite.common.runtime.state import current, use
+from hvdlite.tools.timeline_reader import check
 from tests.backends import DTYPES, values
 from tests.ranks import run_ranks, run_threads
 from tests.worlds import IN_PROCESS, TCP
@@ -273,6 +276,24 @@ def test_a_message_is_one_negotiation(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run_ranks(3, main, hosts=[[0], [1], [2]])
     assert (len(reports), len(orders)) == (20, 10)
+
+
+def test_the_timeline_shows_a_message_to_its_two_ranks_alone(tmp_path: Path) -> None:
+    settings = Config(timeline=str(tmp_path / "t.json"), timeline_all_ranks=True)
+
+    def main(rank: int) -> None:
+        if rank:
+            (send if rank == 1 else recv)(np.ones(9), 3 - rank, "x")
+            release_process_set(form_process_set([1, 2]))
+        hvd.barrier()
+
+    run_ranks(3, main, config=settings)
+    for rank in range(3):
+        events = json.loads((tmp_path / f"t.rank{rank}.json").read_text())
+        assert check(events).problems == []
+        names = {event["args"].get("name") for event in events if event["ph"] == "M"}
+        assert ("point_to_point.1.2.x" in names) == (rank > 0)
+        assert ("form_process_set.[1, 2]" in names) == (rank > 0)
 
 
 # -- short calls
