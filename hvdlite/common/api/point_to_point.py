@@ -36,7 +36,7 @@ def send_async(tensor: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY)
     ``wait`` raises `HorovodInternalError` where dtype or number of elements differ from those of
     the target, or `peer` was lost, has shut down or has joined.
     """
-    return _start(for_collective(), adapter, tensor, peer, name, sends=True)
+    return start_message(for_collective(), adapter, tensor, peer, name, sends=True)
 
 
 def recv_async(target: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY) -> Operation[T]:
@@ -45,7 +45,7 @@ def recv_async(target: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY)
     Target and tensor have one dtype and one number of elements; their shapes may differ. Returns
     and raises as `send_async`.
     """
-    return _start(for_collective(), adapter, target, peer, name, sends=False)
+    return start_message(for_collective(), adapter, target, peer, name, sends=False)
 
 
 def send(tensor: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY) -> None:
@@ -59,9 +59,10 @@ def recv(target: T, peer: int, name: str, *, adapter: Adapter[T] = _NUMPY) -> T:
     return target
 
 
-def _start(
+def start_message(
     runtime: Runtime, adapter: Adapter[T], tensor: T, peer: int, name: str, *, sends: bool
 ) -> Operation[T]:
+    """Start to send or to receive at a rank that need not be the calling thread's."""
     what = f"{'send to' if sends else 'recv from'} rank {peer} of '{name}'"
     rank, size = runtime.rank, runtime.topology.size
     if type(peer) is not int or not 0 <= peer < size or peer == rank:
