@@ -438,8 +438,8 @@ class Coordinator:
 
     def _item(self, process_set_id: int, response: Response) -> Response | int:
         """Return what a segment holds for a response: only the bit if the members know it."""
-        if response.bit == NO_BIT:
-            return response
+        if response.bit == NO_BIT or process_set_id not in self._sets:
+            return response  # Its set has been removed since: its id may be given to another one.
         key = (process_set_id, response.bit)
         if key in self._announced:
             return response.bit

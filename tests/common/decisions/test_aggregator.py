@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlite.common.decisions.aggregator import Aggregator
-from hvdlite.common.plain.messages import Report, Response, Segment
+from hvdlite.common.plain.messages import Report, Request, Response, Segment
 from tests.common.decisions.requests import request
 
 
@@ -17,3 +17,22 @@ def test_a_leader_passes_on_what_is_late_and_then_the_rest() -> None:
     assert leader.pop_reports() == (Report(0, (4, 6), (0, 1)),)
     leader.receive(Report(0, (5,), (1,)), 2.0)
     assert leader.pop_reports() == (Report(0, (5,), (1,)),)
+
+
+def test_requests_of_some_ranks_wait_for_those_below_and_releases_for_nobody() -> None:
+    leader = Aggregator(6, range(2, 5))
+    pair = Request(0, "form", "form_process_set", parties=(1, 3, 4))
+    leader.receive(Report(0, (3,), (), (pair,)), 0.0)
+    assert leader.pop_reports() == ()
+    leader.receive(Report(0, (4,), (), (pair,)), 0.0)
+    assert leader.pop_reports() == (Report(0, (3, 4), (), (pair,)),)
+    leader.note(Segment(0, (Response(pair),)))
+    in_set = request("a", process_set_id=1)
+    leader.receive(Report(1, (3, 4), (), (in_set,)), 0.0)
+    assert leader.pop_reports() == (Report(1, (3, 4), (), (in_set,)),)
+    release = Request(0, "release", "release_process_set", root_rank=1, parties=(1, 3, 4))
+    leader.receive(Report(0, (4,), (), (release,)), 0.0)
+    assert leader.pop_reports() == (Report(0, (4,), (), (release,)),)
+    leader.note(Segment(0, (Response(release),)))
+    leader.receive(Report(1, (3, 4), (), (in_set,)), 0.0)
+    assert leader.pop_reports() == ()

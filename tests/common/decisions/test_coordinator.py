@@ -220,3 +220,71 @@ def test_a_removed_process_set_leaves_no_segments_behind() -> None:
         for _ in range(2):
             assert order((0, 1), 1, 0, 1) == [Segment(1, (0, 1))]
         order((0, 1, 2), 0, remove)
+
+
+def formed(*ranks: int) -> Request:
+    """A request that forms the set of these ranks."""
+    return Request(0, f"form {ranks}", "form_process_set", parties=ranks)
+
+
+def released(process_set_id: int, *ranks: int) -> Request:
+    """A request that releases its first use."""
+    name, collective = f"release {process_set_id}", "release_process_set"
+    return Request(0, name, collective, root_rank=process_set_id, parties=ranks)
+
+
+def receive(coordinator: Coordinator, key: int, ranks: tuple[int, ...], *requests: Request) -> None:
+    """Let each of some ranks report some requests."""
+    for rank in ranks:
+        coordinator.receive(Report(key, (rank,), (), requests), 0.0)
+
+
+def items(coordinator: Coordinator) -> list[Any]:
+    """What the next segments hold."""
+    orders = coordinator.pop_orders()
+    return [item for order in orders if isinstance(order, Segment) for item in order.items]
+
+
+def test_an_id_that_is_used_again_has_no_bits_of_the_set_before() -> None:
+    """The answers of the last step and of the release are cut into segments together."""
+    coordinator = new_coordinator(3)
+    receive(coordinator, 0, (0, 1), formed(0, 1))
+    assert not items(coordinator)[0].error
+    for step in range(2):
+        receive(coordinator, 1, (0, 1), request("a", process_set_id=1))
+        if step:
+            receive(coordinator, 0, (1, 0), released(1, 0, 1))
+        assert items(coordinator)
+    receive(coordinator, 0, (1, 2), formed(1, 2))
+    assert items(coordinator)[0].request.parties == (1, 2)
+    receive(coordinator, 1, (2, 1), request("b", process_set_id=1))
+    (answer,) = items(coordinator)
+    assert isinstance(answer, Response) and answer.request.name == "b"
+
+
+def test_requests_of_some_ranks_wait_for_these_alone() -> None:
+    coordinator = new_coordinator(4)
+    receive(coordinator, 0, (0, 1, 2), request("of all"))
+    receive(coordinator, 0, (1,), formed(1, 3), released(1, 1, 3))
+    (tensor, of_pair) = coordinator.waiting()  # nobody waits for a release
+    assert (tensor.missing, of_pair.missing) == ((3,), (3,))
+    receive(coordinator, 0, (0,), JOIN)
+    receive(coordinator, 0, (3,), formed(1, 3))
+    assert [item.request.parties for item in items(coordinator)] == [(1, 3)]
+    receive(coordinator, 0, (1,), formed(0, 1))
+    assert "rank 0 has called join()" in items(coordinator)[0].error
+    coordinator.depart(2)
+    receive(coordinator, 0, (1,), formed(1, 2))
+    assert ["rank 2 has been shut down" in item.error for item in items(coordinator)] == [True] * 3
+    receive(coordinator, 0, (1, 3), formed(1, 3))
+    assert [item.error for item in items(coordinator)] == [""]
+
+
+def test_a_rank_that_has_shut_down_needs_not_release() -> None:
+    coordinator = new_coordinator(3)
+    receive(coordinator, 0, (0, 1), formed(0, 1))
+    coordinator.pop_orders()
+    receive(coordinator, 0, (0,), released(1, 0, 1))
+    assert not items(coordinator)
+    coordinator.depart(1)
+    assert [item.request.collective for item in items(coordinator)] == ["release_process_set"]
