@@ -363,7 +363,9 @@ class Engine:
                 self._drop_set(removed)
             value = change.formed
             if effect is Effect.ADD_SET and entry is not None:
-                value = self.process_sets.id_of(entry.request.shape)
+                process_set_id = self.process_sets.id_of(entry.request.shape)
+                assert process_set_id is not None
+                value = FormedSet(process_set_id, 0, process_set_id in change.made)
         if entry is not None:
             entry.complete(value)
 

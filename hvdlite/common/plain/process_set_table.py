@@ -29,10 +29,10 @@ def unflatten(numbers: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 class FormedSet(NamedTuple):
-    """What the members of a formed set learn: its id, and which use of it they have begun."""
+    """What the members of a new set learn: its id, and which use of it they have begun."""
 
     process_set_id: int
-    use: int  # Its number, from 1 on.
+    use: int  # The number of the use, from 1 on; 0 where all ranks have added the set.
     is_new: bool  # Whether no set had these ranks before.
 
 

@@ -62,10 +62,6 @@ class FormedSets:
         self._runtime.forget_calls()
         self._tell(formed, members)
 
-    def has(self, process_set_id: int) -> bool:
-        """Return whether this rank uses the set of this id."""
-        return any(formed.process_set_id == process_set_id for formed, _ in self._uses.values())
-
     def close(self) -> None:
         """Let no set be used any more."""
         while self._uses:

@@ -16,7 +16,7 @@ from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.handles import HandleTable
 from hvdlite.common.plain.messages import Request
-from hvdlite.common.plain.process_set_table import GLOBAL_ID
+from hvdlite.common.plain.process_set_table import GLOBAL_ID, FormedSet
 from hvdlite.common.runtime.formed_sets import FormedSets
 from hvdlite.common.runtime.mpi_process import free_group, members_of_communicator
 from hvdlite.common.runtime.process_sets import ProcessSet
@@ -221,9 +221,10 @@ class Runtime:
         """Register a set on all ranks; blocks until every rank has called it."""
         members = self.engine.process_sets.check(self.ranks_of(process_set))
         collective = "add_process_set" if process_set.mpi_comm is None else "split_process_set"
-        process_set_id = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
+        added: FormedSet = self.call(Request(GLOBAL_ID, collective, collective, shape=members))
+        process_set_id = added.process_set_id
         process_set._bind(process_set_id, members)
-        if not self.formed_sets.has(process_set_id):  # The id may have been another set's.
+        if added.is_new:  # The id may have been another set's.
             self.restart(process_set)
         self.known_sets[process_set_id] = process_set
 
