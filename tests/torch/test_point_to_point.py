@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.point_to_point import recv, recv_async, send, send_async
-from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.api.reduce_to_one import reduce
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.torch.adapter import TorchAdapter
 from tests.ranks import run_ranks
 
 ADAPTER = TorchAdapter()
-FORMS: Forms[torch.Tensor] = Forms(EngineRunner(ADAPTER))
 HOSTS = [None, [[0], [1, 2]]]
 
 
@@ -58,10 +56,10 @@ def test_reduce_to_one_rank(hosts: Any) -> None:
     def main(rank: int) -> None:
         for root in range(3):
             tensor = torch.full((7, 3), float(rank + 1)).T
-            result = FORMS.reduce_(tensor, root, name=f"{root}", op=ReduceOp.SUM)
+            result = reduce(tensor, root, f"{root}", ReduceOp.SUM, in_place=True, adapter=ADAPTER)
             assert result is tensor
             assert (tensor == (6 if rank == root else rank + 1)).all()
-            bits = FORMS.reduce(torch.tensor([1 << rank, 7]), root, op=ReduceOp.BXOR)
+            bits = reduce(torch.tensor([1 << rank, 7]), root, op=ReduceOp.BXOR, adapter=ADAPTER)
             assert bits is None if rank != root else bits.tolist() == [7, 7]
 
     run_ranks(3, main, hosts=hosts)

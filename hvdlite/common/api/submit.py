@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.targets import check_target, check_targets
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
@@ -121,7 +122,9 @@ def submit(
         target = None if targets is None else targets[0]
         call = prepared(runtime, adapter, collective, name, tensors[0], options)
         if target is not None and target is not tensors[0]:
-            _check_target(runtime, adapter, collective, name, call.spec, target, options)
+            members = members_of(runtime, collective, options.process_set)
+            place = len(members), members.index(runtime.rank)
+            check_target(collective, name, call.spec, adapter.spec(target), *place)
         entries = [entry_of(call, adapter, tensors[0], target)]
         runtime.engine.enqueue(entries)
         return entries
@@ -137,7 +140,8 @@ def submit(
         requests = (_request(runtime, collective, name, specs[0], options, "", 1),)
     for spec, tensor, target in zip(specs, tensors, targets or (), strict=False):
         if target is not tensor:
-            _check_target(runtime, adapter, collective, name, spec, target, options)
+            place = len(members), members.index(runtime.rank)
+            check_target(collective, name, spec, adapter.spec(target), *place)
     entries = [
         TensorEntry(request, adapter, tensor, None if targets is None else targets[index], splits)
         for index, (request, tensor) in enumerate(zip(requests, tensors, strict=True))
@@ -150,60 +154,6 @@ def submit(
             _remember(runtime, name, (specs, options, requests))
     runtime.engine.enqueue(entries)
     return entries
-
-
-def _check_target(
-    runtime: Runtime,
-    adapter: Adapter[T],
-    collective: str,
-    name: str,
-    spec: TensorSpec,
-    target: T,
-    options: CallOptions,
-) -> None:
-    """Raise `ValueError` for a target that has no room for the result, or too much.
-
-    Where other ranks decide how many rows come, the entry tells it after the run.
-    """
-    members = members_of(runtime, collective, options.process_set)
-    index = members.index(runtime.rank)
-    given = adapter.spec(target)
-    elements = math.prod(given.shape)
-    result = SPECS[collective].result_elements(spec.shape, len(members), index)
-    what = f"{collective} '{name}': the target has the shape {list(given.shape)}"
-    if given.dtype != spec.dtype:
-        raise ValueError(f"{what} of {given.dtype}, and the result is of {spec.dtype}")
-    if result is not None and elements != result:
-        raise ValueError(
-            f"{what}, which is {elements} elements, and the result has {result}: the tensor has "
-            f"the shape {list(spec.shape)}, on {len(members)} ranks"
-        )
-    row = math.prod(spec.shape[1:])
-    if result is None and row and elements % row:
-        raise ValueError(
-            f"{what}, which is {elements} elements, and the result has rows of {row}: the tensor "
-            f"has the shape {list(spec.shape)}"
-        )
-
-
-def check_targets(entries: Sequence[TensorEntry[Any]]) -> None:
-    """Raise `ValueError` where two tensors of an in-place group have memory in common.
-
-    One result would be written while another rank may still read the other's input: the values
-    would depend on timing, and differ between ranks. Addresses cost 1 us for each tensor, so that
-    they are compared once for a name, and afterwards only whether a tensor is there twice.
-    """
-    last_end, last = 0, entries[0]
-    for start, index in sorted((each.target_address, i) for i, each in enumerate(entries)):
-        entry = entries[index]
-        if start < last_end and entry.size_bytes:
-            raise ValueError(
-                f"{entry.request.collective} '{entry.request.name}' and '{last.request.name}' "
-                "share memory: in place, each tensor of a group needs memory of its own. Give one "
-                "of them once, give a clone, or call the form that is not in place"
-            )
-        if entry.size_bytes:
-            last_end, last = start + entry.size_bytes, entry
 
 
 def prepared_group(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.api.reduce_to_one import reduce as reduce_to_one
+from hvdlite.common.api.reduce_to_one import reduce_async
 from hvdlite.common.api.submit import Operation, submit
 from hvdlite.common.base.errors import UnsupportedError
 from hvdlite.common.base.reduce_op import ReduceOp
@@ -27,7 +27,6 @@ from tests.worlds import IN_PROCESS, TCP
 pytestmark = pytest.mark.timeout(60)
 
 ADAPTER = NumpyAdapter()
-FORMS: Forms[Any] = Forms(EngineRunner(ADAPTER))
 HOSTS = [None, [[0, 1], [2, 3]], [[0, 2], [1], [3]]]
 WAYS = [Config(), Config(native="off"), Config(data_plane="ring")]
 BITS = {
@@ -48,7 +47,8 @@ def test_the_root_gets_the_reduction_and_the_others_keep_what_they_have(
                 root, size = (number + step) % 4, (0, 1, 5, 1001)[step % 4]
                 parts = [values(10 * number + each, size, dtype) for each in range(4)]
                 call = partial(
-                    FORMS.reduce_ if step % 2 else FORMS.reduce,
+                    reduce_to_one,
+                    in_place=bool(step % 2),
                     root_rank=root,
                     name=f"{dtype}.{step}",
                     op=reduction.reduce_op,
@@ -74,22 +74,22 @@ def test_large_tensors_together_in_sets_and_while_a_rank_has_joined(transport: s
         pair = form_process_set([1, 2]) if rank else None
         sizes = [300_000, 7, 90_001]
         given = [np.arange(n) * (rank + 1) for n in sizes]
-        handles = [FORMS.reduce_async_(x, 2, name=f"{x.size}", op=hvd.Sum) for x in given]
-        for handle, tensor in zip(handles, given, strict=True):
-            assert hvd.synchronize(handle) is tensor
+        started = [reduce_async(x, 2, f"{x.size}", hvd.Sum, in_place=True) for x in given]
+        for operation, tensor in zip(started, given, strict=True):
+            assert operation.wait() is tensor
             times = 6 if rank == 2 else rank + 1
             np.testing.assert_array_equal(tensor, np.arange(tensor.size) * times)
         if pair is not None:
-            total = FORMS.reduce(np.full(3, rank), 1, process_set=pair, op=hvd.Sum)
+            total = reduce_to_one(np.full(3, rank), 1, process_set=pair, op=hvd.Sum)
             assert (total is None) == (rank == 2)
             assert total is None or total.tolist() == [3, 3, 3]
         if rank == 0:
             hvd.join()
             return
-        total = FORMS.reduce(np.full(2, 8), 1, op=ReduceOp.BAND, name="without rank 0")
+        total = reduce_to_one(np.full(2, 8), 1, op=ReduceOp.BAND, name="without rank 0")
         assert total is None if rank == 2 else total.tolist() == [8, 8]
         with pytest.raises(hvd.HorovodInternalError, match="root rank 0 has joined and takes no"):
-            FORMS.reduce(np.ones(2), 0, name="for rank 0")
+            reduce_to_one(np.ones(2), 0, name="for rank 0")
         hvd.join()
 
     run_ranks(3, main, transport=transport, config=Config(stall_check_disable=True))
@@ -99,11 +99,11 @@ def test_ranks_that_disagree_on_the_root_are_named() -> None:
     def main(rank: int) -> None:
         words = "reduce 'reduce.x': ranks disagree on root rank: rank 0 has 0, rank 1 has 1"
         with pytest.raises(hvd.HorovodInternalError, match=words):
-            FORMS.reduce(np.ones(1), rank, name="x")
+            reduce_to_one(np.ones(1), rank, name="x")
         with pytest.raises(ValueError, match="invalid root rank 2"):
-            FORMS.reduce(np.ones(1), 2, name="x")
+            reduce_to_one(np.ones(1), 2, name="x")
         with pytest.raises(UnsupportedError, match="reduce has no Adasum"):
-            FORMS.reduce(np.ones(1), 0, name="x", op=hvd.Adasum)
+            reduce_to_one(np.ones(1), 0, name="x", op=hvd.Adasum)
 
     run_ranks(2, main)
 

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.api.forms import Forms
-from hvdlite.common.api.runner import EngineRunner
+from hvdlite.common.api.reduce_to_one import reduce
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.handles import Handle
-from hvdlite.common.plain.numpy_adapter import NumpyAdapter
 from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
 
@@ -31,14 +29,13 @@ LEAVERS: dict[str, tuple[int, list[list[int]] | None]] = {
     "a leader": (1, TWO_HOSTS),
     "a rank below a leader": (2, TWO_HOSTS),
 }
-FORMS: Forms[Any] = Forms(EngineRunner(NumpyAdapter()))
 # What the ranks that stay call, by collective. Each needs the rank that leaves.
 CALLS: dict[str, Callable[[], Any]] = {
     "allreduce": lambda: hvd.allreduce(np.ones(2), name="t"),
     "reducescatter": lambda: hvd.reducescatter(np.ones(8), name="t"),
     "allgather": lambda: hvd.allgather(np.ones(2), name="t"),
     "broadcast": lambda: hvd.broadcast(np.ones(2), 0, name="t"),
-    "reduce": lambda: FORMS.reduce(np.ones(2), 1, name="t"),
+    "reduce": lambda: reduce(np.ones(2), 1, name="t"),
     "alltoall": lambda: hvd.alltoall(np.ones(4), name="t"),
     "barrier": hvd.barrier,
     "join": hvd.join,
