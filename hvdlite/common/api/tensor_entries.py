@@ -43,6 +43,7 @@ class TensorEntry(Entry, Generic[T]):
         self._adapter = adapter
         self._tensor = tensor
         self._error = ""  # Why this rank cannot have its result.
+        self._written = False  # Not where a reduce has another root.
         self._output: HostBuffer | None = None if target is None else adapter.output(target)
         if target is tensor and type(self._output) is CpuBuffer:  # the tensor's own memory
             self._input: HostBuffer = self._output
@@ -66,6 +67,7 @@ class TensorEntry(Entry, Generic[T]):
             self._output = self._adapter.output(self.result)
         elif self._output.array.size != math.prod(shape):
             return self._unfit(shape)
+        self._written = True
         return self._output.array
 
     def _unfit(self, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -95,7 +97,7 @@ class TensorEntry(Entry, Generic[T]):
         if self._error:
             self.handle.fail(HorovodInternalError(self._error, job_goes_on=True))
             return
-        if self._output is not None:
+        if self._output is not None and self._written:
             self._output.commit()
         self.handle.complete(value)
 
