@@ -43,23 +43,9 @@ def reduce_async(
     return Operation(entries, _only if has_result else _nothing)
 
 
-def reduce(
-    tensor: T,
-    root_rank: int,
-    name: str | None = None,
-    op: int = ReduceOp.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    *,
-    in_place: bool = False,
-    adapter: Adapter[T] = _NUMPY,
-) -> T | None:
-    """Do as `reduce_async` does, and wait."""
-    scales = prescale_factor, postscale_factor
-    result: T | None = reduce_async(
-        tensor, root_rank, name, op, process_set, *scales, in_place=in_place, adapter=adapter
-    ).wait()
+def reduce(tensor: T, root_rank: int, *arguments: Any, **options: Any) -> T | None:
+    """Do as `reduce_async` does, which has the same arguments, and wait."""
+    result: T | None = reduce_async(tensor, root_rank, *arguments, **options).wait()
     return result
 
 

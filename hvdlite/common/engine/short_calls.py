@@ -147,14 +147,11 @@ class ShortCalls:
 
     def decline(self, entries: Sequence[Entry]) -> None:
         """Tell the others of entries that are reported now, and may be short calls elsewhere."""
-        if not self._is_open:
-            return
         for entry in entries:
             request = entry.request
-            if request.parties and request.dtype and entry.size_bytes <= LARGE_BYTES:
+            prepared = self._prepared.get(request.name)
+            if request.parties and self._is_open and entry.size_bytes <= LARGE_BYTES:
                 prepared = self._find_message(request, entry.size_bytes)
-            else:
-                prepared = self._prepared.get(request.name)
             if prepared is None or prepared.request != request:
                 continue
             if not prepared.call.told:
