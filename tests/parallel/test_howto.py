@@ -1,4 +1,4 @@
-"""The scripts of docs/howto and docs/libraries.md run on two ranks, and print what the pages say.
+"""The scripts of some pages (`PAGES`) run on two ranks, and print what the pages say.
 
 A block of code that is a whole script has ``<!-- run: what it needs -->`` before it; the block that
 follows ``<!-- prints -->`` has lines that it must print. Scripts that need other libraries run
@@ -18,7 +18,11 @@ import pytest
 from tests.launcher.jobs import LAUNCHER
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
 
-PAGES = [*sorted(ROOT.glob("docs/howto/*.md")), ROOT / "docs" / "libraries.md"]
+PAGES = [
+    *sorted(ROOT.glob("docs/howto/*.md")),
+    ROOT / "docs" / "libraries.md",
+    ROOT / "docs" / "sharding.md",
+]
 BLOCK = re.compile(
     r"<!-- run: (?P<needs>[^>]*) -->\n```python\n(?P<code>.*?)\n```\n"
     r"(?:\n<!-- prints -->\n```\n(?P<prints>.*?)\n```\n)?",

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.submit import prepared_once
-from hvdlite.common.api.tensor_entries import PlacedEntry, TensorEntry
+from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.entries import Entry, key_of
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
@@ -73,6 +73,7 @@ class FittedEntry(TensorEntry[torch.Tensor]):
         return result
 
 
+MOST_KNOWN = 1000  # calls of a group that are remembered
 # How many groups of each name a runtime has had. The next one of a name, after
 # destroy_process_group(), must not meet calls of the last one that are still pending somewhere.
 _made: WeakKeyDictionary[Runtime, Counter[str]] = WeakKeyDictionary()
@@ -94,6 +95,8 @@ class Caller:
         # checkpoint may call other collectives than the training beside it.
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._is_checked = False
+        # Checked calls by what is checked; only their names are new each time.
+        self._known: dict[Any, PreparedCall] = {}
 
     def be_called(self, group: str) -> None:
         """Take the name that torch gives; all members make groups in the same order."""
@@ -144,7 +147,7 @@ class Caller:
         entries: list[Entry] = []
         for index, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
             name = self.name(kind or collective)
-            call, splits = prepared_once(runtime, ADAPTER, collective, name, tensor, options)
+            call, splits = self._prepared(collective, name, tensor, options)
             if target is tensor:
                 place = ADAPTER.place(tensor, call.spec)
                 if place is not None:
@@ -158,6 +161,23 @@ class Caller:
                 entries.append(TensorEntry(call.request, ADAPTER, tensor, target, splits))
         runtime.engine.enqueue(entries)
         return entries
+
+    def _prepared(
+        self, collective: str, name: str, tensor: torch.Tensor, options: CallOptions
+    ) -> tuple[PreparedCall, tuple[int, ...]]:
+        """Return the call for a tensor, which is checked once for all like it."""
+        if options.splits is not None:
+            return prepared_once(self.runtime, ADAPTER, collective, name, tensor, options)
+        kind = collective, tensor.dtype, tensor.shape, tensor.device, tensor.layout, options
+        known = self._known.get(kind)
+        if known is not None:
+            request = known.request._replace(name=name)
+            return known._replace(request=request, key=key_of(request)), ()
+        call, splits = prepared_once(self.runtime, ADAPTER, collective, name, tensor, options)
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known[kind] = call
+        return call, splits
 
     def _is_own_part(self, tensor: torch.Tensor, target: torch.Tensor) -> bool:
         """Return whether an input lies where the output gets its values anyway."""
