@@ -71,7 +71,7 @@ def calls_of(ranks: Ranks) -> dict[str, Callable[[], Way]]:
 
 
 def new(nbytes: int, value: float = 1.0) -> torch.Tensor:
-    return torch.full((max(nbytes // 4, 1),), value)
+    return torch.full((max(nbytes // 4, 1),), float(value))
 
 
 def check(tensor: torch.Tensor, value: float) -> None:

@@ -14,6 +14,17 @@ from hvdlite.common.plain.numpy_adapter import read_splits
 from hvdlite.torch.devices import Device, HostDevice, find_device
 from hvdlite.torch.dtypes import DTYPE_NAMES
 
+
+def _increments_many() -> bool:
+    """Return whether torch takes several tensors at once, which it does not from the beginning."""
+    try:
+        torch.autograd.graph.increment_version([])
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_INCREMENTS_MANY = _increments_many()
 # A tensor of a subclass may keep its values elsewhere.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -113,8 +124,11 @@ class TorchAdapter:
         if len(written) < len(tensors) or not self._host_is_memory:
             for tensor in tensors:
                 self.finish(tensor)
-        else:
+        elif _INCREMENTS_MANY:
             torch.autograd.graph.increment_version(written)
+        else:
+            for tensor in written:
+                torch.autograd.graph.increment_version(tensor)
 
     def _device(self, tensor: torch.Tensor) -> Device:
         return self._host if tensor.is_cpu else self._find(tensor.device.type)

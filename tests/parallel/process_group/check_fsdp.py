@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,12 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.parallel.process_group import models
 from tests.parallel.process_group.check_ddp import own_batches
-from tests.parallel.process_group.features import feature
+from tests.parallel.process_group.features import Skipped, feature
 
-try:
-    from torch.distributed.fsdp import fully_shard
-except ImportError:  # Its place before torch 2.6.
-    from torch.distributed._composable.fsdp import fully_shard
+
+def fully_shard(module: nn.Module, **options: Any) -> None:
+    """FSDP2's function, which is there and works without a GPU from torch 2.6 on."""
+    try:
+        from torch.distributed.fsdp import fully_shard as shard
+    except ImportError:
+        raise Skipped("FSDP2 needs CUDA in this release of torch") from None
+    shard(module, **options)
 
 
 def sharded(mesh: DeviceMesh | None = None) -> nn.Sequential:

@@ -1,7 +1,7 @@
 """Features that one job of real ranks tries one after the other, each by itself.
 
 A feature is a function that raises unless it works on this rank. Rank 0 prints a line for each:
-``FEATURE name ok``, or ``FEATURE name rank: what went wrong``.
+``FEATURE name ok``, ``FEATURE name skip: why`` or ``FEATURE name rank: what went wrong``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 import hvdlite.torch as hvd
+
+
+class Skipped(Exception):  # noqa: N818 - it is none
+    """This release of torch lacks the feature, also over its own backends."""
+
 
 Check = Callable[[], None]
 
@@ -55,6 +60,8 @@ def run(chosen: list[str]) -> None:
         start, found = time.monotonic(), ""
         try:
             FEATURES[name].check()
+        except Skipped as why:
+            found = f"skip: {why}"
         except BaseException:
             found = traceback.format_exc()
             print(f"rank {hvd.rank()}, {name}: {found}", file=sys.stderr, flush=True)
@@ -62,7 +69,7 @@ def run(chosen: list[str]) -> None:
             hvd.init_process_group()
         for rank, text in enumerate(hvd.allgather_object(found, f"found.{name}")):
             if text:
-                found = f"rank {rank}: {text}"
+                found = text if text.startswith("skip") else f"rank {rank}: {text}"
                 break
         if hvd.rank() == 0:
             seconds = time.monotonic() - start
