@@ -17,7 +17,6 @@ from tests.parallel import jobs
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 
 FOLDER = Path(__file__).parent / "process_group"
-WORKER = [sys.executable, "-m", "tests.parallel.process_group.worker"]
 FEATURE = re.compile(r"^@feature\(([\d, ]*)\)\ndef (\w+)", re.MULTILINE)
 
 
@@ -32,23 +31,26 @@ def features(size: int) -> list[str]:
 
 
 class Results:
-    """What a job of each number of ranks has found; it runs when the first test asks for it."""
+    """What jobs of 4 and of 2 ranks have found; they run when the first test asks."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._lines: dict[int, dict[str, str]] = {}
+        self.folder = folder  # Where the first job leaves checkpoints for the second.
+        self._output = ""
 
-    def of(self, size: int) -> dict[str, str]:
-        if size == 2:
-            self.of(4)  # Which leaves checkpoints for a smaller job.
-        if size not in self._lines:
-            command = jobs.ranks(size, *WORKER)
-            result = jobs.run_command(command, timeout=110, CHECKPOINT=str(self.folder))
-            words = (line.split(" ", 2) for line in result.stdout.splitlines())
-            found = {word[1]: word[2] for word in words if word[0] == "FEATURE"}
-            self._lines[size] = {"": result.stdout, **found}
+    def output(self) -> str:
+        if not self._output:
+            result = jobs.run_command(
+                [sys.executable, "-m", "tests.parallel.process_group.fork_ranks", "4", "2", "killed"],
+                timeout=110, CHECKPOINT=str(self.folder),
+            )  # fmt: skip
+            self._output = result.stdout
             assert result.returncode == 0, result.stdout
-        return self._lines[size]
+        return self._output
+
+    def of(self, size: int, name: str) -> str:
+        start = f"FEATURE {size} {name} "
+        lines = (line for line in self.output().splitlines() if line.startswith(start))
+        return next(lines, self._output).removeprefix(start)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +62,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     ("size", "name"), [(size, name) for size in (4, 2) for name in features(size)]
 )
 def test_feature(results: Results, size: int, name: str) -> None:
-    found = results.of(size)
-    text = found.get(name, found[""])
+    text = results.of(size, name)
     if text.startswith("skip: "):
         pytest.skip(text)
     assert text == "ok", text.replace("\\n", "\n")
@@ -69,7 +70,7 @@ def test_feature(results: Results, size: int, name: str) -> None:
 
 def test_a_checkpoint_of_four_ranks_without_a_process_group(results: Results) -> None:
     """As by one process that serves the model."""
-    results.of(4)
+    results.of(4, "checkpoint_of_four_ranks_for_later")
     program = (
         "import torch\n"
         "from torch.distributed import checkpoint\n"
@@ -99,26 +100,13 @@ def test_under_torchrun() -> None:
     assert result.stdout.count("is done") == 2
 
 
-def test_a_killed_rank() -> None:
-    """The others know at once, in whatever they wait for."""
-    program = (
-        "import os, signal, time, torch, torch.distributed as dist, hvdlite.torch as hvd\n"
-        "hvd.init_process_group()\n"
-        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
-        "model(torch.ones(1, 4)).sum().backward()\n"
-        "if hvd.rank() == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "start = time.monotonic()\n"
-        "try:\n"
-        "    if hvd.rank(): model(torch.ones(1, 4)).sum().backward()\n"
-        "    else: dist.all_reduce(torch.ones(5))\n"
-        "except RuntimeError as error:\n"
-        "    print(type(error).__name__, 'after', time.monotonic() - start < 5, error)\n"
-        "os._exit(0)\n"
-    )
-    command = jobs.ranks(3, sys.executable, "-W", "ignore", "-c", program)
-    result = jobs.run_command(command, timeout=60)
-    assert "HorovodInternalError after True" in result.stdout, result.stdout
-    assert result.stdout.count("rank 2") >= 2, result.stdout
+def test_a_killed_rank(results: Results) -> None:
+    """The others know at once, in whatever they wait for; DDP's errors pass through C++."""
+    found = re.findall(r"^KILLED (\d) (\w+) ([\d.]+) (.*)$", results.output(), re.MULTILINE)
+    kinds = {rank: kind for rank, kind, _, _ in found}
+    assert kinds == {"0": "HorovodInternalError", "1": "RuntimeError"}, found
+    for _, _, seconds, text in found:
+        assert "rank 2" in text and float(seconds) < 5, found
 
 
 @pytest.mark.soak

@@ -6,10 +6,10 @@ of names. The group is part of the name, as two groups of the same ranks are one
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -91,9 +91,10 @@ class Caller:
         self.timeout = timeout
         # Its name, set by torch after it has been made; and the same in the names of tensors.
         self.torch_name = self.group = ""
-        # How many calls of each kind there were. Not one number for all: a thread that writes a
-        # checkpoint may call other collectives than the training beside it.
-        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._era = runtime.era(process_set)
+        # How many calls of each kind this era has seen. It is not one number for all, as a thread
+        # that writes a checkpoint may call other collectives than the training beside it.
+        self._numbers: Counter[str] = Counter()
         self._is_checked = False
         # Checked calls by what is checked; only their names are new each time.
         self._known: dict[Any, PreparedCall] = {}
@@ -126,9 +127,21 @@ class Caller:
 
     # -- calls
 
-    def name(self, kind: str) -> str:
-        """Return the name of the next call of this kind."""
-        return f"pg.{self.group}.{kind}.{next(self._numbers[kind])}"
+    @contextmanager
+    def names(self, kind: str, count: int) -> Iterator[list[str]]:
+        """Return a context with the names of the next calls of a kind.
+
+        They are used up when the context is left without an error: a call that is refused on this
+        rank may not have been made by others. A join begins a new era, in which all ranks count
+        from 0: see [Note: eras and join] in common/runtime/runtime.py.
+        """
+        era = self.runtime.era(self.process_set)
+        if era is not self._era:
+            self._era = era
+            self._numbers.clear()
+        first = self._numbers[kind]
+        yield [f"pg.{self.group}.{kind}.{number}" for number in range(first, first + count)]
+        self._numbers[kind] += count
 
     def enqueue(
         self,
@@ -144,23 +157,35 @@ class Caller:
         Raises `ValueError` before anything is sent. `kind` stands in the name.
         """
         runtime = self.checked_runtime()
-        entries: list[Entry] = []
-        for index, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
-            name = self.name(kind or collective)
-            call, splits = self._prepared(collective, name, tensor, options)
-            if target is tensor:
-                place = ADAPTER.place(tensor, call.spec)
-                if place is not None:
-                    entries.append(PlacedEntry(call, ADAPTER, tensor, place))
-                    continue
-            elif _overlap(tensor, target) and not self._is_own_part(tensor, target):
-                tensor = tensor.clone()  # noqa: PLW2901 - others read it while this rank writes
-            if expected:
-                entries.append(FittedEntry(call.request, tensor, target, splits, expected[index]))
-            else:
-                entries.append(TensorEntry(call.request, ADAPTER, tensor, target, splits))
-        runtime.engine.enqueue(entries)
+        expected = expected or [()] * len(tensors)
+        with self.names(kind or collective, len(tensors)) as names:
+            entries = [
+                self._entry(collective, *each, options)
+                for each in zip(names, tensors, targets, expected, strict=True)
+            ]
+            runtime.engine.enqueue(entries)
         return entries
+
+    def _entry(
+        self,
+        collective: str,
+        name: str,
+        tensor: torch.Tensor,
+        target: torch.Tensor,
+        expected: Sequence[int],
+        options: CallOptions,
+    ) -> Entry:
+        """Return the entry of one tensor."""
+        call, splits = self._prepared(collective, name, tensor, options)
+        if target is tensor:
+            place = ADAPTER.place(tensor, call.spec)
+            if place is not None:
+                return PlacedEntry(call, ADAPTER, tensor, place)
+        elif _overlap(tensor, target) and not self._is_own_part(tensor, target):
+            tensor = tensor.clone()  # Others read it while this rank writes.
+        if expected:
+            return FittedEntry(call.request, tensor, target, splits, expected)
+        return TensorEntry(call.request, ADAPTER, tensor, target, splits)
 
     def _prepared(
         self, collective: str, name: str, tensor: torch.Tensor, options: CallOptions
@@ -190,9 +215,9 @@ class Caller:
     def signal(self, collective: str) -> list[Entry]:
         """Enqueue a collective without a tensor."""
         runtime = self.checked_runtime()
-        request = Request(self.process_set.process_set_id or 0, self.name(collective), collective)
-        entry = Entry(request)
-        runtime.engine.enqueue([entry])
+        with self.names(collective, 1) as (name,):
+            entry = Entry(Request(self.process_set.process_set_id or 0, name, collective))
+            runtime.engine.enqueue([entry])
         return [entry]
 
     def checked_runtime(self) -> Runtime:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hvdlite.common.api.point_to_point import recv_async, send_async
 from hvdlite.common.base.errors import UnsupportedError
+from hvdlite.common.plain.entries import Entry
 from hvdlite.torch.process_group import checks
 from hvdlite.torch.process_group.arguments import Tensors, as_list
 from hvdlite.torch.process_group.base import GroupBase
@@ -20,12 +18,6 @@ from hvdlite.torch.process_group.work import CollectiveWork
 
 class Peers(GroupBase):
     """Messages between two ranks of a group."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        # The numbers of messages by sender, receiver and tag: those of one kind keep their order.
-        self._messages: defaultdict[tuple[int, int, int], Iterator[int]]
-        self._messages = defaultdict(itertools.count)
 
     def send(self, tensors: torch.Tensor | Tensors, dst: int, tag: int = 0) -> CollectiveWork:
         """Send tensors to rank `dst` of the group, which calls `recv`."""
@@ -56,10 +48,9 @@ class Peers(GroupBase):
             raise ValueError(f"{what}: rank {peer} of the group is this rank itself: use copy_()")
         caller = self._caller
         caller.checked_runtime()
-        source, target, tag = key
-        entries = []
-        for tensor in tensors:
-            number = next(self._messages[key])
-            name = f"pg.{caller.group}.send.{source}.{target}.{tag}.{number}"
-            entries += start(tensor, caller.members[peer], name, adapter=ADAPTER).entries
+        kind = "send.{}.{}.{}".format(*key)  # Messages of one kind keep their order.
+        entries: list[Entry] = []
+        with caller.names(kind, len(tensors)) as names:
+            for name, tensor in zip(names, tensors, strict=True):
+                entries += start(tensor, caller.members[peer], name, adapter=ADAPTER).entries
         return self._work(entries, tensors, writes=what == "recv")

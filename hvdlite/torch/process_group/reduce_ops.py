@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hvdlite.common.base.reduce_op import ReduceOp
@@ -41,13 +40,7 @@ def translate(op: Any) -> tuple[ReduceOp, float]:
 
 def _factor(op: Any) -> float:
     _, factor = op.__getstate__()
-    if isinstance(factor, torch.Tensor):
-        if factor.numel() != 1:
-            raise ValueError(
-                f"PREMUL_SUM with a factor of shape {tuple(factor.shape)}: give one number"
-            )
-        factor = factor.item()
-    return float(factor)
+    return float(factor)  # A number, or a tensor of one element.
 
 
 def default_op() -> Any:

@@ -52,6 +52,24 @@ def wrong_at_the_call() -> None:
 
 
 @feature()
+def wrong_on_one_rank() -> None:
+    """A call that is refused on one rank is none: the others have not made it."""
+    if dist.get_rank() == 1:
+        refused(lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)), "float8")
+        refused(lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG), "bool")
+        refused(lambda: dist.broadcast(torch.ones(2).to_sparse(), 0), "sparse")
+        refused(lambda: dist.send(torch.ones(2).to_sparse(), 0), "sparse")
+    job_goes_on()
+    tensor = torch.ones(2)
+    dist.broadcast(tensor, 0)
+    if dist.get_rank() == 1:
+        dist.send(tensor, 0)
+    elif dist.get_rank() == 0:
+        dist.recv(tensor, 1)
+    job_goes_on()
+
+
+@feature()
 def ranks_disagree() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.ones(3 if rank == 0 else 4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import threading
 
 import torch
@@ -119,6 +122,34 @@ def destroyed_with_a_call_that_nobody_else_has_made() -> None:
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [2.0] * 3
+
+
+@feature()
+def after_a_join() -> None:
+    """A joined rank takes part without making calls, and all count them anew afterwards."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        for _ in range(3):
+            tensor = torch.ones(2)
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [1.0] * 2  # The others give nothing.
+    assert hvd.join() == 0
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(size)] * 2
+
+
+@feature(2)
+def names_in_the_timeline() -> None:
+    where = hvd.broadcast_object(tempfile.mkdtemp(), 0)
+    path = os.path.join(where, "timeline.json")
+    hvd.start_timeline(path)
+    dist.all_reduce(torch.ones(2))
+    hvd.stop_timeline()
+    if dist.get_rank() == 0:
+        with open(path) as file:
+            assert "pg.0" in (text := file.read()) and ".allreduce." in text, text
+    shutil.rmtree(where, ignore_errors=True)
 
 
 @feature(2)

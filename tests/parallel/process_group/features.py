@@ -1,7 +1,7 @@
 """Features that one job of real ranks tries one after the other, each by itself.
 
 A feature is a function that raises unless it works on this rank. Rank 0 prints a line for each:
-``FEATURE name ok``, ``FEATURE name skip: why`` or ``FEATURE name rank: what went wrong``.
+``FEATURE ranks name ok``, or instead of ok ``skip: why`` or ``rank: what went wrong``.
 """
 
 from __future__ import annotations
@@ -76,4 +76,4 @@ def run(chosen: list[str]) -> None:
             line = found.replace("\n", "\\n") or "ok"
             if "TIMES" in os.environ:
                 print(f"{seconds:6.2f} s  {name}", flush=True)
-            print(f"FEATURE {name} {line}", flush=True)
+            print(f"FEATURE {hvd.size()} {name} {line}", flush=True)

@@ -26,16 +26,16 @@ from tests.parallel.process_group import (  # noqa: F401 - each module registers
 TIMEOUT = timedelta(seconds=15)
 
 
-def main() -> None:
+def main(chosen: list[str]) -> None:
     """Try the features that are named, or all for this number of ranks."""
     warnings.simplefilter("ignore")  # torch renames its functions from release to release.
     torch.set_num_threads(1)
     hvd.init_process_group(TIMEOUT)
     size = dist.get_world_size()
-    chosen = sys.argv[1:]
     features.run(chosen or features.names(size))
     dist.destroy_process_group()
+    hvd.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
