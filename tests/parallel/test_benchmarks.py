@@ -347,3 +347,14 @@ def test_cost_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     (checked,) = json.loads(path.read_text())["records"]
     assert 32 * 2**20 * 8 * 1.5 / 1e9 < checked["seconds"] < 0.5  # headers come on top
+
+
+@pytest.mark.soak
+def test_process_group(tmp_path: Path) -> None:
+    output, records = run(tmp_path / "p.json", "process_group.py", "--rounds", "1")
+    cases = {each["case"] for each in records}
+    assert {"all_reduce 64 MiB", "send and recv 16 B", "FSDP2 step"} <= cases
+    assert Counter(each["entry"] for each in records) == dict.fromkeys(
+        ("hvdlite", "gloo"), len(cases)
+    )
+    assert "hvdlite / gloo" in output

@@ -170,3 +170,37 @@ def test_the_timelines_of_all_ranks_can_be_merged(tmp_path: Path) -> None:
     assert len(gradients) == 161
     for rank in range(2):
         assert names >= {f"rank {rank}: allreduce.{name}" for name in gradients}
+
+
+def test_sharded_gpt_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Trained by 2 ranks, sampled by 1."""
+    needs("torch", "rich")
+    small = ["--layers", 1, "--width", 16, "--context", 16, "--checkpoint", tmp_path / "kept"]
+    output = run(2, "torch_fsdp_gpt.py", "--steps", 4, "--sample", 0, *small, **TORCH[1])
+    assert "step 4: loss" in output and "ranks 2" in output, output
+    words = ["--resume", "--steps", 0, "--sample", 20]
+    written = run(1, "torch_fsdp_gpt.py", *words, *small, **TORCH[1])
+    assert "def " in written and "step" not in written, written
+
+
+@pytest.mark.soak
+def test_sharded_gpt_equals_one_rank(tmp_path: Path) -> None:
+    """Four steps by 4 ranks and four by 2 reach the loss of eight steps by one rank."""
+    needs("torch", "rich")
+    small = ["--layers", 2, "--width", 32, "--sample", 0, "--print-every", 8]
+    kept = ["--checkpoint", tmp_path / "kept"]
+    run(4, "torch_fsdp_gpt.py", "--steps", 4, *small, *kept, **TORCH[1])
+    # The learning rate follows --steps only after the warm-up.
+    output = run(2, "torch_fsdp_gpt.py", "--steps", 8, "--resume", *small, *kept, **TORCH[1])
+    alone = ["--checkpoint", tmp_path / "alone"]
+    expected = run(1, "torch_fsdp_gpt.py", "--steps", 8, *small, *alone, **TORCH[1])
+    losses = [float(re.findall(r"step 8: loss ([\d.]+)", text)[0]) for text in (output, expected)]
+    assert abs(losses[0] - losses[1]) < 2e-4, losses
+
+
+@pytest.mark.soak
+def test_tensor_parallel_layers(tmp_path: Path) -> None:
+    needs("torch")
+    output = run(4, "torch_tensor_parallel.py", **TORCH[1])
+    apart = re.findall(r"at most ([\de.+-]+) from the whole network", output)
+    assert apart and float(apart[0]) < 1e-5, output

@@ -39,10 +39,10 @@ class Results:
 
     def output(self) -> str:
         if not self._output:
+            program = [sys.executable, "-m", "tests.parallel.process_group.fork_ranks"]
             result = jobs.run_command(
-                [sys.executable, "-m", "tests.parallel.process_group.fork_ranks", "4", "2", "killed"],
-                timeout=110, CHECKPOINT=str(self.folder),
-            )  # fmt: skip
+                [*program, "4", "2", "killed"], timeout=110, CHECKPOINT=str(self.folder)
+            )
             self._output = result.stdout
             assert result.returncode == 0, result.stdout
         return self._output

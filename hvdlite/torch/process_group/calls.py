@@ -221,12 +221,12 @@ class Caller:
         return [entry]
 
     def checked_runtime(self) -> Runtime:
-        """Return the runtime. Raises `HorovodInternalError` when another one has followed it."""
+        """Return the runtime. Raises `ValueError` when another one, or none, has followed it."""
         if not self._is_checked:
             self._check_devices()
         runtime = find()
         if runtime is not self.runtime:
-            raise HorovodInternalError(
+            raise ValueError(
                 f"the process group {self.group!r} was made before hvdlite was shut down or began "
                 "a new world: call torch.distributed.destroy_process_group(), then "
                 "hvd.init_process_group()"

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -137,6 +138,19 @@ def after_a_join() -> None:
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [float(size)] * 2
+
+
+@feature()
+def a_group_of_an_earlier_world() -> None:
+    hvd.shutdown()
+    hvd.init()
+    with pytest.raises(ValueError, match=r"destroy_process_group\(\), then hvd.init_process"):
+        dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+    hvd.init_process_group()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(hvd.size())] * 3
 
 
 @feature(2)
