@@ -1,0 +1,233 @@
+"""Operators, and the strategies that cut their inputs among ranks.
+
+An operator has axes. Each dimension of a tensor runs along one axis, or along none where it is
+broadcast. A strategy says into how many parts each dimension of each input is cut, and so cuts the
+axes; dimensions along one axis are cut alike. MatMul has three:
+
+    X [m, k] x W [k, n] -> Y [m, n]      ((a, b), (b, c)): Y is cut into (a, c), and a partial sum
+                                         among b ranks where b > 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hvdlite.common.layouts.layout import WHOLE, Layout
+from hvdlite.common.layouts.transfer import allreduce_bytes
+
+Strategy = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of an operator: its name, its shape, and the axis of each dimension or None."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    axes: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator: its inputs, its output, and the lengths of its axes.
+
+    `uncut` has the axes that no strategy may cut, as an operator needs them whole.
+    """
+
+    name: str
+    inputs: tuple[Operand, ...]
+    output: Operand
+    lengths: tuple[int, ...]
+    uncut: frozenset[int] = frozenset()
+    bytes_per_element: int = 4
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The axes over which the operator sums: cutting one leaves partial sums."""
+        return tuple(axis for axis in range(len(self.lengths)) if axis not in self.output.axes)
+
+    def strategy(self, cuts: Sequence[int]) -> Strategy:
+        """Return the strategy that cuts the axes so."""
+        return tuple(
+            tuple(1 if axis is None else cuts[axis] for axis in operand.axes)
+            for operand in self.inputs
+        )
+
+    def own_bytes(self, cuts: Sequence[int]) -> int:
+        """Return what a rank receives while partial sums of the output become sums."""
+        parts = math.prod(cuts[axis] for axis in self.summed)
+        return allreduce_bytes(math.prod(self._local_output(cuts)) * self.bytes_per_element, parts)
+
+    def _local_output(self, cuts: Sequence[int]) -> Iterator[int]:
+        for length, axis in zip(self.output.shape, self.output.axes, strict=True):
+            yield length if axis is None else length // cuts[axis]
+
+
+def matmul(
+    name: str,
+    left: tuple[str, Sequence[int]],
+    right: tuple[str, Sequence[int]],
+    output: str,
+    *,
+    transposed: bool = False,
+    bytes_per_element: int = 4,
+) -> Operator:
+    """Return the product of two tensors, given as names and shapes.
+
+    `left` may have more dimensions in front; `right` has two, swapped if `transposed`. Raises
+    `ValueError` for shapes that cannot be multiplied.
+    """
+    (left_name, left_shape), (right_name, right_shape) = left, right
+    inner, outer = reversed(right_shape) if transposed else right_shape
+    if not left_shape or left_shape[-1] != inner:
+        raise ValueError(
+            f"{name}: {tuple(left_shape)} and {tuple(right_shape)} cannot be multiplied"
+        )
+    rows = len(left_shape) - 1
+    right_axes = (rows + 1, rows) if transposed else (rows, rows + 1)
+    return Operator(
+        name,
+        (
+            Operand(left_name, tuple(left_shape), tuple(range(rows + 1))),
+            Operand(right_name, tuple(right_shape), right_axes),
+        ),
+        Operand(output, (*left_shape[:-1], outer), (*range(rows), rows + 1)),
+        (*left_shape, outer),
+        bytes_per_element=bytes_per_element,
+    )
+
+
+def elementwise(
+    name: str,
+    inputs: Sequence[tuple[str, Sequence[int]]],
+    output: str,
+    *,
+    uncut: Sequence[int] = (),
+    bytes_per_element: int = 4,
+) -> Operator:
+    """Return an operator whose inputs are broadcast to the shape of the output.
+
+    `uncut` has the dimensions of the output that it needs whole, as a softmax does. Raises
+    `ValueError` for shapes that cannot be broadcast.
+    """
+    dimensions = max(len(shape) for _, shape in inputs)
+    padded = [(1,) * (dimensions - len(shape)) + tuple(shape) for _, shape in inputs]
+    full = tuple(max(lengths) if 0 not in lengths else 0 for lengths in zip(*padded, strict=True))
+    operands = []
+    for (tensor, shape), lengths in zip(inputs, padded, strict=True):
+        for length, most in zip(lengths, full, strict=True):
+            if length not in (1, most):
+                shapes = ", ".join(str(tuple(each)) for _, each in inputs)
+                raise ValueError(f"{name}: the shapes {shapes} cannot be broadcast")
+        first = dimensions - len(shape)
+        axes = [first + i if length == full[first + i] else None for i, length in enumerate(shape)]
+        operands.append(Operand(tensor, tuple(shape), tuple(axes)))
+    whole_axes = frozenset(axis % dimensions for axis in uncut) if dimensions else frozenset()
+    return Operator(
+        name,
+        tuple(operands),
+        Operand(output, full, tuple(range(dimensions))),
+        full,
+        whole_axes,
+        bytes_per_element,
+    )
+
+
+def cuts_of(operator: Operator, strategy: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
+    """Return how a strategy that a user gives cuts the axes.
+
+    Raises `TypeError` for what is no tuple of tuples of ints, and `ValueError` for one that does
+    not fit the operator, its shapes or the number of ranks.
+    """
+    check_strategy(strategy, operator.name)
+    if len(strategy) != len(operator.inputs):
+        raise ValueError(
+            f"{operator.name} has {len(operator.inputs)} inputs, and the strategy {strategy} has "
+            f"{len(strategy)}"
+        )
+    cuts = [0] * len(operator.lengths)
+    for index, (operand, given) in enumerate(zip(operator.inputs, strategy, strict=True)):
+        if len(given) != len(operand.shape):
+            raise ValueError(
+                f"{operator.name}: input {index} has the shape {operand.shape}, and the strategy "
+                f"cuts it by {tuple(given)}"
+            )
+        for length, axis, parts in zip(operand.shape, operand.axes, given, strict=True):
+            if length % parts:
+                raise ValueError(
+                    f"{operator.name}: input {index} of shape {operand.shape} does not divide by "
+                    f"{tuple(given)}: {length} by {parts}"
+                )
+            if axis is None:
+                continue
+            if axis in operator.uncut and parts > 1:
+                raise ValueError(
+                    f"{operator.name} needs dimension {axis} whole: {strategy} cuts it by {parts}"
+                )
+            if cuts[axis] not in (0, parts):
+                raise ValueError(
+                    f"{operator.name}: {strategy} cuts dimensions that belong together by "
+                    f"{cuts[axis]} and {parts}"
+                )
+            cuts[axis] = parts
+    found = tuple(cut or 1 for cut in cuts)
+    if ranks % math.prod(found):
+        raise ValueError(
+            f"{operator.name}: {strategy} makes {math.prod(found)} parts, which do not divide "
+            f"{ranks} ranks"
+        )
+    return found
+
+
+def check_strategy(strategy: object, name: str) -> None:
+    """Raise `TypeError` unless `strategy` is a tuple of tuples of ints, `ValueError` below 1."""
+    if not isinstance(strategy, tuple) or not all(isinstance(each, tuple) for each in strategy):
+        raise TypeError(f"{name}: a strategy is a tuple of tuples, not {strategy!r}")
+    for parts in (parts for each in strategy for parts in each):
+        if not isinstance(parts, int) or isinstance(parts, bool):
+            raise TypeError(f"{name}: a strategy has ints, not {parts!r}")
+        if parts < 1:
+            raise ValueError(f"{name}: a dimension cannot be cut into {parts} parts")
+
+
+def layout_of(operand: Operand, cuts: Sequence[int], ranks: int) -> Layout:
+    """Return the layout of a tensor of an operator whose axes are cut so."""
+    return _layout(operand.axes, tuple(cuts), ranks)
+
+
+@lru_cache(maxsize=1 << 14)
+def _layout(axes: tuple[int | None, ...], cuts: tuple[int, ...], ranks: int) -> Layout:
+    last = len(cuts) - 1
+    entries = [WHOLE if axis is None or cuts[axis] == 1 else last - axis for axis in axes]
+    return Layout(cuts or (1,), entries).filled(ranks)
+
+
+def candidates(operator: Operator, ranks: int, fully_use_devices: bool) -> list[tuple[int, ...]]:
+    """Return all ways to cut the axes among the ranks, in rising order.
+
+    With `fully_use_devices` only those that make as many parts as there are ranks; where there are
+    none, those that make the most.
+    """
+    found = _candidates(operator.lengths, operator.uncut, ranks)
+    if fully_use_devices:
+        most = max(map(math.prod, found))
+        return [cuts for cuts in found if math.prod(cuts) == most]
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _candidates(
+    lengths: tuple[int, ...], uncut: frozenset[int], ranks: int
+) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for axis, length in enumerate(lengths):
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0 and length % n == 0]
+        if axis in uncut or not length:
+            divisors = [1]
+        found = [
+            (*cuts, n) for cuts in found for n in divisors if ranks % (math.prod(cuts) * n) == 0
+        ]
+    return found

@@ -1,0 +1,191 @@
+"""Strategies for all operators of a graph from those that were given for a few.
+
+From the configured operators on, breadth first, forward and backward, each operator gets the
+strategy whose inputs and output are nearest to those that its neighbours have: the one for which a
+rank receives the fewest bytes on the edges, then the fewest for its own partial sums, then the
+smallest one. This module never sees a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdlite.common.layouts.layout import Layout
+from hvdlite.common.layouts.operators import (
+    Operand,
+    Operator,
+    Strategy,
+    candidates,
+    cuts_of,
+    layout_of,
+)
+from hvdlite.common.layouts.transfer import bytes_to_receive
+
+PROPAGATION = "propagation"
+SEARCHES_OF_MINDSPORE = ("dynamic_programming", "recursive_programming")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How an operator is cut, and what a rank receives for it.
+
+    `edge_bytes`: while its inputs come into their layouts; `own_bytes`: while partial sums become
+    sums.
+    """
+
+    strategy: Strategy
+    cuts: tuple[int, ...]
+    inputs: tuple[Layout, ...]
+    output: Layout
+    edge_bytes: int
+    own_bytes: int
+
+
+def check_search(search: str) -> None:
+    """Raise `ValueError` for a way to search that there is not."""
+    if search not in (PROPAGATION, f"sharding_{PROPAGATION}"):
+        reason = "is not offered" if search in SEARCHES_OF_MINDSPORE else "is unknown"
+        raise ValueError(f"search={search!r} {reason}: use {PROPAGATION!r}")
+
+
+def propagate(
+    operators: Sequence[Operator],
+    configured: Mapping[str, Strategy],
+    ranks: int,
+    fully_use_devices: bool = True,
+) -> dict[str, Choice]:
+    """Return how each operator is cut, by name, in the order of the operators.
+
+    `configured` has strategies by the names of operators; an operator that no configured one is
+    connected with is data parallel. Raises `TypeError` and `ValueError` as `cuts_of`, and
+    `ValueError` for a name that no operator has, or that two have.
+    """
+    graph = _Graph(operators, ranks, fully_use_devices)
+    for name, strategy in configured.items():
+        if name not in graph.operators:
+            raise ValueError(
+                f"a strategy is given for {name!r}, which is no operator; there are "
+                f"{', '.join(list(graph.operators)[:8])}"
+            )
+        graph.cuts[name] = cuts_of(graph.operators[name], strategy, ranks)
+    graph.spread(list(configured))
+    for name in graph.operators:
+        if name not in graph.cuts:
+            graph.cuts[name] = graph.data_parallel(name)
+            graph.spread([name])
+    return graph.choices()
+
+
+class _Graph:
+    """The operators, and the cuts that have been decided."""
+
+    def __init__(self, operators: Sequence[Operator], ranks: int, fully_use_devices: bool) -> None:
+        self._ranks = ranks
+        self._fully = fully_use_devices
+        self.operators = {operator.name: operator for operator in operators}
+        if len(self.operators) < len(operators):
+            raise ValueError("two operators have one name")
+        self.cuts: dict[str, tuple[int, ...]] = {}
+        self._producer: dict[str, str] = {}
+        self._consumers: dict[str, list[str]] = {}
+        for operator in operators:
+            for operand in operator.inputs:
+                self._consumers.setdefault(operand.tensor, []).append(operator.name)
+            self._producer[operator.output.tensor] = operator.name
+
+    def spread(self, names: list[str]) -> None:
+        """Decide all that is connected with these operators, which are decided."""
+        queue = deque(names)
+        while queue:
+            for neighbour in self._neighbours(queue.popleft()):
+                if neighbour not in self.cuts:
+                    self.cuts[neighbour] = self._best(neighbour)
+                    queue.append(neighbour)
+
+    def _neighbours(self, name: str) -> list[str]:
+        operator = self.operators[name]
+        after = self._consumers.get(operator.output.tensor, [])
+        before = [
+            self._producer[operand.tensor]
+            for operand in operator.inputs
+            if operand.tensor in self._producer
+        ]
+        return [*after, *before]
+
+    def _best(self, name: str) -> tuple[int, ...]:
+        operator = self.operators[name]
+        return min(
+            candidates(operator, self._ranks, self._fully),
+            key=lambda cuts: (
+                self._bytes_before(operator, cuts) + self._bytes_after(operator, cuts),
+                operator.own_bytes(cuts),
+                operator.strategy(cuts),
+            ),
+        )
+
+    def data_parallel(self, name: str) -> tuple[int, ...]:
+        """Return the cuts of the first axis, as far as its length divides."""
+        operator = self.operators[name]
+        return max(
+            candidates(operator, self._ranks, False),
+            key=lambda cuts: (cuts[:1], [-cut for cut in cuts]),
+        )
+
+    def _bytes_before(self, operator: Operator, cuts: tuple[int, ...]) -> int:
+        """Return what a rank receives of the outputs of decided operators before this one."""
+        total = 0
+        for operand in operator.inputs:
+            producer = self._producer.get(operand.tensor)
+            if producer in self.cuts and producer is not None:
+                held = self._layout(producer, self.operators[producer].output)
+                wanted = layout_of(operand, cuts, self._ranks)
+                total += bytes_to_receive(held, wanted, operand.shape, operator.bytes_per_element)
+        return total
+
+    def _bytes_after(self, operator: Operator, cuts: tuple[int, ...]) -> int:
+        """Return what a rank receives of this output for decided operators after this one."""
+        output = operator.output
+        held = layout_of(output, cuts, self._ranks)
+        return sum(
+            bytes_to_receive(
+                held, self._layout(consumer, operand), output.shape, operator.bytes_per_element
+            )
+            for consumer in self._consumers.get(output.tensor, [])
+            if consumer in self.cuts
+            for operand in self.operators[consumer].inputs
+            if operand.tensor == output.tensor
+        )
+
+    def _layout(self, name: str, operand: Operand) -> Layout:
+        return layout_of(operand, self.cuts[name], self._ranks)
+
+    def choices(self) -> dict[str, Choice]:
+        """Return all decisions with their bytes."""
+        return {
+            name: Choice(
+                operator.strategy(self.cuts[name]),
+                self.cuts[name],
+                tuple(self._layout(name, operand) for operand in operator.inputs),
+                self._layout(name, operator.output),
+                self._bytes_before(operator, self.cuts[name]),
+                operator.own_bytes(self.cuts[name]),
+            )
+            for name, operator in self.operators.items()
+        }
+
+
+def leaf_layouts(operators: Sequence[Operator], choices: Mapping[str, Choice]) -> dict[str, Layout]:
+    """Return the layouts of the tensors that no operator makes: data and parameters.
+
+    A tensor that several operators use has the layout of the first of them.
+    """
+    made = {operator.output.tensor for operator in operators}
+    layouts: dict[str, Layout] = {}
+    for operator in operators:
+        inputs = zip(operator.inputs, choices[operator.name].inputs, strict=True)
+        for operand, layout in inputs:
+            if operand.tensor not in made:
+                layouts.setdefault(operand.tensor, layout)
+    return layouts
