@@ -7,6 +7,7 @@ tensors: load only checkpoints that you trust.
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -45,15 +46,19 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
 
     try:
         together(what, prepare)
-        writer = torch_dcp.FileSystemWriter(folder.new)
-        together(
-            what, lambda: _unwrapped(what, lambda: torch_dcp.save(flat, storage_writer=writer))
-        )
+        together(what, lambda: _unwrapped(what, lambda: _save(folder, flat)))
         together(what, lambda: folder.commit() if rank == 0 else None)
     except BaseException:
         if rank == 0:
             folder.discard()
         raise
+
+
+def _save(folder: Folder, flat: dict[str, Any]) -> None:
+    writer = torch_dcp.FileSystemWriter(folder.new)
+    # The names are final: DCP would take lists of values apart.
+    planner = torch_dcp.DefaultSavePlanner(flatten_state_dict=False)
+    torch_dcp.save(flat, storage_writer=writer, planner=planner)
 
 
 def load(
@@ -80,13 +85,20 @@ def load(
     check_same(what, plan.facts, digests)
     flat: dict[str, Any] = {name: wanted.tensor for name, wanted in plan.tensors.items()}
     flat.update(plan.values)
-    together(what, lambda: _unwrapped(what, lambda: _load(folder, flat)))
+    together(what, lambda: _unwrapped(what, lambda: _load(folder, flat, not dist.is_initialized())))
     return trees.fill(state, plan.tree, flat, tensors)
 
 
-def _load(folder: Folder, flat: dict[str, Any]) -> None:
+def _load(folder: Folder, flat: dict[str, Any], alone: bool) -> None:
     reader = torch_dcp.FileSystemReader(folder.existing())
-    torch_dcp.load(flat, storage_reader=reader, no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():
+        # DCP says what is meant here.
+        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
+        planner = torch_dcp.DefaultLoadPlanner(
+            flatten_state_dict=False,
+            flatten_sharded_tensors=False,  # which would copy the dict
+        )
+        torch_dcp.load(flat, storage_reader=reader, planner=planner, no_dist=alone)
 
 
 def consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
@@ -104,11 +116,7 @@ def _consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
         else None
         for name, entry in _metadata(source).state_dict_metadata.items()
     }
-    reader = torch_dcp.FileSystemReader(source.existing())
-    _unwrapped(
-        f"consolidation of {source.path}",
-        lambda: torch_dcp.load(flat, storage_reader=reader, no_dist=True),
-    )
+    _unwrapped(f"consolidation of {source.path}", lambda: _load(source, flat, True))
     arrays = {name: tensors.array(leaf) for name, leaf in flat.items() if tensors.is_tensor(leaf)}
     values = {name: leaf for name, leaf in flat.items() if name not in arrays}
     for name, value in values.items():

@@ -1,0 +1,117 @@
+"""A rank that saves or loads a model and an optimizer whose tensors are DTensors.
+
+python -m tests.parallel.worker_checkpoint (save | load) FOLDER ROWS
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import hvdlite.torch as hvd
+
+
+def build(placements: list[Any], mesh: Any) -> tuple[Any, Any]:
+    """A model with weights that do not divide among the ranks, and its optimizer."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3))
+    for layer in model:
+        weight = distribute_tensor(layer.weight.data, mesh, placements)
+        layer.weight = torch.nn.Parameter(weight)
+    return model, torch.optim.Adam(model.parameters(), 0.1)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    """A step whose gradients are the values."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+
+
+def whole(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors as each rank would hold them without DTensors."""
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in tensors.items()
+    }
+
+
+def main(call: str, folder: Path, rows: int) -> None:
+    hvd.init_process_group()
+    mesh = init_device_mesh("cpu", (rows, hvd.size() // rows))
+    state: dict[str, Any] = {"step": 0}
+    if call == "save":
+        state["model"], state["optimizer"] = build([Shard(0), Shard(1)], mesh)
+        step(state["model"], state["optimizer"])
+        state["step"] = 11
+        hvd.checkpoint.save(folder / "dcp", state)
+        hvd.checkpoint.save(folder / "whole", whole(state["model"].state_dict()))
+        step(state["model"], state["optimizer"])
+        hvd.checkpoint.save(folder / "next", whole(state["model"].state_dict()))
+    else:
+        state["model"], state["optimizer"] = build([Shard(1), Replicate()], mesh)
+        for value in state["model"].state_dict().values():
+            value.zero_()
+        hvd.checkpoint.load(folder / "dcp", state)
+        assert state["step"] == 11
+        check(folder / "whole", state["model"])
+        step(state["model"], state["optimizer"])
+        check(folder / "next", state["model"])
+        for value in state["model"].state_dict().values():
+            value.zero_()
+        # DTensors take their parts of plain safetensors, too.
+        hvd.checkpoint.load(folder / "whole", state["model"])
+        check(folder / "whole", state["model"])
+        refuse(folder, state, mesh)
+    dist.destroy_process_group()
+    sys.stdout.write("is content\n")
+
+
+def check(folder: Path, model: Any) -> None:
+    """The model has the values of a checkpoint of whole tensors."""
+    values = whole(model.state_dict())
+    expected = {name: torch.zeros_like(value) for name, value in values.items()}
+    hvd.checkpoint.load(folder, expected)
+    for name, value in values.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def refuse(folder: Path, state: dict[str, Any], mesh: Any) -> None:
+    """All ranks raise errors of ours where DCP would wrap, or convert silently."""
+    weight = state["model"][0].weight.detach()
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (KeyError, "did you mean model.0.weight", {"model.0.wieght": weight}),
+        (ValueError, "is float64 here", {"model.0.weight": weight.double()}),
+        (ValueError, "(6, 10) here", {"model.0.weight": weight.T}),
+    ]
+    for kind, text, entries in wrong:
+        try:
+            hvd.checkpoint.load(folder / "dcp", entries)
+        except kind as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(text)
+    if hvd.rank() == 0:
+        file = next((folder / "dcp").glob("*.distcp"))
+        file.write_bytes(file.read_bytes()[:40])
+    hvd.barrier()
+    try:
+        hvd.checkpoint.load(folder / "dcp", state)
+    except (ValueError, hvd.HorovodInternalError) as error:
+        assert "load of" in str(error), error
+    else:
+        raise AssertionError("a damaged file was loaded")
+    try:
+        hvd.checkpoint.save(folder / "new", state, {"model.0.weight": [[2], [0, -1]]})
+    except ValueError as error:
+        assert "say themselves how they are cut" in str(error), error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
