@@ -12,6 +12,7 @@ from hvdlite.common.api.objects import allgather_object, broadcast_object
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.optimizer_state import OptimizerState
+from hvdlite.torch.subclass import OptimizerMixin
 
 
 def broadcast_parameters(
@@ -74,6 +75,8 @@ def share_optimizer_state(
     send: Callable[[list[torch.Tensor]], None],
 ) -> None:
     """Do the work of `broadcast_optimizer_state`; `send` broadcasts blocks of bytes in place."""
+    if isinstance(optimizer, OptimizerMixin) and optimizer.share_state(root_rank, process_set):
+        return
     is_root = mpi_ops.rank() == root_rank
     state = OptimizerState.of(optimizer) if is_root else None
     state = broadcast_object(state, root_rank, "optimizer_state", process_set)

@@ -53,6 +53,7 @@ def DistributedOptimizer(  # noqa: N802
     segmentation: str | Strategy | None = None,
     gradient_as_bucket_view: bool = False,
     fuse_all_optimizer_ops: bool | None = None,
+    shard_state: bool = False,
     **fusion: Any,
 ) -> Any:
     """Return an optimizer of the same class that reduces gradients over all ranks before each step.
@@ -72,6 +73,9 @@ def DistributedOptimizer(  # noqa: N802
     - `fuse_all_optimizer_ops`: SGD, Adam and AdamW step over whole segments, with parameters and
       state in such buffers too. None: where gradients are views and it is possible. True: make
       gradients views, and warn where it is not possible.
+    - `shard_state`: the state of the optimizer is divided among the ranks. Each rank reduces its
+      part of the gradients, steps over it, and sends the parameters to the others. For optimizers
+      that treat each element on its own, with op=Average or Sum.
     (what hvdlite.common.gradients.arguments tells of all others)
 
     Raises `ValueError` for arguments that contradict each other, and before `init`; `TypeError`
@@ -89,6 +93,17 @@ def DistributedOptimizer(  # noqa: N802
     passes = check_passes(backward_passes_per_step)
     names = _name_parameters(optimizer, named_parameters)
     chosen = resolve_groups(num_groups, groups)
+    if shard_state:
+        return _shard(
+            optimizer,
+            names,
+            passes,
+            reduction,
+            groups=chosen,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            fuse_all_optimizer_ops=fuse_all_optimizer_ops,
+            segmentation=reduction.segmentation,
+        )
     objection = _reason_against_views(reduction, chosen is not None)
     if objection and gradient_as_bucket_view:
         raise ValueError(f"gradient_as_bucket_view: {objection}")
@@ -108,6 +123,27 @@ def DistributedOptimizer(  # noqa: N802
         wrapped._exchange = GradientExchange(
             optimizer.param_groups, names, schedule, reduction, segments
         )
+    announce(wrapped)
+    leave_zero_gradients(optimizer)
+    return wrapped
+
+
+def _shard(
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    passes: int,
+    reduction: ReductionConfig,
+    **others: object,
+) -> Any:
+    """Wrap an optimizer whose state is divided. Raises `ValueError` for options it cannot have."""
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise ValueError(
+            f"shard_state=True and {', '.join(given)} both say how gradients are laid out: give one"
+        )
+    from hvdlite.torch.sharded_state.optimizer import shard  # Most jobs never need it.
+
+    wrapped = shard(optimizer, names, passes, reduction)
     announce(wrapped)
     leave_zero_gradients(optimizer)
     return wrapped

@@ -12,6 +12,7 @@ import torch
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.iterations.marks import StepMarks
 from hvdlite.common.runtime.basics import is_initialized
+from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch.iteration_hooks import IterationHooks
 
 
@@ -52,6 +53,10 @@ class OptimizerMixin(torch.optim.Optimizer):
         """Return the names under which gradients are reduced."""
         names: Collection[str] = self._parameter_names.values()
         return names
+
+    def share_state(self, root_rank: int, process_set: ProcessSet) -> bool:
+        """Return whether state was made equal on all ranks; False where it is all on each rank."""
+        return False
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Do as the wrapped optimizer does; an iteration that is traced begins anew."""

@@ -115,7 +115,9 @@ class OptimizerStateHandler(StateHandler):
         if self.by_step:
             self._saved.take(_options(self.value))
         else:
-            self._saved.take(self.value.state_dict())
+            # The parts of a state that is divided among the ranks would be lost with them.
+            consolidate = getattr(self.value, "consolidate", self.value.state_dict)
+            self._saved.take(consolidate())
 
     def restore(self) -> None:
         """Load what was saved, and forget gradients, and reductions that are in flight."""
@@ -126,7 +128,11 @@ class OptimizerStateHandler(StateHandler):
                 group.update(options)
             return
         self.value.load_state_dict(saved)
-        self._undo_casts(saved)
+        if not self._is_divided():
+            self._undo_casts(saved)
+
+    def _is_divided(self) -> bool:
+        return hasattr(self.value, "consolidate")
 
     def _undo_casts(self, saved: dict[str, Any]) -> None:
         """Give state the dtype that it had: torch gives it that of the parameter."""
@@ -181,6 +187,8 @@ class OptimizerStateHandler(StateHandler):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the state by the number of their parameter."""
+        if self._is_divided():
+            return
         for name, leaf in named_leaves(self.value.state_dict()["state"], "state"):
             if isinstance(leaf, Tensor):
                 yield name, leaf

@@ -57,6 +57,11 @@ class StepTracker:
                 "step are reduced; Adasum and LBFGS change them before, too: use "
                 'commit="copy"'
             )
+        if hasattr(self._optimizer, "consolidate"):
+            raise ValueError(
+                'commit="step" needs an optimizer whose state is whole on each rank, and this one '
+                'has shard_state=True: use commit="copy"'
+            )
         self._hook = self._optimizer.register_step_post_hook(self._on_step)
         self._set_by_step(True)
         self.accept()

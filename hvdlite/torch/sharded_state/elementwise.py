@@ -1,0 +1,112 @@
+"""Which optimizers can step over shards: those that treat each element on its own.
+
+A shard is a piece of many parameters in a row. An optimizer that looks at shapes, at norms of
+parameters, or at several elements at once would make another step there, without any error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+Group = dict[str, Any]
+# Optimizers of torch and of known libraries, by the name of their class -> what they look at.
+_KNOWN = {
+    "lbfgs": "all parameters together",
+    "sparseadam": "sparse gradients",
+    "adafactor": "rows and columns of a parameter",
+    "muon": "matrices",
+    "lamb": "norms of parameters",
+    "fusedlamb": "norms of parameters",
+    "lars": "norms of parameters",
+    "larc": "norms of parameters",
+    "novograd": "norms of gradients",
+    "shampoo": "matrices",
+    "distributedshampoo": "matrices",
+    "soap": "matrices",
+    "kfac": "layers",
+    "adalomo": "rows and columns of a parameter",
+    "came": "rows and columns of a parameter",
+    "galore": "matrices",
+    "galoreadamw": "matrices",
+    "adammini": "blocks of a parameter",
+    "adam_mini": "blocks of a parameter",
+}
+_STEPS = 3
+_SHAPES = ((3, 4), (5,), (2, 2, 2))
+_EXPLANATION = (
+    "shard_state=True steps over a flat shard, which is a piece of many parameters, so that it "
+    "needs an optimizer that treats each element on its own, as SGD, Adam and AdamW do. Leave "
+    "shard_state out"
+)
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, wrapped: type) -> None:
+    """Raise `ValueError` for an optimizer that is known, or found, to look beyond one element.
+
+    A few steps with small tensors of its own are made by the class `wrapped`, for each group.
+    """
+    for cls in wrapped.__mro__:
+        if cls.__name__.lower() in _KNOWN:
+            raise ValueError(
+                f"{wrapped.__name__} looks at {_KNOWN[cls.__name__.lower()]}: {_EXPLANATION}"
+            )
+    for number, group in enumerate(optimizer.param_groups):
+        reason = _objection(optimizer, wrapped, group)
+        if reason:
+            raise ValueError(f"{wrapped.__name__}, group {number}: {reason}: {_EXPLANATION}")
+
+
+def _objection(optimizer: torch.optim.Optimizer, wrapped: type, group: Group) -> str:
+    """Return what a step over one flat tensor does differently; empty where it does not."""
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
+    gradients = [
+        [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in _SHAPES]
+        for _ in range(_STEPS)
+    ]
+    flat_gradients = [[_flat(step)] for step in gradients]
+    try:
+        apart = _train(optimizer, wrapped, group, values, gradients)
+        together = _train(optimizer, wrapped, group, [_flat(values)], flat_gradients)
+    except Exception as error:
+        return f"a step over flat tensors raises {type(error).__name__}: {error}"
+    if not torch.allclose(_flat(apart), together[0].detach(), rtol=1e-9, atol=1e-12):
+        return "a step over flat tensors gives other values than one over the parameters"
+    return ""
+
+
+def _flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _train(
+    optimizer: torch.optim.Optimizer,
+    wrapped: type,
+    group: Group,
+    values: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    parameters = [torch.nn.Parameter(value.clone()) for value in values]
+    groups = [{**group, "params": parameters}]
+    state: Any = defaultdict(dict)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        step_over(optimizer, wrapped, groups, state)
+    return parameters
+
+
+@torch.no_grad()
+def step_over(
+    optimizer: torch.optim.Optimizer, wrapped: type, groups: list[Group], state: Any
+) -> None:
+    """Make the step of the class `wrapped` for other parameters and state, without its hooks."""
+    double: Any = object.__new__(wrapped)
+    double.__dict__.update(vars(optimizer))
+    double.__dict__["param_groups"] = groups
+    double.__dict__["state"] = state
+    inspect.unwrap(wrapped.step)(double)  # type: ignore[attr-defined]

@@ -1,0 +1,273 @@
+"""The collectives of a sharded optimizer, and the state of its shards: cut, gathered, saved."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.submit import Operation, start
+from hvdlite.common.gradients.buckets import ReductionConfig
+from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.runtime.state import for_collective
+from hvdlite.torch import mpi_ops
+from hvdlite.torch.gradient_exchange import named_by_position
+from hvdlite.torch.sharded_state.shards import FlatShard, Place, State, arrange
+from hvdlite.torch.sparsity import Layouts
+
+Tensor = torch.Tensor
+ParamGroups = list[dict[str, Any]]
+
+
+class ShardedExchange:
+    """The exchange of one optimizer; what `GradientExchange` is for one whose state is whole."""
+
+    busy = False  # Nothing is sent before the step.
+
+    def __init__(
+        self,
+        param_groups: ParamGroups,
+        names: dict[Tensor, str],
+        passes: int,
+        reduction: ReductionConfig,
+        state: Mapping[Tensor, State],
+    ) -> None:
+        """Take over the parameters, and the state that the optimizer has. Nothing is sent."""
+        self.param_groups, self.names, self.passes = param_groups, names, passes
+        self.reduction = reduction
+        # Whether the gradients of the parameters are reduced ones: from synchronize() to the step.
+        self.synchronized = False
+        # The state of the shards, by `FlatShard.shard`; the wrapped optimizer's step changes it.
+        self.state: defaultdict[Tensor, State] = defaultdict(dict)
+        self.shards: list[FlatShard] = []
+        # The state of whole parameters that was loaded, until it is cut.
+        self._loaded: dict[Tensor, State] | None = dict(state) or None
+        # The trained parameters, and the ranks, for which the shards were arranged.
+        self._arranged_for: tuple[tuple[str, ...], tuple[int, ...]] | None = None
+        label = next(iter(names.values()), "")  # This is the same on all ranks.
+        self._layouts = Layouts(reduction.process_set, label)
+        # The era of the ranks that have agreed on which parameters are used.
+        self._era: object = None
+        # The parameters that some rank has used so far; the step leaves all others as they are.
+        self._used: set[str] = set()
+
+    # -- shards
+
+    def ensure(self, *, for_step: bool = False) -> None:
+        """Arrange the shards anew where parameters, ranks or loaded state are others than before.
+
+        `for_step`: ask the other ranks for gradients that this rank lacks; all ranks take part.
+        Raises `RuntimeError` where the ranks have changed, and the state is that of the old ones.
+        """
+        for parameter, default in named_by_position(self.param_groups):
+            self.names.setdefault(parameter, default)
+        trained = self._find_trained(for_step)
+        arranged_for = tuple(trained.values()), self._members()
+        if arranged_for == self._arranged_for and self._loaded is None:
+            for shard in self.shards:
+                shard.adopt_parameters()
+            return
+        states = self._whole_states() if self._loaded is None else self._loaded
+        for shard in self.shards:
+            shard.release_parameters()
+        self.shards = arrange(self.param_groups, trained, states, self.place())
+        self.state.clear()
+        for shard in self.shards:
+            state = shard.cut(states)
+            if state:
+                self.state[shard.shard] = state
+        self._arranged_for, self._loaded = arranged_for, None
+
+    def _find_trained(self, for_step: bool) -> dict[Tensor, str]:
+        """Return the parameters that are stepped, with their names."""
+        candidates = {
+            parameter: self.names[parameter]
+            for parameter, _ in named_by_position(self.param_groups)
+            if parameter.requires_grad or parameter.grad is not None
+        }
+        if for_step:
+            era = for_collective().era(self.reduction.process_set)
+            if era is not self._era:
+                self._layouts.ask_again()  # A newcomer of an elastic job knows nothing yet.
+                self._era = era
+            gradients = {name: parameter.grad for parameter, name in candidates.items()}
+            self._used |= set(self._layouts.agree(gradients))
+        self._used |= {self.names[parameter] for parameter in self._loaded or ()}
+        return {parameter: name for parameter, name in candidates.items() if name in self._used}
+
+    def _members(self) -> tuple[int, ...]:
+        return tuple(self.reduction.process_set.ranks or ())
+
+    def place(self) -> Place:
+        """Return the position of this rank among those that share the state."""
+        process_set: ProcessSet = self.reduction.process_set
+        position = process_set.rank()
+        return Place(position or 0, process_set.size())
+
+    # -- gradients
+
+    def reduce_shards(self) -> None:
+        """Reduce the gradients of all ranks; each rank keeps those of its shards."""
+        self.ensure(for_step=True)
+        self._reduce()
+        self.synchronized = True
+
+    def _reduce(self) -> None:
+        compression = self.reduction.compression
+        started = []
+        for shard in self.shards:
+            shard.pack_gradients(self.reduction.sparse_as_dense)
+        for shard in self.shards:
+            packed, context = compression.compress(shard.gradient)
+            target = shard.shard_gradient
+            if packed is not shard.gradient:
+                target = packed.new_empty(target.shape)
+            options = self.reduction.options
+            operation = self._start("reducescatter", shard, packed, target, options)
+            started.append((shard, operation, target, context))
+        _wait([operation for _, operation, _, _ in started])
+        for shard, _, target, context in started:
+            if target is not shard.shard_gradient:
+                shard.shard_gradient.copy_(compression.decompress(target, context))
+
+    def synchronize(self) -> None:
+        """Reduce the gradients, and show all of them to every rank, to be clipped or looked at."""
+        if not self.reduction.active:
+            self.synchronized = True
+            return
+        self.ensure(for_step=True)
+        self._reduce()
+        gather = CallOptions(self.reduction.process_set)
+        _wait(
+            [
+                self._start("allgather", shard, shard.shard_gradient, shard.gradient, gather)
+                for shard in self.shards
+            ]
+        )
+        for shard in self.shards:
+            shard.show_gradients()
+        self.synchronized = True
+
+    def take_gradients(self) -> None:
+        """Take the shards of gradients that are reduced, and may have been changed since."""
+        self.ensure()
+        for shard in self.shards:
+            shard.pack_gradients(self.reduction.sparse_as_dense)
+            shard.shard_gradient.copy_(shard.gradient[shard.own])
+
+    def gather_parameters(self) -> None:
+        """Send the shards that a step has changed to all ranks."""
+        gather = CallOptions(self.reduction.process_set)
+        _wait(
+            [
+                self._start("allgather", shard, shard.shard.detach(), shard.data, gather)
+                for shard in self.shards
+            ]
+        )
+        for shard in self.shards:
+            shard.mark_changed()
+
+    def _start(
+        self,
+        collective: str,
+        shard: FlatShard,
+        tensor: Tensor,
+        target: Tensor,
+        options: CallOptions,
+    ) -> Operation[Tensor]:
+        runtime, adapter = for_collective(), mpi_ops.runner.adapter
+        entries = start(runtime, adapter, collective, shard.label, [tensor], options, [target])
+        return Operation(entries)
+
+    # -- what the mixin asks of an exchange
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a step would apply anything."""
+        return any(
+            parameter.grad is not None for parameter, _ in named_by_position(self.param_groups)
+        )
+
+    def watch(self) -> None:
+        """Do nothing: parameters that were added are arranged with the next step."""
+
+    def reset(self, backward_passes_per_step: int | None = None) -> None:
+        """Forget that gradients are reduced."""
+        self.synchronized = False
+        self.passes = backward_passes_per_step or self.passes
+
+    def restart_count(self) -> None:
+        """Do nothing: backward passes accumulate in the gradients, and are not counted."""
+
+    # -- state
+
+    @torch.no_grad()
+    def _whole_states(self) -> dict[Tensor, State]:
+        """Return the state of each parameter; all ranks take part where there is any."""
+        states: dict[Tensor, State] = {}
+        arranged_for = self._arranged_for
+        if self.state and arranged_for is not None and arranged_for[1] != self._members():
+            raise RuntimeError(
+                "the ranks have changed since the optimizer's state was divided among them, and "
+                "the parts of those that left are lost: use hvd.elastic.TorchState, which keeps all "
+                "of it, or load a consolidated state dict"
+            )
+        gather = CallOptions(self.reduction.process_set)
+        for shard in self.shards:
+            state = self.state.get(shard.shard)
+            if not state:
+                continue
+            gathered = {}
+            for name, value in state.items():
+                if shard.is_cut(value):
+                    buffer = shard.allocate(value.dtype)
+                    _wait([self._start("allgather", shard, value, buffer, gather)])
+                    gathered[name] = buffer
+            states.update(shard.join(state, gathered))
+        return states
+
+    def whole_states(self) -> dict[Tensor, State]:
+        """Return a copy of the state of each parameter, as the wrapped optimizer would have it."""
+        if self._loaded is not None:
+            return {
+                parameter: {
+                    name: value.clone() if isinstance(value, Tensor) else value
+                    for name, value in state.items()
+                }
+                for parameter, state in self._loaded.items()
+            }
+        return self._whole_states()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether whole state was loaded that is not cut yet."""
+        return self._loaded is not None
+
+    def load_whole(self, states: dict[Tensor, State]) -> None:
+        """Take over the state of whole parameters; it is cut with the next step."""
+        self._loaded = states
+        self.reset()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the layout of the shards: D and M as in checkpoints, and what each consists of."""
+        place = self.place()
+        return {
+            "layout": [[place.members], [0]],
+            "position": place.position,
+            "flat": [shard.describe(self.names) for shard in self.shards],
+        }
+
+
+def _wait(operations: Sequence[Operation[Any]]) -> None:
+    """Wait for all; raise the first error when all have ended."""
+    failure: Exception | None = None
+    for operation in operations:
+        try:
+            operation.wait_for_tensors()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
