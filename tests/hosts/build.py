@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hvdlite.launcher.signals import die_with_parent
 from tests.hosts.lab import (
+    CACHE,
     DOMAIN,
     HOME,
     HOSTS,
@@ -120,6 +121,8 @@ def _boot(folder: Path, name: str, number: int) -> Node:
     own = folder / name
     for path in (own, own / "home", own / "home" / ".ssh"):
         path.mkdir(mode=0o700)
+    if CACHE.is_dir():
+        shutil.copytree(CACHE, own / "home" / ".cache" / CACHE.name)
     shutil.copy(folder / f"{name}_key", own / "host_key")
     (own / "host_key").chmod(0o600)
     (own / "sshd_config").write_text(SSHD_CONFIG.format(name=name))

@@ -35,6 +35,8 @@ HIDDEN = ("/tmp", "/run", "/dev/shm")  # each host has its own
 INSIDE = Path("/run/lab")  # where hosts see the folder of the lab
 SHARED = INSIDE / "shared"
 HOME = Path("/run/home")
+# What this machine has compiled; each home has a copy, so that no host compiles again.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdlite"
 READY_SECONDS = 20.0
 LONGEST_COMMAND = 100  # so much of a command line is shown
 LEFT_SECONDS = 5.0  # how long what was killed may need to go

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.hosts.build import listens
-from tests.hosts.lab import ROOT, SHARED, Lab, Running, address, do
+from tests.hosts.lab import CACHE, ROOT, SHARED, Lab, Running, address, do
+from tests.hosts.lab import HOME as LAB_HOME
 
 FILES = ROOT / "deploy" / "kubernetes"
 USER, UID = "mpiuser", 1000
@@ -45,6 +46,7 @@ cp {files}/ssh_config /mnt/etc/ssh/ssh_config.d/hvdlite.conf
 {hostfile}
 mount --bind /mnt/etc /etc
 cp {files}/sshd_config {home}/.sshd_config
+[ ! -d {cache} ] || {{ mkdir {home}/.cache; cp -r {cache} {home}/.cache; }}
 chown -R {uid}:{uid} {home}
 mkdir {keys}
 mount -t tmpfs -o mode=1777 pod {keys}
@@ -85,6 +87,7 @@ def pod(
     mounted = lab.write(f"{name}.hostfile", hostfile)
     boot = BOOT.format(
         name=name, home=HOME, shared=SHARED, user=USER, uid=UID, files=shlex.quote(str(FILES)),
+        cache=LAB_HOME / ".cache" / CACHE.name,
         keys=KEYS, key_files=" ".join(KEY_FILES), open_doors="\n".join(_open_doors()),
         hostfile=f"install -m 444 {mounted} /mnt/etc/mpi/hostfile" if hostfile else "",
     )  # fmt: skip
