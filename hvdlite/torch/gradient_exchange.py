@@ -98,6 +98,8 @@ class GradientExchange:
         # How many bytes are enough, and the job for which that was found.
         self._enough_bytes = ENOUGH_BYTES
         self._topology: Topology | None = None
+        # True while `synchronize` sends what backward has left: it waits next.
+        self._waits_next = False
         # Results of casts by name: their memory is used again in the next step.
         self._packed: dict[str, torch.Tensor] = {}
         self._hooked: set[torch.Tensor] = set()
@@ -220,8 +222,11 @@ class GradientExchange:
         if not dense:
             return []
         options = self._segments.options([dense[0].name])
+        alone = self._waits_next and not (self._in_flight or self._pending)
         try:
-            self._in_flight.append(BucketInFlight(dense, self.reduction.compression, options))
+            self._in_flight.append(
+                BucketInFlight(dense, self.reduction.compression, options, alone=alone)
+            )
         except Exception as error:
             if len(dense) == 1:
                 return [error]
@@ -322,16 +327,18 @@ class GradientExchange:
     def _send_all(self) -> list[Exception]:
         """Send every bucket that can be sent, as other ranks wait for it; return the errors."""
         refused: list[Exception] = []
+        self._waits_next = True
         while self._pending:
             try:
                 self._send()
             except Exception as failure:
                 refused.append(failure)
+        self._waits_next = False
         return refused
 
     def _wait(self) -> list[Exception]:
         """Wait for all reductions in flight; return the errors."""
-        in_flight = self._in_flight
+        in_flight, self._in_flight = self._in_flight, []
         failures: list[Exception] = []
         self.reset()
         for reduction in in_flight:
@@ -343,6 +350,8 @@ class GradientExchange:
 
     def reset(self, backward_passes_per_step: int | None = None) -> None:
         """Forget what is pending or in flight, and count backward passes from the beginning."""
+        for reduction in self._in_flight:
+            reduction.leave()
         self._in_flight, self._pending, self._pending_bytes = [], [], 0
         self.synchronized = False
         self._schedule.reset(backward_passes_per_step)

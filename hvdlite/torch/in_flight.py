@@ -99,13 +99,15 @@ class BucketInFlight:
         pending: Sequence[PendingGradient],
         compression: type[Compressor],
         options: CallOptions,
+        *,
+        alone: bool = False,
     ) -> None:
-        """Start to reduce the packed tensors in place."""
+        """Start to reduce the packed tensors in place; `alone`: the wait for them comes next."""
         self._pending = pending
         self._compression = compression
         names = [gradient.name for gradient in pending]
         packed = [gradient.packed for gradient in pending]
-        self._bucket = mpi_ops.runner.start_bucket(names, packed, options)
+        self._bucket = mpi_ops.runner.start_bucket(names, packed, options, alone=alone)
 
     def wait(self) -> None:
         """Wait for the results, and write them to the gradients."""
@@ -116,6 +118,10 @@ class BucketInFlight:
         finally:
             for gradient in self._pending:
                 gradient.release()
+
+    def leave(self) -> None:
+        """Let the other ranks have these gradients: nobody will wait for them here."""
+        self._bucket.send()
 
     def _unpack(self, pending: PendingGradient) -> None:
         result, gradient = pending.packed, pending.gradient
@@ -159,6 +165,9 @@ class SegmentInFlight:
             gradient.parameter.grad = gradient.gradient
             gradient.release()
 
+    def leave(self) -> None:
+        """Do nothing: the segment was sent."""
+
 
 class SparseGradientInFlight:
     """One sparse gradient, whose entries are gathered from all ranks."""
@@ -174,6 +183,9 @@ class SparseGradientInFlight:
         """Wait for the sum, and replace the gradient by it."""
         self._pending.parameter.grad = _check_and_wait([self._pending], self._wait)
         self._pending.release()
+
+    def leave(self) -> None:
+        """Do nothing: the gradient was sent."""
 
 
 InFlight = BucketInFlight | SegmentInFlight | SparseGradientInFlight

@@ -112,6 +112,16 @@ def test_versions_are_compared_job_by_job(tmp_path: Path) -> None:
         assert 0 < ratio["low"] <= ratio["high"]
 
 
+def test_small_models(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the data of the example comes with scikit-learn")
+    file = tmp_path / "s.json"
+    few = ("--rounds", "1", "--steps", "5", "--epochs", "1", "--json", str(file))
+    done = run_command([sys.executable, str(BENCHMARKS / "small_models.py"), *few], timeout=60)
+    assert done.returncode == 0, done.stdout
+    seconds = [each["seconds"]["median"] for each in json.loads(file.read_text())["records"]]
+    assert len(seconds) == 5 and min(seconds) > 0 and max(seconds) < 1, done.stdout
+
+
 def test_training(tmp_path: Path) -> None:
     words = ("--networks", "gpt", "--entries", "DDP gloo", "hvdlite", "--rounds", "1")
     output, records = run(tmp_path / "t.json", "training.py", *words)

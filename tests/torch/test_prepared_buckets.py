@@ -372,7 +372,12 @@ def test_a_gradient_that_is_refused_keeps_no_other_back() -> None:
         if rank == 0:
             exchange = gradients.optimizer._exchange
             wait = exchange._wait
-            exchange._wait = lambda: refused.set() or wait()
+
+            def tell_and_wait() -> Any:
+                refused.set()
+                return wait()
+
+            exchange._wait = tell_and_wait
             held = hvd.allreduce_async(values(0, 2, 1, (4,)), name="p1")
             with pytest.raises(ValueError, match=r"'allreduce\.p1' on rank 0 has the same name"):
                 gradients.optimizer.synchronize()
@@ -421,5 +426,67 @@ def test_a_state_with_another_memory_layout_is_resumed() -> None:
         for step in range(2, 4):
             gradients.set(step, lambda each: each.t().contiguous().t() if each.dim() > 1 else each)
             gradients.step(step)
+
+    run_ranks(2, main)
+
+
+def made_short(runtime: Any) -> int:
+    calls = runtime.engine._short_calls
+    return 0 if calls is None else int(calls.completed)
+
+
+def test_a_small_step_is_exchanged_by_the_threads_that_wait() -> None:
+    """In any order of the gradients, seen by observers, with the sums of the data plane."""
+
+    def main(rank: int) -> None:
+        runtime = current()
+        if runtime.engine._short_calls is None:
+            pytest.skip("there is no compiled code")
+        runs: list[Any] = []
+        stop = runtime.engine.observe(runs.append)
+        gradients = Gradients((3,), (4, 2), (5,))
+        if rank:  # Backward has them in another order on this rank.
+            gradients.optimizer._exchange._schedule.rearrange([["p2"], ["p0"], ["p1"]])
+        before = None
+        for step in range(6):
+            gradients.set(step)
+            if step == 2:
+                before = made_short(runtime)
+                runs.clear()
+            gradients.step(step)
+        assert before is not None and made_short(runtime) > before
+        stop()
+        assert {len(run.names) for run in runs if run.names[0].startswith("allreduce.p")} == {3}
+
+    run_ranks(2, main)
+
+
+def test_a_small_step_to_which_a_rank_comes_late() -> None:
+    """The others turn to the coordinator, and the late one finds its gradients reduced."""
+
+    def main(rank: int) -> None:
+        gradients = Gradients((3,), (4, 2))
+        for step in range(6):
+            gradients.set(step)
+            if step % 2 == rank:
+                threading.Event().wait(0.03)
+            gradients.step(step)
+
+    run_ranks(2, main)
+
+
+def test_a_small_step_that_one_rank_does_not_wait_for() -> None:
+    """Rank 1 sends gradients one by one, from the hooks of backward."""
+
+    def main(rank: int) -> None:
+        gradients = Gradients((3,), (4, 2))
+        if rank:
+            gradients.optimizer._exchange._enough_bytes = 0
+            gradients.optimizer._exchange._find_enough_bytes = lambda: None
+        for step in range(5):
+            for index, parameter in enumerate(gradients.parameters):
+                (parameter * values(rank, step, index, tuple(parameter.shape))).sum().backward()
+            gradients.step(step)
+            gradients.optimizer.zero_grad()
 
     run_ranks(2, main)

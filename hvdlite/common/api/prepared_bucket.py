@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
+from hvdlite.common.api.bundles import bundle_of
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.submit import check_targets, prepared, prepared_group
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
+from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.adapter import Adapter
+from hvdlite.common.plain.entries import Bundle
 from hvdlite.common.plain.shared_handle import SharedHandle
 from hvdlite.common.runtime.runtime import Runtime
 
@@ -35,9 +38,16 @@ class PreparedBucket(Generic[T]):
         self._entries: list[TensorEntry[T]] = []
         self._tensors: Sequence[T] = ()
         self._handle = SharedHandle(0)
+        # The entries as one short call, if they can be that; and the engine of entries that are
+        # announced and not sent.
+        self._bundle: Bundle | None = None
+        self._unsent: Engine | None = None
 
-    def start(self, runtime: Runtime, tensors: Sequence[T]) -> None:
+    def start(self, runtime: Runtime, tensors: Sequence[T], *, alone: bool = False) -> None:
         """Enqueue the tensors; never waits.
+
+        With `alone` the caller waits next, and for nothing else: all ranks may exchange the tensors
+        in the threads that wait.
 
         Raises `ValueError` for what this rank can see to be wrong, and `HorovodInternalError` when
         the engine has ended. Nothing is in flight then.
@@ -45,17 +55,31 @@ class PreparedBucket(Generic[T]):
         handle = SharedHandle(len(tensors))
         if not self._renew(tensors, handle):
             self._prepare(runtime, tensors, handle)
-        runtime.engine.enqueue(self._entries)
+        if alone and self._bundle is not None:
+            runtime.engine.announce(self._entries)
+            self._unsent = runtime.engine
+        else:
+            runtime.engine.enqueue(self._entries)
         self.busy, self._handle, self._tensors = True, handle, tensors
 
     def wait(self) -> None:
         """Sleep until all are reduced. Raises the first error; nothing is in flight then."""
         try:
+            if self._unsent is not None and self._bundle is not None:
+                engine, self._unsent = self._unsent, None
+                self._bundle.renew()
+                engine.exchange(self._bundle)
             self._handle.wait()
             self._adapter.finish_all(self._tensors)
         finally:
             if self._handle.poll():  # otherwise a signal has ended the wait
                 self._release()
+
+    def send(self) -> None:
+        """Let the tensors be reduced though nobody will wait for them."""
+        if self._unsent is not None:
+            engine, self._unsent = self._unsent, None
+            engine.send(self._entries)
 
     def _release(self) -> None:
         for entry in self._entries:
@@ -94,7 +118,7 @@ class PreparedBucket(Generic[T]):
         ]
         if self.options.grouped:
             check_targets(entries)
-        self._entries = entries
+        self._entries, self._bundle = entries, bundle_of(entries)
 
     def _check(self, runtime: Runtime, tensors: Sequence[T]) -> list[PreparedCall]:
         adapter, options = self._adapter, self.options
@@ -118,6 +142,8 @@ def start_bucket(
     names: Sequence[str],
     tensors: Sequence[T],
     options: CallOptions,
+    *,
+    alone: bool = False,
 ) -> PreparedBucket[Any]:
     """Start to reduce tensors in place, as `PreparedBucket.start`; return their bucket."""
     key = options.grouped, tuple(names)
@@ -129,7 +155,7 @@ def start_bucket(
         runtime.buckets[key] = bucket
     found: PreparedBucket[Any] = bucket
     try:
-        found.start(runtime, tensors)
+        found.start(runtime, tensors, alone=alone)
     except BaseException:  # What was prepared may be half renewed.
         runtime.buckets.pop(key, None)
         raise

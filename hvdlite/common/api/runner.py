@@ -75,10 +75,18 @@ class EngineRunner(Runner[T]):
         return Operation(entries, shape_result)
 
     def start_bucket(
-        self, names: Sequence[str], tensors: Sequence[T], options: CallOptions
+        self,
+        names: Sequence[str],
+        tensors: Sequence[T],
+        options: CallOptions,
+        *,
+        alone: bool = False,
     ) -> PreparedBucket[T]:
-        """Start to reduce tensors in place in one call, each under its name; never wait."""
-        return start_bucket(for_collective(), self.adapter, names, tensors, options)
+        """Start to reduce tensors in place in one call, each under its name; never wait.
+
+        See `PreparedBucket.start` for `alone`.
+        """
+        return start_bucket(for_collective(), self.adapter, names, tensors, options, alone=alone)
 
     def run(
         self, collective: str, tensors: Sequence[T], name: str | None, options: CallOptions

@@ -32,7 +32,7 @@ from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.engine.short_calls import ShortCalls
 from hvdlite.common.plain.config import Config
-from hvdlite.common.plain.entries import Entry, Observer
+from hvdlite.common.plain.entries import Bundle, Entry, Observer
 from hvdlite.common.plain.messages import Eviction, Figures, Order, Response, Retune, Segment
 from hvdlite.common.plain.process_set_table import FormedSet, ProcessSetTable
 from hvdlite.common.timeline.recorder import Timeline
@@ -107,6 +107,11 @@ class Engine:
 
     def enqueue(self, entries: Sequence[Entry]) -> None:
         """Hand over entries without waiting. Raises as `PendingTable.add`."""
+        self.announce(entries)
+        self.send(entries)
+
+    def announce(self, entries: Sequence[Entry]) -> None:
+        """Keep entries until `send` or `exchange`. Raises as `PendingTable.add`."""
         if self._timeline.enabled:
             for entry in entries:
                 self._timeline.negotiate_start(entry.request.name, entry.request.collective)
@@ -115,7 +120,23 @@ class Engine:
             for entry in entries:
                 entry.enqueued = now
         self._pending.add(entries)
+
+    def send(self, entries: Sequence[Entry]) -> None:
+        """Let entries be negotiated that were announced."""
         self._inbox.put(entries)
+
+    def exchange(self, bundle: Bundle) -> None:
+        """Exchange entries that were announced in this thread, or send them; see `ShortCalls`."""
+        exchanged = False
+        try:
+            if self._short_calls is not None:
+                exchanged = self._short_calls.run(bundle)
+        finally:  # Also for a KeyboardInterrupt: the other ranks need these entries.
+            if not exchanged:
+                left = [each for each in bundle.entries if self._pending.has(each)]
+                if left and self._short_calls is not None:
+                    self._short_calls.decline([bundle])
+                self.send(left)
 
     def _find_short_calls(self) -> ShortCalls | None:
         """Return the short calls of this rank where the host has the code for them."""
@@ -132,7 +153,8 @@ class Engine:
 
     def _makes_short_calls(self) -> bool:
         """Return whether nobody wants to see the calls on their way, and this rank can be asked."""
-        seen = self._timeline.enabled or self._executor.observers or self._debug
+        # Autotuning is observed, and decides, on the engine thread alone.
+        seen = self._timeline.enabled or self._config.autotune or self._debug
         return not (seen or self._shutdown_requested.is_set() or self._pending.joined)
 
     @property
@@ -146,8 +168,9 @@ class Engine:
         return self._control_plane.clock_offset_seconds
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Call `observer` on the engine thread with each segment that has run from now on.
+        """Call `observer` with each segment that has run from now on.
 
+        It is called on the engine thread, or by a thread that waits and has made a short call.
         Returns a function that removes the observer.
         """
         executor = self._executor

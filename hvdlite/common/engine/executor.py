@@ -95,7 +95,8 @@ class Executor:
         self._chosen: dict[tuple[str, str, int, tuple[int, ...]], Backend] = {}
         # What the log has named already: (collective, dtype, backend, ranks).
         self._logged: set[tuple[str, str, str, tuple[int, ...]]] = set()
-        # Called on the engine thread with each segment that has run, before its handles complete.
+        # Called with each segment that has run, before its handles complete: on the engine thread,
+        # or on one that waits and has made a short call.
         # Replaced as a whole by other threads, so that a loop over it never sees a change.
         self.observers: tuple[Observer, ...] = ()
 
@@ -154,12 +155,15 @@ class Executor:
             ready = max((entry.enqueued for entry in present), default=0.0)
             times = start, time.monotonic()
             run_names = tuple(response.request.name for response in responses)
-            run = SegmentRun(run_names, spec.name, nbytes, *times, ranks, ready)
-            for observe in self.observers:
-                observe(run)
+            self.show(SegmentRun(run_names, spec.name, nbytes, *times, ranks, ready))
         # A thread that waits for the first handle finds all others complete when it wakes.
         for entry in reversed(present):
             entry.complete()
+
+    def show(self, run: SegmentRun) -> None:
+        """Show observers what has run."""
+        for observe in self.observers:
+            observe(run)
 
     def retune(self, allreduce: str, piece_bytes: int) -> None:
         """Change the backends of this rank; see `Backends.retune`."""

@@ -86,38 +86,46 @@ class PendingTable:
         """Whether this rank has called join() in some process set, which has not returned."""
         return bool(self._joined)
 
-    def hold(self, entry: Entry) -> bool:
-        """Keep an entry from failing until `let_go`; False if it has failed already.
+    def hold(self, entries: Sequence[Entry]) -> bool:
+        """Keep entries from failing until `let_go`; False if one of them has failed already.
 
-        Its data are being exchanged without the engine. Once other ranks have the result, this rank
-        must have it too, though its engine may hear of a lost rank before the thread goes on.
+        Their data are being exchanged without the engine. Once other ranks have the result, this
+        rank must have it too, though its engine may hear of a lost rank before the thread goes on.
         """
         with self._lock:
-            if self._entries.get(entry.key) is not entry:
-                return False
-            self._held[entry.key] = entry
+            find = self._entries.get
+            for entry in entries:
+                if find(entry.key) is not entry:
+                    return False
+            self._held.update((entry.key, entry) for entry in entries)
             return True
 
-    def let_go(self, entry: Entry, *, exchanged: bool) -> bool:
-        """End `hold`; return whether the entry is to be completed, and so has left the table.
+    def let_go(self, entries: Sequence[Entry], *, exchanged: bool) -> Sequence[Entry]:
+        """End `hold`; return the entries that are to be completed, and so have left the table.
 
-        One whose data were not exchanged is pending again, or fails if `close` was called.
+        Those whose data were not exchanged are pending again, or fail if `close` was called.
         """
         with self._lock:
-            if self._held.pop(entry.key, None) is None:
-                return False  # It was answered meanwhile, or its process set was removed.
-            if exchanged:
-                self._entries.pop(entry.key, None)
-                return True
+            # Others were answered meanwhile, or their process set was removed.
+            held = [entry for entry in entries if self._held.pop(entry.key, None) is not None]
             error = self._closed
+            if exchanged:
+                for entry in held:
+                    self._entries.pop(entry.key, None)
+                return held
         if error is not None:
-            entry.handle.fail(error)
-        return False
+            for entry in held:
+                entry.handle.fail(error)
+        return ()
 
     def find(self, process_set_id: int, name: str) -> Entry | None:
         """Return the entry of this name, which stays in the table, or None."""
         with self._lock:
             return self._entries.get((process_set_id, name))
+
+    def has(self, entry: Entry) -> bool:
+        """Return whether an entry is neither complete nor failed."""
+        return self.find(*entry.key) is entry
 
     def pop_set(self, process_set_id: int) -> list[Entry]:
         """Remove and return all entries of a process set."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -38,13 +39,14 @@ from hvdlite.common.collectives.native.short_call import (
     ShortCall,
     ShortExchange,
     set_data,
+    set_places,
 )
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.collectives.table import SPECS, reduction_of
 from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.plain.adapter import HOST_DEVICE, numpy_dtype
-from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.entries import Bundle, Entry, SegmentRun
 from hvdlite.common.plain.messages import Request, Response
 from hvdlite.common.plain.process_set_table import ProcessSetTable
 
@@ -143,7 +145,7 @@ class ShortCalls:
 
     def is_pending(self, entry: Entry) -> bool:
         """Return whether an entry is neither complete nor failed."""
-        return self._pending.find(*entry.key) is entry
+        return self._pending.has(entry)
 
     def decline(self, entries: Sequence[Entry]) -> None:
         """Tell the others of entries that are reported now, and may be short calls elsewhere."""
@@ -189,22 +191,43 @@ class ShortCalls:
         call = prepared.call
         call.completed = call.told = 0
         entry.response = prepared.response
-        if entry.address is not None:
+        entries: Sequence[Entry] = (entry,)
+        if type(entry) is Bundle:
+            entries = entry.entries
+            set_places(call, entry.sizes, entry.places)
+        elif entry.address is not None:
             call.input = call.output = entry.address
         elif call.root == call.index:
             set_data(call, entry.input, entry.input)
         elif prepared.request.dtype:
             set_data(call, entry.input, entry.output(prepared.request.shape))
-        if not self._pending.hold(entry):
+        if not self._pending.hold(entries):
             return False
         try:
             self._exchange.run(call)
         finally:  # A KeyboardInterrupt comes after the exchange: its result counts.
-            self.completed += call.completed
             prepared.record.note(completed=bool(call.completed))
-            if self._pending.let_go(entry, exchanged=bool(call.completed)):
-                entry.complete()
+            if call.completed:
+                self.completed += 1
+                if self._executor.observers and prepared.request.dtype:
+                    self._show(prepared, entry)
+            for each in self._pending.let_go(entries, exchanged=bool(call.completed)):
+                each.complete()
         return bool(call.completed)
+
+    def _show(self, prepared: _Prepared, entry: Entry) -> None:
+        """Show observers a call, as if it had begun when the last member came."""
+        names = entry.names if type(entry) is Bundle else (entry.request.name,)
+        run = SegmentRun(
+            names,
+            entry.request.collective,
+            entry.size_bytes,
+            prepared.call.began_ns * 1e-9,
+            time.monotonic(),
+            prepared.members.ranks,
+            entry.enqueued,
+        )
+        self._executor.show(run)
 
     def _find(self, request: Request) -> _Prepared | None:
         """Return the prepared call of a request; None if it cannot be a short one."""

@@ -25,7 +25,7 @@ def table() -> PendingTable:
 def entry(table: PendingTable) -> Entry:
     made = new_entry()
     table.add([made])
-    assert table.hold(made)
+    assert table.hold([made])
     return made
 
 
@@ -34,7 +34,7 @@ def test_a_held_entry_does_not_fail_with_the_engine_if_its_data_were_exchanged(
 ) -> None:
     table.close(LOST)
     assert not entry.handle.poll()
-    assert table.let_go(entry, exchanged=True)
+    assert table.let_go([entry], exchanged=True) == [entry]
     entry.handle.complete(7)
     assert entry.handle.wait() == 7
 
@@ -43,7 +43,7 @@ def test_a_held_entry_fails_after_the_engine_if_its_data_were_not_exchanged(
     table: PendingTable, entry: Entry
 ) -> None:
     table.close(LOST)
-    assert not table.let_go(entry, exchanged=False)
+    assert not table.let_go([entry], exchanged=False)
     with pytest.raises(HorovodInternalError, match="rank 1 is gone"):
         entry.handle.wait()
 
@@ -54,7 +54,7 @@ def test_an_entry_that_is_let_go_is_pending_again_or_complete(
 ) -> None:
     with pytest.raises(ValueError, match="same name"):
         table.add([new_entry()])
-    assert table.let_go(entry, exchanged=exchanged) == exchanged
+    assert table.let_go([entry], exchanged=exchanged) == ([entry] if exchanged else ())
     assert table.find(*entry.key) is (None if exchanged else entry)
 
 
@@ -63,16 +63,16 @@ def test_an_entry_that_was_answered_meanwhile_ends_once(
     table: PendingTable, entry: Entry, exchanged: bool
 ) -> None:
     assert table.pop([entry.key]) == [entry]
-    assert not table.let_go(entry, exchanged=exchanged)
+    assert not table.let_go([entry], exchanged=exchanged)
 
 
 def test_an_entry_of_a_removed_process_set_ends_once(table: PendingTable, entry: Entry) -> None:
     assert table.pop_set(entry.key[0]) == [entry]
-    assert not table.let_go(entry, exchanged=True)
+    assert not table.let_go([entry], exchanged=True)
 
 
 def test_an_entry_that_has_failed_cannot_be_held(table: PendingTable) -> None:
     made = new_entry()
     table.add([made])
     table.close(LOST)
-    assert not table.hold(made)
+    assert not table.hold([made])

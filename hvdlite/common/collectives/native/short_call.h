@@ -44,13 +44,17 @@ struct ShortCall {
   double prescale, postscale;
   const int64_t* local;        // by member: its local number
   char* const* memory;         // by local number: the memory of that rank for short calls
+  int64_t tensors;             // the data lie in so many places, reduced there; 0: see `input`
+  const int64_t* sizes;        // by tensor: its size in bytes, `nbytes` in all
   // of each call
+  char* const* places;         // by tensor
   const char* input;
   char* output;
   int64_t timeout_ns, spin_ns;
   int64_t declines;            // how often this call went another way
   int64_t completed;           // the result: whether the round is complete
   int64_t told;                // otherwise: whether the others know that it will not be
+  int64_t began_ns;            // when the last member came, of a complete round
 };
 
 namespace {
@@ -63,7 +67,9 @@ struct ShortSlot {
   uint64_t word;
   uint64_t declined;  // tag and number of the latest round that somebody will not come to
   uint32_t changes;   // what waiting members sleep on
-  char rest[kLine - 20];
+  uint32_t unused;
+  int64_t began_ns;   // when the last member of the latest complete round came
+  char rest[kLine - 32];
 };
 
 struct ShortBoard {
@@ -100,9 +106,11 @@ class Exchange {
       : call_(call), board_((ShortBoard*)call.memory[0]), slot_(&board_->slots[call.slot]) {}
 
   void go() {
+    came_ns_ = nanoseconds();
     if (is_declined()) return;
     if (!all_are_open() || !arrive()) return decline();
     if (!call_.completed && !wait()) return;
+    call_.began_ns = slot_->began_ns;
     if (call_.nbytes > 0) finish();
     __atomic_fetch_sub(&slot_->word, 1, __ATOMIC_RELEASE);  // `staying`
   }
@@ -120,6 +128,7 @@ class Exchange {
   ShortBoard* board_;
   ShortSlot* slot_;
   uint64_t parity_ = 0;
+  int64_t came_ns_ = 0;
 
   ShortWord word() const { return ShortWord(load(&slot_->word)); }
 
@@ -162,13 +171,14 @@ class Exchange {
         return false;
       if (gives() && !(written && parity_ == seen.parity)) {
         parity_ = seen.parity;
-        memcpy(buffer(call_.index), call_.input, call_.nbytes);
+        write(buffer(call_.index));
         written = true;
       }
       parity_ = seen.parity;
       bool last = ++next.arrived == uint64_t(call_.members);
       if (last) {
         if (next.staying > 0) return false;
+        __atomic_store_n(&slot_->began_ns, came_ns_, __ATOMIC_RELAXED);
         next.parity ^= 1;
         next.arrived = 0;
         next.staying = call_.members;
@@ -180,6 +190,12 @@ class Exchange {
       }
       return true;
     }
+  }
+
+  void write(char* to) const {
+    if (call_.tensors == 0) memcpy(to, call_.input, call_.nbytes);
+    for (int64_t t = 0; t < call_.tensors; to += call_.sizes[t++])
+      memcpy(to, call_.places[t], call_.sizes[t]);
   }
 
   // Sleep until the round is complete. False if it is not complete in time: then I have withdrawn.
@@ -233,11 +249,18 @@ class Exchange {
   }
 
   void reduce() const {
+    if (call_.tensors == 0) reduce(call_.input, 0, call_.nbytes, call_.output);
+    for (int64_t t = 0, start = 0; t < call_.tensors; start += call_.sizes[t++])
+      reduce(call_.places[t], start, call_.sizes[t], call_.places[t]);
+  }
+
+  // Reduce `size` bytes that lie `start` behind the beginning of the others' buffers.
+  void reduce(const char* own, int64_t start, int64_t size, char* output) const {
     const char* parts[kMaxMembers];
     for (int64_t m = 0; m < call_.members; ++m)
-      parts[m] = m == call_.index ? call_.input : buffer(m);
+      parts[m] = m == call_.index ? own : buffer(m) + start;
     reduce_of(call_.type, call_.operation)(call_.members, call_.prescale, call_.postscale, parts,
-                                           call_.nbytes / call_.itemsize, call_.output, nullptr);
+                                           size / call_.itemsize, output, nullptr);
   }
 };
 

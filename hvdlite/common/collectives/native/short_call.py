@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from array import array as numbers
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,12 @@ class ShortCall(ctypes.Structure):
         )),
         ("prescale", ctypes.c_double),
         ("postscale", ctypes.c_double),
-        *((name, _Pointer) for name in ("local", "memory", "input", "output")),
-        *((name, _Integer) for name in ("timeout_ns", "spin_ns", "declines", "completed", "told")),
+        *((name, _Pointer) for name in ("local", "memory")),
+        ("tensors", _Integer),
+        *((name, _Pointer) for name in ("sizes", "places", "input", "output")),
+        *((name, _Integer) for name in (
+            "timeout_ns", "spin_ns", "declines", "completed", "told", "began_ns",
+        )),
     )  # fmt: skip
 
 
@@ -146,6 +151,12 @@ class ShortExchange:
     def decline(self, call: ShortCall) -> None:
         """Tell the others that this rank goes another way this time."""
         self._decline(ctypes.byref(call))
+
+
+def set_places(call: ShortCall, sizes: numbers[int], places: numbers[int]) -> None:
+    """Let a call reduce tensors of these sizes in bytes in place; both must live until it ends."""
+    call.tensors = len(sizes)
+    call.sizes, call.places = sizes.buffer_info()[0], places.buffer_info()[0]
 
 
 def set_data(call: ShortCall, source: Array, target: Array) -> None:
