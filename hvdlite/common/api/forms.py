@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import CallOptions, reducing, reduction, scattering
+from hvdlite.common.api.repeated_call import RepeatedCall
 from hvdlite.common.api.runner import EngineRunner, Shaping
 from hvdlite.common.api.signals import Signal
 from hvdlite.common.api.submit import Operation, as_list, start
@@ -63,10 +64,28 @@ class Forms(Generic[T]):
         entries = start(runtime, self._runner.adapter, collective, name, tensors, options, targets)
         return runtime.handles.add(Operation(entries, shape_result))
 
+    def _start_in_place(
+        self, collective: str, tensor: T, name: str | None, options: CallOptions
+    ) -> int:
+        """Do as `_start` does for one tensor, soonest where its name has come before."""
+        if name is not None:
+            runtime = find() or for_collective()
+            adapter = self._runner.adapter
+            again = RepeatedCall.start(runtime, adapter, f"{collective}.{name}", tensor, options)
+            if again is not None:
+                return runtime.handles.add(again)
+        return self._start(collective, [tensor], name, options, _only, in_place=True)
+
     def _run_in_place(
         self, collective: str, tensors: Tensors[T], name: str | None, options: CallOptions
     ) -> list[T]:
         """Start, wait, and return the tensors, which have the results."""
+        if name is not None and len(tensors) == 1:
+            runtime, adapter = find() or for_collective(), self._runner.adapter
+            label = f"{collective}.{name}"
+            again = RepeatedCall.start(runtime, adapter, label, tensors[0], options)
+            if again is not None:
+                return [again.wait()]
         operation = self._runner.start(collective, tensors, name, options, in_place=True)
         return operation.wait_for_tensors()
 
@@ -120,7 +139,7 @@ class Forms(Generic[T]):
     ) -> int:
         """Do as `allreduce_async` does; the result is written into `tensor`."""
         options = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._start("allreduce", [tensor], name, options, _only, in_place=True)
+        return self._start_in_place("allreduce", tensor, name, options)
 
     def allreduce(
         self,
@@ -276,7 +295,7 @@ class Forms(Generic[T]):
     ) -> int:
         """Do as `broadcast_async` does; the result is written into `tensor`."""
         options = CallOptions(process_set, root_rank=root_rank)
-        return self._start("broadcast", [tensor], name, options, _only, in_place=True)
+        return self._start_in_place("broadcast", tensor, name, options)
 
     def broadcast(
         self,

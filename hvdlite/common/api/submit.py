@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.targets import check_target, check_targets
-from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
+from hvdlite.common.api.tensor_entries import PreparedCall, TensorEntry, entry_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
 from hvdlite.common.collectives.table import SPECS
@@ -78,30 +78,11 @@ def start(
     targets: Sequence[T] | None = None,
 ) -> list[TensorEntry[T]]:
     """Enqueue as `submit`, under the user's `name`, or the next number of the process set."""
-    if targets is tensors and len(tensors) == 1 and name is not None:
-        entry = _again(runtime, adapter, f"{collective}.{name}", tensors[0], options)
-        if entry is not None:
-            return [entry]
     label = f"grouped_{collective}" if options.grouped else collective
     if name is not None:
         return submit(runtime, adapter, collective, f"{label}.{name}", tensors, options, targets)
     with runtime.named(name, options.process_set) as known:
         return submit(runtime, adapter, collective, f"{label}.{known}", tensors, options, targets)
-
-
-def _again(
-    runtime: Runtime, adapter: Adapter[T], name: str, tensor: T, options: CallOptions
-) -> PlacedEntry[T] | None:
-    """Enqueue a tensor in place, if it is like that of the last call under its name."""
-    call = runtime.requests.get(name)
-    if type(call) is not PreparedCall or call.options is not options:
-        return None
-    place = adapter.place(tensor, call.spec)
-    if place is None:
-        return None
-    entry = PlacedEntry(call, adapter, tensor, place)
-    runtime.engine.enqueue((entry,))
-    return entry
 
 
 def submit(

@@ -107,11 +107,19 @@ class Engine:
 
     def enqueue(self, entries: Sequence[Entry]) -> None:
         """Hand over entries without waiting. Raises as `PendingTable.add`."""
-        self.announce(entries)
-        self.send(entries)
+        if self._timeline.enabled or self._executor.observers or self._debug:
+            self._note(entries)
+        self._pending.add(entries)
+        self._inbox.put(entries)
 
     def announce(self, entries: Sequence[Entry]) -> None:
         """Keep entries until `send` or `exchange`. Raises as `PendingTable.add`."""
+        if self._timeline.enabled or self._executor.observers or self._debug:
+            self._note(entries)
+        self._pending.add(entries)
+
+    def _note(self, entries: Sequence[Entry]) -> None:
+        """Note for those who watch when entries came."""
         if self._timeline.enabled:
             for entry in entries:
                 self._timeline.negotiate_start(entry.request.name, entry.request.collective)
@@ -119,7 +127,6 @@ class Engine:
             now = time.monotonic()
             for entry in entries:
                 entry.enqueued = now
-        self._pending.add(entries)
 
     def send(self, entries: Sequence[Entry]) -> None:
         """Let entries be negotiated that were announced."""

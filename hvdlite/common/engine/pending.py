@@ -50,7 +50,7 @@ class PendingTable:
                     for added in entries[:count]:
                         del pending[added.key]
                     raise ValueError(_duplicate(entry.request.name, self._rank))
-            if entries and _is_join(entries[0].request):
+            if entries and not entries[0].size_bytes and _is_join(entries[0].request):
                 self._joined.add(entries[0].request.process_set_id)
 
     def _refuse_after_join(self, entries: Sequence[Entry]) -> None:
@@ -144,8 +144,11 @@ class PendingTable:
             failed = [entry for key, entry in self._entries.items() if key not in self._held]
             self._entries = {}
             self._joined.clear()
-        running, self._running = self._running, []
-        for entry in [*running, *failed]:
+            # An entry that ran last may be on its way again, for the next step.
+            held = self._held
+            running = [each for each in self._running if held.get(each.key) is not each]
+            self._running = []
+        for entry in dict.fromkeys((*running, *failed)):
             if not entry.handle.poll():
                 entry.handle.fail(error)
 

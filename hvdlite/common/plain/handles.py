@@ -42,10 +42,19 @@ class Handle:
         self._end()
 
     def _end(self) -> None:
+        # Whoever sees that it is done may renew the handle at once.
+        gate, callbacks = self._gate, self._callbacks
         self._done = True
-        self._gate.release()
-        if self._callbacks:
-            self._call_back()
+        gate.release()
+        if callbacks:
+            _call_back(callbacks)
+
+    def renew(self) -> None:
+        """Stand for the next collective. Nobody waits for the last one, which has ended."""
+        self._gate, self._callbacks = threading.Lock(), []
+        self._gate.acquire()
+        self._value = self._error = None
+        self._done = False
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, now or in the thread that completes the handle.
@@ -54,17 +63,9 @@ class Handle:
         """
         self._callbacks.append(callback)
         if self._done:
-            self._call_back()
+            _call_back(self._callbacks)
         else:
             self.hurry()
-
-    def _call_back(self) -> None:
-        while self._callbacks:
-            try:
-                callback = self._callbacks.pop()
-            except IndexError:  # The other thread has popped the last one, and calls it.
-                return
-            callback()
 
     def poll(self) -> bool:
         """Return whether the result, or an error, is there. Never waits."""
@@ -94,6 +95,15 @@ class Handle:
         if self._error is not None:
             raise _fresh(self._error)
         return self._value
+
+
+def _call_back(callbacks: list[Callable[[], None]]) -> None:
+    while callbacks:
+        try:
+            callback = callbacks.pop()
+        except IndexError:  # The other thread has popped the last one, and calls it.
+            return
+        callback()
 
 
 def _no_hurry() -> None:

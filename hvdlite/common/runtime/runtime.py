@@ -61,6 +61,8 @@ class Runtime:
         # Checked calls by the name of a tensor or group: specs, options, and the resulting request
         # or requests. Steps after the first find theirs here.
         self.requests: dict[str, Any] = {}
+        # By name: calls on one tensor in place that have ended, for the next call under the name.
+        self.repeated: dict[str, Any] = {}
         # Prepared buckets by the names of their tensors: steps after the first use them again.
         self.buckets: dict[Any, Any] = {}
         # By process set id: how the user has asked for gradients to be split.
@@ -251,6 +253,7 @@ class Runtime:
     def forget_calls(self) -> None:
         """Check all calls anew from now on."""
         self.requests.clear()
+        self.repeated.clear()
         self.buckets.clear()
 
     def shutdown(self) -> None:

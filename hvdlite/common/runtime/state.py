@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 _NOT_INITIALIZED = "hvdlite has not been initialized; use hvd.init()"
 
 
+class _OfThread(threading.local):
+    """What a thread has of its own: None is found much sooner than nothing."""
+
+    runtime: Runtime | None = None
+
+
 class ProcessState:
     """The runtime of this process, or of the calling thread where ranks are threads."""
 
@@ -25,7 +31,7 @@ class ProcessState:
         # The argument of that init, so that a second call with another one can be warned of.
         self.comm: Any = None
         # Its attribute `runtime` is set within `use`, where ranks are threads of one process.
-        self.thread = threading.local()
+        self.thread = _OfThread()
         # Runtimes that were shut down, whose engines other ranks may still need.
         self.shut_down: list[Runtime] = []
         # In a forked child of a rank: the number of that rank.
@@ -43,12 +49,12 @@ this_process = ProcessState()
 
 def find() -> Runtime | None:
     """Return the runtime of the caller, or None before `init`."""
-    return getattr(this_process.thread, "runtime", None) or this_process.runtime
+    return this_process.thread.runtime or this_process.runtime
 
 
 def finder() -> Callable[[], Runtime]:
     """Return a function that finds the caller's runtime later, called in any thread."""
-    bound: Runtime | None = getattr(this_process.thread, "runtime", None)
+    bound = this_process.thread.runtime
     return for_collective if bound is None else lambda: bound
 
 
@@ -81,7 +87,7 @@ def not_initialized() -> str:
 @contextmanager
 def use(runtime: Runtime) -> Iterator[Runtime]:
     """Make `runtime` the calling thread's within this context: ranks can be threads."""
-    before: Runtime | None = getattr(this_process.thread, "runtime", None)
+    before = this_process.thread.runtime
     this_process.thread.runtime = runtime
     try:
         yield runtime

@@ -1,0 +1,73 @@
+"""Calls on one tensor in place that come again in each step: one object serves all of them."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall
+from hvdlite.common.plain.adapter import Adapter
+from hvdlite.common.runtime.runtime import Runtime
+
+T = TypeVar("T")
+
+
+class RepeatedCall(Generic[T]):
+    """The operation behind a user's handle. Its entry is renewed when the name comes again.
+
+    While nobody uses it, it lies in `Runtime.repeated` under its name.
+    """
+
+    __slots__ = ("_adapter", "_call", "_entry", "_name", "_runtime")
+
+    def __init__(
+        self, runtime: Runtime, adapter: Adapter[T], name: str, call: PreparedCall
+    ) -> None:
+        self._runtime = runtime
+        self._adapter = adapter
+        self._name = name
+        self._call = call
+        self._entry: PlacedEntry[T] | None = None
+
+    @classmethod
+    def start(
+        cls, runtime: Runtime, adapter: Adapter[T], name: str, tensor: T, options: CallOptions
+    ) -> RepeatedCall[T] | None:
+        """Enqueue a tensor in place, if it is like that of the last call under its name.
+
+        None for the first call, and for one that has other options, or a tensor of another kind.
+        """
+        call = runtime.requests.get(name)
+        if type(call) is not PreparedCall or call.options is not options:
+            return None
+        place = adapter.place(tensor, call.spec)
+        if place is None:
+            return None
+        known: RepeatedCall[T] | None = runtime.repeated.pop(name, None)
+        if known is None or known._call is not call or known._adapter is not adapter:
+            known = cls(runtime, adapter, name, call)
+        entry = known._entry
+        if entry is None:
+            entry = known._entry = PlacedEntry(call, adapter, tensor, place)
+        else:
+            entry.handle.renew()
+            entry.renew(tensor, place, entry.handle)
+        runtime.engine.enqueue((entry,))
+        return known
+
+    def poll(self) -> bool:
+        """Return whether the tensor is reduced, or the call has failed."""
+        assert self._entry is not None
+        return self._entry.handle.poll()
+
+    def wait(self) -> T:
+        """Sleep until the tensor is reduced; return it, or raise the error."""
+        entry = self._entry
+        assert entry is not None
+        entry.handle.wait()
+        tensor = entry.result
+        assert tensor is not None
+        self._adapter.finish(tensor)
+        entry.release()
+        self._runtime.repeated[self._name] = self
+        return tensor
