@@ -8,13 +8,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import hvdlite.numpy as hvd_numpy
 import hvdlite.torch as hvd
+from hvdlite.common.api.bundles import bundle_of
+from hvdlite.common.api.repeated_call import RepeatedCall
 from hvdlite.common.api.tensor_entries import PlacedEntry
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.handles import Handle
 from hvdlite.common.runtime.state import current
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import Compression
@@ -456,9 +461,14 @@ def test_a_small_step_is_exchanged_by_the_threads_that_wait() -> None:
             gradients.step(step)
         assert before is not None and made_short(runtime) > before
         stop()
-        assert {len(run.names) for run in runs if run.names[0].startswith("allreduce.p")} == {3}
+        shown = [run for run in runs if run.names[0].startswith("allreduce.p")]
+        assert {len(run.names) for run in shown} == {3}
+        assert all(0 < run.ready <= run.start <= run.end for run in shown)
+        starts.append([run.start for run in shown])
 
+    starts: list[list[float]] = []
     run_ranks(2, main)
+    assert not starts or starts[0] == starts[1]  # when the last rank has come
 
 
 def test_a_small_step_to_which_a_rank_comes_late() -> None:
@@ -488,5 +498,160 @@ def test_a_small_step_that_one_rank_does_not_wait_for() -> None:
                 (parameter * values(rank, step, index, tuple(parameter.shape))).sum().backward()
             gradients.step(step)
             gradients.optimizer.zero_grad()
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after the exchange", "before"])
+def test_ctrl_c_in_a_small_step(before: bool) -> None:
+    """The other rank gets its gradients, and this one goes on with the same names."""
+
+    def main(rank: int) -> None:
+        calls = current().engine._short_calls
+        if calls is None:
+            pytest.skip("there is no compiled code")
+        gradients = Gradients((3,), (4, 2))
+        for step in range(2):
+            gradients.set(step)
+            gradients.step(step)
+        gradients.set(2)
+        if rank == 0:
+            exchange = calls._exchange
+            run = exchange.run
+
+            def interrupted(call: Any) -> None:
+                exchange.run = run  # type: ignore[method-assign]
+                if not before:
+                    run(call)
+                raise KeyboardInterrupt
+
+            exchange.run = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                gradients.optimizer.synchronize()
+            until(lambda: not current().engine._pending._entries)
+            gradients.check(2)
+            gradients.optimizer.zero_grad()
+        else:
+            gradients.step(2)
+        gradients.set(3)
+        gradients.step(3)
+
+    run_ranks(2, main)
+
+
+def test_a_small_step_that_one_rank_gives_up() -> None:
+    """It has begun the step, and loads a state instead: the other rank has its gradients."""
+
+    def main(rank: int) -> None:
+        gradients = Gradients((3,), (4, 2))
+        gradients.set(0)
+        gradients.step(0)
+        gradients.set(1)
+        if rank == 0:
+            exchange = gradients.optimizer._exchange
+            exchange._gather(["p0"])
+            exchange._gather(["p1"])
+            exchange._send_all()
+            gradients.optimizer.load_state_dict(gradients.optimizer.state_dict())
+            until(lambda: not current().engine._pending._entries)
+            gradients.check(1)
+        else:
+            gradients.step(1)
+        gradients.set(2)
+        gradients.step(2)
+
+    run_ranks(2, main)
+
+
+def test_a_rank_that_dies_in_a_small_step_is_named() -> None:
+    def main(rank: int) -> None:
+        gradients = Gradients((3,), (4, 2))
+        gradients.set(0)
+        gradients.step(0)
+        if rank == 1:
+            current().transport.close()
+            return
+        gradients.set(1)
+        with pytest.raises(HorovodInternalError, match="rank 1"):
+            gradients.optimizer.synchronize()
+        assert not gradients.optimizer._exchange.busy
+
+    run_ranks(2, main)
+
+
+def test_what_can_be_one_short_call() -> None:
+    def entries(*tensors: Tensor) -> list[Any]:
+        runner, runtime = mpi_ops.runner, current()
+        bucket = runner.start_bucket([f"t{i}" for i in range(len(tensors))], tensors, options)
+        bucket.wait()
+        assert bucket in runtime.buckets.values()
+        return bucket._entries
+
+    def main(rank: int) -> None:
+        small, large = torch.ones(3), torch.ones(1 << 18)
+        assert bundle_of(entries(small, torch.ones(2, 2))) is not None
+        assert bundle_of(entries(small)) is None  # the entry is a short call by itself
+        assert bundle_of(entries(small, torch.ones(1, dtype=torch.float64))) is None
+        assert bundle_of(entries(small, torch.ones(2, 2).t()[:1])) is None
+        assert bundle_of(entries(large, small)) is None
+        assert bundle_of(entries(torch.ones(0), torch.ones(0))) is None
+
+    options = gradient_options()
+    run_ranks(1, main)
+
+
+def test_calls_that_come_again_make_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[type] = []
+
+    def counting(kind: type) -> None:
+        init: Any = kind.__init__
+
+        def counted(self: Any, *args: Any) -> None:
+            made.append(type(self))
+            init(self, *args)
+
+        monkeypatch.setattr(kind, "__init__", counted)
+
+    def main(rank: int) -> None:
+        tensors = [torch.zeros(3), torch.zeros(2, 2)]
+        for step in range(4):
+            if step == 2:
+                hvd.barrier()
+                made.clear()
+                meeting.wait()
+            for index, tensor in enumerate(tensors):
+                tensor.fill_(step + index + rank)
+            handles = [
+                hvd.allreduce_async_(tensor, name=f"t{index}", op=hvd.Sum)
+                for index, tensor in enumerate(tensors)
+            ]
+            for index, (handle, tensor) in enumerate(zip(handles, tensors, strict=True)):
+                assert hvd.synchronize(handle) is tensor
+                assert tensor.eq(2 * (step + index) + 1).all()
+        meeting.wait()
+        assert made == []
+
+    meeting = threading.Barrier(2, timeout=30)
+    for kind in (PlacedEntry, Handle, RepeatedCall):
+        counting(kind)
+    run_ranks(2, main)
+
+
+def test_a_call_that_comes_again_after_an_error_and_with_other_tensors() -> None:
+    def main(rank: int) -> None:
+        def reduced(tensor: Any, module: Any = hvd, **options: Any) -> Any:
+            return module.synchronize(module.allreduce_async_(tensor, name="t", **options))
+
+        for _ in range(3):
+            assert reduced(torch.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
+        with pytest.raises(HorovodInternalError, match=r"\(3,\).*\(4,\)"):
+            reduced(torch.ones(3 + rank), op=hvd.Sum)
+        for _ in range(2):
+            assert reduced(torch.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
+            assert reduced(torch.ones(3), op=hvd.Average).tolist() == [1, 1, 1]
+            assert reduced(torch.ones(3, dtype=torch.int32), op=hvd.Sum).tolist() == [2, 2, 2]
+            assert reduced(torch.ones(2, 3).t(), op=hvd.Sum).shape == (3, 2)
+            array = np.ones(3, np.float32)
+            assert reduced(array, hvd_numpy, op=hvd.Sum) is array and array.tolist() == [2, 2, 2]
 
     run_ranks(2, main)

@@ -21,13 +21,18 @@ class RepeatedCall(Generic[T]):
     __slots__ = ("_adapter", "_call", "_entry", "_name", "_runtime")
 
     def __init__(
-        self, runtime: Runtime, adapter: Adapter[T], name: str, call: PreparedCall
+        self,
+        runtime: Runtime,
+        adapter: Adapter[T],
+        name: str,
+        call: PreparedCall,
+        entry: PlacedEntry[T],
     ) -> None:
         self._runtime = runtime
         self._adapter = adapter
         self._name = name
         self._call = call
-        self._entry: PlacedEntry[T] | None = None
+        self._entry = entry
 
     @classmethod
     def start(
@@ -44,26 +49,23 @@ class RepeatedCall(Generic[T]):
         if place is None:
             return None
         known: RepeatedCall[T] | None = runtime.repeated.pop(name, None)
-        if known is None or known._call is not call or known._adapter is not adapter:
-            known = cls(runtime, adapter, name, call)
-        entry = known._entry
-        if entry is None:
-            entry = known._entry = PlacedEntry(call, adapter, tensor, place)
-        else:
+        if known is not None and known._call is call and known._adapter is adapter:
+            entry = known._entry
             entry.handle.renew()
             entry.renew(tensor, place, entry.handle)
+        else:
+            entry = PlacedEntry(call, adapter, tensor, place)
+            known = cls(runtime, adapter, name, call, entry)
         runtime.engine.enqueue((entry,))
         return known
 
     def poll(self) -> bool:
         """Return whether the tensor is reduced, or the call has failed."""
-        assert self._entry is not None
         return self._entry.handle.poll()
 
     def wait(self) -> T:
         """Sleep until the tensor is reduced; return it, or raise the error."""
         entry = self._entry
-        assert entry is not None
         entry.handle.wait()
         tensor = entry.result
         assert tensor is not None

@@ -63,19 +63,15 @@ class Inbox:
         """Hand entries to the engine; never waits."""
         with self._lock:
             self._entries.extend(entries)
-            hurry, attend = self.hurry, self.attend
             for entry in entries:
                 self._bytes += entry.size_bytes
-                entry.handle.hurry = hurry
-                entry.handle.attend = attend
-            within = self._time_to_wake()
+                entry.handle.queue = self
+            within = None if self._engine is _Engine.AWAKE else self._time_to_wake()
         if within is not None:
             self._wake(within)
 
     def _time_to_wake(self) -> float | None:
-        """Return in how many seconds to wake the engine; None if it needs no wake-up."""
-        if self._engine is _Engine.AWAKE:
-            return None
+        """Return in how many seconds to wake the engine, which sleeps; None if it is not needed."""
         if self._gather_seconds == 0 or self._bytes >= ENOUGH_BYTES:
             self._engine = _Engine.AWAKE
             return 0.0

@@ -5,9 +5,22 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from hvdlite.common.base.errors import HorovodInternalError
+
+
+class Queue(Protocol):
+    """What the entry of a handle is in until the engine has taken it."""
+
+    def hurry(self) -> None:
+        """Stop gathering entries: a thread waits for one of them."""
+
+    def attend(self, handle: Handle) -> None:
+        """Do what completes a handle soonest, in a thread that waits for it without a limit.
+
+        It may return before the result is there.
+        """
 
 
 class Handle:
@@ -16,7 +29,7 @@ class Handle:
     Any thread may wait for it; a waiting thread sleeps.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_value", "attend", "hurry")
+    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_value", "queue")
 
     def __init__(self) -> None:
         self._gate = threading.Lock()  # Is locked until the result is there.
@@ -25,11 +38,8 @@ class Handle:
         self._value: Any = None
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
-        # Is called when a thread begins to wait, so that the engine stops gathering tensors.
-        self.hurry: Callable[[], None] = _no_hurry
-        # Is called instead by a thread that waits without a limit, which may help to get the
-        # result: it may return before the result is there.
-        self.attend: Callable[[Handle], None] = _no_help
+        # Is told when a thread begins to wait.
+        self.queue: Queue | None = None
 
     def complete(self, value: Any = None) -> None:
         """Give the result."""
@@ -64,8 +74,8 @@ class Handle:
         self._callbacks.append(callback)
         if self._done:
             _call_back(self._callbacks)
-        else:
-            self.hurry()
+        elif self.queue is not None:
+            self.queue.hurry()
 
     def poll(self) -> bool:
         """Return whether the result, or an error, is there. Never waits."""
@@ -80,7 +90,8 @@ class Handle:
         """Sleep until the result is there, at most `seconds`; return whether it is."""
         if self._done:
             return True
-        self.hurry()
+        if self.queue is not None:
+            self.queue.hurry()
         if self._gate.acquire(timeout=seconds):
             self._gate.release()
         return self._done
@@ -88,7 +99,8 @@ class Handle:
     def wait(self) -> Any:
         """Sleep until the result is there, and return it, or raise the error."""
         if not self._done:  # a signal handler that waits too must not find the gate locked by us
-            self.attend(self)
+            if self.queue is not None:
+                self.queue.attend(self)
             if not self._done:
                 with self._gate:
                     pass
@@ -104,14 +116,6 @@ def _call_back(callbacks: list[Callable[[], None]]) -> None:
         except IndexError:  # The other thread has popped the last one, and calls it.
             return
         callback()
-
-
-def _no_hurry() -> None:
-    """Do nothing: the handle is in no queue."""
-
-
-def _no_help(handle: Handle) -> None:
-    """Do nothing: nobody needs the help of who waits for the handle."""
 
 
 def _fresh(error: Exception) -> Exception:

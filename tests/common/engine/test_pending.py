@@ -76,3 +76,22 @@ def test_an_entry_that_has_failed_cannot_be_held(table: PendingTable) -> None:
     table.add([made])
     table.close(LOST)
     assert not table.hold([made])
+
+
+def test_an_entry_that_is_on_its_way_again_is_held_though_it_ran_last(
+    table: PendingTable, entry: Entry
+) -> None:
+    table.pop([entry.key])
+    table.add([entry])
+    assert table.hold([entry])
+    table.close(LOST)
+    assert not entry.handle.poll()
+    assert table.let_go([entry], exchanged=True) == [entry]
+
+
+def test_entries_are_held_together_or_not_at_all(table: PendingTable) -> None:
+    made, missing = new_entry(), Entry(Request(0, "missing", "allreduce"))
+    table.add([made])
+    assert not table.hold([made, missing])
+    table.close(LOST)
+    assert made.handle.poll()
