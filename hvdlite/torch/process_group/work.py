@@ -64,7 +64,8 @@ class CollectiveWork(Work):
             handle = entry.handle
             if handle.poll():
                 continue
-            handle.attend(handle)
+            if handle.queue is not None:
+                handle.queue.attend(handle)
             if not handle.ended_within(_waitable(until - time.monotonic())):
                 raise self._late(entry, limit)
         self._end()
