@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from hvdlite.common.api.differentiable import Verbs
-from hvdlite.common.api.options import CallOptions, reducing, reduction, scattering
+from hvdlite.common.api.options import CallOptions, reduction, scattering
 from hvdlite.common.api.repeated_call import RepeatedCall
 from hvdlite.common.api.runner import EngineRunner, Shaping
 from hvdlite.common.api.signals import Signal
@@ -32,11 +32,6 @@ Tensors = Sequence[T]
 
 def _only(operation: Operation[Any], results: list[Any]) -> Any:
     return results[0]
-
-
-def _of_root(operation: Operation[Any], results: list[Any]) -> Any:
-    is_root = operation.entries[0].request.root_rank == for_collective().rank
-    return results[0] if is_root else None
 
 
 def _tuple(operation: Operation[Any], results: list[Any]) -> Any:
@@ -433,70 +428,6 @@ class Forms(Generic[T]):
         """Do as `reducescatter` does for several tensors: a list."""
         options = scattering(op, prescale_factor, postscale_factor, process_set, True)
         return self._verbs.reducescatter(tensors, name, compression, options)
-
-    # -- reduce: for process groups; no framework publishes it
-
-    def reduce_async(
-        self,
-        tensor: T,
-        root_rank: int,
-        name: str | None = None,
-        op: int = ReduceOp.AVERAGE,
-        process_set: ProcessSet = global_process_set,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-    ) -> int:
-        """Start to reduce a tensor over all ranks for the global rank `root_rank`; a handle.
-
-        Every rank gives a tensor of the same shape and dtype. `synchronize` gives the result on the
-        root, and None on the others. `op` as in `allreduce_async`, without Adasum.
-        """
-        options = reducing(op, root_rank, prescale_factor, postscale_factor, process_set)
-        return self._start("reduce", [tensor], name, options, _of_root)
-
-    def reduce_async_(
-        self,
-        tensor: T,
-        root_rank: int,
-        name: str | None = None,
-        op: int = ReduceOp.AVERAGE,
-        process_set: ProcessSet = global_process_set,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-    ) -> int:
-        """Do as `reduce_async` does; the root's `tensor` gets the result, others keep theirs."""
-        options = reducing(op, root_rank, prescale_factor, postscale_factor, process_set)
-        return self._start("reduce", [tensor], name, options, _only, in_place=True)
-
-    def reduce(
-        self,
-        tensor: T,
-        root_rank: int,
-        name: str | None = None,
-        op: int = ReduceOp.AVERAGE,
-        process_set: ProcessSet = global_process_set,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-    ) -> T | None:
-        """Do as `reduce_async` does, and wait: the reduced tensor on the root, None elsewhere."""
-        options = reducing(op, root_rank, prescale_factor, postscale_factor, process_set)
-        operation = self._runner.start("reduce", [tensor], name, options, shape_result=_of_root)
-        result: T | None = operation.wait()
-        return result
-
-    def reduce_(
-        self,
-        tensor: T,
-        root_rank: int,
-        name: str | None = None,
-        op: int = ReduceOp.AVERAGE,
-        process_set: ProcessSet = global_process_set,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-    ) -> T:
-        """Do as `reduce_async_` does, and wait: `tensor`."""
-        options = reducing(op, root_rank, prescale_factor, postscale_factor, process_set)
-        return self._run_in_place("reduce", [tensor], name, options)[0]
 
     # -- without a tensor
 

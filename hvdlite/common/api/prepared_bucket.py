@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 
 from hvdlite.common.api.bundles import bundle_of
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.api.submit import check_targets, prepared, prepared_group
+from hvdlite.common.api.submit import prepared, prepared_group
+from hvdlite.common.api.targets import check_targets
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.adapter import Adapter
