@@ -344,10 +344,11 @@ class Engine:
             return
         first = segment.items[0]
         if not isinstance(first, int) and first.request.parties:  # It has no bit to remember.
-            if SPECS[first.request.collective].run is not None:
-                members = first.request.parties
-            if self.rank not in members:
+            if self.rank not in first.request.parties:
+                if not first.error and SPECS[first.request.collective].run is None:
+                    self._answer(first, None)  # All ranks know the sets that others form.
                 return
+            members = first.request.parties
         responses, entries = self._memory.resolve(segment)
         if self._timeline.enabled:
             for response in responses:
