@@ -51,8 +51,9 @@ class GroupBase:
         return work
 
     def _keep(self, work: CollectiveWork) -> None:
-        self._kept[id(work)] = work
-        work.let_go = lambda: self._kept.pop(id(work), None)
+        key = id(work)
+        self._kept[key] = work
+        work.let_go = lambda: self._kept.pop(key, None)
         if len(self._kept) > MOST_KEPT:
             for old in list(self._kept.values())[:-MOST_KEPT]:
                 if old.is_completed():

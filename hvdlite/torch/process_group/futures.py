@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,13 +50,16 @@ class Pool:
 pool = Pool("hvdlite-futures")
 
 
-def future_of(result: Callable[[], Any], on_end: Callable[[Job], None]) -> Any:
+def future_of(
+    result: Callable[[], Any], on_end: Callable[[Job], None], gpus: Sequence[torch.device] = ()
+) -> Any:
     """Return a future of ``result()``, which a thread of the pool calls when the work has ended.
 
-    `on_end` is given what to call then. An error of `result` becomes that of the future, for C++ as
+    `on_end` is given what to call then. On `gpus`, which hold parts of the result, whoever waits
+    for the future has the current streams wait for those of that thread. An error of `result` becomes that of the future, for C++ as
     well: torch's own `set_exception` is a value that raises in Python only.
     """
-    ended: Any = torch.futures.Future()
+    ended: Any = torch.futures.Future(devices=list(gpus))
     future = ended.then(lambda _: result())
     on_end(lambda: pool.run(lambda: ended.set_result(None)))
     return future

@@ -96,7 +96,8 @@ class CollectiveWork(Work):
     @untraced
     def get_future(self) -> Any:
         """Return a future of the list of output tensors; its callbacks may wait for collectives."""
-        return future_of(self._result, self._call_at_end)
+        gpus = {each.device for each in self.outputs if each.is_cuda}
+        return future_of(self._result, self._call_at_end, sorted(gpus, key=str))
 
     def _result(self) -> list[Any]:
         self._end()

@@ -142,7 +142,8 @@ def test_an_error_is_one_of_the_future_itself() -> None:
 
 def test_a_work_is_finished_once_by_whoever_waits_first() -> None:
     finished: list[int] = []
-    work = CollectiveWork([pending()], [7], MINUTE, [0], lambda: finished.append(1))
+    output = torch.ones(1)
+    work = CollectiveWork([pending()], [output], MINUTE, [0], lambda: finished.append(1))
     threads = [threading.Thread(target=work.wait) for _ in range(5)]
     for thread in threads:
         thread.start()
@@ -150,7 +151,7 @@ def test_a_work_is_finished_once_by_whoever_waits_first() -> None:
     work.entries[0].handle.complete()
     for thread in threads:
         thread.join(30)
-    assert work.is_success() and finished == [1] and work.result() == [7]
+    assert work.is_success() and finished == [1] and work.result() == [output]
 
 
 def test_a_pool_uses_its_threads_again() -> None:
