@@ -57,3 +57,41 @@ def from_placements(
         axes[dimension].append(len(mesh_shape) - 1 - index)
     entries = [each if len(each) > 1 else each[0] if each else WHOLE for each in axes]
     return Layout(mesh_shape, entries, uneven=True)
+
+
+def on_mesh(layout: Layout, mesh_shape: Sequence[int]) -> Placements:
+    """Return the placements of a layout on a finer mesh with as many ranks.
+
+    Each axis of the device matrix is a group of neighbouring axes of the mesh. Raises `ValueError`
+    where that cannot be, and as `to_placements`.
+    """
+    coarse = iter(to_placements(layout))
+    axes = list(mesh_shape)
+    placements: list[int | None] = []
+    for parts in layout.device_matrix:
+        dimension, product = next(coarse), 1
+        while product < parts and axes and parts % (product * axes[0]) == 0:
+            product *= axes.pop(0)
+            placements.append(dimension)
+        if product != parts:
+            raise ValueError(
+                f"a mesh of shape {tuple(mesh_shape)} has no neighbouring axes that make {parts} "
+                f"parts, which {layout} needs: use a mesh of its prime factors, mesh()"
+            )
+    if any(axis != 1 for axis in axes):
+        raise ValueError(
+            f"{layout} has {layout.ranks} ranks, a mesh {tuple(mesh_shape)} has others"
+        )
+    return (*placements, *[None] * len(axes))
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """Return the prime factors of a number in rising order; (1,) for 1."""
+    factors: list[int] = []
+    divisor = 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return tuple(factors) or (1,)

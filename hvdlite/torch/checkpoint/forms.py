@@ -10,6 +10,7 @@ from hvdlite.checkpoint import trees
 from hvdlite.checkpoint.folder import MANIFEST, Folder
 from hvdlite.checkpoint.forms import CheckpointForms
 from hvdlite.checkpoint.loading import Options
+from hvdlite.common.layouts.layout import Layout
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor
 
 
@@ -59,6 +60,16 @@ class TorchForms(CheckpointForms):
         else:
             super().consolidate(src, dst)
 
+    def infer_layout(
+        self, module: Any, *predict_data: Any, strategies: Any = None, mesh: Any = None
+    ) -> dict[str, Layout]:
+        if not predict_data:
+            return super().infer_layout(module, strategies=strategies, mesh=mesh)
+        from hvdlite.torch.sharding import plan
+
+        return plan(module, predict_data, strategies, mesh).layouts
+
+    infer_layout.__doc__ = CheckpointForms.infer_layout.__doc__
     save.__doc__ = CheckpointForms.save.__doc__
     load.__doc__ = CheckpointForms.load.__doc__
     consolidate.__doc__ = CheckpointForms.consolidate.__doc__

@@ -1,0 +1,23 @@
+"""Sharded operators: part of a model is cut among ranks by strategies, over DTensor.
+
+from hvdlite.torch import sharding
+
+hvd.init_process_group()
+block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+sharding.set_strategy(block[0], ((2, 1), (1, 4)))
+sharded = sharding.shard(block)
+output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
+
+    meshes     device meshes over hvdlite, layouts and placements on them
+    tracing    the operators of a module, from a run without values
+    plans      strategies for all of them, and what they cost
+    running    the module under DTensor
+"""
+
+from __future__ import annotations
+
+from hvdlite.torch.sharding.meshes import layout, mesh, placements
+from hvdlite.torch.sharding.plans import Plan, Planned, plan, set_strategy
+from hvdlite.torch.sharding.running import shard
+
+__all__ = ["Plan", "Planned", "layout", "mesh", "placements", "plan", "set_strategy", "shard"]

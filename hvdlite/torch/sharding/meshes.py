@@ -1,0 +1,59 @@
+"""Device meshes over the ranks of the job, and how tensors are placed on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hvdlite.common.layouts.layout import Layout, from_cuts
+from hvdlite.common.layouts.placements import on_mesh, prime_factors
+from hvdlite.common.runtime.basics import size
+from hvdlite.torch.process_group.registration import init_process_group
+
+
+def mesh(
+    shape: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
+    device: str = "cpu",
+) -> Any:
+    """Return a `DeviceMesh` of all ranks, row by row; makes the process group where there is none.
+
+    `shape` None: the prime factors of the number of ranks, so that any strategy on 2^k ranks cuts
+    along neighbouring axes. `names` has one name for each axis. Every rank must call it. Raises
+    `ValueError` for a shape with another number of ranks than the job, and for wrong names.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not dist.is_initialized():
+        init_process_group()
+    found = prime_factors(size()) if shape is None else tuple(shape)
+    ranks = Layout(found, ()).ranks
+    if ranks != size():
+        raise ValueError(f"a mesh of shape {found} has {ranks} ranks, and the job has {size()}")
+    if names is not None and (len(names) != len(found) or len(set(names)) != len(found)):
+        raise ValueError(
+            f"a mesh of shape {found} has {len(found)} different names, not {tuple(names)}"
+        )
+    return init_device_mesh(device, found, mesh_dim_names=None if names is None else tuple(names))
+
+
+def layout(device_matrix: Sequence[int], tensor_map: Sequence[int | Sequence[int]]) -> Layout:
+    """Return the layout with this device matrix and tensor map. Raises `ValueError`."""
+    return Layout(device_matrix, tensor_map)
+
+
+def placements(cuts: Sequence[int] | Layout, mesh: Any) -> list[Any]:
+    """Return DTensor's placements of a tensor that is cut into ``cuts[i]`` parts in dimension i.
+
+    The ranks that are left repeat the parts, neighbours having the same. A `Layout` is placed as it
+    is. Raises `ValueError` where the mesh has no axes for it.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    given = cuts if isinstance(cuts, Layout) else from_cuts(cuts, mesh.size())
+    return [
+        Replicate() if dimension is None else Shard(dimension)
+        for dimension in on_mesh(given, tuple(mesh.shape))
+    ]

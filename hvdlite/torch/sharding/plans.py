@@ -1,0 +1,154 @@
+"""Strategies for all operators of a module, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hvdlite.common.layouts.layout import Layout, whole
+from hvdlite.common.layouts.operators import Operator, Strategy, check_strategy, elementwise
+from hvdlite.common.layouts.propagation import leaf_layouts, propagate
+from hvdlite.common.runtime.state import find
+from hvdlite.torch.sharding.tracing import Trace, trace
+
+_STRATEGY = "_hvdlite_strategy"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """How an operator or a parameter is cut, and the bytes that a rank receives for it.
+
+    `strategy` has the cuts of each input of an operator, those of the tensor of a parameter.
+    """
+
+    strategy: Strategy
+    bytes: int
+
+
+class Plan(dict[str, Planned]):
+    """What `plan` returns: by the names of operators, then of parameters; prints as a table."""
+
+    # The layouts of parameters and buffers by name, of the inputs in order, and of those outputs
+    # that a strategy was given for, by their numbers.
+    layouts: dict[str, Layout]
+    inputs: list[Layout]
+    outputs: dict[int, Layout]
+
+    @property
+    def bytes(self) -> int:
+        """What a rank receives in one forward pass, at most."""
+        return sum(each.bytes for each in self.values())
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0)
+        lines = [
+            f"{name:{width}}  {each.bytes:>12}  {each.strategy}" for name, each in self.items()
+        ]
+        return "\n".join([f"{'':{width}}  {'bytes':>12}  strategy", *lines])
+
+
+def set_strategy(module: torch.nn.Module, strategy: Strategy) -> torch.nn.Module:
+    """Give the operator of a module a strategy, which `plan` and `shard` keep; return the module.
+
+    The strategy of a Linear is that of a product X [.., in] x W [in, out]: ((a, b), (b, c)).
+    Raises `TypeError` and `ValueError` for what is no strategy.
+    """
+    check_strategy(strategy, type(module).__name__)
+    setattr(module, _STRATEGY, strategy)
+    return module
+
+
+def plan(
+    module: torch.nn.Module,
+    example: Any,
+    strategies: Mapping[str, Strategy] | None = None,
+    mesh: Any = None,
+    fully_use_devices: bool = True,
+) -> Plan:
+    """Return how each operator and parameter of a module would be cut, and the bytes it costs.
+
+    `example` is an input, or a tuple of inputs, of the whole batch; meta tensors do. `strategies`
+    adds to those of `set_strategy`, by the names of submodules or of the operators that the plan
+    shows, or "input0", "output0" and so on. `mesh` None: all ranks of the job. Raises `TypeError`
+    and `ValueError` for strategies that do not fit.
+    """
+    runtime = find()
+    ranks = mesh.size() if mesh is not None else 1 if runtime is None else runtime.topology.size
+    inputs = example if isinstance(example, tuple) else (example,)
+    recorder, input_names, output_names = trace(module, inputs)
+    given = {
+        name: getattr(submodule, _STRATEGY)
+        for name, submodule in module.named_modules()
+        if hasattr(submodule, _STRATEGY)
+    }
+    configured = {**given, **(strategies or {})}
+    operators = _with_ends(recorder.operators, input_names, output_names, configured)
+    choices = propagate(operators, configured, ranks, fully_use_devices)
+    found = Plan(
+        (name, Planned(choice.strategy, choice.edge_bytes + choice.own_bytes))
+        for name, choice in choices.items()
+    )
+    leaves = leaf_layouts(operators, choices)
+    found.inputs = [
+        choices[name].output if name in choices else leaves.get(name) or whole(each.ndim, ranks)
+        for name, each in zip(input_names, _tensors(inputs), strict=True)
+    ]
+    found.outputs = {
+        index: choices[f"output{index}"].output
+        for index in range(len(output_names))
+        if f"output{index}" in choices
+    }
+    found.layouts = _parameter_layouts(module, leaves, recorder, ranks)
+    for name in dict(module.named_parameters()):
+        found[name] = Planned((found.layouts[name].cuts,), 0)
+    return found
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _with_ends(
+    operators: Sequence[Operator],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    configured: Mapping[str, Strategy],
+) -> list[Operator]:
+    """Return the operators with one for each input and output that is configured."""
+    shapes = {each.tensor: each for operator in operators for each in operator.inputs}
+    shapes |= {operator.output.tensor: operator.output for operator in operators}
+    sizes = {operator.output.tensor: operator.bytes_per_element for operator in operators}
+    before = [
+        elementwise(name, [(f"{name} as it comes", shapes[name].shape)], name)
+        for name in inputs
+        if name in configured and name in shapes
+    ]
+    after = [
+        elementwise(
+            f"output{index}", [(name, shapes[name].shape)], f"output{index} as it goes",
+            bytes_per_element=sizes.get(name, 4),
+        )
+        for index, name in enumerate(outputs)
+        if f"output{index}" in configured
+    ]  # fmt: skip
+    return [*before, *operators, *after]
+
+
+def _parameter_layouts(
+    module: torch.nn.Module,
+    leaves: Mapping[str, Layout],
+    recorder: Trace,
+    ranks: int,
+) -> dict[str, Layout]:
+    """Return the layouts of parameters and buffers; those that no operator uses are whole."""
+    layouts: dict[str, Layout] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        layout = leaves.get(name) or whole(tensor.ndim, ranks)
+        if name in recorder.transposed:
+            layout = Layout(layout.device_matrix, layout.tensor_map[::-1])
+        layouts[name] = layout
+    return layouts

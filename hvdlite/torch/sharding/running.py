@@ -1,0 +1,317 @@
+"""A module or a function that runs under DTensor, inside a data-parallel model.
+
+Outside, tensors are plain, and each rank has its own share of the batch, of equal size. Inside,
+they are DTensors of the whole batch, cut as the plan says. Gradients are those of the average over
+ranks of their losses: as they are, for the parameters inside; and as `DistributedOptimizer`
+averages them, for what lies before.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard, TypeVar
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hvdlite import numpy as numpy_hvd
+from hvdlite.common.base.warn import warn_user
+from hvdlite.common.layouts.layout import Layout, from_cuts
+from hvdlite.common.layouts.operators import Strategy, check_strategy
+from hvdlite.common.layouts.propagation import check_search
+from hvdlite.torch.sharding.meshes import mesh as make_mesh
+from hvdlite.torch.sharding.meshes import placements
+from hvdlite.torch.sharding.plans import Plan, plan
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# DTensor's convolution is silently wrong where a dimension of the image is cut.
+_NEVER_CUT = {
+    torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+}  # fmt: skip
+
+
+def shard(
+    fn_or_module: F,
+    in_strategy: Strategy | None = None,
+    out_strategy: Strategy | None = None,
+    parameter_plan: Mapping[str, Sequence[int] | Layout] | None = None,
+    mesh: Any = None,
+    search: str = "propagation",
+    fully_use_devices: bool = True,
+    device: Any = None,
+    level: Any = None,
+    example: Any = None,
+) -> F:
+    """Cut a part of a model among ranks: by a strategy for its inputs, the rest by propagation.
+
+    A module is changed and returned: its parameters become DTensors, under their names and with
+    the values of rank 0. Make the optimizer after it. For a function, a function is returned, whose
+    arguments are shares of a batch, and equal on all ranks where they are parameters. All ranks
+    call `shard`, and what it returns, with shares of equal size.
+
+    - `in_strategy`: for each tensor among the inputs a tuple of cuts of the whole batch, or None
+      for those that it leaves to `set_strategy` and to propagation.
+    - `out_strategy`: the same for the outputs: each rank gets its part. None: its share of the
+      batch.
+    - `parameter_plan`: cuts, or a `Layout`, by the names of parameters.
+    - `mesh`: what `mesh()` returns; None: `mesh()`.
+    - `fully_use_devices`: only strategies that use all ranks, where there are such.
+    - `example`: an input, or a tuple of inputs, of this rank: a module with parameters needs it, as
+      they are cut before an optimizer takes them. Meta tensors do.
+
+    `search` is "propagation". `device` and `level` have no effect. Raises `TypeError` and
+    `ValueError` for strategies that do not fit, a function in its first call.
+    """
+    check_search(search)
+    if device is not None or level is not None:
+        warn_user("shard(device, level) have no effect: hvdlite has one device and level")
+    configured: dict[str, Strategy] = {}
+    for end, given in (("input", in_strategy), ("output", out_strategy)):
+        if given is not None:
+            check_strategy(tuple(each for each in given if each is not None), f"{end} strategy")
+            configured |= {f"{end}{i}": (cuts,) for i, cuts in enumerate(given) if cuts is not None}
+    runner = _Runner(fn_or_module, configured, parameter_plan or {}, mesh, fully_use_devices)
+    if isinstance(fn_or_module, torch.nn.Module):
+        if example is None and any(True for _ in fn_or_module.parameters()):
+            raise ValueError(
+                "shard() of a module with parameters needs example=, an input of this rank: they "
+                "are cut before an optimizer takes them"
+            )
+        runner.call = fn_or_module.forward
+        if example is not None:
+            runner.prepare(example if isinstance(example, tuple) else (example,))
+        fn_or_module.forward = runner.run
+        return fn_or_module
+
+    @functools.wraps(fn_or_module)
+    def run(*args: Any) -> Any:
+        return runner.run(*args)
+
+    return run  # type: ignore[return-value]
+
+
+class _Function(torch.nn.Module):
+    """A function as a module without parameters, for the trace."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+class _Runner:
+    """What `shard` returns calls it; the first call makes the plan."""
+
+    def __init__(
+        self,
+        target: Any,
+        configured: Mapping[str, Strategy],
+        parameter_plan: Mapping[str, Sequence[int] | Layout],
+        mesh: Any,
+        fully_use_devices: bool,
+    ) -> None:
+        is_module = isinstance(target, torch.nn.Module)
+        self._module: torch.nn.Module = target if is_module else _Function(target)
+        self.call: Callable[..., Any] = target
+        self._configured = configured
+        self._parameter_plan = parameter_plan
+        self._mesh = mesh
+        self._fully = fully_use_devices
+        self._plan: Plan | None = None
+
+    def run(self, *args: Any) -> Any:
+        """Run the module or function under DTensor, and return plain tensors."""
+        planned = self._plan or self.prepare(args)
+        tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        self._check_shares(tensors)
+        layouts = iter(planned.inputs)
+        entered = tree_map(
+            lambda each: (
+                self._enter(each, next(layouts)) if isinstance(each, torch.Tensor) else each
+            ),
+            args,
+        )
+        with _implicit_replication(), _WholeFallback(self._mesh):
+            result = self.call(*entered)
+        outputs = itertools.count()
+        return tree_map(
+            lambda each: self._leave(each, next(outputs)) if _is_dtensor(each) else each, result
+        )
+
+    def _check_shares(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise `ValueError` on all ranks if their shares differ: DTensor would not notice."""
+        shapes = np.array([n for each in tensors for n in each.shape], np.int64)
+        of_ranks = numpy_hvd.allgather(shapes, "sharding.shares").reshape(-1, max(shapes.size, 1))
+        if shapes.size and (of_ranks != shapes).any():
+            raise ValueError(
+                f"ranks call a sharded part with other shapes: {of_ranks.tolist()}; each rank "
+                "gives a share of the batch of equal size"
+            )
+
+    def prepare(self, args: Sequence[Any]) -> Plan:
+        """Make the plan for inputs like these, and cut the parameters."""
+        if self._mesh is None:
+            self._mesh = make_mesh()
+        ranks = self._mesh.size()
+        example = tree_map(lambda each: _whole_batch(each, ranks), tuple(args))
+        found = plan(self._module, example, self._configured, self._mesh, self._fully)
+        unknown = set(self._parameter_plan) - set(found.layouts)
+        if unknown:
+            raise ValueError(f"parameter_plan: {sorted(unknown)[0]!r} is no parameter")
+        for name, cuts in self._parameter_plan.items():
+            given = cuts if isinstance(cuts, Layout) else from_cuts(cuts, ranks)
+            found.layouts[name] = given
+        self._distribute(found)
+        self._plan = found
+        return found
+
+    def _distribute(self, found: Plan) -> None:
+        from torch.distributed.tensor import distribute_tensor
+
+        cut: dict[int, torch.nn.Parameter] = {}
+        for name, parameter in self._module.named_parameters():
+            where = self._placements(found.layouts[name], parameter.shape)
+            value = distribute_tensor(parameter.data, self._mesh, where)
+            cut[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+        for path, submodule in self._module.named_modules():
+            for name, parameter in list(submodule.named_parameters(recurse=False)):
+                submodule.register_parameter(name, cut[id(parameter)])
+            for name, buffer in list(submodule.named_buffers(recurse=False)):
+                layout = found.layouts[f"{path}.{name}" if path else name]
+                where = self._placements(layout, buffer.shape)
+                submodule._buffers[name] = distribute_tensor(buffer, self._mesh, where)
+
+    def _placements(self, layout: Layout, shape: Sequence[int]) -> list[Any]:
+        layout.check_shape(shape)
+        return placements(layout, self._mesh)
+
+    def _enter(self, tensor: torch.Tensor, layout: Layout) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        shared = isinstance(tensor, torch.nn.Parameter)
+        held = tensor if shared else _ScaledGradient.apply(tensor, float(self._mesh.size()))
+        where = _batch_placements(tensor, self._mesh) if not shared else _whole(self._mesh)
+        whole = DTensor.from_local(held, self._mesh, where, run_check=False)
+        return whole.redistribute(self._mesh, placements(layout, self._mesh))
+
+    def _leave(self, tensor: Any, index: int) -> torch.Tensor:
+        from torch.distributed.tensor import Partial, Shard
+
+        where = _batch_placements(tensor, self._mesh)
+        if self._plan is not None and index in self._plan.outputs:
+            where = placements(self._plan.outputs[index], self._mesh)
+        placed = tensor.redistribute(self._mesh, where)
+        # Ranks that get equal values have losses of their own, whose gradients add up.
+        gradients = [each if isinstance(each, Shard) else Partial() for each in where]
+        held = placed.to_local(grad_placements=gradients)
+        result: torch.Tensor = _ScaledGradient.apply(held, 1 / self._mesh.size())
+        return result
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the tensor."""
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        """Return the gradient times the factor."""
+        return gradients[0] * ctx.factor, None
+
+
+class _WholeFallback(TorchFunctionMode):
+    """Runs operators for which DTensor has no rule, or a wrong one, on whole inputs."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self._mesh = mesh
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch, and again on whole inputs if DTensor does not know it."""
+        kwargs = kwargs or {}
+        if function in _NEVER_CUT and any(map(_is_dtensor, tree_leaves((args, kwargs)))):
+            return self._on_whole_inputs(function, args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError:
+            return self._on_whole_inputs(function, args, kwargs)
+
+    def _on_whole_inputs(self, function: Any, args: Any, kwargs: Any) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        moved = 0
+
+        def gathered(value: Any) -> Any:
+            nonlocal moved
+            if not _is_dtensor(value):
+                return value
+            moved += value.numel() * value.element_size() - _local_bytes(value)
+            return value.redistribute(self._mesh, _whole(self._mesh)).to_local()
+
+        inputs = tree_map(gathered, (args, kwargs))
+        _warn_once(getattr(function, "__name__", str(function)), moved)
+        result = function(*inputs[0], **inputs[1])
+        return tree_map(
+            lambda each: (
+                DTensor.from_local(each, self._mesh, _whole(self._mesh), run_check=False)
+                if isinstance(each, torch.Tensor)
+                else each
+            ),
+            result,
+        )
+
+
+@functools.cache
+def _warn_once(name: str, moved: int) -> None:
+    warn_user(
+        f"{name} runs on whole inputs in a sharded part, for which each rank receives {moved} bytes"
+    )
+
+
+def _local_bytes(tensor: Any) -> int:
+    local = tensor.to_local()
+    return math.prod(local.shape) * int(local.element_size())
+
+
+def _whole_batch(value: Any, ranks: int) -> Any:
+    """Return a meta tensor of the shape that the batch of all ranks has."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = list(value.shape)
+    if shape and not isinstance(value, torch.nn.Parameter):
+        shape[0] *= ranks
+    return torch.empty(shape, dtype=value.dtype, device="meta")
+
+
+def _batch_placements(tensor: torch.Tensor, mesh: Any) -> list[Any]:
+    from torch.distributed.tensor import Shard
+
+    return [Shard(0)] * mesh.ndim if tensor.ndim else _whole(mesh)
+
+
+def _whole(mesh: Any) -> list[Any]:
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate()] * mesh.ndim
+
+
+def _is_dtensor(value: Any) -> TypeGuard[Any]:
+    return isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor"
+
+
+def _implicit_replication() -> Any:
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()

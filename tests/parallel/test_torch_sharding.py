@@ -1,0 +1,18 @@
+"""A sharded part of a model on real ranks equals one process, to 1e-5."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.parallel.jobs import ranks, run_command
+
+pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+
+
+def test_a_part_of_a_model_is_sharded_on_four_ranks() -> None:
+    command = ranks(4, sys.executable, "-m", "tests.parallel.worker_sharding")
+    result = run_command(command, timeout=100)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("is content") == 4, result.stdout

@@ -1,0 +1,147 @@
+"""A rank that trains a model of which a part is sharded, and the same model as one process.
+
+python -m tests.parallel.worker_sharding
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import hvdlite.torch as hvd
+from hvdlite.torch import sharding
+
+SHARE, WIDTH = 8, 16
+
+
+def block(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)
+    )
+
+
+def batches(size: int) -> Any:
+    """The same batches of all ranks, everywhere."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(SHARE * size, WIDTH, generator=generator) for _ in range(3)]
+
+
+def own(batch: Any) -> Any:
+    return batch[hvd.rank() * SHARE : (hvd.rank() + 1) * SHARE]
+
+
+def train_as_one_process(first: Any, middle: Any, last: Any) -> list[Any]:
+    parameters = [*first.parameters(), *middle.parameters(), *last.parameters()]
+    optimizer = torch.optim.SGD(parameters, 0.5)
+    outputs = []
+    for batch in batches(hvd.size()):
+        output = last(middle(first(batch)))
+        optimizer.zero_grad()
+        output.square().mean().backward()
+        optimizer.step()
+        outputs.append(output.detach())
+    return outputs
+
+
+def train_with_a_sharded_part(first: Any, middle: Any, last: Any) -> list[Any]:
+    optimizer = torch.optim.SGD(
+        [*first.parameters(), *middle.parameters(), *last.parameters()], 0.5
+    )
+    outputs = []
+    for batch in batches(hvd.size()):
+        output = last(middle(first(own(batch))))
+        optimizer.zero_grad()
+        output.square().mean().backward()
+        for module in (first, last):  # what DistributedOptimizer does
+            for index, parameter in enumerate(module.parameters()):
+                parameter.grad = hvd.allreduce(parameter.grad, name=f"gradient.{index}")
+        optimizer.step()
+        outputs.append(output.detach())
+    return outputs
+
+
+def check_training() -> None:
+    modules = [torch.nn.Linear(WIDTH, WIDTH), block(1), torch.nn.Linear(WIDTH, WIDTH)]
+    for module in modules:
+        hvd.broadcast_parameters(module.state_dict(), 0)
+    expected_modules = copy.deepcopy(modules)
+    expected = train_as_one_process(*expected_modules)
+    middle = modules[1]
+    sharding.set_strategy(middle[0], ((2, 1), (1, hvd.size() // 2)))
+    names = [name for name, _ in middle.named_parameters()]
+    modules[1] = sharding.shard(middle, example=torch.empty(SHARE, WIDTH, device="meta"))
+    outputs = train_with_a_sharded_part(*modules)
+    assert all(torch.allclose(a, own(b), atol=1e-5) for a, b in zip(outputs, expected, strict=True))
+    assert [name for name, _ in middle.named_parameters()] == names
+    for here, there in zip(middle.parameters(), expected_modules[1].parameters(), strict=True):
+        assert isinstance(here, DTensor)
+        assert torch.allclose(here.full_tensor(), there, atol=1e-5)
+    local = middle[0].weight.to_local().shape
+    assert local == (WIDTH * 2 // hvd.size(), WIDTH), local
+
+
+def check_bytes() -> None:
+    """The part moves no more than the plan says; DTensor counts its collectives."""
+    mesh = sharding.mesh()
+    model = block(2)
+    strategy = {"0": ((2, 1), (1, hvd.size() // 2))}
+    found = sharding.plan(model, torch.empty(SHARE * hvd.size(), WIDTH), strategy, mesh)
+    sharding.set_strategy(model[0], strategy["0"])
+    runner = sharding.shard(model, mesh=mesh, example=torch.empty(SHARE, WIDTH))
+    with torch.no_grad(), CommDebugMode() as counted:
+        runner(own(batches(hvd.size())[0]))
+    # The share of the batch comes in by one allgather, the sums go out by at most two steps.
+    assert counted.get_total_counts() <= 4, counted.get_comm_counts()
+    assert found.bytes > 0
+
+
+def check_functions() -> None:
+    weight = torch.nn.Parameter(torch.eye(WIDTH) * 2)
+    double = sharding.shard(lambda x, w: torch.relu(x) @ w, ((hvd.size(), 1), (1, 1)))
+    batch = batches(hvd.size())[1]
+    output = double(own(batch), weight)
+    assert torch.allclose(output, own(torch.relu(batch) * 2))
+    output.sum().backward()
+    columns = sharding.shard(torch.relu, ((1, hvd.size()),), ((1, hvd.size()),))
+    piece = WIDTH // hvd.size()
+    mine = torch.relu(batch)[:, hvd.rank() * piece : (hvd.rank() + 1) * piece]
+    assert torch.equal(columns(own(batch)), mine)
+    try:
+        columns(torch.ones(2 + hvd.rank(), WIDTH))
+    except ValueError as error:
+        assert "share of the batch of equal size" in str(error)
+    else:
+        raise AssertionError("shares of other sizes were taken")
+
+
+def check_convolutions() -> None:
+    """DTensor's own are wrong where the width is cut; here they run on whole images."""
+    torch.manual_seed(4)
+    model = torch.nn.Conv2d(2, 3, 3, padding=1)
+    expected = copy.deepcopy(model)
+    images = torch.randn(2 * hvd.size(), 2, 6, 8)
+    part = images[2 * hvd.rank() : 2 * hvd.rank() + 2]
+    sharded = sharding.shard(model, ((1, 1, 1, hvd.size()),), example=part)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        output = sharded(part)
+    assert torch.allclose(output, expected(part), atol=1e-6)
+    assert any("conv2d runs on whole inputs" in str(each.message) for each in caught)
+
+
+if __name__ == "__main__":
+    hvd.init_process_group()
+    check_training()
+    check_bytes()
+    check_functions()
+    check_convolutions()
+    dist.destroy_process_group()
+    sys.stdout.write("is content\n")

@@ -1,0 +1,107 @@
+"""Plans of sharded operators, without any rank: nothing is sent, and no value is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite.torch as hvd
+from hvdlite.torch import sharding
+
+
+class Mesh:
+    """As much of a mesh as a plan looks at."""
+
+    shape = (2, 2, 2)
+
+    def size(self) -> int:
+        return 8
+
+
+def block() -> Any:
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)
+    ).to("meta")
+
+
+def test_the_block_of_mindspore() -> None:
+    model = block()
+    sharding.set_strategy(model[0], ((2, 1), (1, 4)))
+    found = sharding.plan(model, torch.empty(64, 64), mesh=Mesh())
+    strategies = {name: each.strategy for name, each in found.items()}
+    assert strategies == {
+        "0": ((2, 1), (1, 4)),
+        "0.add": ((2, 4), (4,)),
+        "1": ((2, 4),),
+        "2": ((2, 4), (4, 1)),
+        "2.add": ((2, 4), (4,)),
+        "0.weight": ((4, 1),),  # [out, in], as PyTorch holds it
+        "0.bias": ((4,),),
+        "2.weight": ((1, 4),),
+        "2.bias": ((4,),),
+    }
+    assert found["2"].bytes == found.bytes == 12288
+    assert "12288" in str(found)
+    assert str(found.layouts["0.weight"]) == "layout D=[2, 1, 4], M=[0, -1]"
+
+
+def test_layouts_for_inference_are_those_of_the_plan() -> None:
+    layouts = hvd.checkpoint.infer_layout(
+        block(), torch.empty(64, 64), strategies={"0": ((2, 1), (1, 4))}, mesh=Mesh()
+    )
+    assert [layouts[name].box((64, 64), 1) for name in ("0.weight", "2.weight")] == [
+        ((16, 32), (0, 64)),
+        ((0, 64), (16, 32)),
+    ]
+    assert layouts["0.bias"].box((64,), 1) == ((16, 32),)
+
+
+def test_operators_of_other_kinds() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(8)
+            self.w = torch.nn.Parameter(torch.zeros(8, 8))
+            self.conv = torch.nn.Conv1d(4, 4, 1)
+
+        def forward(self, x: Any, scale: float) -> Any:
+            y = torch.softmax(self.norm(x) @ self.w.t() * scale, -1)
+            return self.conv(y.reshape(8, 4, 8)), y + x
+
+    found = sharding.plan(Net(), (torch.empty(32, 8), 2.0), {"norm": ((8, 1), (1,), (1,))}, Mesh())
+    names = list(found)
+    assert {"norm", "t", "matmul", "mul", "softmax", "conv", "add"} <= set(names)
+    assert found["softmax"].strategy == ((8, 1),)
+    assert found["conv"].strategy[0] == (1, 1, 1), "it runs on whole inputs"
+    assert found["conv"].bytes == 0
+
+
+def test_refused_plans() -> None:
+    with pytest.raises(ValueError, match="'fc9', which is no operator; there are 0"):
+        sharding.plan(block(), torch.empty(64, 64), {"fc9": ((1, 1), (1, 1))}, Mesh())
+    with pytest.raises(TypeError, match="a tuple of tuples"):
+        sharding.set_strategy(torch.nn.ReLU(), [(1, 2)])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="does not divide"):
+        sharding.plan(block(), torch.empty(20, 64), {"0": ((8, 1), (1, 1))}, Mesh())
+    with pytest.raises(ValueError, match="'dynamic_programming' is not offered"):
+        sharding.shard(block(), search="dynamic_programming")
+    with pytest.warns(UserWarning, match="no effect"):
+        sharding.shard(torch.relu, ((1, 1),), device="Ascend", level=0)
+    with pytest.raises(ValueError, match="needs example="):
+        sharding.shard(block())
+
+
+def test_placements_on_a_mesh() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = Mesh()
+    r, rows, columns = Replicate(), Shard(0), Shard(1)
+    assert sharding.placements((2, 4), mesh) == [rows, columns, columns]
+    assert sharding.placements((4,), mesh) == [rows, rows, r]
+    assert sharding.placements((1, 8), mesh) == [columns] * 3
+    assert sharding.placements(sharding.layout([2, 4], [-1, 0]), mesh) == [r, columns, columns]
+    mesh.shape = (4, 2)
+    with pytest.raises(ValueError, match="no neighbouring axes that make 2 parts"):
+        sharding.placements((2, 4), mesh)
