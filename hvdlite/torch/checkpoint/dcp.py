@@ -13,8 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as torch_dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hvdlite.checkpoint import loading, saving, trees
@@ -55,10 +57,10 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
 
 
 def _save(folder: Folder, flat: dict[str, Any]) -> None:
-    writer = torch_dcp.FileSystemWriter(folder.new)
+    writer = FileSystemWriter(folder.new)
     # The names are final: DCP would take lists of values apart.
-    planner = torch_dcp.DefaultSavePlanner(flatten_state_dict=False)
-    torch_dcp.save(flat, storage_writer=writer, planner=planner)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    state_dict_saver.save(flat, storage_writer=writer, planner=planner)
 
 
 def load(
@@ -90,15 +92,15 @@ def load(
 
 
 def _load(folder: Folder, flat: dict[str, Any], alone: bool) -> None:
-    reader = torch_dcp.FileSystemReader(folder.existing())
+    reader = FileSystemReader(folder.existing())
     with warnings.catch_warnings():
         # DCP says what is meant here.
         warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
-        planner = torch_dcp.DefaultLoadPlanner(
+        planner = DefaultLoadPlanner(
             flatten_state_dict=False,
             flatten_sharded_tensors=False,  # which would copy the dict
         )
-        torch_dcp.load(flat, storage_reader=reader, planner=planner, no_dist=alone)
+        state_dict_loader.load(flat, storage_reader=reader, planner=planner, no_dist=alone)
 
 
 def consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
@@ -127,7 +129,7 @@ def _consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:
 def _metadata(folder: Folder) -> Metadata:
     path = folder.existing()
     try:
-        return torch_dcp.FileSystemReader(path).read_metadata()
+        return FileSystemReader(path).read_metadata()
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}/.metadata is damaged: {error}") from error
 

@@ -10,6 +10,7 @@ from hvdlite.checkpoint import trees
 from hvdlite.checkpoint.folder import MANIFEST, Folder
 from hvdlite.checkpoint.forms import CheckpointForms
 from hvdlite.checkpoint.loading import Options
+from hvdlite.checkpoint.tensors import Owner
 from hvdlite.common.layouts.layout import Layout
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor
 
@@ -76,7 +77,7 @@ class TorchForms(CheckpointForms):
 
 
 def _has_dtensors(tree: Any) -> bool:
-    tree = tree.expanded if isinstance(tree, trees.Owner) else tree
+    tree = tree.expanded if isinstance(tree, Owner) else tree
     if isinstance(tree, dict):
         return any(map(_has_dtensors, tree.values()))
     if isinstance(tree, list):

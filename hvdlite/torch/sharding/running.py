@@ -14,16 +14,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvdlite import numpy as numpy_hvd
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.layouts.layout import Layout, from_cuts
 from hvdlite.common.layouts.operators import Strategy, check_strategy
 from hvdlite.common.layouts.propagation import check_search
+from hvdlite.torch import mpi_ops
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import placements
 from hvdlite.torch.sharding.plans import Plan, plan
@@ -146,12 +145,12 @@ class _Runner:
 
     def _check_shares(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise `ValueError` on all ranks if their shares differ: DTensor would not notice."""
-        shapes = np.array([n for each in tensors for n in each.shape], np.int64)
-        of_ranks = numpy_hvd.allgather(shapes, "sharding.shares").reshape(-1, max(shapes.size, 1))
-        if shapes.size and (of_ranks != shapes).any():
+        shapes = torch.tensor([n for each in tensors for n in each.shape], dtype=torch.int64)
+        of_ranks = mpi_ops.allgather(shapes, "sharding.shares")
+        if not torch.equal(of_ranks, shapes.repeat(self._mesh.size())):
             raise ValueError(
-                f"ranks call a sharded part with other shapes: {of_ranks.tolist()}; each rank "
-                "gives a share of the batch of equal size"
+                f"ranks call a sharded part with other shapes, one after the other "
+                f"{of_ranks.tolist()}: each rank gives a share of the batch of equal size"
             )
 
     def prepare(self, args: Sequence[Any]) -> Plan:
@@ -195,7 +194,7 @@ class _Runner:
         from torch.distributed.tensor import DTensor
 
         shared = isinstance(tensor, torch.nn.Parameter)
-        held = tensor if shared else _ScaledGradient.apply(tensor, float(self._mesh.size()))
+        held = tensor if shared else _scale_gradient(tensor, float(self._mesh.size()))
         where = _batch_placements(tensor, self._mesh) if not shared else _whole(self._mesh)
         whole = DTensor.from_local(held, self._mesh, where, run_check=False)
         return whole.redistribute(self._mesh, placements(layout, self._mesh))
@@ -210,8 +209,7 @@ class _Runner:
         # Ranks that get equal values have losses of their own, whose gradients add up.
         gradients = [each if isinstance(each, Shard) else Partial() for each in where]
         held = placed.to_local(grad_placements=gradients)
-        result: torch.Tensor = _ScaledGradient.apply(held, 1 / self._mesh.size())
-        return result
+        return _scale_gradient(held, 1 / self._mesh.size())
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -227,6 +225,11 @@ class _ScaledGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
         """Return the gradient times the factor."""
         return gradients[0] * ctx.factor, None
+
+
+def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    result: torch.Tensor = _ScaledGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _WholeFallback(TorchFunctionMode):
@@ -282,7 +285,7 @@ def _warn_once(name: str, moved: int) -> None:
 
 def _local_bytes(tensor: Any) -> int:
     local = tensor.to_local()
-    return math.prod(local.shape) * int(local.element_size())
+    return int(math.prod(local.shape) * local.element_size())
 
 
 def _whole_batch(value: Any, ranks: int) -> Any:

@@ -17,11 +17,11 @@ _NORMALIZING = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int}
 _TRANSPOSING = {aten.t.default, aten.numpy_T.default}
 
 
-class Trace(TorchDispatchMode):
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators, named by the module that they run in."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
         # The weights that a Linear holds as [out, in], while its strategy is for [in, out].
         self.transposed: set[str] = set()
