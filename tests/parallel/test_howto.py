@@ -20,6 +20,7 @@ from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
 
 PAGES = [
     *sorted(ROOT.glob("docs/howto/*.md")),
+    ROOT / "docs" / "checkpoints.md",
     ROOT / "docs" / "libraries.md",
     ROOT / "docs" / "sharding.md",
 ]
@@ -29,7 +30,7 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 # Modules of the extras "torch" and "test"; all others belong to the extra "libraries".
-QUICK = {"numpy", "rich", "torch"}
+QUICK = {"numpy", "rich", "safetensors", "torch"}
 ALIAS = "alias"  # under the name horovod
 
 
