@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
@@ -29,6 +29,7 @@ class Settings:
     average_passes: bool
     scale_local_gradients: bool
     local_layers: Any
+    shard_state: bool = False
 
 
 class Exchange:
@@ -36,6 +37,9 @@ class Exchange:
 
     gradients -> accumulate, if several passes make a step -> reduce over all ranks -> apply
     """
+
+    # Methods of the optimizer besides those of its family, each called as an entry of `Kind`.
+    more_entries: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -65,6 +69,14 @@ class Exchange:
         """The variables whose gradients stay on this rank."""
         local: LocalSources = self._reducer.local
         return local
+
+    def targets(self, variables: Any) -> Any:
+        """Return the variables that the optimizer steps over, where gradients of these come in."""
+        return variables
+
+    def sources(self, built: Sequence[Any]) -> list[Any]:
+        """Return the variables whose gradients come in, where the optimizer was built for these."""
+        return list(built)
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients, reduced over all ranks.

@@ -14,10 +14,10 @@ from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.keras.framework import backend_of
-from hvdlite.keras.gradient_exchange import Exchange, Settings
+from hvdlite.keras.gradient_exchange import Settings
 from hvdlite.keras.keras_patches import patch_keras
-from hvdlite.keras.optimizer_families import kind_of, parts_of
-from hvdlite.keras.subclass import Distributed, check_local, distribute
+from hvdlite.keras.optimizer_families import Kind, kind_of, parts_of
+from hvdlite.keras.subclass import Distributed, check_local, distribute, make_exchange
 
 
 @explain_arguments
@@ -37,6 +37,7 @@ def DistributedOptimizer(  # noqa: N802
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
     segmentation: str | Strategy | None = None,
+    shard_state: bool = False,
     **fusion: Any,
 ) -> Any:
     """Make the optimizer reduce gradients over all ranks before it applies them, and return it.
@@ -55,6 +56,9 @@ def DistributedOptimizer(  # noqa: N802
     - `backward_passes_per_step`: how many backward passes accumulate, as a sum, before gradients
       are sent; `average_aggregated_gradients` divides the sum by that number. ``iterations`` counts
       passes.
+    - `shard_state`: each rank has a part of the optimizer's state, and steps over it: Keras 3, with
+      an optimizer that treats each element on its own, and is not built yet. It gets the methods
+      ``consolidate()`` and ``adopt(plain)``.
     (what hvdlite.common.gradients.arguments tells of all others)
 
     `device_dense` and `device_sparse` have no effect. Raises `ValueError` for arguments that
@@ -76,6 +80,7 @@ def DistributedOptimizer(  # noqa: N802
         None,
         scale_local_gradients,
         resolve(segmentation, **fusion),
+        shard_state,
     )
 
 
@@ -95,6 +100,7 @@ def PartialDistributedOptimizer(  # noqa: N802
     local_layers: Any = None,
     scale_local_gradients: bool = True,
     segmentation: str | Strategy | None = None,
+    shard_state: bool = False,
     **fusion: Any,
 ) -> Any:
     """Wrap as `DistributedOptimizer` does, with weights of `local_layers` that each rank has alone.
@@ -121,12 +127,23 @@ def PartialDistributedOptimizer(  # noqa: N802
         average_aggregated_gradients,
         scale_local_gradients,
         local_layers,
+        shard_state,
     )
-    exchange = Exchange(settings)
     size()  # Raises ValueError before init.
+    if shard_state:
+        _check_shardable(optimizer, kind, settings)
+    exchange = make_exchange(settings)
     patch_keras(kind)
     distribute(optimizer, kind, exchange)
     return optimizer
+
+
+def _check_shardable(optimizer: Any, kind: Kind, settings: Settings) -> None:
+    if kind.package != "keras":
+        raise ValueError(f"shard_state=True needs an optimizer of Keras 3, not of {kind.package}")
+    from hvdlite.keras.sharded_state import check_shardable  # Most jobs never need it.
+
+    check_shardable(optimizer, settings)
 
 
 def _check(optimizer: Any, op: int, passes: int) -> None:

@@ -86,13 +86,14 @@ def _apply(
     variables = None if trainable_variables is None else list(trainable_variables)
     if variables:
         _build_for_branches(optimizer, variables, exchange)
-    targets = _trainable_variables(optimizer) if variables is None else variables
+    built = exchange.sources(_trainable_variables(optimizer))
+    targets = built if variables is None else variables
     if not gradients or len(targets) != len(gradients):
         return method(optimizer, gradients, variables)  # Keras raises the error.
     return exchange.through(
         gradients,
         targets,
-        lambda reduced: method(optimizer, reduced, variables),
+        lambda reduced: method(optimizer, reduced, exchange.targets(variables)),
         lambda: _count_pass(optimizer),
     )
 
@@ -137,7 +138,9 @@ def _apply_gradients(
     result = exchange.through(
         [gradient for gradient, _ in pairs],
         variables,
-        lambda reduced: method(optimizer, list(zip(reduced, variables, strict=True)), *args, **kw),
+        lambda reduced: method(
+            optimizer, list(zip(reduced, exchange.targets(variables), strict=True)), *args, **kw
+        ),
         lambda: _count_pass(optimizer),
     )
     return result if exchange.accumulator is None else optimizer.iterations

@@ -72,9 +72,18 @@ def exchange_of(optimizer: Any) -> Exchange:
     """Return the exchange of a distributed optimizer, which is made at first use."""
     state: dict[str, Any] = optimizer.__dict__  # Keras would track a plain attribute.
     if _EXCHANGE not in state:
-        state[_EXCHANGE] = Exchange(optimizer._hvdlite_settings)
+        state[_EXCHANGE] = make_exchange(optimizer._hvdlite_settings)
     exchange: Exchange = state[_EXCHANGE]
     return exchange
+
+
+def make_exchange(settings: Settings) -> Exchange:
+    """Return a new exchange."""
+    if settings.shard_state:
+        from hvdlite.keras.sharded_state import ShardedExchange  # Most jobs never need it.
+
+        return ShardedExchange(settings)
+    return Exchange(settings)
 
 
 def distribute(optimizer: Any, kind: Kind, exchange: Exchange) -> None:
@@ -92,6 +101,8 @@ def _derived_class(base: Any, kind: Kind, exchange: Exchange) -> Any:
     for name, entry in kind.entries.items():
         if hasattr(base, name):
             namespace[name] = exchange.untraced(_entering(getattr(base, name), entry))
+    for name, entry in exchange.more_entries.items():
+        namespace[name] = exchange.untraced(_entering(getattr(base, name, None), entry))
     for name in kind.guarded:
         if hasattr(base, name):
             namespace[name] = _guarded(getattr(base, name))
@@ -103,8 +114,8 @@ def _derived_class(base: Any, kind: Kind, exchange: Exchange) -> Any:
     return cls
 
 
-def _entering(method: Method, entry: Method) -> Method:
-    @wraps(method)
+def _entering(method: Method | None, entry: Method) -> Method:
+    @wraps(entry if method is None else method)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         return entry(method, exchange_of(self), self, *args, **kwargs)
 

@@ -375,3 +375,76 @@ def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
             )
 
     run_ranks(2, main)
+
+
+def test_elastic_states_keep_all_of_it_for_any_number_of_ranks() -> None:
+    """A commit of 3 ranks is restored by 2 of them, and by a newcomer that has no state."""
+    models = [network() for _ in range(3)]
+    states: list[Any] = [None] * 3
+
+    def make(rank: int, number: int) -> Any:
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["adam"](models[number].parameters()), shard_state=True
+        )
+        return hvd.elastic.TorchState(model=models[number], optimizer=optimizer)
+
+    def three(rank: int) -> Any:
+        state = states[rank] = make(rank, rank)
+        train(0, models[rank], state.optimizer)
+        state.save()
+        whole = state.optimizer.consolidate()
+        train(0, models[rank], state.optimizer)  # Lost by the failure.
+        return copy.deepcopy(whole)
+
+    whole = run_ranks(3, three)[0]
+
+    def two(rank: int) -> Any:
+        # Rank 0 was there before, rank 1 is new.
+        state = states[0] if rank == 0 else make(rank, 1)
+        if rank == 0:
+            state.restore()
+        state.sync()
+        found = copy.deepcopy(state.optimizer.consolidate())
+        train(0, models[rank], state.optimizer)
+        assert sum(s["exp_avg"].numel() for s in state.optimizer.state.values()) > 0
+        return found, weights(models[rank])
+
+    (first, weights_0), (second, weights_1) = run_ranks(2, two)
+    assert states_equal(first["state"], whole["state"])
+    assert states_equal(second["state"], whole["state"])
+    assert same(weights_0, weights_1)
+
+
+def test_commits_by_step_are_refused() -> None:
+    def main(rank: int) -> None:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()), shard_state=True
+        )
+        with pytest.raises(ValueError, match="shard_state=True: use commit"):
+            hvd.elastic.TorchState(model=model, optimizer=optimizer, commit="step")
+
+    run_ranks(2, main)
+
+
+def test_state_that_one_rank_has_loaded_is_broadcast() -> None:
+    whole: list[Any] = []
+
+    def main(rank: int) -> Any:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["adam"](model.parameters()), shard_state=True
+        )
+        if not whole:
+            train(0, model, optimizer)
+            return optimizer.consolidate()
+        if rank == 0:
+            optimizer.load_state_dict(whole[0])
+            optimizer.param_groups[0]["lr"] = 0.5
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        return optimizer.consolidate()
+
+    whole.append(run_ranks(2, main)[0])
+    for state in run_ranks(2, main):
+        assert states_equal(state["state"], whole[0]["state"])

@@ -92,6 +92,8 @@ def _train(
 ) -> list[torch.Tensor]:
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     groups = [{**group, "params": parameters}]
+    if not group.get("lr", 1):
+        groups[0]["lr"] = 0.1  # as at the start of a warm-up, where no step shows anything
     state: Any = defaultdict(dict)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):

@@ -45,6 +45,8 @@ class ShardedExchange:
         self.shards: list[FlatShard] = []
         # The state of whole parameters that was loaded, until it is cut.
         self._loaded: dict[Tensor, State] | None = dict(state) or None
+        # The state of parameters that are in no shard: frozen, or not used by any rank so far.
+        self.kept: dict[Tensor, State] = {}
         # The trained parameters, and the ranks, for which the shards were arranged.
         self._arranged_for: tuple[tuple[str, ...], tuple[int, ...]] | None = None
         label = next(iter(names.values()), "")  # This is the same on all ranks.
@@ -71,6 +73,7 @@ class ShardedExchange:
                 shard.adopt_parameters()
             return
         states = self._whole_states() if self._loaded is None else self._loaded
+        self.kept = {p: state for p, state in states.items() if p not in trained}
         for shard in self.shards:
             shard.release_parameters()
         self.shards = arrange(self.param_groups, trained, states, self.place())
@@ -95,8 +98,10 @@ class ShardedExchange:
                 self._era = era
             gradients = {name: parameter.grad for parameter, name in candidates.items()}
             self._used |= set(self._layouts.agree(gradients))
-        self._used |= {self.names[parameter] for parameter in self._loaded or ()}
-        return {parameter: name for parameter, name in candidates.items() if name in self._used}
+        names = self._used
+        if not for_step:  # Else the state of what no rank has used yet stays whole, in `kept`.
+            names = names | {self.names[parameter] for parameter in self._loaded or ()}
+        return {parameter: name for parameter, name in candidates.items() if name in names}
 
     def _members(self) -> tuple[int, ...]:
         return tuple(self.reduction.process_set.ranks or ())
@@ -133,6 +138,7 @@ class ShardedExchange:
             if target is not shard.shard_gradient:
                 shard.shard_gradient.copy_(compression.decompress(target, context))
 
+    @torch.no_grad()
     def synchronize(self) -> None:
         """Reduce the gradients, and show all of them to every rank, to be clipped or looked at."""
         if not self.reduction.active:
@@ -207,13 +213,13 @@ class ShardedExchange:
     @torch.no_grad()
     def _whole_states(self) -> dict[Tensor, State]:
         """Return the state of each parameter; all ranks take part where there is any."""
-        states: dict[Tensor, State] = {}
+        states = dict(self.kept)
         arranged_for = self._arranged_for
         if self.state and arranged_for is not None and arranged_for[1] != self._members():
             raise RuntimeError(
                 "the ranks have changed since the optimizer's state was divided among them, and "
-                "the parts of those that left are lost: use hvd.elastic.TorchState, which keeps all "
-                "of it, or load a consolidated state dict"
+                "the parts of those that left are lost: use hvd.elastic.TorchState, which keeps "
+                "all of it, or load a consolidated state dict"
             )
         gather = CallOptions(self.reduction.process_set)
         for shard in self.shards:

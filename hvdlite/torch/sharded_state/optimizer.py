@@ -76,7 +76,10 @@ class ShardingMixin(ReducingMixin):
             for number, shard in enumerate(exchange.shards)
             if shard.shard in exchange.state
         }
-        return {"state": state, "param_groups": self._options(), "shards": exchange.describe()}
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
+        whole = {numbers[parameter]: kept for parameter, kept in exchange.kept.items()}
+        shards = {**exchange.describe(), "whole": whole}
+        return {"state": state, "param_groups": self._options(), "shards": shards}
 
     def consolidate(self) -> dict[str, Any]:
         """Return the state dict that the wrapped optimizer would have; all ranks take part.
@@ -87,7 +90,7 @@ class ShardingMixin(ReducingMixin):
         exchange = self._exchange
         if not exchange.reduction.active:
             return super().state_dict()
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = self._parameters()
         states = exchange.whole_states()
         state = {
             number: states[parameter]
@@ -95,6 +98,9 @@ class ShardingMixin(ReducingMixin):
             if parameter in states
         }
         return {"state": state, "param_groups": self._options()}
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _options(self) -> list[dict[str, Any]]:
         """Return the groups as state dicts have them: with numbers in the place of parameters."""
@@ -122,15 +128,16 @@ class ShardingMixin(ReducingMixin):
             raise ValueError(
                 f"the saved groups have {saved_sizes} parameters, those of this optimizer {sizes}"
             )
-        saved = copy.deepcopy(state_dict["state"])
+        saved, parameters = copy.deepcopy(state_dict["state"]), self._parameters()
         if "shards" in state_dict:
             exchange.ensure()
             _check_shards(state_dict["shards"], exchange.describe())
+            whole = copy.deepcopy(state_dict["shards"]["whole"])
+            exchange.kept = {parameters[number]: state for number, state in whole.items()}
             exchange.state.clear()
             for number, state in saved.items():
                 exchange.state[exchange.shards[number].shard] = state
         else:
-            parameters = [p for group in self.param_groups for p in group["params"]]
             exchange.load_whole(
                 {
                     parameters[number]: _fit(state, parameters[number])
@@ -230,5 +237,6 @@ def shard(
     exchange = ShardedExchange(optimizer.param_groups, names, passes, reduction, optimizer.state)
     wrapped._exchange = exchange
     if reduction.active:
-        wrapped.state = exchange.state
+        # Of the wrapped optimizer, too: else it would keep all of its state in memory.
+        wrapped.state = optimizer.state = exchange.state
     return wrapped

@@ -1,0 +1,310 @@
+"""``DistributedOptimizer(..., shard_state=True)`` for Keras 3: a part of the state on each rank.
+
+gradients -> flat, by dtype -> reducescatter -> the optimizer's step on one flat shard -> allgather
+-> the variables. The optimizer is built for the shards, and knows no other variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.keras.framework import adapter, keras
+from hvdlite.keras.gradient_exchange import Exchange, Settings, Then
+from hvdlite.keras.optimizer_families import parts_of
+
+Method = Callable[..., Any]
+_KNOWN = {"adafactor", "muon", "lamb", "lars", "shampoo", "novograd"}
+_NEED = (
+    "shard_state=True steps over a flat shard, which is a piece of many variables, so that it "
+    "needs an optimizer that treats each element on its own, as SGD and Adam do. Leave shard_state "
+    "out"
+)
+_SHAPES = ((3, 4), (5,))
+
+
+class _Shard:
+    """Variables of one dtype in a row, of which a part is this rank's."""
+
+    def __init__(self, variables: Sequence[Any], rank: int, size: int) -> None:
+        self.variables = list(variables)
+        self.sizes = [int(np.prod(variable.shape)) for variable in self.variables]
+        total = sum(self.sizes)
+        self.length = -(-total // size)
+        self.padding = self.length * size - total
+        self.begin = rank * self.length
+        self.dtype = self.variables[0].dtype
+        self.variable = keras.Variable(
+            np.zeros(self.length), dtype=self.dtype, trainable=False, name="shard"
+        )
+
+    def flat(self, values: Sequence[Any]) -> Any:
+        """Return values of the variables in a row; None is zeros."""
+        rows = [
+            keras.ops.zeros((size,), self.dtype)
+            if value is None
+            else keras.ops.cast(keras.ops.reshape(value, (-1,)), self.dtype)
+            for value, size in zip(values, self.sizes, strict=True)
+        ]
+        return keras.ops.concatenate([*rows, keras.ops.zeros((self.padding,), self.dtype)])
+
+    def own_values(self, values: Sequence[Any]) -> Any:
+        """Return this rank's part of such a row, without making the rest of it."""
+        parts, start, end = [], 0, self.begin + self.length
+        for value, size in zip(values, self.sizes, strict=True):
+            first, last = max(self.begin, start) - start, min(end, start + size) - start
+            if first < last:
+                parts.append(keras.ops.reshape(value, (-1,))[first:last])
+            start += size
+        missing = self.length - sum(int(part.shape[0]) for part in parts)
+        return keras.ops.concatenate([*parts, keras.ops.zeros((missing,), self.dtype)])
+
+    def split(self, flat: Any) -> list[Any]:
+        """Return the values of the variables from a row."""
+        values, start = [], 0
+        for variable, size in zip(self.variables, self.sizes, strict=True):
+            values.append(keras.ops.reshape(flat[start : start + size], variable.shape))
+            start += size
+        return values
+
+
+def _build(method: Method, exchange: ShardedExchange, optimizer: Any, variables: Any) -> Any:
+    """Replace ``build()``: the optimizer gets state for the shards of these variables."""
+    return method(optimizer, exchange.arrange(list(variables)))
+
+
+def _consolidate(_: Any, exchange: ShardedExchange, optimizer: Any) -> Any:
+    """Return a plain optimizer with all of the state, as one process would have; collective.
+
+    It is built for the model's variables, and can be saved, or given to `adopt`.
+    """
+    return exchange.consolidate(optimizer)
+
+
+def _adopt(_: Any, exchange: ShardedExchange, optimizer: Any, plain: Any) -> None:
+    """Take over this rank's part of the state of a plain optimizer, built for all variables."""
+    exchange.adopt(optimizer, plain)
+
+
+class ShardedExchange(Exchange):
+    """The exchange of an optimizer whose state is divided among the ranks."""
+
+    more_entries: ClassVar[dict[str, Method]] = {
+        "build": _build,
+        "consolidate": _consolidate,
+        "adopt": _adopt,
+    }
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._shards: list[_Shard] = []
+        self._place = (0, 1)
+
+    def targets(self, variables: Any) -> Any:
+        """Return what the optimizer steps over: the shards."""
+        return [shard.variable for shard in self._shards] if self._shards else variables
+
+    def sources(self, built: Sequence[Any]) -> list[Any]:
+        """Return the variables whose gradients come in."""
+        if not self._shards:
+            return list(built)
+        return [variable for shard in self._shards for variable in shard.variables]
+
+    def arrange(self, variables: list[Any]) -> list[Any]:
+        """Return the shards of these variables, made at the first call. Raises `ValueError`."""
+        process_set = self.settings.reduction.process_set
+        if not self.settings.reduction.active or self._is_shards(variables):
+            return variables
+        if not self._shards:
+            for variable in variables:
+                _check_variable(variable)
+            self._place = process_set.rank() or 0, process_set.size()
+            by_dtype: dict[str, list[Any]] = {}
+            for variable in variables:
+                by_dtype.setdefault(str(variable.dtype), []).append(variable)
+            self._shards = [_Shard(each, *self._place) for each in by_dtype.values()]
+        if {*map(id, variables)} != {*map(id, self.sources([]))}:
+            raise ValueError(
+                f"shard_state=True: gradients of {len(variables)} variables for an optimizer that "
+                f"was built for {len(self.sources([]))}: give those of all variables in each step"
+            )
+        _, size = self._place
+        if size != process_set.size():
+            raise RuntimeError(
+                f"shard_state=True: the state was divided among {size} ranks, and there are "
+                f"{process_set.size()} now: consolidate() before, and adopt() in a new optimizer"
+            )
+        return [shard.variable for shard in self._shards]
+
+    def _is_shards(self, variables: Sequence[Any]) -> bool:
+        own = {id(shard.variable) for shard in self._shards}
+        return bool(own) and {id(variable) for variable in variables} <= own
+
+    def _apply(self, gradients: Sequence[Any], variables: Sequence[Any], then: Then) -> Any:
+        self.arrange(list(variables))
+        if not self._shards:
+            return super()._apply(gradients, variables, then)
+        gradient_of = {
+            id(variable): gradient for variable, gradient in zip(variables, gradients, strict=True)
+        }
+        reduced = []
+        for number, shard in enumerate(self._shards):
+            reduced.append(self._reduce(number, shard, gradient_of))
+            values = [keras.ops.stop_gradient(each.value) for each in shard.variables]
+            shard.variable.assign(shard.own_values(values))
+        with self._gradients_are_reduced():
+            result = then(reduced)
+        for number, shard in enumerate(self._shards):
+            value = keras.ops.stop_gradient(shard.variable.value)
+            for variable, part in zip(
+                shard.variables, shard.split(self._gather(number, "weights", value)), strict=True
+            ):
+                variable.assign(part)
+        return result
+
+    def _reduce(self, number: int, shard: _Shard, gradient_of: dict[int, Any]) -> Any:
+        reduction = self.settings.reduction
+        gradients = [gradient_of[id(variable)] for variable in shard.variables]
+        flat = keras.ops.stop_gradient(shard.flat([_dense(each, reduction) for each in gradients]))
+        part = adapter().reducescatter(
+            flat,
+            compression=reduction.compression,
+            op=reduction.scaling.op,
+            name=f"{self.settings.prefix}.shard.{number}.gradients",
+            process_set=reduction.process_set,
+            prescale_factor=reduction.scaling.prescale_factor,
+            postscale_factor=reduction.scaling.postscale_factor,
+        )
+        return keras.ops.reshape(part, (shard.length,))
+
+    def _gather(self, number: int, what: str, value: Any) -> Any:
+        name = f"{self.settings.prefix}.shard.{number}.{what}"
+        process_set = self.settings.reduction.process_set
+        return adapter().allgather(value, name=name, process_set=process_set)
+
+    def consolidate(self, optimizer: Any) -> Any:
+        """Return a plain optimizer with all of the state; all ranks take part."""
+        base = type(optimizer).__mro__[2]  # behind the derived class and `Distributed`
+        plain = base.from_config(optimizer.get_config())
+        variables = self.sources(getattr(optimizer, "_trainable_variables", []))
+        plain.build(variables)
+        plain.iterations.assign(optimizer.iterations)
+        place = {id(variable): index for index, variable in enumerate(variables)}
+        for name, slots in _slots(optimizer, len(self._shards)):
+            for number, (shard, slot) in enumerate(zip(self._shards, slots, strict=True)):
+                whole = self._gather(number, name, keras.ops.stop_gradient(slot.value))
+                for variable, part in zip(shard.variables, shard.split(whole), strict=True):
+                    getattr(plain, name)[place[id(variable)]].assign(part)
+        return plain
+
+    def adopt(self, optimizer: Any, plain: Any) -> None:
+        """Take over this rank's part of the state of a plain optimizer, built for all variables."""
+        built = list(plain._trainable_variables)
+        optimizer.build(built)
+        optimizer.iterations.assign(plain.iterations)
+        place = {id(variable): index for index, variable in enumerate(built)}
+        for name, slots in _slots(optimizer, len(self._shards)):
+            whole = getattr(plain, name)
+            for shard, slot in zip(self._shards, slots, strict=True):
+                values = [whole[place[id(variable)]].value for variable in shard.variables]
+                slot.assign(shard.own_values(values))
+
+
+def _slots(optimizer: Any, shards: int) -> list[tuple[str, Any]]:
+    """Return the lists of state of an optimizer, which have a variable for each shard."""
+    return [
+        (name, value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list)
+        and name not in ("_trainable_variables", "_variables")
+        and len(value) == shards
+        and all(hasattr(each, "assign") and len(each.shape) == 1 for each in value)
+    ]
+
+
+def _dense(gradient: Any, reduction: Any) -> Any:
+    """Return a dense gradient. Raises `TypeError` for a sparse one, unless it may become dense."""
+    sparse = getattr(gradient, "is_sparse", False) or hasattr(gradient, "indices")
+    if not sparse:
+        return gradient
+    if not reduction.sparse_as_dense:
+        raise TypeError(
+            "shard_state=True: a gradient is sparse, and a flat shard is dense: give "
+            "sparse_as_dense=True"
+        )
+    if hasattr(gradient, "to_dense"):
+        return gradient.to_dense()
+    return keras.ops.convert_to_tensor(gradient)
+
+
+def _check_variable(variable: Any) -> None:
+    if getattr(variable, "constraint", None) is not None:
+        raise ValueError(
+            f"shard_state=True: {variable.path} has a constraint, which looks at all of it: leave "
+            "shard_state out"
+        )
+    if getattr(variable, "overwrite_with_gradient", False):
+        raise ValueError(
+            f"shard_state=True: {variable.path} is overwritten with its gradient, as in 8-bit "
+            "training: leave shard_state out"
+        )
+
+
+def check_shardable(optimizer: Any, settings: Settings) -> None:
+    """Raise `ValueError` where the optimizer, or an option, needs more than a part of the state."""
+    objections = {
+        "a loss scaler decides by all gradients": len(list(parts_of(optimizer))) > 1,
+        "it is built already: wrap it before": getattr(optimizer, "built", True),
+        "clipnorm looks at whole variables: use clipvalue": optimizer.clipnorm is not None,
+        "global_clipnorm looks at all gradients: use clipvalue": (
+            optimizer.global_clipnorm is not None
+        ),
+        "use_ema keeps averages of whole variables": optimizer.use_ema,
+        "groups have no place in flat shards": settings.groups is not None,
+        "local layers have no place in flat shards": settings.local_layers is not None,
+        "a segmentation has no place in flat shards": settings.reduction.segmentation is not None,
+        "op must be Average or Sum": settings.reduction.scaling.op
+        not in (ReduceOp.AVERAGE, ReduceOp.SUM),
+        "variables are excluded from weight decay by name": bool(
+            getattr(optimizer, "_exclude_from_weight_decay", None)
+            or getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+        ),
+    }
+    for reason, applies in objections.items():
+        if applies:
+            raise ValueError(f"shard_state=True: {type(optimizer).__name__}: {reason}")
+    if any(cls.__name__.lower() in _KNOWN for cls in type(optimizer).__mro__):
+        raise ValueError(f"{type(optimizer).__name__} looks at whole variables: {_NEED}")
+    if not _treats_elements_alone(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__}: a step over a flat variable gives other values than one "
+            f"over the variables: {_NEED}"
+        )
+
+
+def _treats_elements_alone(optimizer: Any) -> bool:
+    """Return whether a few steps of small variables of its own are the same when they are flat."""
+    random = np.random.default_rng(1)
+    values = [random.normal(size=shape) for shape in _SHAPES]
+    steps = [[random.normal(size=shape) for shape in _SHAPES] for _ in range(3)]
+    try:
+        apart = _train(optimizer, values, steps)
+        flat = _train(optimizer, [_row(values)], [[_row(step)] for step in steps])
+    except (TypeError, NotImplementedError):  # its configuration does not make another one
+        return True
+    return bool(np.allclose(_row(apart), flat[0], rtol=1e-4, atol=1e-6))
+
+
+def _row(arrays: Sequence[Any]) -> Any:
+    return np.concatenate([np.reshape(each, -1) for each in arrays])
+
+
+def _train(optimizer: Any, values: Sequence[Any], steps: Sequence[Sequence[Any]]) -> list[Any]:
+    twin = type(optimizer).from_config(optimizer.get_config())
+    variables = [keras.Variable(value, dtype="float32") for value in values]
+    for gradients in steps:
+        twin.apply([keras.ops.convert_to_tensor(each, "float32") for each in gradients], variables)
+    return [keras.ops.convert_to_numpy(variable.value) for variable in variables]

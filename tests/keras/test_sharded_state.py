@@ -1,0 +1,94 @@
+"""A sharded Keras optimizer makes the steps of one that is not, with a part of its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvdlite.keras as hvd
+from hvdlite.keras.framework import LEGACY, keras
+from tests.keras.training import adam, assert_same, fit, make_model, numpy_of, sgd, train
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(LEGACY, reason="shards are for Keras 3")
+
+
+def sharded(make: Any, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(make(), shard_state=True, **options)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("run", [fit, train])
+def test_the_weights_are_those_without_shards_bit_by_bit(run: Any, make: Any, size: int) -> None:
+    plain = run_ranks(
+        size, lambda rank: run(make_model(), hvd.DistributedOptimizer(make()), rank, size)
+    )
+    found = run_ranks(size, lambda rank: run(make_model(), sharded(make), rank, size))
+    assert_same([*plain, *found])
+
+
+def test_passes_accumulate() -> None:
+    def run(rank: int, **options: Any) -> Any:
+        optimizer = hvd.DistributedOptimizer(adam(), backward_passes_per_step=2, **options)
+        return train(make_model(), optimizer, rank, 2)
+
+    plain = run_ranks(2, run)
+    assert_same([*plain, *run_ranks(2, lambda rank: run(rank, shard_state=True))])
+
+
+def test_each_rank_has_its_part_and_consolidate_gives_all() -> None:
+    def main(rank: int) -> Any:
+        model, optimizer = make_model(), sharded(adam)
+        train(model, optimizer, rank, 2)
+        parts = [variable for variable in optimizer.variables if len(variable.shape) == 1]
+        count = sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
+        assert [part.shape[0] for part in parts] == [-(-count // 2)] * 2
+        plain = optimizer.consolidate()
+        assert type(plain) is keras.optimizers.Adam
+        again = sharded(adam)
+        again.adopt(plain)
+        assert_same([numpy_of(optimizer.variables), numpy_of(again.variables)])
+        return numpy_of(plain.variables)
+
+    def whole(rank: int) -> Any:
+        model, optimizer = make_model(), hvd.DistributedOptimizer(adam())
+        train(model, optimizer, rank, 2)
+        return numpy_of(optimizer.variables)
+
+    assert_same([*run_ranks(2, main), *run_ranks(2, whole)])
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (lambda: keras.optimizers.Adam(clipnorm=1.0), {}, "clipnorm looks at whole variables"),
+        (lambda: keras.optimizers.Adam(global_clipnorm=1.0), {}, "global_clipnorm looks"),
+        (lambda: keras.optimizers.Adam(use_ema=True), {}, "use_ema keeps averages"),
+        (keras.optimizers.Adafactor, {}, "Adafactor looks at whole variables"),
+        (lambda: keras.optimizers.LossScaleOptimizer(adam()), {}, "a loss scaler decides"),
+        (adam, {"groups": 2}, "groups have no place"),
+        (adam, {"segmentation": "mb:1"}, "a segmentation has no place"),
+    ],
+)
+def test_what_is_refused(make: Any, options: dict[str, Any], words: str) -> None:
+    def main(rank: int) -> None:
+        with pytest.raises(ValueError, match=words):
+            sharded(make, **options)
+
+    run_ranks(1, main)
+
+
+def test_an_optimizer_that_looks_at_norms_is_found() -> None:
+    class ByNorm(keras.optimizers.SGD):  # type: ignore[misc, name-defined]
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            norm = keras.ops.norm(keras.ops.reshape(variable, (-1,)))
+            super().update_step(gradient * norm, variable, learning_rate)
+
+    def main(rank: int) -> None:
+        with pytest.raises(ValueError, match="a step over a flat variable gives other values"):
+            sharded(lambda: ByNorm(0.1))
+
+    run_ranks(1, main)
