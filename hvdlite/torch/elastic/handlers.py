@@ -171,8 +171,13 @@ class OptimizerStateHandler(StateHandler):
         )
 
     def enter_world(self) -> None:
-        """Forget gradients of the old world: all ranks begin with the first pass of a step."""
+        """Forget gradients of the old world: all ranks begin with the first pass of a step.
+
+        State that was divided among the ranks of the old world is divided anew, from the last save.
+        """
         self._forget_gradients()
+        if self._is_divided():
+            self.value.load_state_dict(self._saved.tree())
 
     @torch.no_grad()
     def _forget_gradients(self) -> None:
