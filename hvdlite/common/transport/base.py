@@ -53,7 +53,10 @@ class Transport(Protocol):
         """
 
     def while_waiting(self) -> None:
-        """Call the function of `call_while_waiting`: for waits outside of the transport."""
+        """Call the function of `call_while_waiting`: for waits outside of the transport.
+
+        Arrays between hosts move on, too: another host may wait for what this rank has to send.
+        """
 
     # -- control plane: small messages that keep their borders and their order, per pair
     def send(self, rank: int, body: bytes) -> None:

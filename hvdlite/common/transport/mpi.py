@@ -191,6 +191,7 @@ class MpiTransport:
 
     def while_waiting(self) -> None:
         """See `Transport.while_waiting`."""
+        self._keep_moving()
         self._negotiate()
 
     # -- arrays

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.costs import Model
+from hvdlite.common.collectives.host_costs import SCATTER_COSTS, cheapest_of
 from hvdlite.common.collectives.paths import PATHS, paths_of
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.plain.adapter import numpy_dtype
@@ -163,6 +165,19 @@ def test_no_bit_of_a_sum_depends_on_pieces_fusion_or_run(
                 assert array.tobytes() == alone[tensor][rank][0].tobytes()
 
 
+def test_a_tensor_has_its_own_algorithm_whatever_it_is_fused_with() -> None:
+    # Far bytes and copies are dear, so that large tensors take the ring, and small ones halving.
+    model = Model(message=1e-3, byte=1e-6, far_byte=2e-6, copied_byte=1e-6)
+    hosts, sizes = LAYOUTS["2x5"], [30, 40_000, 11, 30_000]
+    for size, name in ((30, "halving"), (30_000, "ring")):
+        assert cheapest_of(SCATTER_COSTS, model, len(hosts), 2, 4 * size) == name
+    together = scattered(hosts, sizes, "float32", model, 1 << 18)
+    for number, size in enumerate(sizes):
+        alone = scattered(hosts, [size], "float32", model, 1 << 18)
+        for arrays, (wanted,) in zip(together, alone, strict=True):
+            assert arrays[number].tobytes() == wanted.tobytes()
+
+
 @pytest.mark.parametrize("name", ["2+2", "2+3+2", "flat"])
 def test_the_order_of_a_sum_in_a_ring_is_that_of_the_hosts(name: str) -> None:
     """Ranks of a host in order; then from the host behind the owner's around to that one."""
@@ -279,6 +294,35 @@ def test_small_data_for_a_host_are_one_message(name: str) -> None:
         if not any(i in host and j in host for host in hosts)
     )  # fmt: skip
     assert sum(each.nbytes for each in every) == counts + remote
+
+
+def test_the_members_of_a_host_take_turns_with_its_messages() -> None:
+    """Each of two ranks sends the counts and the bundles for two of four hosts."""
+    every = sent(LAYOUTS["2x5"], "alltoall", 2000, FEW_ROUNDS)
+    assert [each.messages.total() for each in every] == [4] * 10
+
+
+def test_sums_come_to_their_owners_where_hosts_are_alike() -> None:
+    """Else they are handed out inside the hosts that have more ranks than slices."""
+
+    def program(transport: Transport) -> list[str]:
+        phases: list[str] = []
+
+        def noted(phase: str) -> AbstractContextManager[object]:
+            phases.append(phase)
+            return nullcontext()
+
+        p = program_of(transport, Model(), 1 << 18)
+        counts = [[5] * p.members.size]
+        inputs, outputs = [np.ones(sum(counts[0]))], [np.zeros(5)]
+        backend = p.backend("reducescatter", "float64")
+        backend.reducescatter(p.members, inputs, outputs, counts, SUM, noted)
+        assert outputs[0].tolist() == [p.members.size] * 5
+        return [phase for phase in phases if phase == "SHM_ALLTOALL"]
+
+    assert not any(run_on_transports(Topology(LAYOUTS["2x5"]), program))
+    handed_out = [bool(each) for each in run_on_transports(Topology(LAYOUTS["2+3+2"]), program)]
+    assert handed_out == [False, True, False, False, True, False, True]
 
 
 def test_large_data_go_from_rank_to_rank() -> None:

@@ -270,6 +270,26 @@ def test_arrays_move_while_a_rank_waits_for_a_local_one() -> None:
     run_world(Topology(((0, 1), (2,))), main)
 
 
+def test_arrays_move_in_waits_outside_of_the_transport() -> None:
+    """Compiled code waits for local ranks, while ranks of other hosts may wait for this one."""
+    sent = threading.Event()
+
+    def main(transport: TcpTransport) -> None:
+        array = np.zeros(8_000_000, np.uint8)  # More than the kernel holds.
+        if transport.rank == 1:
+            transport.wait([transport.isend(0, array)])
+            sent.set()
+            return
+        receive = transport.irecv(1, array)
+        deadline = time.monotonic() + 10
+        while not sent.is_set():
+            assert time.monotonic() < deadline
+            transport.while_waiting()
+        transport.wait([receive])
+
+    run_world(TWO_HOSTS, main)
+
+
 # -- strangers
 
 

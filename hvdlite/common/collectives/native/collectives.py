@@ -35,6 +35,9 @@ STREAMED_BYTES = 8 << 20
 # How often a wait for another rank looks whether it is gone, or the world is over: this is the time
 # that the survivors of an elastic job lose. Waits are rare, as all ranks are ready when they begin.
 CHECK_SECONDS = 0.01
+# The first time between hosts, twice as much each further time: ranks of other hosts may wait for
+# what this one has not sent yet.
+FIRST_CHECK_SECONDS = 0.001
 MOST_RANKS = 256  # kMaxMembers in chain.h
 BOARD_BYTES = 32 << 10  # room for the board of so many, and for the row of an alltoall
 ROW_START = BOARD_BYTES - MOST_RANKS * 8
@@ -51,6 +54,8 @@ class NativeShm:
         self._transport = transport
         self._library = found
         self._start = start  # of this part in the memory of every rank, in bytes
+        one_host = len(transport.topology.hosts) == 1
+        self._first_check = CHECK_SECONDS if one_host else FIRST_CHECK_SECONDS
         self._ranks = transport.topology.peers(transport.rank)
         self._number = {rank: number for number, rank in enumerate(self._ranks)}
         self._views: dict[int, Array] = {}  # keeps what `_memory` points to
@@ -160,6 +165,7 @@ class NativeShm:
             if self._transport.gone(rank):
                 gone = rank  # it may have done its part before it went: look once more
             self._transport.while_waiting()
+            arguments.timeout_ns = min(2 * arguments.timeout_ns, int(CHECK_SECONDS * 1e9))
 
     def _arguments(self, members: Members, collective: int, itemsize: int) -> SegmentArguments:
         """Return the arguments of a collective, for this call alone."""
@@ -184,7 +190,7 @@ class NativeShm:
             slot_bytes=PIECE_BYTES,
             slots_start=BOARD_BYTES,
             row_start=ROW_START,
-            timeout_ns=int(CHECK_SECONDS * 1e9),
+            timeout_ns=int(self._first_check * 1e9),
             local=address(local),
             memory=address(self._memory),
             base=address(self._base),

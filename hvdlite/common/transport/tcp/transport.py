@@ -194,6 +194,8 @@ class TcpTransport:
 
     def while_waiting(self) -> None:
         """See `Transport.while_waiting`."""
+        if not self._one_host:
+            self.poll(0)
         self._negotiate()
 
     def _sleep(self) -> bool:
