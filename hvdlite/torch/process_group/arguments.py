@@ -14,6 +14,7 @@ import torch
 
 from hvdlite.torch.process_group.reduce_ops import default_op
 
+_NONE = timedelta(0)
 Tensors = Sequence[torch.Tensor]
 
 
@@ -46,4 +47,4 @@ def root_of(options: Any) -> int:
 def timeout_of(options: Any, timeout: Any, default: timedelta) -> timedelta:
     """Return how long to wait: what the call says, or the timeout of the group."""
     said = timeout if isinstance(timeout, timedelta) else getattr(options, "timeout", None)
-    return said if isinstance(said, timedelta) and said > timedelta(0) else default
+    return said if isinstance(said, timedelta) and said > _NONE else default

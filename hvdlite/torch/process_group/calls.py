@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.submit import prepared_once
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.entries import Entry, key_of
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.runtime.process_sets import ProcessSet
@@ -110,8 +111,7 @@ class Caller:
 
     def reducing(self, op: Any) -> CallOptions:
         """Return the options of a reduction by an op of torch. Raises `ValueError`."""
-        reduce_op, factor = translate(op)
-        return CallOptions(self.process_set, reduce_op=reduce_op, prescale_factor=factor)
+        return _reducing(self.process_set, *translate(op))
 
     def reducing_to(self, root: int, op: Any) -> CallOptions:
         """Return the options of a reduction to a rank of the group."""
@@ -127,21 +127,26 @@ class Caller:
 
     # -- calls
 
-    @contextmanager
-    def names(self, kind: str, count: int) -> Iterator[list[str]]:
-        """Return a context with the names of the next calls of a kind.
+    def first_number(self, kind: str) -> int:
+        """Return the number of the next call of a kind; `count` uses numbers up.
 
-        They are used up when the context is left without an error: a call that is refused on this
-        rank may not have been made by others. A join begins a new era, in which all ranks count
-        from 0: see [Note: eras and join] in common/runtime/runtime.py.
+        A call that is refused on this rank is not counted, as others may not have made it. A join
+        begins a new era, in which all ranks count from 0: see [Note: eras and join] in
+        common/runtime/runtime.py.
         """
         era = self.runtime.era(self.process_set)
         if era is not self._era:
             self._era = era
             self._numbers.clear()
-        first = self._numbers[kind]
-        yield [f"pg.{self.group}.{kind}.{number}" for number in range(first, first + count)]
-        self._numbers[kind] += count
+        return self._numbers[kind]
+
+    def count(self, kind: str, calls: int) -> None:
+        """Use up the numbers of calls that were made."""
+        self._numbers[kind] += calls
+
+    def name(self, kind: str, number: int) -> str:
+        """Return the name of a call."""
+        return f"pg.{self.group}.{kind}.{number}"
 
     def enqueue(
         self,
@@ -158,12 +163,14 @@ class Caller:
         """
         runtime = self.checked_runtime()
         expected = expected or [()] * len(tensors)
-        with self.names(kind or collective, len(tensors)) as names:
-            entries = [
-                self._entry(collective, *each, options)
-                for each in zip(names, tensors, targets, expected, strict=True)
-            ]
-            runtime.engine.enqueue(entries)
+        kind = kind or collective
+        first = self.first_number(kind)
+        entries = [
+            self._entry(collective, self.name(kind, first + index), *each, options)
+            for index, each in enumerate(zip(tensors, targets, expected, strict=True))
+        ]
+        runtime.engine.enqueue(entries)
+        self.count(kind, len(entries))
         return entries
 
     def _entry(
@@ -215,9 +222,10 @@ class Caller:
     def signal(self, collective: str) -> list[Entry]:
         """Enqueue a collective without a tensor."""
         runtime = self.checked_runtime()
-        with self.names(collective, 1) as (name,):
-            entry = Entry(Request(self.process_set.process_set_id or 0, name, collective))
-            runtime.engine.enqueue([entry])
+        name = self.name(collective, self.first_number(collective))
+        entry = Entry(Request(self.process_set.process_set_id or 0, name, collective))
+        runtime.engine.enqueue([entry])
+        self.count(collective, 1)
         return [entry]
 
     def checked_runtime(self) -> Runtime:
@@ -249,6 +257,12 @@ class Caller:
                     f"and none to {', '.join(sorted(backends))}: say backend={BACKEND!r}"
                 )
         self._is_checked = True
+
+
+@lru_cache(256)
+def _reducing(process_set: ProcessSet, reduce_op: ReduceOp, factor: float) -> CallOptions:
+    """Return the options of most calls, which come again and again."""
+    return CallOptions(process_set, reduce_op=reduce_op, prescale_factor=factor)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

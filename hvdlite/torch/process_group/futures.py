@@ -56,8 +56,10 @@ def future_of(
     """Return a future of ``result()``, which a thread of the pool calls when the work has ended.
 
     `on_end` is given what to call then. On `gpus`, which hold parts of the result, whoever waits
-    for the future has the current streams wait for those of that thread. An error of `result` becomes that of the future, for C++ as
-    well: torch's own `set_exception` is a value that raises in Python only.
+    for the future has the current streams wait for those of that thread.
+
+    An error of `result` becomes that of the future, for C++ as well: torch's own `set_exception` is
+    a value that raises in Python only.
     """
     ended: Any = torch.futures.Future(devices=list(gpus))
     future = ended.then(lambda _: result())

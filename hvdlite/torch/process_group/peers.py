@@ -50,7 +50,9 @@ class Peers(GroupBase):
         caller.checked_runtime()
         kind = "send.{}.{}.{}".format(*key)  # Messages of one kind keep their order.
         entries: list[Entry] = []
-        with caller.names(kind, len(tensors)) as names:
-            for name, tensor in zip(names, tensors, strict=True):
-                entries += start(tensor, caller.members[peer], name, adapter=ADAPTER).entries
+        first = caller.first_number(kind)
+        for number, tensor in enumerate(tensors, first):
+            name = caller.name(kind, number)
+            entries += start(tensor, caller.members[peer], name, adapter=ADAPTER).entries
+        caller.count(kind, len(tensors))
         return self._work(entries, tensors, writes=what == "recv")

@@ -9,16 +9,15 @@ import torch.distributed as dist
 from hvdlite.common.base.reduce_op import ReduceOp
 
 _SAME = {
-    "SUM": ReduceOp.SUM,
-    "AVG": ReduceOp.AVERAGE,
-    "MIN": ReduceOp.MIN,
-    "MAX": ReduceOp.MAX,
-    "PRODUCT": ReduceOp.PRODUCT,
-    "BAND": ReduceOp.BAND,
-    "BOR": ReduceOp.BOR,
-    "BXOR": ReduceOp.BXOR,
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.AVERAGE,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
 }
-PREMUL_SUM = "PREMUL_SUM"
 
 
 def translate(op: Any) -> tuple[ReduceOp, float]:
@@ -27,14 +26,15 @@ def translate(op: Any) -> tuple[ReduceOp, float]:
     `op` is an op of ``torch.distributed.ReduceOp``. Raises `ValueError` for one that hvdlite lacks.
     """
     kind = getattr(op, "op", op)  # The options of a call hold the op in an object of its own.
-    name = getattr(kind, "name", str(kind))
-    if name in _SAME:
-        return _SAME[name], 1.0
-    if name == PREMUL_SUM:
+    same = _SAME.get(kind)
+    if same is not None:
+        return same, 1.0
+    if kind == dist.ReduceOp.PREMUL_SUM:
         return ReduceOp.SUM, _factor(op)
+    names = ", ".join(getattr(each, "name", str(each)) for each in _SAME)
     raise ValueError(
-        f"the process group hvdlite has no ReduceOp.{name}: use one of "
-        f"{', '.join((*_SAME, PREMUL_SUM))}"
+        f"the process group hvdlite has no ReduceOp.{getattr(op, 'name', op)}: use one of {names}, "
+        "PREMUL_SUM"
     )
 
 
