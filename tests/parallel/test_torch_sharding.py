@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,8 @@ from tests.parallel.jobs import ranks, run_command
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 
 
-def test_a_part_of_a_model_is_sharded_on_four_ranks() -> None:
-    command = ranks(4, sys.executable, "-m", "tests.parallel.worker_sharding")
+def test_a_part_of_a_model_is_sharded_on_four_ranks(tmp_path: Path) -> None:
+    command = ranks(4, sys.executable, "-m", "tests.parallel.worker_sharding", str(tmp_path))
     result = run_command(command, timeout=100)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is content") == 4, result.stdout

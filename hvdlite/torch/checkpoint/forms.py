@@ -9,6 +9,7 @@ from typing import Any
 from hvdlite.checkpoint import trees
 from hvdlite.checkpoint.folder import MANIFEST, Folder
 from hvdlite.checkpoint.forms import CheckpointForms
+from hvdlite.checkpoint.job import together
 from hvdlite.checkpoint.loading import Options
 from hvdlite.checkpoint.tensors import Owner
 from hvdlite.common.layouts.layout import Layout
@@ -28,7 +29,8 @@ class TorchForms(CheckpointForms):
         layouts: Mapping[str, Any] | None = None,
     ) -> None:
         folder = Folder(directory)
-        if _has_dtensors(trees.expand(state, self._tensors, None)):
+        # Ranks of a pipeline hold different tensors: one of them with DTensors is enough.
+        if any(together(f"save of {folder.path}", lambda: self._has_dtensors(state))):
             from hvdlite.torch.checkpoint import dcp
 
             dcp.save(folder, state, layouts, self._tensors)
@@ -46,7 +48,7 @@ class TorchForms(CheckpointForms):
         verify: bool = False,
     ) -> Any:
         folder = Folder(directory)
-        if _is_of_dcp(folder):
+        if together(f"load of {folder.path}", lambda: _is_of_dcp(folder))[0]:
             from hvdlite.torch.checkpoint import dcp
 
             return dcp.load(folder, state, layouts, self._tensors, Options(strict, cast))
@@ -54,12 +56,15 @@ class TorchForms(CheckpointForms):
 
     def consolidate(self, src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
         source = Folder(src)
-        if _is_of_dcp(source):
+        if together(f"consolidation of {source.path}", lambda: _is_of_dcp(source))[0]:
             from hvdlite.torch.checkpoint import dcp
 
             dcp.consolidate(source, Folder(dst), self._tensors)
         else:
             super().consolidate(src, dst)
+
+    def _has_dtensors(self, state: Any) -> bool:
+        return _has_dtensors(trees.expand(state, self._tensors, None))
 
     def infer_layout(
         self, module: Any, *predict_data: Any, strategies: Any = None, mesh: Any = None
