@@ -32,7 +32,6 @@ class Manifest:
     """All tensors and values of a checkpoint, and its files in the order of the ranks."""
 
     files: tuple[Path, ...]
-    sizes: tuple[int, ...]  # of the files, in bytes
     tensors: Mapping[str, Record]
     values: Mapping[str, Any]
 
@@ -58,14 +57,10 @@ def write(manifest: Manifest, folder: Path) -> None:
         }
         for name, record in manifest.tensors.items()
     }
-    files = [
-        {"name": path.name, "bytes": size}
-        for path, size in zip(manifest.files, manifest.sizes, strict=True)
-    ]
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "files": files,
+        "files": [path.name for path in manifest.files],
         "tensors": tensors,
         "values": manifest.values,
     }
@@ -85,8 +80,7 @@ def read(path: Path) -> Manifest:
         if content["format"] != FORMAT or content["version"] != VERSION:
             raise ValueError(f"version {content['version']} of {content['format']!r} is unknown")
         return Manifest(
-            tuple(path.parent / entry["name"] for entry in content["files"]),
-            tuple(int(entry["bytes"]) for entry in content["files"]),
+            tuple(path.parent / name for name in content["files"]),
             {name: _record(entry) for name, entry in content["tensors"].items()},
             dict(content["values"]),
         )

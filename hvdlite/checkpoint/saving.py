@@ -119,8 +119,7 @@ def _finish(
         name: Record(record.layout, record.shape, record.dtype, digests[name])
         for name, record in plan.records.items()
     }
-    sizes = tuple(size for size, _ in written)
-    manifest.write(Manifest(paths, sizes, records, plan.values), folder.new)
+    manifest.write(Manifest(paths, records, plan.values), folder.new)
     folder.commit()
 
 
@@ -129,12 +128,12 @@ def write_alone(folder: Folder, arrays: Mapping[str, Array], values: Mapping[str
     folder.prepare()
     try:
         path = folder.new / "model.safetensors"
-        size, digests = files.write(path, arrays)
+        _, digests = files.write(path, arrays)
         records = {
             name: Record(whole(array.ndim), array.shape, array.dtype.name, {0: digests[name]})
             for name, array in arrays.items()
         }
-        manifest.write(Manifest((path,), (size,), records, values), folder.new)
+        manifest.write(Manifest((path,), records, values), folder.new)
         folder.commit()
     except BaseException:
         folder.discard()

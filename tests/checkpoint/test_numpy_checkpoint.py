@@ -402,6 +402,19 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new_one(
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
 
 
+def test_a_second_save_that_fails_after_a_killed_one_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hvd.checkpoint.save(tmp_path / "it", {"w": FULL})
+    (tmp_path / "it").rename(tmp_path / ".it.old")  # killed between its two renames
+    monkeypatch.setattr(Folder, "commit", lambda self: self.missing)
+    with pytest.raises(AttributeError):
+        hvd.checkpoint.save(tmp_path / "it", {"w": FULL + 1})
+    state = {"w": np.zeros_like(FULL)}
+    hvd.checkpoint.load(tmp_path / "it", state)
+    assert np.array_equal(state["w"], FULL)
+
+
 def test_a_rank_that_cannot_write_fails_the_save_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,7 +144,7 @@ def _manifest(metadata: Metadata) -> Manifest:
             records[name] = Record(whole(len(entry.size)), tuple(entry.size), dtype)
         else:
             values[name] = None
-    return Manifest((), (), records, values)
+    return Manifest((), records, values)
 
 
 def _check_no_layouts(layouts: Mapping[str, Any] | None) -> None:
