@@ -170,6 +170,14 @@ def check_functions() -> None:
     piece = WIDTH // hvd.size()
     mine = torch.relu(batch)[:, hvd.rank() * piece : (hvd.rank() + 1) * piece]
     assert torch.equal(columns(own(batch)), mine)
+    # Each rank has the whole output, and a loss of its own: their gradients add up.
+    everywhere = sharding.shard(torch.relu, ((1, hvd.size()),), ((1, 1),))
+    share = own(batch).clone().requires_grad_()
+    output = everywhere(share)
+    assert torch.equal(output, torch.relu(batch))
+    ((hvd.rank() + 1) * output.sum()).backward()
+    total = sum(range(1, hvd.size() + 1))
+    assert torch.equal(share.grad, total * (share > 0))
     try:
         columns(torch.ones(2 + hvd.rank(), WIDTH))
     except ValueError as error:
