@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import hvdlite.torch as hvd
+from hvdlite.torch.sharding.dtensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 def build(placements: list[Any], mesh: Any) -> tuple[Any, Any]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvdlite.torch as hvd
 from hvdlite.torch import sharding
+from hvdlite.torch.sharding.dtensor import DTensor, distribute_tensor
 
 SHARE, WIDTH = 8, 16
 

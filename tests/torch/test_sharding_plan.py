@@ -9,6 +9,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.torch import sharding
+from hvdlite.torch.sharding.dtensor import Replicate, Shard
 
 
 class Mesh:
@@ -94,8 +95,6 @@ def test_refused_plans() -> None:
 
 
 def test_placements_on_a_mesh() -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
     mesh = Mesh()
     r, rows, columns = Replicate(), Shard(0), Shard(1)
     assert sharding.placements((2, 4), mesh) == [rows, columns, columns]

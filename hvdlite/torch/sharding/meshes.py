@@ -11,6 +11,7 @@ from hvdlite.common.layouts.layout import Layout, from_cuts
 from hvdlite.common.layouts.placements import on_mesh, prime_factors
 from hvdlite.common.runtime.basics import size
 from hvdlite.torch.process_group.registration import init_process_group
+from hvdlite.torch.sharding.dtensor import Replicate, Shard
 
 
 def mesh(
@@ -50,8 +51,6 @@ def placements(cuts: Sequence[int] | Layout, mesh: Any) -> list[Any]:
     The ranks that are left repeat the parts, neighbours having the same. A `Layout` is placed as it
     is. Raises `ValueError` where the mesh has no axes for it.
     """
-    from torch.distributed.tensor import Replicate, Shard
-
     given = cuts if isinstance(cuts, Layout) else from_cuts(cuts, mesh.size())
     return [
         Replicate() if dimension is None else Shard(dimension)

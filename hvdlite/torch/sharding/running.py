@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,6 +23,14 @@ from hvdlite.common.layouts.layout import Layout, from_cuts
 from hvdlite.common.layouts.operators import Strategy, check_strategy
 from hvdlite.common.layouts.propagation import check_search
 from hvdlite.torch import mpi_ops
+from hvdlite.torch.sharding.dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    implicit_replication,
+)
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import placements
 from hvdlite.torch.sharding.plans import Plan, plan
@@ -136,11 +144,12 @@ class _Runner:
             ),
             args,
         )
-        with _implicit_replication(), _WholeFallback(self._mesh):
+        with implicit_replication(), _WholeFallback(self._mesh):
             result = self.call(*entered)
         outputs = itertools.count()
         return tree_map(
-            lambda each: self._leave(each, next(outputs)) if _is_dtensor(each) else each, result
+            lambda each: self._leave(each, next(outputs)) if isinstance(each, DTensor) else each,
+            result,
         )
 
     def _check_shares(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -171,8 +180,6 @@ class _Runner:
         return found
 
     def _distribute(self, found: Plan) -> None:
-        from torch.distributed.tensor import distribute_tensor
-
         cut: dict[int, torch.nn.Parameter] = {}
         for name, parameter in self._module.named_parameters():
             where = self._placements(found.layouts[name], parameter.shape)
@@ -191,8 +198,6 @@ class _Runner:
         return placements(layout, self._mesh)
 
     def _enter(self, tensor: torch.Tensor, layout: Layout) -> Any:
-        from torch.distributed.tensor import DTensor
-
         shared = isinstance(tensor, torch.nn.Parameter)
         held = tensor if shared else _scale_gradient(tensor, float(self._mesh.size()))
         where = _batch_placements(tensor, self._mesh) if not shared else _whole(self._mesh)
@@ -200,8 +205,6 @@ class _Runner:
         return whole.redistribute(self._mesh, placements(layout, self._mesh))
 
     def _leave(self, tensor: Any, index: int) -> torch.Tensor:
-        from torch.distributed.tensor import Partial, Shard
-
         where = _batch_placements(tensor, self._mesh)
         if self._plan is not None and index in self._plan.outputs:
             where = placements(self._plan.outputs[index], self._mesh)
@@ -244,7 +247,9 @@ class _WholeFallback(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch, and again on whole inputs if DTensor does not know it."""
         kwargs = kwargs or {}
-        if function in _NEVER_CUT and any(map(_is_dtensor, tree_leaves((args, kwargs)))):
+        if function in _NEVER_CUT and any(
+            isinstance(each, DTensor) for each in tree_leaves((args, kwargs))
+        ):
             return self._on_whole_inputs(function, args, kwargs)
         try:
             return function(*args, **kwargs)
@@ -252,13 +257,11 @@ class _WholeFallback(TorchFunctionMode):
             return self._on_whole_inputs(function, args, kwargs)
 
     def _on_whole_inputs(self, function: Any, args: Any, kwargs: Any) -> Any:
-        from torch.distributed.tensor import DTensor
-
         moved = 0
 
         def gathered(value: Any) -> Any:
             nonlocal moved
-            if not _is_dtensor(value):
+            if not isinstance(value, DTensor):
                 return value
             moved += value.numel() * value.element_size() - _local_bytes(value)
             return value.redistribute(self._mesh, _whole(self._mesh)).to_local()
@@ -299,22 +302,8 @@ def _whole_batch(value: Any, ranks: int) -> Any:
 
 
 def _batch_placements(tensor: torch.Tensor, mesh: Any) -> list[Any]:
-    from torch.distributed.tensor import Shard
-
     return [Shard(0)] * mesh.ndim if tensor.ndim else _whole(mesh)
 
 
 def _whole(mesh: Any) -> list[Any]:
-    from torch.distributed.tensor import Replicate
-
     return [Replicate()] * mesh.ndim
-
-
-def _is_dtensor(value: Any) -> TypeGuard[Any]:
-    return isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor"
-
-
-def _implicit_replication() -> Any:
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    return implicit_replication()
