@@ -368,3 +368,13 @@ def test_process_group(tmp_path: Path) -> None:
         ("hvdlite", "gloo"), len(cases)
     )
     assert "hvdlite / gloo" in output
+
+
+@pytest.mark.soak
+def test_sharded_state(tmp_path: Path) -> None:
+    script, path = str(BENCHMARKS / "sharded_state.py"), tmp_path / "s.json"
+    launcher = [sys.executable, "-m", "hvdlite.launcher", "-np", "2", sys.executable]
+    done = run_command([*launcher, script, "--seconds", "0", "--json", str(path)], timeout=60)
+    assert done.returncode == 0 and "the same weights: True" in done.stdout, done.stdout
+    plain, sharded = json.loads(path.read_text())["records"]
+    assert 0.5 <= sharded["state_bytes"] / plain["state_bytes"] < 0.51

@@ -136,6 +136,16 @@ def test_a_transformer_learns_and_goes_on_from_a_checkpoint(ranks: int, tmp_path
     assert float(resumed["60"]) < float(losses["20"])
 
 
+@NEEDS_MPIRUN
+def test_images_in_patches_train_as_whole_ones() -> None:
+    needs("torch")
+    words = ("--grid", 2, 2, "--size", 64, "--steps", 3)
+    output = run(4, "torch_large_images.py", *words, **TORCH[1])
+    found = re.search(r"2 x 2 patches: .* weights differ by ([\d.e-]+) at most", output)
+    assert found is not None, output
+    assert float(found[1]) < 1e-6
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(
     "script, framework",
