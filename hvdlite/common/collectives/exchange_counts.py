@@ -1,7 +1,7 @@
 """The counts of an alltoall over several hosts: what each host sends to each other one.
 
 The ranks of a host tell each other what they send to whom. One of them sends the counts for a host
-to the one with the same place there: for the hosts at the distances 1, 2, 3 ... around the circle
+to the one with the same place there: for the hosts at the distances 1, 2, 3 ... around the ring
 of all hosts, the ranks with the places 0, 1, 2 ... take turns. Then they share what has come.
 """
 
@@ -41,7 +41,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Pair:
-    """The hosts at one distance before and behind this one in the circle, and the counts."""
+    """The hosts at one distance before and behind this one in the ring, and the counts."""
 
     receiver: int  # the host to which this one sends
     sender: int  # the host that sends to this one

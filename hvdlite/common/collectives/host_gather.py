@@ -68,7 +68,8 @@ class HostGather:
         """Gather a piece of the block of this host."""
         local, block = self._layers.local, self._blocks[self._layers.host]
         mine = block.members[local.index]
-        given, arrays, counts = [], [], []
+        given: list[Array] = []
+        arrays, counts = [], []
         for slice_ in range(self._layers.slices):
             elements = block.piece(slice_, piece, self._length)
             own = elements.common(mine)

@@ -1,7 +1,7 @@
 """The ways of a broadcast from host to host: who sends to whom. Data only.
 
 A broadcast is cut into pieces, which take the paths in turns. Hosts are numbered by their distance
-from the root, around the circle of all hosts. With 6 hosts:
+from the root, around the ring of all hosts. With 6 hosts:
 
     chain      0 -> 1 -> 2 -> 3 -> 4 -> 5
     tree       0 -> 1 2, 1 -> 3 4, 2 -> 5
