@@ -39,6 +39,10 @@ def collectives() -> None:
         start = rank + min(rank, 1)
         assert part.tolist() == [size * i for i in range(start, start + 1 + (rank == 0))]
         hvd.barrier()
+        rows = hvd.allgather(np.full((rank + 1, 9000), rank), name="longer rows")
+        assert rows[:, -1].tolist() == [r for r in range(size) for _ in range(r + 1)]
+        everything = hvd.broadcast(np.full(90_000, rank), 0, name="longer root")
+        assert not everything.any()
     big = np.arange(3_000_000, dtype=np.float32) * rank
     expected = np.arange(3_000_000, dtype=np.float32) * sum(range(size))
     np.testing.assert_allclose(hvd.allreduce(big, name="big", op=hvd.Sum), expected, rtol=1e-6)

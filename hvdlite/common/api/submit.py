@@ -99,32 +99,19 @@ def submit(
     `targets` are the tensors to write to (in place: the inputs). Raises `ValueError` for what
     this rank can see to be wrong, `HorovodInternalError` when the engine has ended.
     """
-    if len(tensors) == 1 and not options.grouped and not SPECS[collective].splits:
+    if not options.grouped:
         target = None if targets is None else targets[0]
-        call = prepared(runtime, adapter, collective, name, tensors[0], options)
-        if target is not None and target is not tensors[0]:
-            members = members_of(runtime, collective, options.process_set)
-            place = len(members), members.index(runtime.rank)
-            check_target(collective, name, call.spec, adapter.spec(target), *place)
-        entries = [entry_of(call, adapter, tensors[0], target)]
+        make = _entry_with_splits if SPECS[collective].splits else _entry
+        entries = [make(runtime, adapter, collective, name, tensors[0], options, target)]
         runtime.engine.enqueue(entries)
         return entries
-    members = members_of(runtime, collective, options.process_set)
     specs = tuple(adapter.spec(tensor) for tensor in tensors)
     remembered = runtime.requests.get(name)
-    if options.grouped:
-        requests = prepared_group(runtime, collective, name, specs, options)
-        splits: tuple[int, ...] = ()
-    else:
-        _check(collective, name, specs[0], options, members)
-        splits = _splits(adapter, name, specs[0], options, len(members))
-        requests = (_request(runtime, collective, name, specs[0], options, "", 1),)
+    requests = prepared_group(runtime, collective, name, specs, options)
     for spec, tensor, target in zip(specs, tensors, targets or (), strict=False):
-        if target is not tensor:
-            place = len(members), members.index(runtime.rank)
-            check_target(collective, name, spec, adapter.spec(target), *place)
+        _check_target(runtime, adapter, collective, name, spec, tensor, target, options)
     entries = [
-        TensorEntry(request, adapter, tensor, None if targets is None else targets[index], splits)
+        TensorEntry(request, adapter, tensor, None if targets is None else targets[index])
         for index, (request, tensor) in enumerate(zip(requests, tensors, strict=True))
     ]
     if targets is not None:
@@ -135,6 +122,56 @@ def submit(
             _remember(runtime, name, (specs, options, requests))
     runtime.engine.enqueue(entries)
     return entries
+
+
+def _entry(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    name: str,
+    tensor: T,
+    options: CallOptions,
+    target: T | None,
+) -> TensorEntry[T]:
+    """Return the entry of one tensor. Raises `ValueError`."""
+    call = prepared(runtime, adapter, collective, name, tensor, options)
+    _check_target(runtime, adapter, collective, name, call.spec, tensor, target, options)
+    return entry_of(call, adapter, tensor, target)
+
+
+def _entry_with_splits(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    name: str,
+    tensor: T,
+    options: CallOptions,
+    target: T | None,
+) -> TensorEntry[T]:
+    """Return the entry of one tensor, whose splits may be others in each call, as `_entry`."""
+    same = options if options.splits is None else options._replace(splits=None)
+    call = prepared(runtime, adapter, collective, name, tensor, same)
+    members = members_of(runtime, collective, options.process_set)
+    splits = _splits(adapter, name, call.spec, options, len(members))
+    _check_target(runtime, adapter, collective, name, call.spec, tensor, target, options)
+    return TensorEntry(call.request, adapter, tensor, target, splits)
+
+
+def _check_target(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    name: str,
+    spec: TensorSpec,
+    tensor: T,
+    target: T | None,
+    options: CallOptions,
+) -> None:
+    """Raise `ValueError` for a target that is no place for the result, as `check_target`."""
+    if target is not None and target is not tensor:
+        members = members_of(runtime, collective, options.process_set)
+        place = len(members), members.index(runtime.rank)
+        check_target(collective, name, spec, adapter.spec(target), *place)
 
 
 def prepared_group(

@@ -57,6 +57,10 @@ class CollectiveRun:
         """How the segment is reduced."""
         return reduction_of(self.operands[0].response.request, self.members.size)
 
+    def result_shape(self, request: Request, rows: Sequence[int] = ()) -> tuple[int, ...]:
+        """See `CollectiveSpec.result_shape`."""
+        return SPECS[request.collective].result_shape(request, self.members, rows)
+
 
 def reduction_of(request: Request, members: int) -> Reduction:
     """Return how a tensor is reduced; Average is a sum that is scaled by 1 / `members`."""
@@ -133,6 +137,17 @@ class CollectiveSpec:
             return sum(response.first_dims) * math.prod(shape[1:]) * itemsize
         return math.prod(shape) * itemsize
 
+    def result_shape(
+        self, request: Request, members: Members, rows: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Return the shape of the result; `rows` come from each member, if they may differ."""
+        shape = request.shape
+        if self.varying_rows:
+            return sum(rows), *shape[1:]
+        if self.scatters:
+            return split_rows(shape[0], members.size)[members.index], *shape[1:]
+        return shape
+
 
 def _allreduce(run: CollectiveRun) -> None:
     dtype = numpy_dtype(run.operands[0].response.request.dtype)
@@ -147,10 +162,11 @@ def _allreduce(run: CollectiveRun) -> None:
 def _reducescatter(run: CollectiveRun) -> None:
     counts, outputs = [], []
     for operand in run.operands:
-        rows, *rest = operand.response.request.shape
+        request = operand.response.request
+        rows, *rest = request.shape
         parts = split_rows(rows, run.members.size)
         counts.append([part * math.prod(rest) for part in parts])
-        outputs.append(operand.output((parts[run.members.index], *rest)))
+        outputs.append(operand.output(run.result_shape(request)))
     inputs = [operand.input for operand in run.operands]
     run.backend.reducescatter(run.members, inputs, outputs, counts, run.reduction, run.activity)
 
@@ -183,10 +199,9 @@ def _point_to_point(run: CollectiveRun) -> None:
 def _allgather(run: CollectiveRun) -> None:
     counts, outputs = [], []
     for operand in run.operands:
-        _, *rest = operand.response.request.shape
-        first_dims = operand.response.first_dims
-        counts.append([dim * math.prod(rest) for dim in first_dims])
-        outputs.append(operand.output((sum(first_dims), *rest)))
+        request, first_dims = operand.response.request, operand.response.first_dims
+        counts.append([dim * math.prod(request.shape[1:]) for dim in first_dims])
+        outputs.append(operand.output(run.result_shape(request, first_dims)))
     inputs = [operand.input for operand in run.operands]
     run.backend.allgather(run.members, inputs, outputs, counts, run.activity)
 
@@ -203,12 +218,12 @@ def _broadcast(run: CollectiveRun) -> None:
 
 def _alltoall(run: CollectiveRun) -> None:
     (operand,) = run.operands
-    _, *rest = operand.response.request.shape
-    row = math.prod(rest)
+    request = operand.response.request
+    row = math.prod(request.shape[1:])
 
     def allocate(counts: list[int]) -> Array:
         operand.received_splits = tuple(counts)
-        return operand.output((sum(counts), *rest))
+        return operand.output(run.result_shape(request, counts))
 
     if row == 0:  # Rows without elements: only their number is sent.
         _alltoall_of_counts(run, operand, allocate)
@@ -260,6 +275,7 @@ SPECS = {
             fusable=True,
             scatters=True,
             scalars=False,
+            short=True,
         ),
         CollectiveSpec(
             "allgather",
@@ -268,6 +284,7 @@ SPECS = {
             fusable=True,
             varying_rows=True,
             scalars=False,
+            short=True,
         ),
         CollectiveSpec(
             "broadcast",
@@ -275,6 +292,7 @@ SPECS = {
             run=_broadcast,
             fusable=True,
             rooted=True,
+            short=True,
         ),
         CollectiveSpec(
             "alltoall",
@@ -283,6 +301,7 @@ SPECS = {
             varying_rows=True,
             splits=True,
             scalars=False,
+            short=True,
         ),
         CollectiveSpec(
             "reduce",

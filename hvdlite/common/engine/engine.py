@@ -153,7 +153,12 @@ class Engine:
             return None
         exchange = ShortExchange(self._transport, code)
         found = ShortCalls(
-            exchange, self._executor, self._pending, self.process_sets, self._makes_short_calls
+            self.rank,
+            exchange,
+            self._executor,
+            self._pending,
+            self.process_sets,
+            self._makes_short_calls,
         )
         found.take_part()
         return found

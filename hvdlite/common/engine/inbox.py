@@ -7,6 +7,7 @@ until a thread waits for one of them, until they hold many bytes, or until the c
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Container, Sequence
 from enum import Enum, auto
 from typing import Protocol
@@ -45,6 +46,7 @@ class Inbox:
         wake: Callable[[float], None],
         gather_seconds: float = 0.0,
         short_calls: ShortCalls | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wake the engine by `wake`, which is given the seconds until then.
 
@@ -53,11 +55,14 @@ class Inbox:
         self._wake = wake
         self._gather_seconds = gather_seconds
         self._short_calls = short_calls
+        self._clock = clock
         # Guards all attributes below. Reentrant, as a signal handler may enqueue within any method.
         self._lock = threading.RLock()
         self._entries: list[Entry] = []
         self._bytes = 0
         self._engine = _Engine.AWAKE
+        # Where a wake-up is scheduled: when half of the time until then is over.
+        self._put_off_after = 0.0
 
     def put(self, entries: Sequence[Entry]) -> None:
         """Hand entries to the engine; never waits."""
@@ -66,19 +71,29 @@ class Inbox:
             for entry in entries:
                 self._bytes += entry.size_bytes
                 entry.handle.queue = self
-            within = None if self._engine is _Engine.AWAKE else self._time_to_wake()
+            within = None
+            if self._engine is not _Engine.AWAKE:
+                within = self._time_to_wake(first=len(self._entries) == len(entries))
         if within is not None:
             self._wake(within)
 
-    def _time_to_wake(self) -> float | None:
-        """Return in how many seconds to wake the engine, which sleeps; None if it is not needed."""
+    def _time_to_wake(self, *, first: bool) -> float | None:
+        """Return in how many seconds to wake the engine, which sleeps; None if it is not needed.
+
+        The entries before the `first` ones may have been short calls, whose wake-up is still to
+        come: it is put off, so that the engine sleeps while one short call follows the other.
+        """
         if self._gather_seconds == 0 or self._bytes >= ENOUGH_BYTES:
             self._engine = _Engine.AWAKE
             return 0.0
-        if self._engine is _Engine.ASLEEP:
-            self._engine = _Engine.WAKES_SOON
-            return self._gather_seconds
-        return None
+        if self._engine is _Engine.WAKES_SOON and not first:
+            return None
+        now = self._clock()
+        if self._engine is _Engine.WAKES_SOON and now < self._put_off_after:
+            return None
+        self._engine = _Engine.WAKES_SOON
+        self._put_off_after = now + self._gather_seconds / 2
+        return self._gather_seconds
 
     def hurry(self) -> None:
         """Wake the engine at once: a thread waits for an entry, so nothing more gathers."""

@@ -15,7 +15,9 @@ It is right for these reasons.
 * Ranks meet by a digest of the whole request: a disagreement is a call for which nobody else comes,
   and the coordinator tells what is wrong. So it is with a stall, a lost rank, a join, a departure:
   whatever is not a plain call of all members takes the way through the coordinator.
-* The sum is that of the data plane: the order of the members, by the same code.
+* The result is that of the data plane: the order of the members, sums by the same code.
+* A rank that knows only after the round how large its result is still counts as one that reads: no
+  member can complete the next round before this one has taken its result.
 
 A rank that takes the other way says so (`decline`), so that the rest does not wait in vain.
 """
@@ -30,69 +32,28 @@ from typing import NamedTuple
 
 import msgpack
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.base import Members
-from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.native.segment import codes
-from hvdlite.common.collectives.native.short_call import (
-    LARGE_BYTES,
-    MOST_TO_ADD_BYTES,
-    ShortCall,
-    ShortExchange,
-    set_data,
-    set_places,
-)
+from hvdlite.common.collectives.native.short_call import LARGE_BYTES, Given, ShortExchange
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.collectives.table import SPECS, reduction_of
+from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.pending import PendingTable
-from hvdlite.common.plain.adapter import HOST_DEVICE, numpy_dtype
+from hvdlite.common.engine.short_call_data import Record, ShortCallData, given, meaning_of
+from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.common.plain.entries import Bundle, Entry, SegmentRun
-from hvdlite.common.plain.messages import Request, Response
+from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import ProcessSetTable
 
 MOST_PREPARED = 500  # calls; those without a name never come again
-MOST_SKIPPED = 64  # calls, after several that nobody else came to
-
-
-class _Record:
-    """How calls have gone that come again: those under one name, or all messages of a pair."""
-
-    def __init__(self) -> None:
-        self.failures = 0  # one after the other, of the latest calls
-        self.skips = 0  # of the next calls take the other way at once
-
-    def skip(self) -> bool:
-        """Return whether to skip a call, which is counted then."""
-        if self.skips:
-            self.skips -= 1
-            return True
-        return False
-
-    def note(self, *, completed: bool) -> None:
-        """Record how a call went: after several in vain, the next ones are skipped."""
-        self.failures = 0 if completed else self.failures + 1
-        self.skips = 0 if completed else min(1 << self.failures, MOST_SKIPPED) - 2
 
 
 class _Pair(NamedTuple):
     """A sender and a receiver of messages that memory serves."""
 
     members: Members
-    call: ShortCall  # What their calls have alike.
-    record: _Record
-
-
-class _Prepared:
-    """A request that this rank has made as a short call, and may make again."""
-
-    def __init__(
-        self, request: Request, members: Members, call: ShortCall, record: _Record
-    ) -> None:
-        self.request = request
-        self.response = Response(request)
-        self.members = members
-        self.call = call
-        self.record = record
+    root: int  # The place of the sender.
+    record: Record
 
 
 class ShortCalls:
@@ -100,6 +61,7 @@ class ShortCalls:
 
     def __init__(
         self,
+        rank: int,
         exchange: ShortExchange,
         executor: Executor,
         pending: PendingTable,
@@ -107,6 +69,7 @@ class ShortCalls:
         may_run: Callable[[], bool],
     ) -> None:
         """Take part only while `may_run`: others see it before they wait."""
+        self._rank = rank
         self._exchange = exchange
         self._executor = executor
         self._pending = pending
@@ -118,22 +81,20 @@ class ShortCalls:
         self._opening = threading.RLock()
         self.completed = 0  # How many calls of this rank were short.
         # By name: calls of whole process sets, and messages, whose names mostly come once.
-        self._prepared: dict[str, _Prepared] = {}
-        self._messages: dict[str, _Prepared] = {}
+        self._prepared: dict[str, ShortCallData] = {}
+        self._messages: dict[str, ShortCallData] = {}
         # By the two ranks, the sender first; None where memory does not serve them.
         self._pairs: dict[tuple[int, ...], _Pair | None] = {}
 
     def run(self, entry: Entry) -> bool:
         """Exchange the data of an entry and complete it; False if it must be reported instead."""
-        if entry.size_bytes > LARGE_BYTES or not self.take_part():
+        if not self.take_part():
             return False
         if entry.request.parties:
             prepared = self._find_message(entry.request, entry.size_bytes)
         else:
             prepared = self._find(entry.request)
-        if prepared is None or entry.size_bytes != prepared.call.nbytes:
-            return False
-        if prepared.record.skip():
+        if prepared is None or prepared.record.skip():
             return False
         lock = self._exchange.locks[prepared.call.slot]
         if not lock.acquire(blocking=False):
@@ -154,7 +115,7 @@ class ShortCalls:
             prepared = self._prepared.get(request.name)
             if request.parties and self._is_open and entry.size_bytes <= LARGE_BYTES:
                 prepared = self._find_message(request, entry.size_bytes)
-            if prepared is None or prepared.request != request:
+            if prepared is None or prepared.meaning != meaning_of(request):
                 continue
             if not prepared.call.told:
                 self._exchange.decline(prepared.call)
@@ -187,35 +148,52 @@ class ShortCalls:
                 self._exchange.open(wanted)
         return wanted
 
-    def _exchanged(self, prepared: _Prepared, entry: Entry) -> bool:
+    def _exchanged(self, prepared: ShortCallData, entry: Entry) -> bool:
         call = prepared.call
         call.completed = call.told = 0
-        entry.response = prepared.response
-        entries: Sequence[Entry] = (entry,)
-        if type(entry) is Bundle:
-            entries = entry.entries
-            set_places(call, entry.sizes, entry.places)
-        elif entry.address is not None:
-            call.input = call.output = entry.address
-        elif call.root == call.index:
-            set_data(call, entry.input, entry.input)
-        elif prepared.request.dtype:
-            set_data(call, entry.input, entry.output(prepared.request.shape))
-        if not self._pending.hold(entries):
+        entries = entry.entries if type(entry) is Bundle else (entry,)
+        if not prepared.give(entry) or not self._pending.hold(entries):
             return False
         try:
             self._exchange.run(call)
         finally:  # A KeyboardInterrupt comes after the exchange: its result counts.
+            failure = None
             prepared.record.note(completed=bool(call.completed))
             if call.completed:
                 self.completed += 1
+                failure = self._take(prepared, entry) if call.counts else None
                 if self._executor.observers and prepared.request.dtype:
                     self._show(prepared, entry)
             for each in self._pending.let_go(entries, exchanged=bool(call.completed)):
-                each.complete()
+                if failure is None:
+                    each.complete()
+                else:
+                    each.handle.fail(failure)
         return bool(call.completed)
 
-    def _show(self, prepared: _Prepared, entry: Entry) -> None:
+    def _take(self, prepared: ShortCallData, entry: Entry) -> HorovodInternalError | None:
+        """Take a result whose size is known by now; return why this rank cannot have it.
+
+        The others have theirs. They wait in the next call until this rank has left the round.
+        """
+        prepared.call.output = None
+        memory = None  # Lives until the result is there.
+        try:
+            memory = prepared.make_room(entry)
+        except Exception as error:
+            request = entry.request
+            return HorovodInternalError(
+                f"rank {self._rank} could not take the result of {request.collective} "
+                f"'{request.name}': {type(error).__name__}: {error}",
+                rank=self._rank,
+                job_goes_on=True,
+            )
+        finally:
+            self._exchange.take(prepared.call)
+            del memory
+        return None
+
+    def _show(self, prepared: ShortCallData, entry: Entry) -> None:
         """Show observers a call, as if it had begun when the last member came."""
         names = entry.names if type(entry) is Bundle else (entry.request.name,)
         run = SegmentRun(
@@ -229,38 +207,42 @@ class ShortCalls:
         )
         self._executor.show(run)
 
-    def _find(self, request: Request) -> _Prepared | None:
+    def _find(self, request: Request) -> ShortCallData | None:
         """Return the prepared call of a request; None if it cannot be a short one."""
-        name = request.name
-        known = self._prepared.get(name)
-        members = self._process_sets.find(request.process_set_id)
-        if known is not None and known.request is request and known.members.ranks == members:
+        known = self._prepared.get(request.name)
+        ranks = self._process_sets.find(request.process_set_id)
+        if known is not None and known.is_for(request, ranks):
             return known
-        if members is None:
+        if ranks is None:
             return None
-        prepared = self._prepare(request, self._executor.members_of(members))
+        prepared = self._prepare(request, self._executor.members_of(ranks))
         if prepared is not None:
             if len(self._prepared) >= MOST_PREPARED:
                 self._prepared.clear()
-            self._prepared[name] = prepared
+            self._prepared[request.name] = prepared
         return prepared
 
-    def _prepare(self, request: Request, members: Members) -> _Prepared | None:
-        spec = SPECS[request.collective]
-        if not spec.short or request.group or members.size < 2:
+    def _prepare(self, request: Request, members: Members) -> ShortCallData | None:
+        if not SPECS[request.collective].short or request.group or members.size < 2:
             return None
         if not self._exchange.among(members):
             return None
-        call = self._exchange.prepare(members, _digest(request, members))
-        prepared = _Prepared(request, members, call, _Record())
-        return prepared if not request.dtype or self._adds(prepared) else None
+        gives = given(request, members) if request.dtype else Given(0)
+        if gives is None:
+            return None
+        call = self._exchange.prepare(members, _digest_of(meaning_of(request), members.ranks))
+        if request.dtype:
+            if not isinstance(self._executor.backend(request, members), ShmBackend):
+                return None
+            self._exchange.add_data(call, gives)
+        return ShortCallData(request, members, call, gives, Record())
 
-    def _find_message(self, request: Request, nbytes: int) -> _Prepared | None:
+    def _find_message(self, request: Request, nbytes: int) -> ShortCallData | None:
         """Return the prepared call of a message between two ranks; None if it cannot be short."""
         known = self._messages.get(request.name)
         if known is not None and known.request == request:
             return known
-        if not nbytes or request.device != HOST_DEVICE:
+        if not 0 < nbytes <= LARGE_BYTES or request.device != HOST_DEVICE:
             return None
         pair = request.root_rank, *request.parties
         if pair not in self._pairs:
@@ -269,10 +251,12 @@ class ShortCalls:
         if found is None:
             return None
         digest = _digest_of(request.name, request.dtype, *request.shape)
-        call = self._exchange.message(found.call, digest, nbytes)
+        gives = Given(nbytes, root=found.root)
+        call = self._exchange.prepare(found.members, digest)
+        self._exchange.add_data(call, gives)
         if len(self._messages) >= MOST_PREPARED:
             self._messages.clear()
-        prepared = _Prepared(request, found.members, call, found.record)
+        prepared = ShortCallData(request, found.members, call, gives, found.record)
         self._messages[request.name] = prepared
         return prepared
 
@@ -286,33 +270,10 @@ class ShortCalls:
             return None
         if not isinstance(self._executor.backend(request, members), ShmBackend):
             return None
-        call = self._exchange.prepare(members, 0)
-        call.root = request.parties.index(request.root_rank)
-        return _Pair(members, call, _Record())
-
-    def _adds(self, prepared: _Prepared) -> bool:
-        """Prepare the data of a call; return whether it is reduced as the data plane would do."""
-        request, members = prepared.request, prepared.members
-        dtype = numpy_dtype(request.dtype)
-        nbytes = SPECS[request.collective].bytes(prepared.response, dtype.itemsize)
-        if not 0 < nbytes <= min(LARGE_BYTES, MOST_TO_ADD_BYTES // members.size):
-            return False
-        if request.device != HOST_DEVICE:
-            return False
-        if not isinstance(self._executor.backend(request, members), ShmBackend):
-            return False  # Also Adasum, which has no arithmetic.
-        arithmetic = Arithmetic(dtype, reduction_of(request, members.size))
-        if codes(arithmetic) is None:
-            return False
-        self._exchange.add_data(prepared.call, arithmetic, nbytes)
-        return True
-
-
-def _digest(request: Request, members: Members) -> int:
-    """Return a number that is the same on all ranks that mean the same call among `members`."""
-    return _digest_of(request, members.ranks)
+        return _Pair(members, request.parties.index(request.root_rank), Record())
 
 
 def _digest_of(*what: object) -> int:
+    """Return a number that is the same on all ranks that mean the same."""
     text = msgpack.packb(what, unicode_errors="backslashreplace")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

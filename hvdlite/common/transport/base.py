@@ -17,7 +17,7 @@ from hvdlite.common.base.topology import Topology
 
 Array = NDArray[Any]
 # The memory of a rank for short calls: see `short_call.py`, which divides it.
-SHORT_CALL_BYTES = (8 << 10) + 2 * (16 * (4 << 10) + (1 << 20))
+SHORT_CALL_BYTES = (8 << 10) + 2 * (16 * (4 << 10) + (1 << 20) + (2 << 10))
 CHECK_SECONDS = 0.05  # How often a wait without progress calls `while_waiting`.
 
 

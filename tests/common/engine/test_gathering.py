@@ -48,6 +48,47 @@ def test_the_first_tensor_sets_an_alarm_for_all() -> None:
     assert queue.woken == [SOON, SOON]
 
 
+class ShortCalls:
+    """Every entry is a short call, which is complete at once."""
+
+    def run(self, entry: Entry) -> bool:
+        entry.complete()
+        return True
+
+    def is_pending(self, entry: Entry) -> bool:
+        return not entry.handle.poll()
+
+
+def test_the_alarm_is_put_off_while_short_calls_follow_each_other() -> None:
+    """The engine would wake for nothing; an entry that nobody waits for has its alarm in time."""
+    now, alarms = 0.0, []
+
+    def wake(within: float) -> None:
+        alarms.append(now + within)
+
+    inbox = Inbox(wake, SOON, ShortCalls(), clock=lambda: now)
+    assert inbox.may_sleep()
+
+    def put(name: str) -> Entry:
+        entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
+        entry.size_bytes = 8
+        inbox.put([entry])
+        assert now < alarms[-1] <= now + SOON
+        return entry
+
+    for step in range(1000):
+        put(f"short {step}").handle.wait()
+        now += SOON / 10
+    assert len(alarms) <= 1000 // 5
+    put("nobody waits")
+    due = alarms[-1]
+    for step in range(8):  # entries that come after it do not put it off
+        now += SOON / 10
+        put(f"later {step}")
+    assert alarms[-1] == due
+    assert len(inbox.drain()) == 9
+
+
 def test_an_engine_that_is_awake_is_not_woken() -> None:
     queue = Queue()
     queue.queue.drain()

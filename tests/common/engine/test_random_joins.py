@@ -115,6 +115,10 @@ class Program:
         ]  # fmt: skip
         self.leaver = rng.randrange(self.size) if rng.random() < 0.6 else None
         self.jitter = rng.choice([0.0, 0.0005, 0.003])
+        # Whether all calls come in one order, and each is waited for: those may be short calls.
+        self.waits = rng.random() < 0.4
+        if self.waits and rng.random() < 0.7:
+            self.hosts = [list(range(self.size))]
         self.seed = seed
 
     def run(self, rank: int) -> None:
@@ -135,10 +139,14 @@ class Program:
     def start(
         self, epoch: int, rank: int, round_: int, rng: random.Random
     ) -> list[tuple[Case, int, Any]]:
-        started = []
-        for case in rng.sample(self.cases[epoch], len(self.cases[epoch])):
+        started: list[tuple[Case, int, Any]] = []
+        count = len(self.cases[epoch])
+        for case in self.cases[epoch] if self.waits else rng.sample(self.cases[epoch], count):
             self.pause(rng)
             started.append((case, round_, case.start(rank, round_)))
+            if self.waits and rng.random() < 0.9:
+                self.finish(epoch, rank, started, rng)
+                started = []
         return started
 
     def finish(

@@ -116,6 +116,37 @@ def test_any_order_of_enqueuing_gives_the_same_answers(
     run_ranks(SIZE, main, config=config, hosts=hosts, transport=transport)
 
 
+@pytest.mark.parametrize("transport", [IN_PROCESS, TCP])
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_calls_that_are_waited_for_among_others(native: str, transport: str) -> None:
+    """Some calls come in the same order everywhere and are waited for: they may be short ones."""
+    cases = make_cases(7)
+
+    def check(case: Case, rank: int, round_: int, handle: int) -> None:
+        result = hvd.synchronize(handle)
+        result = result[0] if case.collective == "alltoall" else result
+        np.testing.assert_array_equal(result, case.expected(rank, round_), case.name)
+
+    def main(rank: int) -> None:
+        order = random.Random(rank)
+        waited = random.Random(99).sample(cases, 120)
+        others = [case for case in cases if case not in waited]
+        for round_ in range(3):
+            started: dict[Case, int] = {}
+            rest = order.sample(others, len(others))
+            for case in waited:
+                if rest and order.random() < 0.3:
+                    other = rest.pop()
+                    started[other] = other.start(other.input(rank, round_))
+                check(case, rank, round_, case.start(case.input(rank, round_)))
+            for case in rest:
+                started[case] = case.start(case.input(rank, round_))
+            for case, handle in started.items():
+                check(case, rank, round_, handle)
+
+    run_ranks(SIZE, main, config=Config(native=native), transport=transport)
+
+
 @pytest.mark.parametrize(
     ("transport", "hosts"), [(IN_PROCESS, None), (TCP, None), (TCP, [[0, 2], [1, 3]])]
 )

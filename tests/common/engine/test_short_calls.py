@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -22,72 +21,28 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Members, Reduction
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.native import short_call
 from hvdlite.common.collectives.native.shm import library
-from hvdlite.common.collectives.native.short_call import ShortExchange, set_data
-from hvdlite.common.engine.short_calls import ShortCalls
+from hvdlite.common.collectives.native.short_call import Given, ShortExchange, set_data
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current, use
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests.ranks import run_ranks, run_threads
+from tests.short_calls import (
+    GATHER,
+    LIMIT_SECONDS,
+    begin,
+    by_the_data_plane,
+    short_calls,
+    somebody_waits,
+    until,
+    was_short,
+)
 from tests.worlds import IN_PROCESS, TCP
 
 pytestmark = pytest.mark.skipif(library("auto") is None, reason="there is no C++ compiler")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-LIMIT_SECONDS = 20
-# Nothing that a thread is about to wait for is reported before, also on a machine that is busy.
-GATHER = Config(cycle_time_ms=60_000)
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks wait long for each other before they turn to the coordinator."""
-    monkeypatch.setattr(short_call, "TIMEOUT_SECONDS", LIMIT_SECONDS)
-
-
-def short_calls() -> ShortCalls:
-    """The short calls of this rank."""
-    found = current().engine._short_calls
-    assert found is not None
-    return found
-
-
-def was_short(call: Callable[[], Any]) -> Any:
-    """What a call returns; it must have been a short one."""
-    before = short_calls().completed
-    result = call()
-    assert short_calls().completed == before + 1
-    return result
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Return when the condition holds."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come to that"
-        time.sleep(0.001)
-
-
-def begin() -> None:
-    """Return when all ranks take part in short calls, as they do after `hvd.init`."""
-    hvd.barrier()
-
-
-def by_the_data_plane(tensor: Any, **options: Any) -> Any:
-    """The allreduce of a thread that does not wait, and so takes the way through the engine."""
-    before = short_calls().completed
-    handle = hvd.allreduce_async(tensor, **options)
-    current().engine._inbox.hurry()
-    until(lambda: hvd.poll(handle))
-    assert short_calls().completed == before
-    return hvd.synchronize(handle)
-
-
-def somebody_waits(rank_0: Any) -> bool:
-    """Whether the coordinator knows of a tensor that some ranks have not reported."""
-    return rank_0.engine._control_plane._coordinator.oldest is not None
 
 
 REDUCTIONS: list[dict[str, Any]] = [
@@ -432,7 +387,9 @@ def test_a_round_is_completed_by_all_or_by_none(size: int) -> None:
         calls = [exchange.prepare(members, number << 40) for number in range(2)]
         source, target = np.empty(size // 4, np.float32), np.empty(size // 4, np.float32)
         for call in calls if size else ():
-            exchange.add_data(call, Arithmetic(source.dtype, Reduction(ReduceOp.SUM)), size)
+            arithmetic = Arithmetic(source.dtype, Reduction(ReduceOp.SUM))
+            exchange.add_data(call, Given(size, arithmetic))
+            call.nbytes = call.taken = size
             set_data(call, source, target)
         completed = 0
         all_came.wait(LIMIT_SECONDS)

@@ -9,10 +9,14 @@
 //   arrived   9 bits   members that wait in this round
 //   staying   9 bits   members that still read the buffers of the round before
 //
-// A member writes its data into the buffer of this parity, and arrives. The last one completes the
-// round: the parity flips, and all members reduce the data of all, in the order of the members. So a
-// round is completed by all members or by none: who waits in vain withdraws by the same word, and
-// finds out there whether it was too late for that.
+// A member writes what it gives into the buffer of this parity, and arrives. The last one completes
+// the round: the parity flips, and all members take what they need from the buffers, in the order of
+// the members: they reduce a range of the data of all, or copy what each has for them. So a round is
+// completed by all members or by none: who waits in vain withdraws by the same word, and finds out
+// there whether it was too late for that.
+//
+// Where members may give different numbers of rows, these stand in front of the data, and decide how
+// large the result is: the caller then takes by a call of its own.
 //
 // No round is completed while a member still reads the buffers of the one before. So when a member
 // writes a buffer, nobody reads what it wrote there two rounds ago. Another tag may take a slot in
@@ -37,16 +41,22 @@ struct ShortCall {
   int64_t local_size;          // ranks of this host
   int64_t slot, tag;           // which slot, and which call
   int64_t data, data_bytes;    // where the buffers of the slot begin, and the size of one
-  int64_t type, operation;     // as `reduce_of` knows them
-  int64_t itemsize, nbytes;    // of the data; 0: there is none
+  int64_t type, operation;     // of a reduction, as `reduce_of` knows them; operation -1: a copy
+  int64_t itemsize;            // of a reduction
+  int64_t root;                // the only member that gives; -1: all do
+  int64_t counts;              // numbers of rows that each member tells: 0, 1, or one for each
+  int64_t row_bytes;           // where rows are told
+  int64_t scattered;           // whether no other member takes what I take
   int64_t identity;            // of this library: all members must have the same
-  int64_t root;                // the member whose data all get; -1: the data are reduced
   double prescale, postscale;
   const int64_t* local;        // by member: its local number
   char* const* memory;         // by local number: the memory of that rank for short calls
+  int64_t* rows;               // what I tell; then (set) the rows that I get from each member
   int64_t tensors;             // the data lie in so many places, reduced there; 0: see `input`
   const int64_t* sizes;        // by tensor: its size in bytes, `nbytes` in all
   // of each call
+  int64_t nbytes;              // that I give, or that the root gives; 0 where there is no data
+  int64_t start, taken;        // the range of what I give that I take, in bytes
   char* const* places;         // by tensor
   const char* input;
   char* output;
@@ -55,6 +65,7 @@ struct ShortCall {
   int64_t completed;           // the result: whether the round is complete
   int64_t told;                // otherwise: whether the others know that it will not be
   int64_t began_ns;            // when the last member came, of a complete round
+  int64_t parity;              // of that round, until it is taken
 };
 
 namespace {
@@ -111,7 +122,18 @@ class Exchange {
     if (!all_are_open() || !arrive()) return decline();
     if (!call_.completed && !wait()) return;
     call_.began_ns = slot_->began_ns;
-    if (call_.nbytes > 0) finish();
+    call_.parity = int64_t(parity_);
+    if (call_.counts == 0) return take();
+    int64_t mine = call_.counts > 1 ? call_.index : 0;
+    for (int64_t m = 0; m < call_.members; ++m) call_.rows[m] = rows(m)[mine];
+  }
+
+  // Take what is mine of a round that is complete, and leave it.
+  void take() {
+    parity_ = uint64_t(call_.parity);
+    if (call_.tensors > 0) reduce_in_places();
+    else if (call_.output != nullptr && call_.operation >= 0) reduce_range();
+    else if (call_.output != nullptr) copy_all();
     __atomic_fetch_sub(&slot_->word, 1, __ATOMIC_RELEASE);  // `staying`
   }
 
@@ -161,6 +183,15 @@ class Exchange {
     return memory + call_.data + parity_ * call_.data_bytes;
   }
 
+  int64_t* rows(int64_t member) const { return (int64_t*)buffer(member); }
+
+  // The data of a member, which begin at a line of the cache.
+  const char* data(int64_t member) const {
+    return member == call_.index ? call_.input : buffer(member) + head_bytes();
+  }
+
+  int64_t head_bytes() const { return (call_.counts * 8 + kLine - 1) & -kLine; }
+
   // Arrive in this round. False if other calls are at the slot.
   bool arrive() {
     for (bool written = false;;) {
@@ -171,7 +202,7 @@ class Exchange {
         return false;
       if (gives() && !(written && parity_ == seen.parity)) {
         parity_ = seen.parity;
-        write(buffer(call_.index));
+        write();
         written = true;
       }
       parity_ = seen.parity;
@@ -192,10 +223,18 @@ class Exchange {
     }
   }
 
-  void write(char* to) const {
-    if (call_.tensors == 0) memcpy(to, call_.input, call_.nbytes);
+  void write() const {
+    char* to = buffer(call_.index);
     for (int64_t t = 0; t < call_.tensors; to += call_.sizes[t++])
       memcpy(to, call_.places[t], call_.sizes[t]);
+    if (call_.tensors > 0) return;
+    memcpy(to, call_.rows, call_.counts * sizeof(int64_t));
+    write(0, call_.scattered ? call_.start : call_.nbytes);
+    if (call_.scattered) write(call_.start + call_.taken, call_.nbytes);
+  }
+
+  void write(int64_t from, int64_t to) const {
+    memcpy(buffer(call_.index) + head_bytes() + from, call_.input + from, to - from);
   }
 
   // Sleep until the round is complete. False if it is not complete in time: then I have withdrawn.
@@ -238,20 +277,18 @@ class Exchange {
     }
   }
 
-  // Whether others read my data.
+  // Whether others read what I tell and my data.
   bool gives() const {
-    return call_.nbytes > 0 && (call_.root < 0 || call_.root == call_.index);
+    return call_.data > 0 && (call_.root < 0 || call_.root == call_.index);
   }
 
-  void finish() const {
-    if (call_.root < 0) return reduce();
-    if (call_.root != call_.index) memcpy(call_.output, buffer(call_.root), call_.nbytes);
-  }
-
-  void reduce() const {
-    if (call_.tensors == 0) reduce(call_.input, 0, call_.nbytes, call_.output);
+  void reduce_in_places() const {
     for (int64_t t = 0, start = 0; t < call_.tensors; start += call_.sizes[t++])
       reduce(call_.places[t], start, call_.sizes[t], call_.places[t]);
+  }
+
+  void reduce_range() const {
+    reduce(call_.input + call_.start, call_.start, call_.taken, call_.output);
   }
 
   // Reduce `size` bytes that lie `start` behind the beginning of the others' buffers.
@@ -262,17 +299,39 @@ class Exchange {
     reduce_of(call_.type, call_.operation)(call_.members, call_.prescale, call_.postscale, parts,
                                            size / call_.itemsize, output, nullptr);
   }
+
+  void copy_all() const {
+    char* target = call_.output;
+    for (int64_t m = 0; m < call_.members; ++m) {
+      if (call_.root >= 0 && call_.root != m) continue;
+      const char* source = data(m) + before_mine(m);
+      int64_t bytes = call_.counts == 0 ? call_.nbytes : call_.rows[m] * call_.row_bytes;
+      if (target != source) memmove(target, source, bytes);  // of the root, they may overlap
+      target += bytes;
+    }
+  }
+
+  // The bytes that a member has for others before those for me.
+  int64_t before_mine(int64_t member) const {
+    int64_t before = 0;
+    for (int64_t m = 0; call_.counts > 1 && m < call_.index; ++m) before += rows(member)[m];
+    return before * call_.row_bytes;
+  }
 };
 
 }  // namespace
 
 extern "C" {
 
-// Exchange one call with all members; `completed` says whether that was done, or nothing was.
+// Exchange one call with all members; `completed` says whether that was done, or nothing was. Where
+// rows are told, the result is to be taken then.
 void hvdlite_short_call(ShortCall* call) {
   call->completed = call->told = 0;
   Exchange(*call).go();
 }
+
+// Take the result of a call that is complete, where rows are told. Without output: take nothing.
+void hvdlite_take_short_call(ShortCall* call) { Exchange(*call).take(); }
 
 // Tell whether the rank with this local number comes: its identity, or 0. Who waits looks again.
 void hvdlite_open_short_calls(char* memory, int64_t own, int64_t identity, int64_t slots) {

@@ -1,5 +1,8 @@
 """The binding to `short_call.h`: small data that ranks of a host exchange in the waiting threads.
 
+A call is described once (`Given`) whatever its collective: who gives how much, whether ranks tell
+numbers of rows, and whether the data are reduced or copied.
+
 The memory of each rank is divided into a board (that of the host's first rank counts) and, for
 every slot, two buffers: there are slots for small data, and fewer for larger data.
 """
@@ -10,12 +13,13 @@ import ctypes
 import os
 import threading
 from array import array as numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.kernels import Arithmetic
+from hvdlite.common.collectives.native.collectives import MOST_RANKS
 from hvdlite.common.collectives.native.segment import address, codes
 from hvdlite.common.collectives.native.shm import Library
 from hvdlite.common.transport.base import SHORT_CALL_BYTES, Transport
@@ -23,8 +27,10 @@ from hvdlite.common.transport.base import SHORT_CALL_BYTES, Transport
 BOARD_BYTES = 8 << 10
 SMALL_SLOTS, SMALL_BYTES = 16, 4 << 10
 LARGE_SLOTS, LARGE_BYTES = 1, 1 << 20
-# Every rank adds all data of all members. Beyond this it is faster to divide the work.
-MOST_TO_ADD_BYTES = 2 << 20
+LARGE_SLOT_BYTES = LARGE_BYTES + 8 * MOST_RANKS  # numbers of rows stand in front of the data
+# Where every rank reads all data of all members: beyond this it is faster to go through the slots.
+MOST_TO_READ_BYTES = 2 << 20
+COPY = -1  # as an operation
 TAG_BITS = 45
 # How long a rank waits for the others before it turns to the coordinator: it then has lost the time
 # of a negotiation, and can see again who is gone and that a job is over.
@@ -33,7 +39,8 @@ TIMEOUT_SECONDS = 0.01
 RELEASE_SECONDS = 1.0
 SPIN_SECONDS = 20e-6  # where every rank has a core, and one is left
 
-assert 2 * (SMALL_SLOTS * SMALL_BYTES + LARGE_SLOTS * LARGE_BYTES) + BOARD_BYTES == SHORT_CALL_BYTES
+_BUFFERS = SMALL_SLOTS * SMALL_BYTES + LARGE_SLOTS * LARGE_SLOT_BYTES
+assert 2 * _BUFFERS + BOARD_BYTES == SHORT_CALL_BYTES
 
 _Integer, _Pointer = ctypes.c_int64, ctypes.c_void_p
 
@@ -44,17 +51,30 @@ class ShortCall(ctypes.Structure):
     _fields_ = (
         *((name, _Integer) for name in (
             "members", "index", "local_size", "slot", "tag", "data", "data_bytes", "type",
-            "operation", "itemsize", "nbytes", "identity", "root",
+            "operation", "itemsize", "root", "counts", "row_bytes", "scattered", "identity",
         )),
         ("prescale", ctypes.c_double),
         ("postscale", ctypes.c_double),
-        *((name, _Pointer) for name in ("local", "memory")),
+        *((name, _Pointer) for name in ("local", "memory", "rows")),
         ("tensors", _Integer),
-        *((name, _Pointer) for name in ("sizes", "places", "input", "output")),
+        ("sizes", _Pointer),
+        *((name, _Integer) for name in ("nbytes", "start", "taken")),
+        *((name, _Pointer) for name in ("places", "input", "output")),
         *((name, _Integer) for name in (
-            "timeout_ns", "spin_ns", "declines", "completed", "told", "began_ns",
+            "timeout_ns", "spin_ns", "declines", "completed", "told", "began_ns", "parity",
         )),
     )  # fmt: skip
+
+
+class Given(NamedTuple):
+    """What members give in a call, the same on all of them, and what they do with it."""
+
+    most_bytes: int  # that a member gives
+    arithmetic: Arithmetic | None = None  # None: the data are copied
+    root: int = -1  # the place of the only member that gives; -1: all do
+    counts: int = 0  # numbers of rows that each member tells: 0, 1, or one for each member
+    row_bytes: int = 0  # where they are told
+    scattered: bool = False  # whether no two members take the same
 
 
 class ShortExchange:
@@ -62,9 +82,10 @@ class ShortExchange:
 
     def __init__(self, transport: Transport, library: Library) -> None:
         self._exchange: Any = library.code.hvdlite_short_call
+        self._take: Any = library.code.hvdlite_take_short_call
         self._decline: Any = library.code.hvdlite_decline_short_call
         self._open: Any = library.code.hvdlite_open_short_calls
-        for function in (self._exchange, self._decline):
+        for function in (self._exchange, self._take, self._decline):
             function.restype = None
             function.argtypes = (ctypes.POINTER(ShortCall),)
         self._open.restype = None
@@ -75,7 +96,8 @@ class ShortExchange:
         self._views = [transport.short_call_memory(rank) for rank in self._ranks]
         self._memory = np.array([address(view) for view in self._views], np.uint64)
         self._own = self._ranks.index(transport.rank)
-        self._locals: dict[tuple[int, ...], Array] = {}
+        # By the ranks of the members: what is the same in all calls, and what it points to.
+        self._groups: dict[tuple[int, ...], tuple[ShortCall, Array]] = {}
         cores = len(os.sched_getaffinity(0))
         self._spin_ns = int(SPIN_SECONDS * 1e9) if cores > len(self._ranks) else 0
         # One thread of this rank at a time: it alone writes the buffers of the slot.
@@ -98,55 +120,58 @@ class ShortExchange:
 
     def prepare(self, members: Members, digest: int) -> ShortCall:
         """Return a call without data; all members give the same `digest` of it."""
-        local = self._locals.get(members.ranks)
-        if local is None:
-            local = np.array([self._ranks.index(rank) for rank in members.ranks], np.int64)
-            self._locals[members.ranks] = local
-        return ShortCall(
+        known = self._groups.get(members.ranks)
+        if known is None:
+            known = self._groups[members.ranks] = self._group(members)
+        call = ShortCall.from_buffer_copy(known[0])
+        call.slot, call.tag = digest % SMALL_SLOTS, digest >> (64 - TAG_BITS)
+        return call
+
+    def _group(self, members: Members) -> tuple[ShortCall, Array]:
+        local = np.array([self._ranks.index(rank) for rank in members.ranks], np.int64)
+        call = ShortCall(
             members=members.size,
             index=members.index,
             local_size=len(self._ranks),
-            slot=digest % SMALL_SLOTS,
-            tag=digest >> (64 - TAG_BITS),
-            identity=self._identity,
+            operation=COPY,
             root=-1,
+            identity=self._identity,
             local=address(local),
             memory=address(self._memory),
             timeout_ns=int(TIMEOUT_SECONDS * 1e9),
             spin_ns=self._spin_ns,
         )
+        return call, local
 
-    def add_data(self, call: ShortCall, arithmetic: Arithmetic, nbytes: int) -> None:
-        """Let a call reduce `nbytes` of data, at most `LARGE_BYTES`."""
-        self.carry_data(call, nbytes)
-        found = codes(arithmetic)
-        assert found is not None
-        call.type, call.operation = found
-        call.itemsize = arithmetic.input_dtype.itemsize
-        call.prescale = arithmetic.reduction.prescale
-        call.postscale = arithmetic.reduction.postscale
-
-    def carry_data(self, call: ShortCall, nbytes: int, root: int = -1) -> None:
-        """Let a call have `nbytes` of data, at most `LARGE_BYTES`; all get those of a `root`."""
-        call.root, call.nbytes = root, nbytes
+    def add_data(self, call: ShortCall, given: Given) -> None:
+        """Let a call have data; of no member they are more than `LARGE_BYTES`."""
         call.data = BOARD_BYTES + 2 * call.slot * SMALL_BYTES
         call.data_bytes = SMALL_BYTES
-        if nbytes > SMALL_BYTES:
+        if given.counts or given.most_bytes > SMALL_BYTES:
             number = call.slot % LARGE_SLOTS
             call.slot = SMALL_SLOTS + number
-            call.data = BOARD_BYTES + 2 * (SMALL_SLOTS * SMALL_BYTES + number * LARGE_BYTES)
-            call.data_bytes = LARGE_BYTES
-
-    def message(self, like: ShortCall, digest: int, nbytes: int) -> ShortCall:
-        """Return a call for another message of `nbytes` between the same two ranks."""
-        call = ShortCall.from_buffer_copy(like)
-        call.slot, call.tag = digest % SMALL_SLOTS, digest >> (64 - TAG_BITS)
-        self.carry_data(call, nbytes, call.root)
-        return call
+            call.data = BOARD_BYTES + 2 * (SMALL_SLOTS * SMALL_BYTES + number * LARGE_SLOT_BYTES)
+            call.data_bytes = LARGE_SLOT_BYTES
+        call.root, call.counts, call.row_bytes = given.root, given.counts, given.row_bytes
+        call.scattered = given.scattered
+        if given.arithmetic is not None:
+            found = codes(given.arithmetic)
+            assert found is not None
+            call.type, call.operation = found
+            call.itemsize = given.arithmetic.input_dtype.itemsize
+            call.prescale = given.arithmetic.reduction.prescale
+            call.postscale = given.arithmetic.reduction.postscale
 
     def run(self, call: ShortCall) -> None:
-        """Exchange with the others: `call.completed` says whether all came in time."""
+        """Exchange with the others: `call.completed` says whether all came in time.
+
+        The result is there then; where rows are told, `take` must follow.
+        """
         self._exchange(ctypes.byref(call))
+
+    def take(self, call: ShortCall) -> None:
+        """Take the result of a call that is complete, into its output; none where there is none."""
+        self._take(ctypes.byref(call))
 
     def decline(self, call: ShortCall) -> None:
         """Tell the others that this rank goes another way this time."""

@@ -1,0 +1,61 @@
+"""Helpers for tests of short calls, whose ranks are threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hvdlite.numpy as hvd
+from hvdlite.common.engine.short_calls import ShortCalls
+from hvdlite.common.plain.config import Config
+from hvdlite.common.runtime.state import current
+
+LIMIT_SECONDS = 20
+# Nothing that a thread is about to wait for is reported before, also on a machine that is busy.
+GATHER = Config(cycle_time_ms=60_000)
+
+
+def short_calls() -> ShortCalls:
+    """The short calls of this rank."""
+    found = current().engine._short_calls
+    assert found is not None
+    return found
+
+
+def was_short(call: Callable[[], Any]) -> Any:
+    """What a call returns; it must have been a short one."""
+    before = short_calls().completed
+    result = call()
+    assert short_calls().completed == before + 1
+    return result
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Return when the condition holds."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come to that"
+        time.sleep(0.001)
+
+
+def begin() -> None:
+    """Return when all ranks take part in short calls, as they do after `hvd.init`."""
+    hvd.barrier()
+
+
+def by_the_data_plane(
+    tensor: Any, start: Callable[..., int] = hvd.allreduce_async, **options: Any
+) -> Any:
+    """The result for a thread that does not wait, and so takes the way through the engine."""
+    before = short_calls().completed
+    handle = start(tensor, **options)
+    current().engine._inbox.hurry()
+    until(lambda: hvd.poll(handle))
+    assert short_calls().completed == before
+    return hvd.synchronize(handle)
+
+
+def somebody_waits(rank_0: Any) -> bool:
+    """Whether the coordinator knows of a tensor that some ranks have not reported."""
+    return rank_0.engine._control_plane._coordinator.oldest is not None
