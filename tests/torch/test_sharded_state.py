@@ -194,13 +194,15 @@ def test_parameters_that_freeze_thaw_and_come_later() -> None:
     both(2, make, body)
 
 
-def test_a_gradient_that_some_ranks_lack() -> None:
-    def body(rank: int, model: nn.Module, optimizer: Any) -> None:
+@pytest.mark.parametrize("first_used", [0, 2])
+def test_parameters_that_some_ranks_or_none_use(first_used: int) -> None:
+    """The last layers are used by one rank in each step, and by no rank before step `first_used`."""
+
+    def body(rank: int, model: Any, optimizer: Any) -> None:
         for number, batch in enumerate(batches(rank)):
             optimizer.zero_grad()
-            backward(model, batch)
-            if number % 2 == rank:
-                next(iter(model.parameters())).grad = None
+            all_of_it = number >= first_used and number % 2 == rank
+            backward(model if all_of_it else model[:4], batch)
             optimizer.step()
 
     both(2, OPTIMIZERS["adam"], body)

@@ -84,6 +84,39 @@ class ShardedExchange:
                 self.state[shard.shard] = state
         self._arranged_for, self._loaded = arranged_for, None
 
+    def arrange_as(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Arrange the shards as saved ones. Raises `ValueError` where the parameters are others."""
+        for parameter, default in named_by_position(self.param_groups):
+            self.names.setdefault(parameter, default)
+        own = {
+            self.names[parameter]: (number, parameter)
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+        }
+        for flat in saved:
+            for name, shape in zip(flat["parameters"], flat["shapes"], strict=True):
+                found = None
+                if name in own:
+                    number, parameter = own[name]
+                    found = number, str(parameter.dtype), tuple(parameter.shape)
+                if found != (flat["group"], flat["dtype"], tuple(shape)):
+                    raise ValueError(
+                        f"the state dict has shards of other parameters: {name} is (group, dtype, "
+                        f"shape) {(flat['group'], flat['dtype'], tuple(shape))} there, and "
+                        f"{found} here"
+                    )
+        for shard in self.shards:
+            shard.release_parameters()
+        lists = [[own[name][1] for name in flat["parameters"]] for flat in saved]
+        self.shards = [
+            FlatShard(flat["group"], parameters, self.names[parameters[0]], self.place())
+            for flat, parameters in zip(saved, lists, strict=True)
+        ]
+        self.state.clear()
+        self.kept, self._loaded = {}, None
+        self._used |= {name for flat in saved for name in flat["parameters"]}
+        self._arranged_for = tuple(self._find_trained(False).values()), self._members()
+
     def _find_trained(self, for_step: bool) -> dict[Tensor, str]:
         """Return the parameters that are stepped, with their names."""
         candidates = {

@@ -130,11 +130,10 @@ class ShardingMixin(ReducingMixin):
             )
         saved, parameters = copy.deepcopy(state_dict["state"]), self._parameters()
         if "shards" in state_dict:
-            exchange.ensure()
             _check_shards(state_dict["shards"], exchange.describe())
+            exchange.arrange_as(state_dict["shards"]["flat"])
             whole = copy.deepcopy(state_dict["shards"]["whole"])
             exchange.kept = {parameters[number]: state for number, state in whole.items()}
-            exchange.state.clear()
             for number, state in saved.items():
                 exchange.state[exchange.shards[number].shard] = state
         else:
@@ -192,7 +191,6 @@ def _check_shards(saved: dict[str, Any], own: dict[str, Any]) -> None:
     meanings = {
         "layout": "layout, which is the number of ranks",
         "position": "rank of the set",
-        "flat": "parameters",
     }
     for word, what in meanings.items():
         if saved[word] != own[word]:

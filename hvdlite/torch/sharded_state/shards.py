@@ -32,7 +32,7 @@ class FlatShard:
 
     @torch.no_grad()
     def __init__(self, group: int, parameters: Sequence[Tensor], label: str, place: Place) -> None:
-        self.group, self.label = group, label
+        self.group, self.label = group, f"shard.{label}"
         self.parameters = tuple(parameters)
         self.layout = FlatLayout(self.parameters)
         itemsize = self.layout.dtype.itemsize
@@ -178,6 +178,6 @@ def arrange(
                 kind = number, parameter.dtype, parameter.device, common
                 kinds.setdefault(kind, []).append(parameter)
     return [
-        FlatShard(kind[0], parameters, f"shard.{names[parameters[0]]}", place)
+        FlatShard(kind[0], parameters, names[parameters[0]], place)
         for kind, parameters in kinds.items()
     ]
