@@ -37,7 +37,7 @@ STREAMED_BYTES = 8 << 20
 CHECK_SECONDS = 0.01
 # The first time between hosts, twice as much each further time: ranks of other hosts may wait for
 # what this one has not sent yet.
-FIRST_CHECK_SECONDS = 0.001
+FIRST_CHECK_SECONDS = 0.004
 MOST_RANKS = 256  # kMaxMembers in chain.h
 BOARD_BYTES = 32 << 10  # room for the board of so many, and for the row of an alltoall
 ROW_START = BOARD_BYTES - MOST_RANKS * 8
