@@ -155,6 +155,8 @@ def given(request: Request, members: Members) -> Given | None:
     if not 0 < nbytes <= most:
         return None
     if not spec.reduces:
+        if request.root_rank not in members.ranks:
+            return None
         return Given(nbytes, root=members.ranks.index(request.root_rank))
     reduction = reduction_of(request, members.size)
     # Adasum has no arithmetic, and a backend of its own.
