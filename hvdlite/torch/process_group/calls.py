@@ -6,7 +6,6 @@ of names. The group is part of the name, as two groups of the same ranks are one
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -37,8 +36,8 @@ ADAPTER = runner.adapter
 class FittedEntry(TensorEntry[torch.Tensor]):
     """A tensor whose output must fit what other ranks send, which only the run can tell.
 
-    `expected` are the rows that each member shall send. If others come, they go into memory that
-    is thrown away: the collective has run for all ranks, and fails on this one afterwards.
+    `expected` are the rows that each member shall send. If others come, the collective has run for
+    all ranks, and fails on this one afterwards.
     """
 
     def __init__(
@@ -52,26 +51,25 @@ class FittedEntry(TensorEntry[torch.Tensor]):
         super().__init__(request, ADAPTER, tensor, target, splits)
         self._expected = tuple(expected)
 
-    def output(self, shape: tuple[int, ...]) -> Any:
-        """Return memory for what comes."""
-        array = super().output(shape)
-        if array.size == math.prod(shape):
-            return array
-        self._output = self._adapter.output(torch.empty(shape, dtype=self._tensor.dtype))
-        return self._output.array
-
     def wait_for_result(self) -> torch.Tensor:
         """Sleep until the collective has run; return the result, or raise for other rows."""
-        result = super().wait_for_result()
-        rows = self.rows or self._expected
-        if tuple(rows) != self._expected:
-            raise HorovodInternalError(
-                f"{self.request.collective} '{self.request.name}': the outputs of this rank have "
-                f"room for {list(self._expected)} elements or rows, by rank of the group, but "
-                f"{list(rows)} came: give outputs of the sizes that the ranks send",
-                job_goes_on=True,
-            )
+        try:
+            result = super().wait_for_result()
+        except HorovodInternalError:
+            if self._error:  # There was no room for what came.
+                raise self._unexpected() from None
+            raise
+        if self.rows and self.rows != self._expected:
+            raise self._unexpected()
         return result
+
+    def _unexpected(self) -> HorovodInternalError:
+        return HorovodInternalError(
+            f"{self.request.collective} '{self.request.name}': the outputs of this rank have room "
+            f"for {list(self._expected)} elements or rows, by rank of the group, but "
+            f"{list(self.rows)} came: give outputs of the sizes that the ranks send",
+            job_goes_on=True,
+        )
 
 
 MOST_KNOWN = 1000  # calls of a group that are remembered

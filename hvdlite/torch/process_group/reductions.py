@@ -44,9 +44,8 @@ class Reductions(GroupBase):
         checks.rank_in("reduce", root, self._size)
         if op is None:
             op = op_of(opts if hasattr(opts, "reduceOp") else None)
-        targets = tensors if self._rank == root else [_given_up(tensor) for tensor in tensors]
         options = self._caller.reducing_to(root, op)
-        entries = self._caller.enqueue("reduce", targets, targets, options)
+        entries = self._caller.enqueue("reduce", tensors, tensors, options)
         return self._work(entries, tensors, opts, timeout, writes=self._rank == root)
 
     def reduce_scatter_single(
@@ -120,11 +119,3 @@ class Reductions(GroupBase):
     # The names of the same before torch 2.13.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-def _given_up(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that has the values now; it may have any after a reduction to another rank.
-
-    Contiguous memory of the host is only read then.
-    """
-    return tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.clone()

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -54,7 +55,7 @@ def names(size: int) -> list[str]:
     return [feature.name for feature in FEATURES.values() if size in feature.sizes]
 
 
-def run(chosen: list[str]) -> None:
+def run(chosen: list[str], timeout: timedelta) -> None:
     """Try features on this rank, and tell on rank 0 what all ranks have found."""
     for name in chosen:
         start, found = time.monotonic(), ""
@@ -66,11 +67,15 @@ def run(chosen: list[str]) -> None:
             found = traceback.format_exc()
             print(f"rank {hvd.rank()}, {name}: {found}", file=sys.stderr, flush=True)
         if not dist.is_initialized():
-            hvd.init_process_group()
-        for rank, text in enumerate(hvd.allgather_object(found, f"found.{name}")):
+            hvd.init_process_group(timeout)
+        everywhere = hvd.allgather_object(found, f"found.{name}")
+        for rank, text in enumerate(everywhere):
             if text:
                 found = text if text.startswith("skip") else f"rank {rank}: {text}"
                 break
+        if any(everywhere):  # Calls of this feature may be pending.
+            dist.destroy_process_group()
+            hvd.init_process_group(timeout)
         if hvd.rank() == 0:
             seconds = time.monotonic() - start
             line = found.replace("\n", "\\n") or "ok"

@@ -32,7 +32,7 @@ def main(chosen: list[str]) -> None:
     torch.set_num_threads(1)
     hvd.init_process_group(TIMEOUT)
     size = dist.get_world_size()
-    features.run(chosen or features.names(size))
+    features.run(chosen or features.names(size), TIMEOUT)
     dist.destroy_process_group()
     hvd.shutdown()
 
