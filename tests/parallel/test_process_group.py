@@ -112,6 +112,7 @@ def test_a_killed_rank(results: Results) -> None:
 @pytest.mark.soak
 def test_pytorch_own_tests() -> None:
     """What fails is what docs/pytorch_own_tests.md lists with its reason."""
+    pytest.importorskip("expecttest", reason="PyTorch's tests need it")
     program = [sys.executable, "-W", "ignore", "-m", "tests.parallel.process_group.pytorch_own"]
     result = jobs.run_command(jobs.ranks(4, *program), timeout=900)
     assert result.returncode == 0, result.stdout
