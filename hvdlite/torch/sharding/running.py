@@ -247,9 +247,8 @@ class _WholeFallback(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch, and again on whole inputs if DTensor does not know it."""
         kwargs = kwargs or {}
-        if function in _NEVER_CUT and any(
-            isinstance(each, DTensor) for each in tree_leaves((args, kwargs))
-        ):
+        cut = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
+        if cut and function in _NEVER_CUT:
             return self._on_whole_inputs(function, args, kwargs)
         try:
             return function(*args, **kwargs)
