@@ -49,14 +49,26 @@ class VariableTensors(Tensors):
             )
         # The weights of a model are its variables but for seeds, of which ranks keep their own.
         variables = getattr(thing, "weights", thing.variables)
+        models = [] if hasattr(thing, "weights") else _names_of_models(context.state)
         tree: dict[str, Any] = {}
         for variable in variables() if callable(variables) else variables:
             # Keras counts models and optimizers of a process, so the next one has another name.
             name = _path(variable).removeprefix(f"{getattr(thing, 'name', '')}/")
+            for model in models:
+                name = name.removeprefix(f"{model}_")  # in the state of an optimizer
             if name in tree:
                 raise ValueError(f"two variables have the name {name!r}: rename a layer")
             tree[name] = variable
         return Owner(thing, tree, lambda loaded: None)
+
+
+def _names_of_models(state: Any) -> list[str]:
+    """Return the names of the models of a state, the longest first."""
+    things = state.values() if isinstance(state, dict) else ()
+    names = [
+        str(each.name) for each in things if hasattr(each, "weights") and hasattr(each, "name")
+    ]
+    return sorted(names, key=len, reverse=True)
 
 
 def _path(variable: Any) -> str:

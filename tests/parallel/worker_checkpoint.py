@@ -69,6 +69,7 @@ def main(call: str, folder: Path, rows: int) -> None:
         hvd.checkpoint.load(folder / "whole", state["model"])
         check(folder / "whole", state["model"])
         refuse(folder, state, mesh)
+    check_fsdp(call, folder)
     dist.destroy_process_group()
     sys.stdout.write("is content\n")
 
@@ -80,6 +81,34 @@ def check(folder: Path, model: Any) -> None:
     hvd.checkpoint.load(folder, expected)
     for name, value in values.items():
         assert torch.equal(value, expected[name]), name
+
+
+def check_fsdp(call: str, folder: Path) -> None:
+    """A model under FSDP2 goes on where another number of ranks has stopped, to the bit."""
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # before torch 2.6
+        return
+    torch.manual_seed(1 if call == "save" else 2)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Linear(9, 5))
+    fully_shard(model, mesh=init_device_mesh("cpu", (hvd.size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    state = {"model": model, "optimizer": optimizer}
+
+    def step(value: float) -> None:
+        model(torch.full((4, 7), value)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if call == "save":
+        step(1.0)
+        hvd.checkpoint.save(folder / "fsdp", state)
+        step(2.0)
+        hvd.checkpoint.save(folder / "fsdp next", whole(model.state_dict()))
+    else:
+        hvd.checkpoint.load(folder / "fsdp", state)
+        step(2.0)
+        check(folder / "fsdp next", model)
 
 
 def refuse(folder: Path, state: dict[str, Any], mesh: Any) -> None:

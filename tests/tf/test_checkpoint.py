@@ -56,8 +56,7 @@ def network() -> Any:
             keras.layers.Dropout(0.5, name="dropout"),
             keras.layers.BatchNormalization(name="norm"),
             keras.layers.Dense(2, name="last"),
-        ],
-        name="network",
+        ]
     )
 
 
