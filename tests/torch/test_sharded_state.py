@@ -196,7 +196,7 @@ def test_parameters_that_freeze_thaw_and_come_later() -> None:
 
 @pytest.mark.parametrize("first_used", [0, 2])
 def test_parameters_that_some_ranks_or_none_use(first_used: int) -> None:
-    """The last layers are used by one rank in each step, and by no rank before step `first_used`."""
+    """The last layers are used by one rank in each step, and by none before step `first_used`."""
 
     def body(rank: int, model: Any, optimizer: Any) -> None:
         for number, batch in enumerate(batches(rank)):
