@@ -191,7 +191,10 @@ class ShardedExchange(Exchange):
         plain = base.from_config(optimizer.get_config())
         variables = self.sources(getattr(optimizer, "_trainable_variables", []))
         plain.build(variables)
-        plain.iterations.assign(optimizer.iterations)
+        if not self._shards:  # This rank is alone.
+            _copy_variables(plain, optimizer)
+            return plain
+        plain._iterations.assign(optimizer._iterations)
         place = {id(variable): index for index, variable in enumerate(variables)}
         for name, slots in _slots(optimizer, len(self._shards)):
             for number, (shard, slot) in enumerate(zip(self._shards, slots, strict=True)):
@@ -204,13 +207,21 @@ class ShardedExchange(Exchange):
         """Take over this rank's part of the state of a plain optimizer, built for all variables."""
         built = list(plain._trainable_variables)
         optimizer.build(built)
-        optimizer.iterations.assign(plain.iterations)
+        if not self._shards:
+            _copy_variables(optimizer, plain)
+            return
+        optimizer._iterations.assign(plain._iterations)
         place = {id(variable): index for index, variable in enumerate(built)}
         for name, slots in _slots(optimizer, len(self._shards)):
             whole = getattr(plain, name)
             for shard, slot in zip(self._shards, slots, strict=True):
                 values = [whole[place[id(variable)]].value for variable in shard.variables]
                 slot.assign(shard.own_values(values))
+
+
+def _copy_variables(to: Any, source: Any) -> None:
+    for own, other in zip(to.variables, source.variables, strict=True):
+        own.assign(other)
 
 
 def _slots(optimizer: Any, shards: int) -> list[tuple[str, Any]]:
@@ -227,8 +238,8 @@ def _slots(optimizer: Any, shards: int) -> list[tuple[str, Any]]:
 
 def _dense(gradient: Any, reduction: Any) -> Any:
     """Return a dense gradient. Raises `TypeError` for a sparse one, unless it may become dense."""
-    sparse = getattr(gradient, "is_sparse", False) or hasattr(gradient, "indices")
-    if not sparse:
+    # Tensors of torch say so; those of TensorFlow that are sparse are `tf.IndexedSlices`.
+    if not getattr(gradient, "is_sparse", type(gradient).__name__ == "IndexedSlices"):
         return gradient
     if not reduction.sparse_as_dense:
         raise TypeError(
@@ -304,7 +315,7 @@ def _row(arrays: Sequence[Any]) -> Any:
 
 def _train(optimizer: Any, values: Sequence[Any], steps: Sequence[Sequence[Any]]) -> list[Any]:
     twin = type(optimizer).from_config(optimizer.get_config())
-    variables = [keras.Variable(value, dtype="float32") for value in values]
+    variables = [keras.Variable(value, dtype="float32", trainable=False) for value in values]
     for gradients in steps:
         twin.apply([keras.ops.convert_to_tensor(each, "float32") for each in gradients], variables)
     return [keras.ops.convert_to_numpy(variable.value) for variable in variables]
