@@ -35,8 +35,8 @@ STREAMED_BYTES = 8 << 20
 # How often a wait for another rank looks whether it is gone, or the world is over: this is the time
 # that the survivors of an elastic job lose. Waits are rare, as all ranks are ready when they begin.
 CHECK_SECONDS = 0.01
-# The first time between hosts, twice as much each further time: ranks of other hosts may wait for
-# what this one has not sent yet.
+# The first time where there are several hosts, and twice as much each further time: ranks of other
+# hosts may wait for what this one has not sent yet.
 FIRST_CHECK_SECONDS = 0.004
 MOST_RANKS = 256  # kMaxMembers in chain.h
 BOARD_BYTES = 32 << 10  # room for the board of so many, and for the row of an alltoall
