@@ -20,6 +20,9 @@ It is right for these reasons.
   member can complete the next round before this one has taken its result.
 
 A rank that takes the other way says so (`decline`), so that the rest does not wait in vain.
+
+The gradients of a small step are a `Bundle`: one short call, whose data lie in several places. Its
+entries are pending meanwhile, under their own names, and all of them are complete or reported.
 """
 
 from __future__ import annotations
