@@ -155,9 +155,8 @@ def given(request: Request, members: Members) -> Given | None:
     if not 0 < nbytes <= most:
         return None
     if not spec.reduces:
-        if request.root_rank not in members.ranks:
-            return None
-        return Given(nbytes, root=members.ranks.index(request.root_rank))
+        is_known = request.root_rank in members.ranks
+        return Given(nbytes, root=members.ranks.index(request.root_rank)) if is_known else None
     reduction = reduction_of(request, members.size)
     # Adasum has no arithmetic, and a backend of its own.
     if reduction.reduce_op is ReduceOp.ADASUM or codes(Arithmetic(dtype, reduction)) is None:
