@@ -21,8 +21,9 @@ def place() -> tuple[int, int]:
 def together(what: str, work: Callable[[], T]) -> list[T]:
     """Do `work` on all ranks, and return what it returned on each of them, in rank order.
 
-    Where it raises an exception, that rank raises it, and all others `HorovodInternalError` with
-    its text: no rank waits for one that has failed. The results must be small: they are pickled.
+    `what` is a call and its folder: "save of FOLDER". Where `work` raises an exception, that rank
+    raises it, and all others `HorovodInternalError` with its text: no rank waits for one that has
+    failed. The results must be small: they are pickled.
     """
     error: Exception | None = None
     result: Any = None
@@ -35,15 +36,26 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
             raise error
         return [result]
     text = None if error is None else f"{type(error).__name__}: {error}"
-    outcomes = allgather_object((text, result), f"checkpoint.{what}")
+    outcomes = allgather_object((what, text, result), "checkpoint")
     if error is not None:
         raise error
-    for rank, (failure, _) in enumerate(outcomes):
+    for rank, (other, failure, _) in enumerate(outcomes):
+        if _call(other) != _call(outcomes[0][0]):
+            raise HorovodInternalError(
+                f"ranks make different calls: rank 0 a {outcomes[0][0]}, rank {rank} a {other}",
+                rank,
+                job_goes_on=True,
+            )
         if failure is not None:
             raise HorovodInternalError(
                 f"{what}: rank {rank} failed: {failure}", rank, job_goes_on=True
             )
-    return [outcome for _, outcome in outcomes]
+    return [outcome for _, _, outcome in outcomes]
+
+
+def _call(what: str) -> str:
+    """Return what a step belongs to, without the folder, which hosts may call otherwise."""
+    return what.partition(" of ")[0]
 
 
 def check_same(what: str, facts: Mapping[str, str], digests: Sequence[bytes]) -> None:
@@ -53,7 +65,7 @@ def check_same(what: str, facts: Mapping[str, str], digests: Sequence[bytes]) ->
     """
     if len(set(digests)) == 1:
         return
-    of_ranks = allgather_object(dict(facts), f"checkpoint.{what}.facts")
+    of_ranks = allgather_object(dict(facts), "checkpoint.facts")
     first = of_ranks[0]
     for rank, other in enumerate(of_ranks):
         for name in [*first, *other]:

@@ -365,6 +365,26 @@ def test_ranks_that_disagree(tmp_path: Path, call: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
 
 
+def test_ranks_that_save_to_different_folders_or_make_different_calls(tmp_path: Path) -> None:
+    """Neither waits for ever: one file is not where rank 0 looks, or the calls differ."""
+    hvd.checkpoint.save(tmp_path / "it", {"w": FULL})
+
+    def folders(rank: int) -> None:
+        (tmp_path / f".{rank}.new").mkdir(exist_ok=True)
+        expected = FileNotFoundError if rank == 0 else HorovodInternalError
+        with pytest.raises(expected, match=r"rank 0 does not see slices-00001.*all hosts share"):
+            hvd.checkpoint.save(tmp_path / str(rank), {"w": FULL})
+
+    def calls(rank: int) -> None:
+        call = (hvd.checkpoint.save, hvd.checkpoint.load)[rank]
+        with pytest.raises(HorovodInternalError, match=r"rank 0 a save of .*, rank 1 a load of"):
+            call(tmp_path / "it", {"w": FULL.copy()})
+
+    run_ranks(2, folders)
+    run_ranks(2, calls)
+    assert not (tmp_path / "0").exists()
+
+
 class KilledError(BaseException):
     """What a killed process does no more: nothing after it runs."""
 
