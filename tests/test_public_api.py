@@ -33,6 +33,11 @@ ELASTIC_FILES = {
     "hvdlite.tf.elastic": HERE / "tf" / "public_api_elastic.txt",
     "hvdlite.keras.elastic": HERE / "keras" / "public_api_elastic.txt",
 }
+SHARDING_FILES = {
+    "hvdlite.numpy.checkpoint": HERE / "public_api_numpy_checkpoint.txt",
+    "hvdlite.torch.checkpoint": HERE / "torch" / "public_api_checkpoint.txt",
+    "hvdlite.torch.sharding": HERE / "torch" / "public_api_sharding.txt",
+}
 
 
 def signatures(module: ModuleType) -> list[str]:
@@ -105,6 +110,23 @@ def test_elastic_training(name: str) -> None:
     assert signatures(importlib.import_module(name)) == golden(ELASTIC_FILES[name])
 
 
+@pytest.mark.parametrize("name", SHARDING_FILES)
+def test_checkpoints_and_sharding(name: str) -> None:
+    if ".torch." in name:
+        pytest.importorskip("torch")
+    assert signatures(importlib.import_module(name)) == golden(SHARDING_FILES[name])
+
+
+@pytest.mark.tf
+@pytest.mark.torch
+def test_checkpoints_are_the_same_in_all_frameworks() -> None:
+    for name in ("torch", "tensorflow", "keras"):
+        pytest.importorskip(name)
+    first = signatures(importlib.import_module("hvdlite.numpy.checkpoint"))
+    for name in ("torch", "tf", "keras"):
+        assert signatures(importlib.import_module(f"hvdlite.{name}.checkpoint")) == first
+
+
 if __name__ == "__main__":
     files = {
         "hvdlite.numpy": NUMPY_FILE,
@@ -114,6 +136,7 @@ if __name__ == "__main__":
         "hvdlite.ray": RAY_FILE,
         "hvdlite.spark": SPARK_FILE,
         **ELASTIC_FILES,
+        **SHARDING_FILES,
     }
     for name, path in files.items():
         path.write_text("\n".join(signatures(importlib.import_module(name))) + "\n")

@@ -30,13 +30,23 @@ class Planned:
 
 
 class Plan(dict[str, Planned]):
-    """What `plan` returns: by the names of operators, then of parameters; prints as a table."""
+    """What `plan` returns: by the names of operators, then of parameters; prints as a table.
 
-    # The layouts of parameters and buffers by name, of the inputs in order, and of those outputs
-    # that a strategy was given for, by their numbers.
-    layouts: dict[str, Layout]
-    inputs: list[Layout]
-    outputs: dict[int, Layout]
+    `layouts` are those of parameters and buffers by name, `inputs` of the inputs in order, and
+    `outputs` of those outputs that a strategy was given for, by their numbers.
+    """
+
+    def __init__(
+        self,
+        planned: Mapping[str, Planned],
+        layouts: dict[str, Layout],
+        inputs: list[Layout],
+        outputs: dict[int, Layout],
+    ) -> None:
+        super().__init__(planned)
+        self.layouts = layouts
+        self.inputs = inputs
+        self.outputs = outputs
 
     @property
     def bytes(self) -> int:
@@ -88,24 +98,23 @@ def plan(
     configured = {**given, **(strategies or {})}
     operators = _with_ends(recorder.operators, input_names, output_names, configured)
     choices = propagate(operators, configured, ranks, fully_use_devices)
-    found = Plan(
-        (name, Planned(choice.strategy, choice.edge_bytes + choice.own_bytes))
-        for name, choice in choices.items()
-    )
     leaves = leaf_layouts(operators, choices)
-    found.inputs = [
+    layouts = _parameter_layouts(module, leaves, recorder, ranks)
+    planned = {
+        name: Planned(choice.strategy, choice.edge_bytes + choice.own_bytes)
+        for name, choice in choices.items()
+    }
+    planned |= {name: Planned((layouts[name].cuts,), 0) for name, _ in module.named_parameters()}
+    entering = [
         choices[name].output if name in choices else leaves.get(name) or whole(each.ndim, ranks)
         for name, each in zip(input_names, _tensors(inputs), strict=True)
     ]
-    found.outputs = {
+    leaving = {
         index: choices[f"output{index}"].output
         for index in range(len(output_names))
         if f"output{index}" in choices
     }
-    found.layouts = _parameter_layouts(module, leaves, recorder, ranks)
-    for name in dict(module.named_parameters()):
-        found[name] = Planned((found.layouts[name].cuts,), 0)
-    return found
+    return Plan(planned, layouts, entering, leaving)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
