@@ -131,20 +131,23 @@ def parse_patches(strategy: Strategy, patches: object, dims: object) -> Patches:
         raise ValueError(
             f"patches={patches!r} and strategy {strategy!r} both say how inputs are cut: give one"
         )
-    for what, value in (("patches", patches), ("patch_dims", dims)):
-        if (
-            not isinstance(value, tuple)
-            or len(value) != 2
-            or any(not isinstance(each, int) or isinstance(each, bool) for each in value)
-        ):
-            raise TypeError(f"{what} are two ints, of the height and of the width, not {value!r}")
-    rows, columns = patches  # type: ignore[misc]
-    first, second = dims  # type: ignore[misc]
+    rows, columns = _two_ints("patches", patches)
+    first, second = _two_ints("patch_dims", dims)
     if rows < 1 or columns < 1:
         raise ValueError(f"patches={patches!r}: an image has 1 or more rows and columns of them")
     if first == second:
         raise ValueError(f"patch_dims={dims!r}: height and width are two dimensions")
     return Patches(rows, columns, (first, second))
+
+
+def _two_ints(what: str, value: object) -> tuple[int, int]:
+    if (
+        not isinstance(value, tuple)
+        or len(value) != 2
+        or any(not isinstance(each, int) or isinstance(each, bool) for each in value)
+    ):
+        raise TypeError(f"{what} are two ints, of the height and of the width, not {value!r}")
+    return value
 
 
 def parts_of(strategy: Strategy, ranks: int) -> int:

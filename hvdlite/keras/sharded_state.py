@@ -187,7 +187,7 @@ class ShardedExchange(Exchange):
 
     def consolidate(self, optimizer: Any) -> Any:
         """Return a plain optimizer with all of the state; all ranks take part."""
-        base = type(optimizer).__mro__[2]  # behind the derived class and `Distributed`
+        base: Any = type(optimizer).__mro__[2]  # behind the derived class and `Distributed`
         plain = base.from_config(optimizer.get_config())
         variables = self.sources(getattr(optimizer, "_trainable_variables", []))
         plain.build(variables)

@@ -146,7 +146,8 @@ class SpatialConv2d(nn.Conv2d):
 
     def extra_repr(self) -> str:
         """Return the arguments of the convolution, and the dimensions that are cut."""
-        return f"{super().extra_repr()}, cut={sorted(index + 2 for index in self._cuts)}"
+        arguments = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{arguments}, cut={sorted(index + 2 for index in self._cuts)}"
 
 
 __all__ = ["SpatialConv2d"]

@@ -68,8 +68,8 @@ def _part(number: int, tensor: tf.Tensor, cut: tuple[Part, ...]) -> tf.Tensor:
             checks = [tf.debugging.assert_equal(size % part.parts, 0, text)]
         with tf.control_dependencies(checks):
             begin, end = part.bounds(size)
-            whole = [builtins.slice(None)] * part.dim
-            tensor = tensor[(*whole, builtins.slice(begin, end))]
+            index = (*[builtins.slice(None)] * part.dim, builtins.slice(begin, end))
+            tensor = tensor[index]
     return tensor
 
 

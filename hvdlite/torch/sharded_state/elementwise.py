@@ -90,7 +90,7 @@ def _train(
     values: list[torch.Tensor],
     gradients: list[list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    parameters = [torch.nn.Parameter(value.clone()) for value in values]
+    parameters: list[torch.Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
     groups = [{**group, "params": parameters}]
     if not group.get("lr", 1):
         groups[0]["lr"] = 0.1  # as at the start of a warm-up, where no step shows anything

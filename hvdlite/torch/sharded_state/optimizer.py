@@ -62,7 +62,7 @@ class ShardingMixin(ReducingMixin):
 
     step.hooked = True  # type: ignore[attr-defined]  # `_sharded_step` calls the user's hooks.
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Return the options, and the state of this rank's shards, in the layout [N], [0].
 
         It fits the same parameters on the same number of ranks; `consolidate` gives what fits all.
