@@ -188,6 +188,23 @@ def check_functions() -> None:
         raise AssertionError("shares of other sizes were taken")
 
 
+def check_parameter_plan() -> None:
+    """Parameters that are cut otherwise than the plan says give the same values."""
+    model, batch = torch.nn.Sequential(block(8), torch.nn.LayerNorm(WIDTH)), batches(hvd.size())[0]
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    expected = own(model(batch)).detach()
+    columns = {"0.0.weight": (1, hvd.size())}
+    sharded = sharding.shard(model, parameter_plan=columns, example=own(batch))
+    assert torch.allclose(sharded(own(batch)), expected, atol=1e-5)
+    assert sharded[0][0].weight.to_local().shape == (WIDTH, WIDTH // hvd.size())
+    for wrong in ({"0.9.weight": (1, 1)}, {"0.0.weight": (WIDTH * 2, 1)}):
+        try:
+            sharding.shard(block(1), parameter_plan=wrong, example=own(batch))
+        except ValueError:
+            continue
+        raise AssertionError(wrong)
+
+
 def check_convolutions() -> None:
     """DTensor's own are wrong where the width is cut; here they run on whole images."""
     torch.manual_seed(4)
@@ -208,6 +225,7 @@ if __name__ == "__main__":
     check_training()
     check_bytes()
     check_functions()
+    check_parameter_plan()
     check_convolutions()
     check_inference(Path(sys.argv[1]))
     dist.destroy_process_group()
