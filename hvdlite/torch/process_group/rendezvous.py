@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlparse
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -40,6 +41,17 @@ class Offer(NamedTuple):
     failure: str = ""
 
 
+class _Kept:
+    """The store of one world, for all its process groups: a new one takes seconds now and then."""
+
+    def __init__(self) -> None:
+        self.store: Any = None
+        self.groups = 0  # How many default groups it has had.
+
+
+_stores: WeakKeyDictionary[Runtime, _Kept] = WeakKeyDictionary()
+
+
 def meet(url: str, timeout: timedelta | None) -> tuple[Any, int, int]:
     """Return a store of all ranks, this rank and the number of ranks; blocks.
 
@@ -63,15 +75,28 @@ def _check(said: Mapping[str, str], rank: int, size: int) -> None:
 
 
 def _shared_store(runtime: Runtime, timeout: timedelta) -> Any:
+    """Return a part of the store of this world that no other process group has."""
+    kept = _stores.setdefault(runtime, _Kept())
+    if kept.store is None:
+        kept.store = _new_store(runtime)
+    else:
+        allgather_object("", ROUND)  # All begin together, as they do with a new store.
+    kept.groups += 1
+    store = dist.PrefixStore(f"hvdlite/{kept.groups}", kept.store)
+    store.set_timeout(timeout)
+    return store
+
+
+def _new_store(runtime: Runtime) -> Any:
     store, offer, failure = None, Offer(), ""
     if runtime.rank == 0:
-        store, offer = _serve(runtime, timeout)
+        store, offer = _serve(runtime)
     offer = broadcast_object(offer, 0, ROUND)
     if offer.failure:
         raise HorovodInternalError(f"rank 0 cannot serve a store: {offer.failure}", 0)
     if store is None:
         try:
-            store = _connect(runtime, offer, timeout)
+            store = _connect(runtime, offer)
         except (RuntimeError, OSError) as error:
             failure = str(error)
     # It is a barrier as well: rank 0 may close the store as soon as it is through.
@@ -81,10 +106,10 @@ def _shared_store(runtime: Runtime, timeout: timedelta) -> Any:
     return store
 
 
-def _serve(runtime: Runtime, timeout: timedelta) -> tuple[Any, Offer]:
+def _serve(runtime: Runtime) -> tuple[Any, Offer]:
     """Serve a store; return it with the offer for the other ranks."""
     try:
-        store = _tcp_store(LOOPBACK, 0, runtime, timeout, serves=True)
+        store = _tcp_store(LOOPBACK, 0, runtime, serves=True)
         token = secrets.token_bytes(16)
         store.set(TOKEN, token)
         one_host = len(runtime.topology.hosts) == 1
@@ -96,7 +121,7 @@ def _serve(runtime: Runtime, timeout: timedelta) -> tuple[Any, Offer]:
     return store, Offer(endpoints, store.port, token)
 
 
-def _connect(runtime: Runtime, offer: Offer, timeout: timedelta) -> Any:
+def _connect(runtime: Runtime, offer: Offer) -> Any:
     """Return the store of rank 0. Raises `RuntimeError` with what was tried."""
     tried = []
     until = time.monotonic() + runtime.config.start_timeout_seconds
@@ -104,7 +129,7 @@ def _connect(runtime: Runtime, offer: Offer, timeout: timedelta) -> Any:
         try:
             left = max(min(PROBE_SECONDS, until - time.monotonic()), 0.1)
             socket.create_connection((host, offer.port), left).close()
-            store = _tcp_store(host, offer.port, runtime, timeout)
+            store = _tcp_store(host, offer.port, runtime)
             if store.check([TOKEN]) and store.get(TOKEN) == offer.token:
                 return store
             tried.append(f"{host}: another store answers")
@@ -123,8 +148,8 @@ def _hosts(runtime: Runtime, offer: Offer) -> list[str]:
     return near + [str(target.address[0]) for target in order(list_interfaces(), offer.endpoints)]
 
 
-def _tcp_store(
-    host: str, port: int, runtime: Runtime, timeout: timedelta, *, serves: bool = False
-) -> Any:
+def _tcp_store(host: str, port: int, runtime: Runtime, *, serves: bool = False) -> Any:
     make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch does not say that it has it
-    return make(host, port, runtime.topology.size, serves, timeout=timeout, wait_for_workers=False)
+    limit = timedelta(seconds=runtime.config.start_timeout_seconds)
+    size = runtime.topology.size
+    return make(host, port, size, serves, timeout=limit, wait_for_workers=False)

@@ -10,7 +10,6 @@ import os
 import secrets
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 
 from hvdlite.launcher.signals import die_with_parent
@@ -26,18 +25,10 @@ def start(main: Callable[[], None], rank: int, variables: dict[str, str]) -> int
     process = os.fork()
     if process:
         return process
-    code = 1
-    try:
-        follow_parent()
-        os.environ.update(variables, HVDLITE_RANK=str(rank))
-        main()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    follow_parent()
+    os.environ.update(variables, HVDLITE_RANK=str(rank))
+    main()
+    sys.exit()  # Not os._exit(): the engine serves other ranks until they have left, too.
 
 
 def run(main: Callable[[], None], size: int) -> int:

@@ -43,16 +43,21 @@ def load() -> Any:
 
 def run(tests: Any, name: str) -> str:
     """Run one test on this rank: "", "skip: why" or "fail: why"."""
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    skips = {each.exit_code: each.message for each in TEST_SKIPS.values()}
     test = tests(name)
     test.rank, test.file_name = hvd.rank(), ""
     hvd.init_process_group(TIMEOUT)
+    set_rng_seed(1234)  # As each process of PyTorch's own runner begins.
     try:
         getattr(test, name)()
         dist.barrier()
     except unittest.SkipTest as why:
         return f"skip: {why}"
     except SystemExit as code:
-        return f"skip: exit code {code}"
+        return f"skip: {skips.get(code.code, code)}"
     except BaseException as error:
         print(f"{name} on rank {hvd.rank()}: {traceback.format_exc()}", file=sys.stderr, flush=True)
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -72,6 +77,8 @@ def main() -> None:
     hvd.init()
     tests = load()
     every = [name for name in dir(tests) if name.startswith("test_")]
+    if hvd.rank() == 0:
+        print(f"{len(every)} tests of torch {torch.__version__}", flush=True)
     chosen = sys.argv[1:] or [name for name in every if not name.startswith(LEFT_OUT)]
     for name in chosen:
         found = hvd.allgather_object(run(tests, name), name)
