@@ -142,6 +142,8 @@ def given(request: Request, members: Members) -> Given | None:
     spec, shape = SPECS[request.collective], request.shape
     if request.device != HOST_DEVICE or not (shape or spec.scalars):
         return None
+    if spec.rooted and request.root_rank not in members.ranks:
+        return None
     dtype = numpy_dtype(request.dtype)
     scattered = spec.scatters or spec.splits
     most = LARGE_BYTES
