@@ -140,9 +140,8 @@ def meaning_of(request: Request) -> Request:
 def given(request: Request, members: Members) -> Given | None:
     """Return what members give in a call with data; None for what cannot be a short one."""
     spec, shape = SPECS[request.collective], request.shape
-    if request.device != HOST_DEVICE or not (shape or spec.scalars):
-        return None
-    if spec.rooted and request.root_rank not in members.ranks:
+    rootless = spec.rooted and request.root_rank not in members.ranks
+    if request.device != HOST_DEVICE or rootless or not (shape or spec.scalars):
         return None
     dtype = numpy_dtype(request.dtype)
     scattered = spec.scatters or spec.splits
