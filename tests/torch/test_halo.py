@@ -50,13 +50,13 @@ def test_edges_and_their_gradients(
         weights.append(values(*part.shape, seed=rank + 1))
     torch.autograd.backward(wanted, weights)
     assert whole.grad is not None
-    gradients = whole.grad.split(lengths, dim)
+    gradients = torch.split(whole.grad, lengths, dim)
 
     def main(rank: int) -> None:
-        part = whole.detach().split(lengths, dim)[rank].clone().requires_grad_()
+        part = torch.split(whole.detach(), lengths, dim)[rank].clone().requires_grad_()
         found = hvd.halo(part, dim, before, after, fill=fill)
         assert torch.equal(found, wanted[rank])
-        found.backward(weights[rank])
+        torch.autograd.backward([found], [weights[rank]])
         torch.testing.assert_close(part.grad, gradients[rank], rtol=0, atol=1e-6)
 
     run_ranks(size, main)
@@ -103,10 +103,11 @@ def compare(size: int, model: nn.Module, images: Tensor, dims: Sequence[int]) ->
     assert images.grad is not None
     for dim in dims:
         slices = output.detach()
-        parts, parameters = zip(
-            *run_ranks(size, lambda rank, dim=dim: _own(model, images, weight, size, dim, rank)),
-            strict=True,
-        )
+
+        def main(rank: int, dim: int = dim) -> Any:
+            return _own(model, images, weight, size, dim, rank)
+
+        parts, parameters = zip(*run_ranks(size, main), strict=True)
         assert torch.equal(torch.cat([part for part, _ in parts], dim), slices)
         found = torch.cat([gradient for _, gradient in parts], dim)
         assert (found - images.grad).abs().max().item() <= 1e-6
@@ -235,7 +236,7 @@ def test_wrapping_keeps_parameters_names_hooks_and_shared_modules() -> None:
 
     def main(rank: int) -> None:
         model["first"](torch.zeros(1, 2, 4, 4))
-        assert isinstance(model["inner"][0], hvd.SpatialConv2d)
+        assert isinstance(next(model["inner"].children()), hvd.SpatialConv2d)
 
     run_ranks(1, main)
     assert calls == [1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,8 +41,9 @@ class Scaled(nn.Module):
 
 def network() -> nn.Module:
     torch.manual_seed(1)
+    first: Any = nn.Conv2d(1, 3, 3)
     return nn.Sequential(
-        nn.Conv2d(1, 3, 3).to(memory_format=torch.channels_last),
+        first.to(memory_format=torch.channels_last),
         nn.Tanh(), nn.Flatten(), nn.Linear(3 * 16, 7), Scaled(), nn.Linear(7, 3, bias=False),
     )  # fmt: skip
 
@@ -57,7 +59,7 @@ def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-    loss.backward()
+    torch.autograd.backward([loss])
     return loss
 
 
@@ -83,7 +85,7 @@ def both(size: int, make: Make, body: Callable[[int, nn.Module, Any], Any], **op
     results = []
     for sharded in (False, True):
         models = [network() for _ in range(size)]
-        results.append(run_ranks(size, lambda rank, sharded=sharded: run(rank, sharded)))
+        results.append(run_ranks(size, partial(run, shard_state=sharded)))
     plain, sharded_weights = results
     assert all(same(plain[0], each) for each in plain[1:] + sharded_weights)
 

@@ -99,7 +99,7 @@ def _train(
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         step_over(optimizer, wrapped, groups, state)
-    return parameters
+    return [parameter.detach() for parameter in parameters]
 
 
 @torch.no_grad()
