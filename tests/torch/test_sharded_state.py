@@ -211,9 +211,11 @@ def test_parameters_that_some_ranks_or_none_use(first_used: int) -> None:
 
 
 def test_weights_that_are_loaded_or_replaced_are_stepped() -> None:
+    start = network().state_dict()  # Made here: the threads of all ranks share the generator.
+
     def body(rank: int, model: nn.Module, optimizer: Any) -> None:
         train(rank, model, optimizer)
-        model.load_state_dict(network().state_dict())
+        model.load_state_dict(start)
         train(rank, model, optimizer)
         first = next(iter(model.parameters()))
         first.data = torch.ones_like(first)
