@@ -82,7 +82,8 @@ def _shared_store(runtime: Runtime, timeout: timedelta) -> Any:
     else:
         allgather_object("", ROUND)  # All begin together, as they do with a new store.
     kept.groups += 1
-    store = dist.PrefixStore(f"hvdlite/{kept.groups}", kept.store)
+    prefixed: Any = getattr(dist, "PrefixStore")  # noqa: B009 - torch does not say that it has it
+    store = prefixed(f"hvdlite/{kept.groups}", kept.store)
     store.set_timeout(timeout)
     return store
 

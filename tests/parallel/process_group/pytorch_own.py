@@ -9,6 +9,7 @@ and why, is told in docs/pytorch_own_tests.md.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -33,6 +34,9 @@ def load() -> Any:
     os.environ.update(BACKEND="hvdlite", WORLD_SIZE=str(hvd.size()), INIT_METHOD="hvdlite://")
     os.environ["TEMP_DIR"] = tempfile.mkdtemp()
     from torch.testing._internal.distributed import distributed_test as own
+
+    # It takes seconds to start each time, and records torch's own backends only.
+    own._create_autograd_profiler = own._create_torch_profiler = contextlib.nullcontext  # type: ignore[assignment]
 
     class Tests(own.TestDistBackend, own.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         def _barrier(self, *args: Any, **kwargs: Any) -> None:
