@@ -73,9 +73,9 @@ class FittedEntry(TensorEntry[torch.Tensor]):
 
 
 MOST_KNOWN = 1000  # calls of a group that are remembered
-# How many groups of each name a runtime has had. The next one of a name, after
+# How many groups of each name and members a runtime has had. The next one of a name, after
 # destroy_process_group(), must not meet calls of the last one that are still pending somewhere.
-_made: WeakKeyDictionary[Runtime, Counter[str]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Runtime, Counter[tuple[object, ...]]] = WeakKeyDictionary()
 
 
 class Caller:
@@ -99,11 +99,16 @@ class Caller:
         self._known: dict[Any, PreparedCall] = {}
 
     def be_called(self, group: str) -> None:
-        """Take the name that torch gives; all members make groups in the same order."""
+        """Take the name that torch gives.
+
+        After destroy_process_group() torch begins with the same names, also for other members: how
+        often a group was made is the same on its members only.
+        """
         self.torch_name = group
         made = _made.setdefault(self.runtime, Counter())
-        made[group] += 1
-        self.group = group if made[group] == 1 else f"{group}@{made[group]}"
+        key = group, *self.members
+        made[key] += 1
+        self.group = group if made[key] == 1 else f"{group}@{made[key]}"
 
     # -- options
 

@@ -113,6 +113,20 @@ def destroyed_and_made_again() -> None:
         assert tensor.tolist() == [float(dist.get_world_size())] * 3
 
 
+@feature()
+def made_again_with_other_members() -> None:
+    """torch gives the name again, of which only some ranks have had a group."""
+    size = dist.get_world_size()
+    for members in (list(range(1, size)), list(range(size))):
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [float(len(members))] * 3
+        dist.destroy_process_group()
+        hvd.init_process_group()
+
+
 @feature(2)
 def destroyed_with_a_call_that_nobody_else_has_made() -> None:
     if dist.get_rank() == 0:
