@@ -1,6 +1,6 @@
 """PyTorch's own tests of torch.distributed, which ship inside of its wheel, over hvdlite.
 
-    hvdlite-run -np 4 python -m tests.parallel.process_group.pytorch_own [NAME ...]
+    hvdlite-run -np 4 python -m tests.parallel.process_group.pytorch_own [NAME | -NAME ...]
 
 All tests run in one job, one after the other, each in a default group of its own. Rank 0 prints
 ``OWN name pass``, ``OWN name skip: why`` or ``OWN name fail: rank and error`` for each. What fails,
@@ -83,11 +83,15 @@ def main() -> None:
     every = [name for name in dir(tests) if name.startswith("test_")]
     if hvd.rank() == 0:
         print(f"{len(every)} tests of torch {torch.__version__}", flush=True)
-    chosen = sys.argv[1:] or [name for name in every if not name.startswith(LEFT_OUT)]
+    left_out = (*LEFT_OUT, *(word[1:] for word in sys.argv[1:] if word.startswith("-")))
+    named = [word for word in sys.argv[1:] if not word.startswith("-")]
+    chosen = named or [name for name in every if not name.startswith(left_out)]
     for name in chosen:
         found = hvd.allgather_object(run(tests, name), name)
         if hvd.rank() == 0:
-            failed = [f"rank {rank}: {text}" for rank, text in enumerate(found) if "fail" in text]
+            failed = [
+                f"rank {rank}: {text}" for rank, text in enumerate(found) if text.startswith("fail")
+            ]
             skipped = next((text for text in found if text.startswith("skip")), "")
             outcome = f"fail: {failed[0].replace('fail: ', '')}" if failed else skipped or "pass"
             print(f"OWN {name} {outcome}", flush=True)
