@@ -32,7 +32,8 @@ LEFT_OUT = ("test_monitored_barrier", "test_verify_model_across_rank", "test_ddp
 def load() -> Any:
     """The class of the tests, without the processes that it would start for each of them."""
     os.environ.update(BACKEND="hvdlite", WORLD_SIZE=str(hvd.size()), INIT_METHOD="hvdlite://")
-    os.environ["TEMP_DIR"] = tempfile.mkdtemp()
+    os.environ["TEMP_DIR"] = hvd.broadcast_object(tempfile.mkdtemp(), 0)
+    os.makedirs(os.path.join(os.environ["TEMP_DIR"], "test_dir"), exist_ok=True)
     from torch.testing._internal.distributed import distributed_test as own
 
     # It takes seconds to start each time, and records torch's own backends only.
