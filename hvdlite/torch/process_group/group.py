@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,7 +36,9 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
         Peers.__init__(self, caller, rank)
         self._store = store
         self._desc = ""
-        self._is_shut_down = False
+        # Older releases of torch forget a group without shutting it down.
+        self._let_go = weakref.finalize(self, _let_go, caller)
+        self._let_go.atexit = False
 
     def barrier(  # type: ignore[override]
         self, opts: Any = None, timeout: Any = None
@@ -110,15 +113,17 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
 
     def shutdown(self) -> None:
         """Let go of the process set; torch calls it when the group is destroyed."""
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            self._kept.clear()
-            if find() is self._caller.runtime:
-                release(self._caller.process_set)
+        self._kept.clear()
+        self._let_go()
 
     def abort(self) -> None:
         """Do as `shutdown` does."""
         self.shutdown()
+
+
+def _let_go(caller: Caller) -> None:
+    if find() is caller.runtime:
+        release(caller.process_set)
 
 
 def _hide_from_compiler(names: Sequence[str]) -> None:
