@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -21,7 +22,8 @@ class FormedSets:
     """The uses of formed sets that this rank has begun and not released."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        # Weak: a runtime that is let go gives its files back at once, not when garbage is collected.
+        self._runtime: Runtime = weakref.proxy(runtime)
         # By the id of its object, which is kept: the number of the use, and its set.
         self._uses: dict[int, tuple[FormedSet, ProcessSet]] = {}
         # The sets that threads of this rank are forming: one thread at a time for each.
