@@ -375,7 +375,7 @@ def disagreement(first: tuple[int, Request], other: tuple[int, Request]) -> str:
     if request.collective != other_request.collective:
         return (
             f"'{request.name}': ranks disagree on the operation: rank {rank} has "
-            f"{request.collective}, rank {other_rank} has {other_request.collective}"
+            f"{_operation(request)}, rank {other_rank} has {_operation(other_request)}"
         )
     for field in SPECS[request.collective].agree:
         value, other_value = _value(request, field), _value(other_request, field)
@@ -386,6 +386,10 @@ def disagreement(first: tuple[int, Request], other: tuple[int, Request]) -> str:
                 f"rank {other_rank} has {other_value}"
             )
     return ""
+
+
+def _operation(request: Request) -> str:
+    return request.collective + (f" ({request.settings})" if request.settings else "")
 
 
 def _value(request: Request, field: str) -> Any:

@@ -43,7 +43,8 @@ class Request(NamedTuple):
     postscale_factor: float = 1.0
     group: str = ""  # The name of its grouped call; "" for a tensor of its own.
     group_size: int = 0
-    settings: str = ""  # Of `init` and gradients: the settings that must be equal on all ranks.
+    # Of `init`, gradients and uneven reduce_scatters: what else must be equal on all ranks.
+    settings: str = ""
     fusion_bytes: int = JOB_THRESHOLD  # The most bytes of its segment, or WHOLE_GROUP.
     # The global ranks that make this request, ascending, where these are not all of the process
     # set: a message between two ranks, or a set that its members form.

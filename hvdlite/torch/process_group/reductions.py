@@ -105,7 +105,10 @@ class Reductions(GroupBase):
     ) -> CollectiveWork:
         """Reduce parts of different sizes as a whole: the engine's reducescatter cuts evenly."""
         checks.readable("reduce_scatter", outputs)
-        options = self._caller.reducing(op_of(opts))
+        # The whole has the same size for other cuts, too.
+        cuts = [[part.numel() for part in parts] for parts in lists]
+        said = f"parts of {cuts[0] if len(cuts) == 1 else cuts} elements"
+        options = self._caller.reducing(op_of(opts))._replace(settings=said)
         entries = self._caller.enqueue("allreduce", packed, packed, options, "reducescatter")
 
         def finish() -> None:

@@ -1,0 +1,55 @@
+"""Process groups of ranks that are threads, used as torch.distributed uses them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite.torch as hvd
+from hvdlite.common.runtime.process_sets import global_process_set
+from hvdlite.common.runtime.state import current
+from hvdlite.torch.process_group.calls import Caller
+from hvdlite.torch.process_group.group import HvdliteProcessGroup
+from tests.ranks import run_ranks
+
+MINUTE = timedelta(minutes=1)
+
+
+def group_of_all(timeout: timedelta = MINUTE) -> Any:
+    """Return the group of all ranks, as `create` makes it."""
+    runtime = current()
+    caller = Caller(runtime, global_process_set, range(runtime.topology.size), timeout)
+    caller.be_called("0")
+    return HvdliteProcessGroup(caller, runtime.rank, None)
+
+
+def row(*sizes: int) -> list[torch.Tensor]:
+    return [torch.full((size,), float(size)) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [
+        (([1, 3], [3, 1]), ("rank 0 has parts of [1, 3] elements", "parts of [3, 1] elements")),
+        (([2, 2], [3, 1]), ("rank 0 has reducescatter", "parts of [3, 1] elements")),
+    ],
+)
+def test_reduce_scatter_of_parts_that_differ(
+    cuts: tuple[list[int], list[int]], words: tuple[str, str]
+) -> None:
+    """The total is the same, so only the sizes of the parts tell."""
+
+    def main(rank: int) -> None:
+        group = group_of_all()
+        own = cuts[rank]
+        with pytest.raises(hvd.HorovodInternalError) as error:
+            group.reduce_scatter(torch.empty(own[rank]), row(*own)).wait()
+        assert all(word in str(error.value) for word in words), error.value
+        output = torch.empty(1 + 2 * rank)
+        group.reduce_scatter(output, row(1, 3)).wait()
+        assert output.tolist() == [2.0 + 4 * rank] * (1 + 2 * rank)
+
+    run_ranks(2, main)
