@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.data.slicing import place
+from hvdlite.common.runtime.process_sets import (
+    ProcessSet,
+    form_process_set,
+    global_process_set,
+    release_process_set,
+)
+from hvdlite.data.slicing import place, ranks_of
 from hvdlite.data.strategies import DATA_PARALLEL, Cuts, parse
 
 
@@ -54,7 +60,7 @@ def sampler_for(
     seed: int = 0,
     mesh: Any = None,
 ) -> SliceSampler:
-    """Return the sampler of this rank, which fits `strategy`; blocks until all ranks call this.
+    """Return the sampler of this rank, which fits `strategy`; blocks until all of `mesh` call this.
 
     With ``"data_parallel"`` each rank loads samples of its own, the same number on all: the first
     ones are loaded again where the number of ranks does not divide that of samples. Do not cut
@@ -64,33 +70,48 @@ def sampler_for(
     - `dataset`: anything with a length, the number of samples.
     - `seed`: of the order, not negative; the order of an epoch depends on nothing else. Call
       `set_epoch` before each.
-    - `mesh`: as in `slice_batch`; the samples are divided among these ranks.
+    - `mesh`: as in `slice_batch`; the samples are divided among these ranks, and no other one calls
+      this for them. None is all ranks.
 
-    Ranks compare seed, shuffling, strategy and the number of samples here, once: raises
+    These ranks compare seed, shuffling, strategy and the number of samples here, once: raises
     `HorovodInternalError` where they differ, which names two ranks and both values; `TypeError` and
-    `ValueError` for a wrong strategy or seed, and before `init`.
+    `ValueError` for a wrong strategy, seed or mesh, and before `init`.
     """
     parsed = parse(strategy)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed={seed!r} must be an int of 0 or more")
+    place(mesh)  # It may be wrong, which is said before anything is sent.
     given = {"strategy": parsed, "seed": seed, "shuffle": bool(shuffle), "samples": len(dataset)}
     _compare(given, mesh)
     return SliceSampler(len(dataset), parsed == DATA_PARALLEL, bool(shuffle), seed, mesh)
 
 
 def _compare(given: dict[str, Any], mesh: Any) -> None:
-    """Raise `HorovodInternalError` unless all ranks have given the same."""
-    process_set = mesh if isinstance(mesh, ProcessSet) else global_process_set
-    first, *others = allgather_object(given, "sampler_for", process_set)
-    ranks = process_set.ranks or []
-    for number, other in enumerate(others, 1):
+    """Raise `HorovodInternalError` unless all ranks of `mesh` have given the same."""
+    with _process_set_of(mesh) as process_set:
+        first, *others = allgather_object(given, "sampler_for", process_set)
+        ranks = process_set.ranks or []
+    for rank, other in zip(ranks[1:], others, strict=False):
         for name, value in first.items():
             if other[name] != value:
                 raise HorovodInternalError(
                     f"sampler_for: ranks disagree on {name}: rank {ranks[0]} has {value!r}, rank "
-                    f"{ranks[number]} has {other[name]!r}. Give the same on all ranks",
+                    f"{rank} has {other[name]!r}. Give the same on all ranks",
                     job_goes_on=True,
                 )
+
+
+@contextmanager
+def _process_set_of(mesh: Any) -> Iterator[ProcessSet]:
+    """Yield a process set of the ranks of `mesh`, whichever other meshes there are."""
+    if mesh is None or isinstance(mesh, ProcessSet):
+        yield mesh or global_process_set
+        return
+    formed = form_process_set(ranks_of(mesh))
+    try:
+        yield formed
+    finally:
+        release_process_set(formed)
 
 
 __all__ = ["SliceSampler", "sampler_for"]

@@ -133,10 +133,16 @@ def place(mesh: Any = None) -> tuple[int, int]:
         raise TypeError(
             f"mesh is a ProcessSet, a torch DeviceMesh or None, not {type(mesh).__name__} {mesh!r}"
         )
-    ranks = mesh.mesh.flatten().tolist()
+    ranks = ranks_of(mesh)
     if runtime.rank not in ranks:
         raise ValueError(f"rank {runtime.rank} is not in the mesh, which has the ranks {ranks}")
     return ranks.index(runtime.rank), len(ranks)
+
+
+def ranks_of(mesh: Any) -> list[int]:
+    """Return the global ranks of a ``DeviceMesh`` in its order."""
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
 
 
 class Sliced:

@@ -158,6 +158,41 @@ def test_ranks_that_disagree_are_named(name: str, values: Any, words: str) -> No
     run_ranks(3, main)
 
 
+def test_the_ranks_of_a_mesh_agree_among_themselves() -> None:
+    """Rank 4 is in no mesh and calls nothing; the two meshes have other data and seeds."""
+    meshes = [SimpleNamespace(mesh=np.array(ranks)) for ranks in ([2, 0], [1, 3])]
+
+    def main(rank: int) -> list[int]:
+        if rank == 4:
+            return []
+        which = rank % 2
+        mesh, samples = meshes[which], range(6 + 2 * which)
+        order = list(data.sampler_for("data_parallel", samples, seed=which, mesh=mesh))
+        with pytest.raises(HorovodInternalError) as raised:
+            data.sampler_for("full_batch", samples, seed=rank, mesh=mesh)
+        first = which  # The ranks of the errors are those of the job.
+        words = f"seed: rank {first} has {first}, rank {first + 2} has {first + 2}"
+        assert words in str(raised.value)
+        return order
+
+    found = run_ranks(5, main)
+    assert sorted(found[0] + found[2]) == list(range(6))
+    assert sorted(found[1] + found[3]) == list(range(8))
+
+
+def test_a_wrong_mesh_is_refused_before_anything_is_sent() -> None:
+    """The other rank goes on alone: it hangs where a rank has sent a part of the exchange."""
+
+    def main(rank: int) -> None:
+        if rank == 0:
+            for mesh, error in ((4, TypeError), (SimpleNamespace(mesh=np.array([1])), ValueError)):
+                with pytest.raises(error, match="mesh"):
+                    data.sampler_for("full_batch", range(3), mesh=mesh)
+        data.sampler_for("full_batch", range(3))
+
+    run_ranks(2, main)
+
+
 @pytest.mark.parametrize("seed", [-1, 1.5, True, None])
 def test_a_seed_is_a_natural_number(seed: Any) -> None:
     with pytest.raises(ValueError, match=f"seed={seed}"):
