@@ -30,7 +30,7 @@ class FormedSets:
         self._forming: set[tuple[int, ...]] = set()
         self._changed = threading.Condition()
 
-    def form(self, process_set: ProcessSet) -> ProcessSet:
+    def form(self, process_set: ProcessSet, timeout_seconds: float | None = None) -> ProcessSet:
         """See `form_process_set`; `process_set` has its ranks, and gets its id."""
         runtime = self._runtime
         members = runtime.engine.process_sets.checked(runtime.ranks_of(process_set))
@@ -44,6 +44,7 @@ class FormedSets:
             entry = Entry(Request(GLOBAL_ID, name, "form_process_set", parties=members))
             runtime.engine.enqueue([entry])
             try:
+                _wait(entry, members, timeout_seconds)
                 formed: FormedSet = entry.handle.wait()
             except BaseException:
                 entry.handle.on_end(lambda: self._release_unwanted(entry, members))
@@ -97,3 +98,15 @@ class FormedSets:
         )
         with suppress(HorovodInternalError):
             self._runtime.engine.enqueue([Entry(request)])
+
+
+def _wait(entry: Entry, members: tuple[int, ...], seconds: float | None) -> None:
+    """Sleep until the members have called. Raises `HorovodInternalError` after `seconds`."""
+    if seconds is None or entry.handle.ended_within(min(seconds, threading.TIMEOUT_MAX)):
+        return
+    raise HorovodInternalError(
+        f"the group of the ranks {list(members)} was not formed after {seconds:g} s: one of them "
+        "has not made this call. Rank 0 logs which ones after HVDLITE_STALL_CHECK_TIME_SECONDS; a "
+        "longer timeout can be given to new_group()",
+        job_goes_on=True,
+    )

@@ -94,7 +94,7 @@ class ProcessSet:
     __repr__ = __str__
 
 
-def form_process_set(ranks: Iterable[int]) -> ProcessSet:
+def form_process_set(ranks: Iterable[int], timeout_seconds: float | None = None) -> ProcessSet:
     """Make a process set by a call of its members alone; blocks until all of them have called.
 
     `ranks` are its global ranks in any order, and this rank is one of them. No other rank takes
@@ -104,10 +104,10 @@ def form_process_set(ranks: Iterable[int]) -> ProcessSet:
     elastic job and a shutdown leave none.
 
     Raises `ValueError` for what cannot be a set, or one without this rank; `HorovodInternalError`
-    when a member has shut down or joined, or is lost. A member that gives other ranks, or none,
-    does not come: the stall report names it.
+    when a member has shut down or joined, or is lost, and after `timeout_seconds`. A member that
+    gives other ranks, or none, does not come: the stall report names it.
     """
-    return current().formed_sets.form(ProcessSet(ranks))
+    return current().formed_sets.form(ProcessSet(ranks), timeout_seconds)
 
 
 def release_process_set(process_set: ProcessSet) -> None:

@@ -174,5 +174,6 @@ def create(options: Any, backend_options: Any = None) -> HvdliteProcessGroup:
             f"new_group(ranks={members}): the ranks of a group of hvdlite ascend: give "
             f"{sorted(members)}"
         )
-    caller = Caller(runtime, form(runtime, members), members, options.timeout)
+    process_set = form(runtime, members, options.timeout)
+    caller = Caller(runtime, process_set, members, options.timeout)
     return HvdliteProcessGroup(caller, options.group_rank, options.store)

@@ -19,11 +19,15 @@ import torch.distributed as dist
 
 from hvdlite.common.api.objects import allgather_object, broadcast_object
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.messages import Request
+from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.lifecycle import init
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose, order
 from hvdlite.common.transport.tcp.interfaces import list_interfaces
+from hvdlite.torch.process_group.deadlines import waitable
 
 TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
@@ -56,7 +60,8 @@ def meet(url: str, timeout: timedelta | None) -> tuple[Any, int, int]:
     """Return a store of all ranks, this rank and the number of ranks; blocks.
 
     Raises `ValueError` for a `url` that says another rank or number of ranks than hvdlite, and
-    `HorovodInternalError` on all ranks when one cannot reach the store.
+    `HorovodInternalError` on all ranks when one cannot reach the store, and on those that have come
+    when another one has not after `timeout`.
     """
     init()
     runtime = current()
@@ -76,16 +81,29 @@ def _check(said: Mapping[str, str], rank: int, size: int) -> None:
 
 def _shared_store(runtime: Runtime, timeout: timedelta) -> Any:
     """Return a part of the store of this world that no other process group has."""
+    _begin_together(runtime, timeout)
     kept = _stores.setdefault(runtime, _Kept())
     if kept.store is None:
         kept.store = _new_store(runtime)
-    else:
-        allgather_object("", ROUND)  # All begin together, as they do with a new store.
     kept.groups += 1
     prefixed: Any = getattr(dist, "PrefixStore")  # noqa: B009 - torch does not say that it has it
     store = prefixed(f"hvdlite/{kept.groups}", kept.store)
     store.set_timeout(timeout)
     return store
+
+
+def _begin_together(runtime: Runtime, timeout: timedelta) -> None:
+    """Sleep until all ranks make a group. Raises `HorovodInternalError` after `timeout`."""
+    entry = Entry(Request(GLOBAL_ID, f"{ROUND}.begin", "barrier"))
+    runtime.engine.enqueue([entry])
+    if not entry.handle.ended_within(waitable(timeout.total_seconds())):
+        raise HorovodInternalError(
+            f"init_process_group: some rank has not called it after {timeout.total_seconds():g} s. "
+            "Rank 0 logs which ones after HVDLITE_STALL_CHECK_TIME_SECONDS; a longer timeout can "
+            "be given to init_process_group()",
+            job_goes_on=True,
+        )
+    entry.handle.wait()
 
 
 def _new_store(runtime: Runtime) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 from hvdlite.common.runtime.process_sets import (
     ProcessSet,
@@ -13,11 +14,14 @@ from hvdlite.common.runtime.process_sets import (
 from hvdlite.common.runtime.runtime import Runtime
 
 
-def form(runtime: Runtime, members: Sequence[int]) -> ProcessSet:
-    """Return the process set of `members`, all of which call this; blocks until they have."""
+def form(runtime: Runtime, members: Sequence[int], timeout: timedelta) -> ProcessSet:
+    """Return the process set of `members`, all of which call this; blocks until they have.
+
+    Raises `HorovodInternalError` after `timeout`.
+    """
     if len(members) == runtime.topology.size:
         return global_process_set
-    return form_process_set(members)
+    return form_process_set(members, timeout.total_seconds())
 
 
 def release(process_set: ProcessSet) -> None:

@@ -15,6 +15,7 @@ from hvdlite.common.api.tensor_entries import TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.entries import Entry
 from hvdlite.torch.autograd import untraced
+from hvdlite.torch.process_group.deadlines import deadlines, waitable
 from hvdlite.torch.process_group.futures import future_of
 
 
@@ -66,7 +67,7 @@ class CollectiveWork(Work):
                 continue
             if handle.queue is not None:
                 handle.queue.attend(handle)
-            if not handle.ended_within(_waitable(until - time.monotonic())):
+            if not handle.ended_within(waitable(until - time.monotonic())):
                 raise self._late(entry, limit)
         self._end()
         return True
@@ -95,17 +96,27 @@ class CollectiveWork(Work):
 
     @untraced
     def get_future(self) -> Any:
-        """Return a future of the list of output tensors; its callbacks may wait for collectives."""
+        """Return a future of the list of output tensors; its callbacks may wait for collectives.
+
+        It fails after the timeout of this work, as nobody who waits for it says a time.
+        """
         gpus = {each.device for each in self.outputs if each.is_cuda}
         return future_of(self._result, self._call_at_end, sorted(gpus, key=str))
 
     def _result(self) -> list[Any]:
+        for entry in self.entries:
+            if not entry.handle.poll():
+                raise self._late(entry, self.timeout)
         self._end()
         return self.outputs
 
     def _call_at_end(self, job: Callable[[], None]) -> None:
-        """Call `job` once, when the last entry has ended."""
-        lock, left = threading.Lock(), len(self.entries)
+        """Call `job` once, when the last entry has ended or the timeout is over."""
+        lock, left, called = threading.Lock(), len(self.entries), threading.Lock()
+
+        def call() -> None:
+            if called.acquire(blocking=False):
+                job()
 
         def one_less() -> None:
             nonlocal left
@@ -113,10 +124,13 @@ class CollectiveWork(Work):
                 left -= 1
                 last = left == 0
             if last:
-                job()
+                deadlines.forget(deadline)
+                call()
 
         if not self.entries:
             job()
+            return
+        deadline = deadlines.add(self.timeout.total_seconds(), call)
         for entry in self.entries:
             entry.handle.on_end(one_less)
 
@@ -143,8 +157,3 @@ class CollectiveWork(Work):
             "can be given to wait(), init_process_group() and new_group()",
             job_goes_on=True,
         )
-
-
-def _waitable(seconds: float) -> float:
-    """Return a time that a lock can be waited for."""
-    return min(max(seconds, 0.0), threading.TIMEOUT_MAX)

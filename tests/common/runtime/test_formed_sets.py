@@ -405,3 +405,22 @@ def test_ids_are_used_again_and_uses_are_counted() -> None:
     assert table.form((2,)) == (1, 1, True)
     assert table.added() == []
     assert not table.is_added(1)
+
+
+def test_a_member_that_does_not_come_in_time() -> None:
+    """The set can be formed afterwards, and ends with the last of those that have it."""
+
+    def main(rank: int) -> None:
+        if rank == 0:
+            words = r"\[0, 1\] was not formed after 0.05 s"
+            with pytest.raises(hvd.HorovodInternalError, match=words):
+                form_process_set([0, 1], timeout_seconds=0.05)
+        hvd.barrier()
+        if rank == 1:  # It meets the request that rank 0 no longer waits for.
+            release_process_set(form_process_set([0, 1], timeout_seconds=60))
+        hvd.barrier()
+        formed = form_process_set([0, 1], timeout_seconds=60)
+        assert total(formed) == 3
+        release_process_set(formed)
+
+    run_ranks(2, main)

@@ -140,6 +140,23 @@ def a_rank_is_late() -> None:
 
 
 @feature(2)
+def a_rank_that_does_not_come_to_ddp() -> None:
+    """DDP waits for futures alone."""
+    group = dist.new_group([0, 1])
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+    group.set_timeout(timedelta(seconds=0.2))
+    loss = model(torch.ones(1, 2)).sum()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"was not complete after 0\.2 s"):
+            loss.backward()
+    hvd.barrier()
+    if dist.get_rank() == 1:
+        loss.backward()
+    hvd.barrier()
+    dist.destroy_process_group(group)
+
+
+@feature(2)
 def other_backends_beside_this_one() -> None:
     """torch would give all devices to this one, and not say so."""
     dist.destroy_process_group()

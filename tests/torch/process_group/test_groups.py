@@ -11,6 +11,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.common.runtime.process_sets import global_process_set
 from hvdlite.common.runtime.state import current
+from hvdlite.torch.process_group import rendezvous
 from hvdlite.torch.process_group.calls import Caller
 from hvdlite.torch.process_group.group import HvdliteProcessGroup
 from tests.ranks import run_ranks
@@ -51,5 +52,15 @@ def test_reduce_scatter_of_parts_that_differ(
         output = torch.empty(1 + 2 * rank)
         group.reduce_scatter(output, row(1, 3)).wait()
         assert output.tolist() == [2.0 + 4 * rank] * (1 + 2 * rank)
+
+    run_ranks(2, main)
+
+
+def test_a_rank_that_makes_no_group() -> None:
+    def main(rank: int) -> None:
+        if rank == 0:
+            with pytest.raises(hvd.HorovodInternalError, match=r"not called it after 0.05 s"):
+                rendezvous.meet("hvdlite://", timedelta(seconds=0.05))
+        hvd.barrier()
 
     run_ranks(2, main)

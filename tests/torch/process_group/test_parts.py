@@ -19,6 +19,7 @@ from hvdlite.common.plain.messages import Request
 from hvdlite.torch.process_group import checks, registration, rendezvous
 from hvdlite.torch.process_group.arguments import as_lists, op_of, root_of, timeout_of
 from hvdlite.torch.process_group.calls import _overlap
+from hvdlite.torch.process_group.deadlines import deadlines
 from hvdlite.torch.process_group.futures import Pool, future_of
 from hvdlite.torch.process_group.reduce_ops import translate
 from hvdlite.torch.process_group.work import CollectiveWork
@@ -138,6 +139,30 @@ def test_an_error_is_one_of_the_future_itself() -> None:
     with pytest.raises(hvd.HorovodInternalError) as error:
         work.wait()
     assert error.value.rank == 3
+
+
+def test_a_future_has_the_timeout_of_its_work() -> None:
+    """DDP waits for futures alone."""
+    work = CollectiveWork([pending()], [], timedelta(seconds=0.05), [0, 1])
+    ended = threading.Event()
+    future = work.get_future()
+    future.add_done_callback(lambda _: ended.set())
+    assert ended.wait(10)
+    with pytest.raises(RuntimeError, match=r"'pg.0.allreduce.1' was not complete after 0.05 s"):
+        future.wait()
+    work.entries[0].handle.complete()  # The collective has gone on.
+    assert work.wait() and work.get_future().wait() == []
+
+
+def test_deadlines_are_forgotten_when_the_work_has_ended() -> None:
+    """Most are 30 minutes away, and a step of training makes many."""
+    before = len(deadlines._jobs)
+    for limit in (MINUTE, timedelta.max):
+        work = CollectiveWork([pending()], [], limit, [0])
+        future = work.get_future()
+        assert len(deadlines._jobs) == before + 1
+        work.entries[0].handle.complete()
+        assert future.wait() == [] and len(deadlines._jobs) == before
 
 
 def test_a_work_is_finished_once_by_whoever_waits_first() -> None:
