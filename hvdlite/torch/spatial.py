@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.torch.halos import halo
-from hvdlite.torch.spatial_checks import check_module
+from hvdlite.torch.spatial_checks import check_inputs, check_module
 
 Tensor = torch.Tensor
 _DIMS = {2: 0, 3: 1, -2: 0, -1: 1}  # the index in kernel_size and the like, by dimension
@@ -62,7 +62,9 @@ class SpatialConv2d(nn.Conv2d):
 
         Raises `ValueError` for another dimension, and for modules that would compute something else
         on slices, each with what to use: batch normalization over the slice alone, pooling across
-        its border, and others. It cannot see what a `forward` of your own does.
+        its border, and others. Modules of torch must be known to be right; those of your own pass,
+        as it cannot see what their `forward` does. Some, such as ``torch.nn.Linear``, raise
+        `ValueError` at the first input that they would be wrong for.
         """
         if dim not in _DIMS:
             raise ValueError(
@@ -71,6 +73,8 @@ class SpatialConv2d(nn.Conv2d):
         index = _DIMS[dim]
         for path, part in module.named_modules():
             check_module(path, part, index)
+        for path, part in module.named_modules():
+            check_inputs(path, part, index)
         if isinstance(module, nn.Conv2d):
             return cls._of(module, index, process_set, None)
         replaced: dict[int, SpatialConv2d] = {}

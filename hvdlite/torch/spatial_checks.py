@@ -1,19 +1,42 @@
-"""What `SpatialConv2d.wrap` refuses: modules that compute something else on a slice of an image."""
+"""What `SpatialConv2d.wrap` refuses: modules that compute something else on a slice of an image.
+
+torch's own modules pass if they are known to be right on slices. Modules of the user pass, as only
+their `forward` tells what they do; what is in them is checked one by one.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.loss import _Loss
 from torch.nn.modules.padding import _ReflectionPadNd, _ReplicationPadNd
 
 from hvdlite.torch.sync_batch_norm import SyncBatchNorm
 
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d)
 _PADS: tuple[Any, ...] = (nn.ConstantPad2d, nn.CircularPad2d, _ReflectionPadNd, _ReplicationPadNd)
+# They work along their attribute `dim`.
+_ALONG = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.CosineSimilarity, nn.Unflatten)
+# Packages whose modules must be known; the rest of torch wraps and parametrizes other modules.
+_CHECKED = ("torch.nn.modules.", "torch.jit.", "torch.ao.")
+# They look at one pixel at a time, at its channels, or have no forward of their own. Losses are
+# means over a slice, as the page says.
+_RIGHT: frozenset[type] = frozenset(
+    (
+        nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
+        nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh,
+        nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.RReLU, nn.SELU,
+        nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink,
+        nn.Threshold, nn.Softmax2d, nn.ChannelShuffle, nn.CrossMapLRN2d, nn.LocalResponseNorm,
+        nn.PixelShuffle, nn.PixelUnshuffle, nn.Dropout, nn.AlphaDropout, nn.Identity, nn.Embedding,
+        nn.Linear, nn.LazyLinear,  # Where `Along` allows it.
+    )
+)  # fmt: skip
 # Classes of modules -> why, and what to use.
 _REFUSED: list[tuple[tuple[Any, ...], str]] = [
     (
@@ -33,6 +56,10 @@ _REFUSED: list[tuple[tuple[Any, ...], str]] = [
     ),
     ((nn.Unfold, nn.Fold), "reaches across the border of a slice: call hvd.halo before it"),
     ((nn.Flatten,), "would make features of a slice those of an image: pool first"),
+    (
+        (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout),
+        "draws other channels for each slice of an image: use nn.Dropout",
+    ),
 ]
 
 
@@ -41,29 +68,69 @@ def check_module(path: str, module: nn.Module, index: int) -> None:
     reason = _objection(module, index)
     if reason:
         raise ValueError(f"{path or 'module'} is {type(module).__name__}, which {reason}")
+
+
+def check_inputs(path: str, module: nn.Module, index: int) -> None:
+    """Have a module that passed `check_module` refuse inputs for which it is wrong on slices."""
     if isinstance(module, _POOLS):
-        module.register_forward_pre_hook(_divides(path, index))
+        module.register_forward_pre_hook(Divides(path, index))
+    elif isinstance(module, (nn.Linear, *_ALONG)):
+        module.register_forward_pre_hook(Along(path, index))
 
 
 def _objection(module: nn.Module, index: int) -> str:
     """Return why the module cannot be wrapped; empty where it can."""
-    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+    if isinstance(module, SyncBatchNorm):
+        return ""
+    if isinstance(module, _BatchNorm):
         return "would normalize by the mean and the variance of a slice: use hvd.SyncBatchNorm"
-    found = ""
-    if isinstance(module, _ConvNd):
-        found = _objection_to_convolution(module)
-    elif isinstance(module, _POOLS):
-        found = _objection_to_pooling(module, index)
-    elif isinstance(module, _PADS):
-        found = _objection_to_padding(module, index)
-    if found:
-        return found
-    if isinstance(module, nn.Upsample) and module.mode != "nearest":
+    for classes, objection in _OBJECTIONS:
+        if isinstance(module, classes):
+            return objection(module, index)
+    for classes, reason in _REFUSED:
+        if isinstance(module, classes):
+            return reason
+    base = next(each for each in type(module).__mro__ if each.__module__.startswith("torch."))
+    if base in _RIGHT or issubclass(base, _Loss) or not base.__module__.startswith(_CHECKED):
+        return ""
+    return (
+        "is not known to be right on slices: if it looks at one pixel at a time, call what it does "
+        "in a forward of your own, and hvd.halo before it if it looks at the neighbours"
+    )
+
+
+def _objection_to_upsampling(module: Any, index: int) -> str:
+    if not module.mode.startswith("nearest"):
         return (
             f"interpolates across the border of a slice by mode {module.mode!r}: use mode "
             "'nearest' with a scale, or hvd.halo"
         )
-    return next((reason for classes, reason in _REFUSED if isinstance(module, classes)), "")
+    scale = module.scale_factor
+    if scale is None:
+        return (
+            f"would make each slice as large as the whole image: give scale_factor=, an int, "
+            f"instead of size={module.size}"
+        )
+    along = scale[index] if isinstance(scale, tuple) else scale
+    if along < 1 or along != int(along):
+        return (
+            f"has the scale {along:g} along dimension {index + 2}, by which the pixels of a slice "
+            "depend on where it begins: use a whole number"
+        )
+    return ""
+
+
+def _objection_along(module: Any, index: int) -> str:
+    if module.dim in (index + 2, index - 2):
+        return _looks_along(module.dim)
+    return ""
+
+
+def _looks_along(dim: int) -> str:
+    return (
+        f"works along dimension {dim}, which is cut: use one that is whole, such as 1, the "
+        "channels (for Linear: a Conv2d of kernel 1, or pool first)"
+    )
 
 
 def _objection_to_padding(module: Any, index: int) -> str:
@@ -115,18 +182,51 @@ def _objection_to_pooling(module: Any, index: int) -> str:
     )
 
 
-def _divides(path: str, index: int) -> Any:
-    """Return a hook that refuses a slice whose last window would need a neighbour's entries."""
+# Classes of modules -> what tells why one of them cannot be wrapped.
+_OBJECTIONS: list[tuple[tuple[Any, ...], Callable[[Any, int], str]]] = [
+    ((_ConvNd,), lambda module, index: _objection_to_convolution(module)),
+    ((*_POOLS, nn.MaxUnpool2d), _objection_to_pooling),
+    (_PADS, _objection_to_padding),
+    ((nn.Upsample,), _objection_to_upsampling),
+    (_ALONG, _objection_along),
+]
 
-    def check(module: Any, inputs: tuple[Any, ...]) -> None:
+
+class Divides(NamedTuple):
+    """A hook that refuses a slice whose last window would need a neighbour's entries."""
+
+    path: str
+    index: int
+
+    def __call__(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        """Raise `ValueError` for such a slice."""
         kernel = module.kernel_size
-        window = kernel[index] if isinstance(kernel, tuple) else kernel
-        shape = tuple(inputs[0].shape)
-        if shape[index - 2] % window:
+        window = kernel[self.index] if isinstance(kernel, tuple) else kernel
+        shape, dim = tuple(inputs[0].shape), self.index - 2
+        if shape[dim] % window:
             raise ValueError(
-                f"{path or 'module'} is {type(module).__name__}, whose windows of {window} do not "
-                f"divide the slice, of shape {shape} with {shape[index - 2]} entries along "
-                f"dimension {index - 2}: it would pool across the border"
+                f"{self.path or 'module'} is {type(module).__name__}, whose windows of {window} do "
+                f"not divide the slice, of shape {shape} with {shape[dim]} entries along "
+                f"dimension {dim}: it would pool across the border"
             )
 
-    return check
+
+class Along(NamedTuple):
+    """A hook that refuses an image where the module works along the dimension that is cut.
+
+    Which one that is depends on whether the image has a batch dimension. Inputs of 2 dimensions are
+    no images, but features of the samples.
+    """
+
+    path: str
+    index: int
+
+    def __call__(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        """Raise `ValueError` for such an image."""
+        dim = -1 if isinstance(module, nn.Linear) else module.dim
+        dims = inputs[0].dim()
+        if dims > 2 and dim is not None and dim % dims == dims - 2 + self.index:
+            raise ValueError(
+                f"{self.path or 'module'} is {type(module).__name__}, which {_looks_along(dim)}. "
+                f"The input has the shape {tuple(inputs[0].shape)}"
+            )

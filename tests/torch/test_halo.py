@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -262,6 +263,21 @@ REFUSED = [
     (nn.Conv2d(1, 1, 3, padding=3), "pads 3 entries along dimension 2"),
     (nn.Unfold(3), "call hvd.halo before it"),
     (nn.Flatten(), "pool first"),
+    (nn.Upsample(size=8), "as large as the whole image: give scale_factor=, an int"),
+    (nn.Upsample(size=(8, 8)), "give scale_factor="),
+    (nn.UpsamplingNearest2d(scale_factor=1.5), "scale 1.5"),
+    (nn.Upsample(scale_factor=(0.5, 1)), "scale 0.5"),
+    (nn.UpsamplingBilinear2d(scale_factor=2), "mode 'bilinear'"),
+    (nn.Softmax(-2), "works along dimension -2, which is cut"),
+    (nn.LogSoftmax(2), "works along dimension 2, which is cut"),
+    (nn.GLU(-2), "works along dimension -2"),
+    (nn.CosineSimilarity(2), "works along dimension 2"),
+    (nn.Dropout2d(), "draws other channels for each slice"),
+    (nn.MultiheadAttention(2, 1), "is not known to be right on slices"),
+    (nn.LSTM(2, 2), "is not known to be right on slices"),
+    (nn.Bilinear(2, 2, 2), "is not known to be right on slices"),
+    (nn.MaxUnpool2d(3, 2), "pools across the border"),
+    (type("Mine", (nn.AdaptiveMaxPool2d,), {})(1), "hvd.allreduce it"),
 ]
 
 
@@ -283,6 +299,41 @@ def test_what_only_the_other_dimension_cuts_is_allowed() -> None:
     hvd.SpatialConv2d.wrap(nn.Sequential(*allowed), 2)
     with pytest.raises(ValueError, match="dim=1 must be 2"):
         hvd.SpatialConv2d.wrap(nn.Conv2d(1, 1, 1), 1)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Upsample(scale_factor=3), nn.UpsamplingNearest2d(scale_factor=2),
+        nn.Upsample(scale_factor=(2, 2), mode="nearest-exact"), nn.Softmax(1), nn.Softmax2d(),
+        nn.LogSoftmax(-3), nn.GLU(1), nn.GELU(), nn.PReLU(4), nn.ChannelShuffle(2),
+        nn.LocalResponseNorm(3), nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.CrossMapLRN2d(3),
+        nn.Unflatten(1, (2, 2)), nn.Threshold(0.1, 2.0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_known_to_be_right_on_slices(module: nn.Module) -> None:
+    """The oracle is the slice of the whole image's result; none of these asks other ranks."""
+    image = values(2, 4, 4, 8)
+    whole = module(image)
+    for dim in (2, 3):
+        wrapped(module, dim)
+        parts = [wrapped(module, dim)(part) for part in image.chunk(2, dim)]
+        torch.testing.assert_close(torch.cat(parts, dim - 4), whole)
+
+
+def test_what_looks_along_the_cut_dimension_is_found_with_the_input() -> None:
+    """Only the input tells which dimension of it the last one is, or the third one from front."""
+    linear = hvd.SpatialConv2d.wrap(nn.Sequential(nn.Linear(4, 2)), 3)
+    assert linear(torch.ones(3, 4)).shape == (3, 2)  # A head behind pooling over all ranks.
+    with pytest.raises(ValueError, match=r"0 is Linear, which works along dimension -1.*\(1, 3, 4"):
+        linear(torch.ones(1, 3, 4, 4))
+    hvd.SpatialConv2d.wrap(nn.Linear(4, 2), 2)(torch.ones(1, 3, 4, 4))
+    softmax = hvd.SpatialConv2d.wrap(nn.Softmax(1), 2)
+    softmax(torch.ones(1, 3, 4, 4))
+    with pytest.raises(ValueError, match="module is Softmax, which works along dimension 1, "):
+        softmax(torch.ones(3, 4, 4))
+    pickle.loads(pickle.dumps(softmax))
 
 
 @pytest.mark.parametrize(
