@@ -27,8 +27,9 @@ class GroupBase:
         self._caller = caller
         self._rank = rank
         self._size = len(caller.members)
-        # The works since _start_coalescing; None outside of it.
-        self._coalesced: list[CollectiveWork] | None = None
+        # The works since _start_coalescing for which nobody has waited; None outside of it. Torch
+        # calls nothing when an exception leaves a coalescing, so these may be later works, too.
+        self._coalesced: dict[int, CollectiveWork] | None = None
         self._kept: OrderedDict[int, CollectiveWork] = OrderedDict()
 
     def _work(
@@ -44,16 +45,18 @@ class GroupBase:
         """Return the work of entries, which `CollectiveWork` is given."""
         limit = timeout_of(options, timeout, self._caller.timeout)
         work = CollectiveWork(entries, outputs, limit, self._caller.members, finish, writes=writes)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        if _KEEPS_WORKS:
+        if _KEEPS_WORKS or self._coalesced is not None:
             self._keep(work)
         return work
 
     def _keep(self, work: CollectiveWork) -> None:
-        key = id(work)
-        self._kept[key] = work
-        work.let_go = lambda: self._kept.pop(key, None)
+        """Keep a work until somebody has waited for it."""
+        key, tables = id(work), [] if self._coalesced is None else [self._coalesced]
+        if _KEEPS_WORKS:
+            tables.append(self._kept)
+        for table in tables:
+            table[key] = work
+        work.let_go = lambda: [table.pop(key, None) for table in tables]
         if len(self._kept) > MOST_KEPT:
             for old in list(self._kept.values())[:-MOST_KEPT]:
                 if old.is_completed():
@@ -61,11 +64,11 @@ class GroupBase:
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the works of the calls that follow."""
-        self._coalesced = []
+        self._coalesced = {}
 
     def _end_coalescing(self, device: torch.device) -> CollectiveWork:
         """Return one work for all calls since `_start_coalescing`."""
-        works, self._coalesced = self._coalesced or [], None
+        works, self._coalesced = list((self._coalesced or {}).values()), None
 
         def finish() -> None:
             for work in works:

@@ -114,6 +114,7 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
     def shutdown(self) -> None:
         """Let go of the process set; torch calls it when the group is destroyed."""
         self._kept.clear()
+        self._coalesced = None
         self._let_go()
 
     def abort(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -62,5 +64,37 @@ def test_a_rank_that_makes_no_group() -> None:
             with pytest.raises(hvd.HorovodInternalError, match=r"not called it after 0.05 s"):
                 rendezvous.meet("hvdlite://", timedelta(seconds=0.05))
         hvd.barrier()
+
+    run_ranks(2, main)
+
+
+def test_calls_after_a_coalescing_that_an_exception_has_left() -> None:
+    """torch calls nothing then: what is waited for later goes, and the next coalescing is whole."""
+
+    def main(rank: int) -> None:
+        group, cpu = group_of_all(), torch.device("cpu")
+        group._start_coalescing(cpu)
+        group.allreduce(torch.ones(1))
+        later = torch.ones(2)
+        gone = weakref.ref(later)
+        group.allreduce(later).wait()
+        del later
+        until = time.monotonic() + 10  # The engine's thread may hold it a little longer.
+        while gone() is not None and time.monotonic() < until:
+            time.sleep(0.001)
+        assert gone() is None
+        group._start_coalescing(cpu)
+        own = [torch.full((1,), float(rank)) for _ in range(3)]
+        works = [group.allreduce(tensor) for tensor in own]
+        works[0].wait()
+        together = group._end_coalescing(cpu)
+        together.wait()
+        assert [tensor.item() for tensor in own] == [1.0] * 3
+        assert [work.is_completed() for work in works] == [True] * 3
+        assert all(output in own for output in together.result())
+        group._start_coalescing(cpu)
+        group.allreduce(torch.ones(1))
+        group.shutdown()
+        assert not group._coalesced
 
     run_ranks(2, main)
