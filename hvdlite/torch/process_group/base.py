@@ -43,8 +43,11 @@ class GroupBase:
         writes: bool = True,
     ) -> CollectiveWork:
         """Return the work of entries, which `CollectiveWork` is given."""
-        limit = timeout_of(options, timeout, self._caller.timeout)
-        work = CollectiveWork(entries, outputs, limit, self._caller.members, finish, writes=writes)
+        caller = self._caller
+        limit = timeout_of(options, timeout, caller.timeout)
+        work = CollectiveWork(
+            entries, outputs, limit, caller.members, finish, writes=writes, abort=caller.abort
+        )
         if _KEEPS_WORKS or self._coalesced is not None:
             self._keep(work)
         return work

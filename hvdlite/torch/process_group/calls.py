@@ -27,6 +27,7 @@ from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import find
 from hvdlite.torch.mpi_ops import runner
+from hvdlite.torch.process_group.aborting import Abort
 from hvdlite.torch.process_group.reduce_ops import translate
 from hvdlite.torch.process_group.registration import BACKEND
 
@@ -88,6 +89,7 @@ class Caller:
         self.process_set = process_set
         self.members = list(members)  # Global ranks, by rank of the group.
         self.timeout = timeout
+        self.abort = Abort()
         # Its name, set by torch after it has been made; and the same in the names of tensors.
         self.torch_name = self.group = ""
         self._era = runtime.era(process_set)
@@ -232,7 +234,10 @@ class Caller:
         return [entry]
 
     def checked_runtime(self) -> Runtime:
-        """Return the runtime. Raises `ValueError` when another one, or none, has followed it."""
+        """Return the runtime.
+
+        Raises `ValueError` when another one, or none, has followed it, and after an abort.
+        """
         if not self._is_checked:
             self._check_devices()
         runtime = find()
@@ -241,6 +246,11 @@ class Caller:
                 f"the process group {self.group!r} was made before hvdlite was shut down or began "
                 "a new world: call torch.distributed.destroy_process_group(), then "
                 "hvd.init_process_group()"
+            )
+        if self.abort.is_called:
+            raise ValueError(
+                f"the process group {self.group!r} was ended on this rank by abort(): call "
+                "torch.distributed.destroy_process_group(), then make it again on all of its ranks"
             )
         return self.runtime
 

@@ -118,7 +118,8 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
         self._let_go()
 
     def abort(self) -> None:
-        """Do as `shutdown` does."""
+        """Do as `shutdown` does; what waits for a collective of this group raises at once."""
+        self._caller.abort.call()
         self.shutdown()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch._C._distributed_c10d import Work
 from hvdlite.common.api.tensor_entries import TensorEntry
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.handles import Handle
 from hvdlite.torch.autograd import untraced
+from hvdlite.torch.process_group.aborting import Abort
 from hvdlite.torch.process_group.deadlines import deadlines, waitable
 from hvdlite.torch.process_group.futures import future_of
 
@@ -35,9 +38,11 @@ class CollectiveWork(Work):
         finish: Callable[[], None] = do_nothing,
         *,
         writes: bool = True,
+        abort: Abort | None = None,
     ) -> None:
         """Call `finish` once when all entries have ended without an error.
 
+        `abort` is that of the group, by default one that nobody calls.
         Without `writes` the tensors are only read on this rank, and autograd may go on using them.
         """
         super().__init__()
@@ -47,6 +52,7 @@ class CollectiveWork(Work):
         self.writes = writes
         self.timeout = timeout
         self.members = members  # Global ranks, for messages.
+        self._abort = Abort() if abort is None else abort
         # Called when somebody has waited: see `GroupBase._keep`.
         self.let_go: Callable[[], object] = do_nothing
         self._lock = threading.Lock()  # Guards `_finished`.
@@ -57,7 +63,8 @@ class CollectiveWork(Work):
         """Sleep until the results are there; return True.
 
         `timeout` is at most how long, by default that of the process group; the collective goes on
-        after it. Raises `HorovodInternalError` for a collective that failed, and after `timeout`.
+        after it. Raises `HorovodInternalError` for a collective that failed, after `timeout`, and
+        when the group has been aborted.
         """
         limit = timeout if timeout is not None and timeout > timedelta(0) else self.timeout
         until = time.monotonic() + limit.total_seconds()
@@ -67,10 +74,28 @@ class CollectiveWork(Work):
                 continue
             if handle.queue is not None:
                 handle.queue.attend(handle)
-            if not handle.ended_within(waitable(until - time.monotonic())):
-                raise self._late(entry, limit)
+            if not self._ended_within(handle, waitable(until - time.monotonic())):
+                raise self._unfinished(entry, limit)
         self._end()
         return True
+
+    def _ended_within(self, handle: Handle, seconds: float) -> bool:
+        """Sleep until the handle has ended, at most `seconds`; return whether it has.
+
+        An abort wakes this thread, too.
+        """
+        gate = threading.Lock()
+        gate.acquire()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # The other one has done it.
+                gate.release()
+
+        handle.on_end(wake)
+        key = self._abort.add(wake)
+        gate.acquire(timeout=seconds)
+        self._abort.forget(key)
+        return handle.poll()
 
     @untraced
     def synchronize(self) -> None:
@@ -79,7 +104,11 @@ class CollectiveWork(Work):
 
     def is_completed(self) -> bool:
         """Return whether `wait` would not sleep."""
-        return all(entry.handle.poll() for entry in self.entries)
+        return self._abort.is_called or self._pending() is None
+
+    def _pending(self) -> Entry | None:
+        """Return the first entry that has not ended; None if all have."""
+        return next((entry for entry in self.entries if not entry.handle.poll()), None)
 
     def is_success(self) -> bool:
         """Return whether the work has ended without an error."""
@@ -87,8 +116,11 @@ class CollectiveWork(Work):
 
     def exception(self) -> Exception | None:
         """Return the error of the work; None if there is none so far."""
-        errors = (entry.handle.error for entry in self.entries)
-        return next((error for error in errors if error is not None), None)
+        for entry in self.entries:
+            if entry.handle.error is not None:
+                return entry.handle.error
+        pending = self._pending()
+        return self._aborted(pending) if pending and self._abort.is_called else None
 
     def result(self) -> list[torch.Tensor]:
         """Return the output tensors, which have values after `wait`."""
@@ -98,20 +130,21 @@ class CollectiveWork(Work):
     def get_future(self) -> Any:
         """Return a future of the list of output tensors; its callbacks may wait for collectives.
 
-        It fails after the timeout of this work, as nobody who waits for it says a time.
+        It fails after the timeout of this work, as nobody who waits for it says a time, and when
+        the group has been aborted.
         """
         gpus = {each.device for each in self.outputs if each.is_cuda}
         return future_of(self._result, self._call_at_end, sorted(gpus, key=str))
 
     def _result(self) -> list[Any]:
-        for entry in self.entries:
-            if not entry.handle.poll():
-                raise self._late(entry, self.timeout)
+        pending = self._pending()
+        if pending is not None:
+            raise self._unfinished(pending, self.timeout)
         self._end()
         return self.outputs
 
     def _call_at_end(self, job: Callable[[], None]) -> None:
-        """Call `job` once, when the last entry has ended or the timeout is over."""
+        """Call `job` once, when the last entry has ended, the timeout is over, or by an abort."""
         lock, left, called = threading.Lock(), len(self.entries), threading.Lock()
 
         def call() -> None:
@@ -125,12 +158,14 @@ class CollectiveWork(Work):
                 last = left == 0
             if last:
                 deadlines.forget(deadline)
+                self._abort.forget(key)
                 call()
 
         if not self.entries:
             job()
             return
         deadline = deadlines.add(self.timeout.total_seconds(), call)
+        key = self._abort.add(call)
         for entry in self.entries:
             entry.handle.on_end(one_less)
 
@@ -147,6 +182,18 @@ class CollectiveWork(Work):
             self.finish()
             self._finished = True
         self.let_go()
+
+    def _unfinished(self, entry: Entry, limit: timedelta) -> HorovodInternalError:
+        """Return why nobody waits for an entry any longer."""
+        return self._aborted(entry) if self._abort.is_called else self._late(entry, limit)
+
+    def _aborted(self, entry: Entry) -> HorovodInternalError:
+        return HorovodInternalError(
+            f"{entry.request.collective} '{entry.request.name}' was aborted on this rank, by "
+            "abort() of its process group, before all ranks had made this call. It may still run "
+            "and write to its tensors when they do",
+            job_goes_on=True,
+        )
 
     def _late(self, entry: Entry, limit: timedelta) -> HorovodInternalError:
         request = entry.request
