@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.checkpoint import loading, manifest, saving, trees
+from hvdlite.checkpoint.divided import gathered
 from hvdlite.checkpoint.files import Reader, safetensors
 from hvdlite.checkpoint.folder import MANIFEST, Folder
 from hvdlite.checkpoint.job import place, together
@@ -42,7 +43,9 @@ class CheckpointForms:
         `ImportError` without the package safetensors, and `HorovodInternalError` if ranks disagree
         about a tensor or another rank fails.
         """
-        saving.save(Folder(directory), state, layouts, self._tensors)
+        folder = Folder(directory)
+        tensors = gathered(f"save of {folder.path}", state, self._tensors)
+        self._save(folder, state, layouts, tensors)
 
     def load(
         self,
@@ -69,12 +72,27 @@ class CheckpointForms:
         and as `save` does. A state may be loaded in part where files are missing or damaged.
         """
         folder = Folder(directory)
+        tensors = gathered(f"load of {folder.path}", state, self._tensors)
+        options = loading.Options(strict, cast, verify)
+        return self._load(folder, state, layouts, tensors, options)
+
+    def _save(self, folder: Folder, state: Any, layouts: Layouts | None, tensors: Tensors) -> None:
+        saving.save(folder, state, layouts, tensors)
+
+    def _load(
+        self,
+        folder: Folder,
+        state: Any,
+        layouts: Layouts | None,
+        tensors: Tensors,
+        options: loading.Options,
+    ) -> Any:
         return loading.load(
             lambda: manifest.read(folder.existing() / MANIFEST),
             state,
             layouts,
-            self._tensors,
-            loading.Options(strict, cast, verify),
+            tensors,
+            options,
             f"load of {folder.path}",
         )
 

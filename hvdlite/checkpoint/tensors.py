@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,9 @@ class Context(NamedTuple):
 class Tensors:
     """Arrays of numpy. Subclasses add the tensors and objects of a framework."""
 
+    # By the ids of objects whose state is divided among ranks, what `gather_of` has returned.
+    whole: Mapping[int, Any] = MappingProxyType({})
+
     def is_tensor(self, value: Any) -> bool:
         """Return whether `value` has an array."""
         return isinstance(value, (np.ndarray, np.generic))
@@ -74,6 +78,14 @@ class Tensors:
 
     def owner(self, thing: Any, context: Context) -> Owner | None:
         """Return the tensors of an object that has some; None for any other."""
+        return None
+
+    def gather_of(self, thing: Any, name: str) -> Callable[[], Any] | None:
+        """Return what gathers the whole state of an object that is divided; None for any other.
+
+        All ranks call what is returned. Raises `ValueError` for a part of a state that cannot be
+        gathered, which is `name` in the state.
+        """
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,19 +48,33 @@ class VariableTensors(Tensors):
                 "call build() before the checkpoint (of an optimizer, with the trainable "
                 "variables of its model)"
             )
+        # An optimizer whose state is divided is given as one that has all of it.
+        holder = self.whole.get(id(thing), thing)
         # The weights of a model are its variables but for seeds, of which ranks keep their own.
-        variables = getattr(thing, "weights", thing.variables)
+        variables = getattr(holder, "weights", holder.variables)
         models = [] if hasattr(thing, "weights") else _names_of_models(context.state)
         tree: dict[str, Any] = {}
         for variable in variables() if callable(variables) else variables:
             # Keras counts models and optimizers of a process, so the next one has another name.
-            name = _path(variable).removeprefix(f"{getattr(thing, 'name', '')}/")
+            name = _path(variable).removeprefix(f"{getattr(holder, 'name', '')}/")
             for model in models:
                 name = name.removeprefix(f"{model}_")  # in the state of an optimizer
             if name in tree:
                 raise ValueError(f"two variables have the name {name!r}: rename a layer")
             tree[name] = variable
-        return Owner(thing, tree, lambda loaded: None)
+
+        def install(_: Any) -> None:
+            if holder is not thing:
+                thing.adopt(holder)
+
+        return Owner(thing, tree, install)
+
+    def gather_of(self, thing: Any, name: str) -> Callable[[], Any] | None:
+        """Return what gathers the state of a Keras optimizer with ``shard_state=True``."""
+        settings = getattr(type(thing), "_hvdlite_settings", None)
+        if settings is None or not settings.shard_state or not getattr(thing, "built", True):
+            return None
+        return thing.consolidate if settings.reduction.active else None  # type: ignore[no-any-return]
 
 
 def _names_of_models(state: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,3 +93,32 @@ def test_an_optimizer_that_looks_at_norms_is_found() -> None:
             sharded(lambda: ByNorm(0.1))
 
     run_ranks(1, main)
+
+
+def test_a_checkpoint_has_all_of_the_state_for_any_number_of_ranks(tmp_path: Path) -> None:
+    """The oracle is what an optimizer whose state is whole saves; names are the same as well."""
+    pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
+
+    def start(make: Any) -> dict[str, Any]:
+        model = make_model()
+        for number, variable in enumerate(model.trainable_variables):
+            variable._path = f"layer/{number}"  # Keras counts the layers of a process.
+        return {"model": model, "optimizer": make()}
+
+    def write(rank: int, folder: str, make: Any) -> None:
+        state = start(make)
+        train(state["model"], state["optimizer"], rank, 3)
+        hvd.checkpoint.save(tmp_path / folder, {"optimizer": state["optimizer"]})
+
+    def read(folder: str, make: Any) -> Any:
+        state = start(make)
+        state["optimizer"].build(state["model"].trainable_variables)
+        hvd.checkpoint.load(tmp_path / folder, {"optimizer": state["optimizer"]})
+        own = state["optimizer"]
+        return numpy_of((own.consolidate() if hasattr(own, "consolidate") else own).variables)
+
+    run_ranks(3, lambda rank: write(rank, "whole", lambda: hvd.DistributedOptimizer(adam())))
+    run_ranks(3, lambda rank: write(rank, "divided", lambda: sharded(adam)))
+    (expected,) = run_ranks(1, lambda rank: read("whole", adam))
+    found = run_ranks(2, lambda rank: read("divided", lambda: sharded(adam)))
+    assert_same([expected, *found, *run_ranks(1, lambda rank: read("divided", adam))])

@@ -143,3 +143,65 @@ def test_whole_layouts_and_other_frameworks(tmp_path: Path) -> None:
     arrays = {"0.weight": np.zeros((12, 8), np.float32)}
     numpy_hvd.checkpoint.load(tmp_path / "it", arrays)
     assert np.array_equal(arrays["0.weight"], net[0].weight.detach().numpy())
+
+
+def test_a_divided_state_is_saved_whole_for_any_number_of_ranks(tmp_path: Path) -> None:
+    """The oracle is an optimizer whose state is whole, on the same ranks."""
+
+    def start(rank: int, seed: int, **options: Any) -> dict[str, Any]:
+        net = nets[rank][seed]
+        adam = torch.optim.Adam(net.parameters(), 1e-2)
+        return {
+            "net": net,
+            "adam": hvd.DistributedOptimizer(adam, net.named_parameters(), **options),
+        }
+
+    def step(rank: int, state: dict[str, Any]) -> None:
+        state["adam"].zero_grad()
+        inputs = torch.arange(16.0).reshape(2, 8) / (rank + 7)
+        state["net"](inputs).square().mean().backward()
+        state["adam"].step()
+
+    def write(rank: int) -> Any:
+        state = start(rank, 0, shard_state=True)
+        step(rank, state)
+        hvd.checkpoint.save(tmp_path / "it", state)
+        return state["adam"].consolidate()
+
+    def read(rank: int, **options: Any) -> Any:
+        state = start(rank, 1, **options)
+        hvd.checkpoint.load(tmp_path / "it", state)
+        optimizer = state["adam"]
+        found = optimizer.consolidate() if options else optimizer.state_dict()
+        for number, entries in expected["state"].items():
+            for name, value in entries.items():
+                assert torch.equal(found["state"][number][name], value), (number, name)
+        step(0, state)
+        return torch.cat([each.detach().reshape(-1) for each in state["net"].parameters()])
+
+    nets = [[model(seed) for seed in (0, 1)] for _ in range(3)]
+    expected = run_ranks(3, write)[0]
+    assert len(expected["state"]) == 6
+    alone = run_ranks(1, read)[0]
+    two = run_ranks(2, lambda rank: read(rank, shard_state=True))
+    assert torch.allclose(two[0], alone) and torch.equal(two[0], two[1])
+
+
+def test_a_part_of_a_divided_state_is_refused(tmp_path: Path) -> None:
+    def main(rank: int) -> None:
+        net = nets[rank]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(net.parameters()), net.named_parameters(), shard_state=True
+        )
+        net(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        with pytest.raises(
+            ValueError, match=r"'adam' is the state_dict.*give the optimizer itself"
+        ):
+            hvd.checkpoint.save(tmp_path / "it", {"adam": optimizer.state_dict()})
+        given = {"adam": optimizer} if rank else {"other": optimizer}
+        with pytest.raises(hvd.HorovodInternalError, match=r"'other'.*rank 0 has a state that is"):
+            hvd.checkpoint.save(tmp_path / "it", given)
+
+    nets = [model(0) for _ in range(2)]
+    run_ranks(2, main)

@@ -91,7 +91,9 @@ def load(
         _check_group()
         _check_no_layouts(layouts)
         found = _manifest(_metadata(folder))
-        checked = loading.plan_of(found, state, None, _ShapesOnly(), options, rank, ranks)
+        shapes = _ShapesOnly()
+        shapes.whole = tensors.whole
+        checked = loading.plan_of(found, state, None, shapes, options, rank, ranks)
         plans.append(checked)
         return repr(sorted(plans[0].facts.items())).encode()
 

@@ -11,7 +11,7 @@ from hvdlite.checkpoint.folder import MANIFEST, Folder
 from hvdlite.checkpoint.forms import CheckpointForms
 from hvdlite.checkpoint.job import together
 from hvdlite.checkpoint.loading import Options
-from hvdlite.checkpoint.tensors import Owner
+from hvdlite.checkpoint.tensors import Owner, Tensors
 from hvdlite.common.layouts.layout import Layout
 from hvdlite.torch.checkpoint.tensors import TorchTensors, is_dtensor
 
@@ -22,37 +22,30 @@ class TorchForms(CheckpointForms):
     def __init__(self) -> None:
         super().__init__(TorchTensors())
 
-    def save(
-        self,
-        directory: str | os.PathLike[str],
-        state: Any,
-        layouts: Mapping[str, Any] | None = None,
+    def _save(
+        self, folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors
     ) -> None:
-        folder = Folder(directory)
         # Ranks of a pipeline hold different tensors: one of them with DTensors is enough.
-        if any(together(f"save of {folder.path}", lambda: self._has_dtensors(state))):
+        if any(together(f"save of {folder.path}", lambda: _state_has_dtensors(state, tensors))):
             from hvdlite.torch.checkpoint import dcp
 
-            dcp.save(folder, state, layouts, self._tensors)
+            dcp.save(folder, state, layouts, tensors)
         else:
-            super().save(directory, state, layouts)
+            super()._save(folder, state, layouts, tensors)
 
-    def load(
+    def _load(
         self,
-        directory: str | os.PathLike[str],
+        folder: Folder,
         state: Any,
-        layouts: Mapping[str, Any] | None = None,
-        strict: bool = True,
-        *,
-        cast: bool = False,
-        verify: bool = False,
+        layouts: Mapping[str, Any] | None,
+        tensors: Tensors,
+        options: Options,
     ) -> Any:
-        folder = Folder(directory)
         if together(f"load of {folder.path}", lambda: _is_of_dcp(folder))[0]:
             from hvdlite.torch.checkpoint import dcp
 
-            return dcp.load(folder, state, layouts, self._tensors, Options(strict, cast))
-        return super().load(directory, state, layouts, strict, cast=cast, verify=verify)
+            return dcp.load(folder, state, layouts, tensors, options)
+        return super()._load(folder, state, layouts, tensors, options)
 
     def consolidate(self, src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
         source = Folder(src)
@@ -62,9 +55,6 @@ class TorchForms(CheckpointForms):
             dcp.consolidate(source, Folder(dst), self._tensors)
         else:
             super().consolidate(src, dst)
-
-    def _has_dtensors(self, state: Any) -> bool:
-        return _has_dtensors(trees.expand(state, self._tensors, None))
 
     def infer_layout(
         self, module: Any, *predict_data: Any, strategies: Any = None, mesh: Any = None
@@ -76,9 +66,11 @@ class TorchForms(CheckpointForms):
         return plan(module, predict_data, strategies, mesh).layouts
 
     infer_layout.__doc__ = CheckpointForms.infer_layout.__doc__
-    save.__doc__ = CheckpointForms.save.__doc__
-    load.__doc__ = CheckpointForms.load.__doc__
     consolidate.__doc__ = CheckpointForms.consolidate.__doc__
+
+
+def _state_has_dtensors(state: Any, tensors: Tensors) -> bool:
+    return _has_dtensors(trees.expand(state, tensors, None))
 
 
 def _has_dtensors(tree: Any) -> bool:

@@ -5,6 +5,7 @@ An optimizer that has not made a step has no state. A load makes what the checkp
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,14 +18,30 @@ from hvdlite.torch.dtypes import DTYPE_NAMES
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-def owner(optimizer: torch.optim.Optimizer, context: Context) -> Owner:
+def is_divided(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether each rank has another part of the state, by ``shard_state=True``."""
+    module = sys.modules.get("hvdlite.torch.sharded_state.optimizer")
+    if module is None or not isinstance(optimizer, module.ShardingMixin):
+        return False
+    return bool(optimizer._exchange.reduction.active)
+
+
+def owner(
+    optimizer: torch.optim.Optimizer, context: Context, whole: dict[str, Any] | None = None
+) -> Owner:
     """Return the state of an optimizer as a tree.
 
-    Parameters have the names of those modules that are in the same state as the optimizer, and
-    numbers otherwise. Raises `ValueError` if the checkpoint has state for parameters of other
-    names.
+    `whole` is the state dict of one whose state is divided among ranks. Parameters have the names
+    of those modules that are in the same state as the optimizer, and numbers otherwise. Raises
+    `ValueError` if the checkpoint has state for parameters of other names, and for a divided state
+    that was not gathered.
     """
-    packed = optimizer.state_dict()
+    if whole is None and is_divided(optimizer):
+        raise ValueError(
+            "each rank has another part of the state of an optimizer with shard_state=True: "
+            "give its consolidate()"
+        )
+    packed = optimizer.state_dict() if whole is None else whole
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     known = dict(_named_parameters(context.state, ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -72,9 +73,23 @@ class TorchTensors(Tensors):
         if isinstance(thing, torch.nn.Module):
             return _module(thing)
         if isinstance(thing, torch.optim.Optimizer):
-            return optimizers.owner(thing, context)
+            return optimizers.owner(thing, context, self.whole.get(id(thing)))
         if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
             return Owner(thing, dict(thing.state_dict()), thing.load_state_dict)
+        return None
+
+    def gather_of(self, thing: Any, name: str) -> Callable[[], Any] | None:
+        """Return what gathers the state of an optimizer with ``shard_state=True``.
+
+        Raises `ValueError` for the state dict of one, which is a part of a state.
+        """
+        if isinstance(thing, dict) and {"state", "param_groups", "shards"} <= thing.keys():
+            raise ValueError(
+                f"{name!r} is the state_dict() of an optimizer with shard_state=True, of which "
+                "each rank has another part: give the optimizer itself, or its consolidate()"
+            )
+        if isinstance(thing, torch.optim.Optimizer) and optimizers.is_divided(thing):
+            return thing.consolidate  # type: ignore[attr-defined, no-any-return]
         return None
 
 
