@@ -45,8 +45,8 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
             folder.prepare()
         return hashlib.sha256(repr(sorted(plans[0].facts.items())).encode()).digest()
 
-    digests = together(what, prepare)
     try:
+        digests = together(what, prepare)
         check_same(what, plans[0].facts, digests)
         arrays = _arrays_to_write(plans[0], tensors, rank)
         names = [file_name(each, ranks) for each in range(ranks)]

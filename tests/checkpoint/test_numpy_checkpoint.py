@@ -365,6 +365,16 @@ def test_ranks_that_disagree(tmp_path: Path, call: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
 
 
+def test_a_state_that_another_rank_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
+    def main(rank: int) -> None:
+        state = {"w": FULL, "note": object() if rank else None}
+        with pytest.raises((TypeError, HorovodInternalError), match="'note' is a"):
+            hvd.checkpoint.save(tmp_path / "it", state)
+
+    run_ranks(2, main)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ranks_that_save_to_different_folders_or_make_different_calls(tmp_path: Path) -> None:
     """Neither waits for ever: one file is not where rank 0 looks, or the calls differ."""
     hvd.checkpoint.save(tmp_path / "it", {"w": FULL})
