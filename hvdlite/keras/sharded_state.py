@@ -194,9 +194,10 @@ class ShardedExchange(Exchange):
         if not self._shards:  # This rank is alone.
             _copy_variables(plain, optimizer)
             return plain
-        plain._iterations.assign(optimizer._iterations)
+        slots_by_name = _slots(optimizer, [shard.variable for shard in self._shards])
+        _copy_common(plain, optimizer)
         place = {id(variable): index for index, variable in enumerate(variables)}
-        for name, slots in _slots(optimizer, len(self._shards)):
+        for name, slots in slots_by_name:
             for number, (shard, slot) in enumerate(zip(self._shards, slots, strict=True)):
                 whole = self._gather(number, name, keras.ops.stop_gradient(slot.value))
                 for variable, part in zip(shard.variables, shard.split(whole), strict=True):
@@ -210,9 +211,10 @@ class ShardedExchange(Exchange):
         if not self._shards:
             _copy_variables(optimizer, plain)
             return
-        optimizer._iterations.assign(plain._iterations)
+        slots_by_name = _slots(optimizer, [shard.variable for shard in self._shards])
+        _copy_common(optimizer, plain)
         place = {id(variable): index for index, variable in enumerate(built)}
-        for name, slots in _slots(optimizer, len(self._shards)):
+        for name, slots in slots_by_name:
             whole = getattr(plain, name)
             for shard, slot in zip(self._shards, slots, strict=True):
                 values = [whole[place[id(variable)]].value for variable in shard.variables]
@@ -224,16 +226,36 @@ def _copy_variables(to: Any, source: Any) -> None:
         own.assign(other)
 
 
-def _slots(optimizer: Any, shards: int) -> list[tuple[str, Any]]:
-    """Return the lists of state of an optimizer, which have a variable for each shard."""
-    return [
-        (name, value)
-        for name, value in vars(optimizer).items()
-        if isinstance(value, list)
-        and name not in ("_trainable_variables", "_variables")
-        and len(value) == shards
-        and all(hasattr(each, "assign") and len(each.shape) == 1 for each in value)
-    ]
+def _copy_common(to: Any, source: Any) -> None:
+    """Copy what is one for all elements: the learning rate, counts of steps, Nadam's product."""
+    for name, value in vars(source).items():
+        if _is_state(value) and not len(value.shape):
+            getattr(to, name).assign(value)
+
+
+def _slots(optimizer: Any, shards: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the lists of state of an optimizer, which have a variable for each shard.
+
+    Raises `ValueError` for state that is neither that nor one number: nobody knows how it is cut.
+    """
+    found = []
+    for name, value in vars(optimizer).items():
+        variables = [value] if _is_state(value) else value if isinstance(value, list) else []
+        if name in ("_trainable_variables", "_variables") or not any(map(_is_state, variables)):
+            continue
+        shapes = [tuple(each.shape) for each in variables if _is_state(each)]
+        if isinstance(value, list) and shapes == [tuple(each.shape) for each in shards]:
+            found.append((name, value))
+        elif isinstance(value, list) or shapes != [()]:
+            raise ValueError(
+                f"{type(optimizer).__name__} has {name!r} of the shapes {shapes}, which is neither "
+                "one number nor a variable for each shard, and would be lost: leave shard_state out"
+            )
+    return found
+
+
+def _is_state(value: Any) -> bool:
+    return hasattr(value, "assign") and hasattr(value, "shape")
 
 
 def _dense(gradient: Any, reduction: Any) -> Any:

@@ -122,3 +122,45 @@ def test_a_checkpoint_has_all_of_the_state_for_any_number_of_ranks(tmp_path: Pat
     (expected,) = run_ranks(1, lambda rank: read("whole", adam))
     found = run_ranks(2, lambda rank: read("divided", lambda: sharded(adam)))
     assert_same([expected, *found, *run_ranks(1, lambda rank: read("divided", adam))])
+
+
+def test_state_that_is_no_slot_is_consolidated_and_adopted() -> None:
+    """Nadam has a product of all steps. The oracle trains on without shards."""
+
+    def nadam() -> Any:
+        return keras.optimizers.Nadam(0.01)
+
+    def whole(rank: int) -> Any:
+        model, optimizer = make_model(), hvd.DistributedOptimizer(nadam())
+        train(model, optimizer, rank, 2)
+        return train(model, optimizer, rank, 2)
+
+    def main(rank: int) -> Any:
+        model, optimizer = make_model(), sharded(nadam)
+        train(model, optimizer, rank, 2)
+        plain = optimizer.consolidate()
+        assert float(plain._u_product) == float(optimizer._u_product) != 1
+        again = sharded(nadam)
+        again.adopt(plain)
+        return train(model, again, rank, 2)
+
+    assert_same([*run_ranks(2, whole), *run_ranks(2, main)])
+
+
+def test_state_of_another_form_is_refused_where_it_would_be_lost() -> None:
+    class Counting(keras.optimizers.SGD):  # type: ignore[misc, name-defined]
+        def build(self, variables: Any) -> None:
+            super().build(variables)
+            self.counts = keras.Variable(np.zeros(3), trainable=False, name="counts")
+
+    def main(rank: int) -> None:
+        optimizer = sharded(lambda: Counting(0.1))
+        optimizer.build(make_model().trainable_variables)
+        with pytest.raises(ValueError, match=r"Counting has 'counts'.*\(3,\).*shard_state"):
+            optimizer.consolidate()
+        plain = Counting(0.1)
+        plain.build(make_model().trainable_variables)
+        with pytest.raises(ValueError, match="Counting has 'counts'"):
+            sharded(lambda: Counting(0.1)).adopt(plain)
+
+    run_ranks(2, main)
