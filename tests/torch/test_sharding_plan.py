@@ -94,6 +94,18 @@ def test_refused_plans() -> None:
         sharding.shard(block())
 
 
+def test_a_sharded_module_is_planned_as_it_was_before() -> None:
+    relu = sharding.shard(torch.nn.ReLU(), mesh=Mesh())
+    forward = relu.forward
+    assert sharding.plan(relu, torch.empty(16, 8), mesh=Mesh())["relu"].strategy == ((8, 1),)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, device="meta"), relu)
+    assert sharding.plan(model, torch.empty(16, 8), mesh=Mesh())["1"].strategy == ((8, 1),)
+    assert relu.forward == forward, "it is sharded still"
+    for again, words in ((relu, "ReLU is sharded already"), (model, "1 is sharded already")):
+        with pytest.raises(ValueError, match=words):
+            sharding.shard(again, example=torch.empty(16, 8), mesh=Mesh())
+
+
 def test_placements_on_a_mesh() -> None:
     mesh = Mesh()
     r, rows, columns = Replicate(), Shard(0), Shard(1)

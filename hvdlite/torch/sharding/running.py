@@ -34,6 +34,7 @@ from hvdlite.torch.sharding.dtensor import (
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import placements
 from hvdlite.torch.sharding.plans import Plan, plan
+from hvdlite.torch.sharding.tracing import ORIGINAL
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,6 +85,7 @@ def shard(
         if given is not None:
             check_strategy(tuple(each for each in given if each is not None), f"{end} strategy")
             configured |= {f"{end}{i}": (cuts,) for i, cuts in enumerate(given) if cuts is not None}
+    _check_target(fn_or_module)
     runner = _Runner(fn_or_module, configured, parameter_plan or {}, mesh, fully_use_devices)
     if isinstance(fn_or_module, torch.nn.Module):
         if example is None and any(True for _ in fn_or_module.parameters()):
@@ -92,6 +94,7 @@ def shard(
                 "are cut before an optimizer takes them"
             )
         runner.call = fn_or_module.forward
+        setattr(fn_or_module, ORIGINAL, runner.call)
         if example is not None:
             runner.prepare(example if isinstance(example, tuple) else (example,))
         fn_or_module.forward = runner.run
@@ -102,6 +105,17 @@ def shard(
         return runner.run(*args)
 
     return run  # type: ignore[return-value]
+
+
+def _check_target(target: Any) -> None:
+    """Raise `ValueError` for a module that has a sharded one in it, or is one."""
+    if isinstance(target, torch.nn.Module):
+        for name, module in target.named_modules():
+            if ORIGINAL in module.__dict__:
+                raise ValueError(
+                    f"{name or type(target).__name__} is sharded already: shard the whole, or "
+                    "parts beside each other"
+                )
 
 
 class _Function(torch.nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hvdlite.common.layouts.operators import Operand, Operator, elementwise, matmul
 
 aten = torch.ops.aten
+# The attribute of a sharded module that has the forward() from before.
+ORIGINAL = "_hvdlite_forward"
 # Operators that need their last dimensions whole, with the argument that says which.
 _NORMALIZING = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int}
 _TRANSPOSING = {aten.t.default, aten.numpy_T.default}
@@ -158,16 +161,34 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> tuple[Trace, list[
     Also returns the names of the inputs and of the outputs, as the operators know them.
     """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    stand_ins = {name: torch.empty_like(each, device="meta") for name, each in tensors.items()}
+    # Parameters of a sharded module are DTensors, whose shapes are those of whole tensors.
+    stand_ins = {
+        name: torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for name, each in tensors.items()
+    }
     inputs = tree_map(_meta, tuple(example))
     leaves = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
     names = {id(each): name for name, each in stand_ins.items()}
     names |= {id(each): f"input{index}" for index, each in enumerate(leaves)}
     recorder = Trace(names)
-    with _paths(module, recorder.path), torch.inference_mode(), recorder:
+    with _unsharded(module), _paths(module, recorder.path), torch.inference_mode(), recorder:
         outputs = torch.func.functional_call(module, stand_ins, inputs)
     out = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor)]
     return recorder, [f"input{i}" for i in range(len(leaves))], [recorder.name(e) for e in out]
+
+
+@contextmanager
+def _unsharded(module: torch.nn.Module) -> Iterator[None]:
+    """Give sharded modules the forward() back that they had before."""
+    sharded = [each for each in module.modules() if ORIGINAL in each.__dict__]
+    replaced = [each.forward for each in sharded]
+    for each in sharded:
+        each.forward = each.__dict__[ORIGINAL]
+    try:
+        yield
+    finally:
+        for each, forward in zip(sharded, replaced, strict=True):
+            each.forward = forward
 
 
 def _meta(value: Any) -> Any:
