@@ -94,6 +94,20 @@ def test_refused_plans() -> None:
         sharding.shard(block())
 
 
+def test_a_strategy_of_the_very_module_is_that_of_its_first_operator() -> None:
+    linear = torch.nn.Linear(64, 64, device="meta")
+    sharding.set_strategy(linear, ((2, 1), (1, 4)))
+    found = sharding.plan(linear, torch.empty(64, 64), mesh=Mesh())
+    assert found["linear"].strategy == ((2, 1), (1, 4))
+    assert found["linear.add"].strategy == ((2, 4), (4,))
+    assert found["weight"].strategy == ((4, 1),)
+    other = sharding.plan(linear, torch.empty(64, 64), {"linear": ((8, 1), (1, 1))}, Mesh())
+    assert other["linear"].strategy == ((8, 1), (1, 1)), "a strategy of the call goes before"
+    model = sharding.set_strategy(block(), ((2, 1), (1, 4)))
+    with pytest.raises(ValueError, match="Sequential has no operator of its own"):
+        sharding.plan(model, torch.empty(64, 64), mesh=Mesh())
+
+
 def test_a_sharded_module_is_planned_as_it_was_before() -> None:
     relu = sharding.shard(torch.nn.ReLU(), mesh=Mesh())
     forward = relu.forward

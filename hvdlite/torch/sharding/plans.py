@@ -95,7 +95,7 @@ def plan(
         for name, submodule in module.named_modules()
         if hasattr(submodule, _STRATEGY)
     }
-    configured = {**given, **(strategies or {})}
+    configured = _by_operators({**given, **(strategies or {})}, module, recorder)
     operators = _with_ends(recorder.operators, input_names, output_names, configured)
     choices = propagate(operators, configured, ranks, fully_use_devices)
     leaves = leaf_layouts(operators, choices)
@@ -115,6 +115,21 @@ def plan(
         if f"output{index}" in choices
     }
     return Plan(planned, layouts, entering, leaving)
+
+
+def _by_operators(
+    configured: Mapping[str, Strategy], module: torch.nn.Module, recorder: Trace
+) -> dict[str, Strategy]:
+    """Return strategies by the names of operators: that of the module itself is its first one's."""
+    found = dict(configured)
+    if "" in found:
+        if recorder.first is None:
+            raise ValueError(
+                f"set_strategy: the {type(module).__name__} has no operator of its own: give the "
+                "strategy to one of its submodules"
+            )
+        found.setdefault(recorder.first, found.pop(""))
+    return found
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -29,6 +29,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The weights that a Linear holds as [out, in], while its strategy is for [in, out].
         self.transposed: set[str] = set()
         self.path: list[str] = []
+        # The first operator that runs in no submodule.
+        self.first: str | None = None
         self._names = dict(names)
         # All tensors stay alive, so that their ids stay theirs.
         self._kept: list[Any] = []
@@ -149,6 +151,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number += 1
             name = f"{base}_{number}"
         self._used.add(name)
+        if not path and self.first is None:
+            self.first = name
         return name
 
 
