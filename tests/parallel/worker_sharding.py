@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hvdlite.torch as hvd
 from hvdlite.torch import sharding
 from hvdlite.torch.sharding.dtensor import DTensor, distribute_tensor
+from tests.parallel import sharding_edges
 
 SHARE, WIDTH = 8, 16
 
@@ -228,5 +229,7 @@ if __name__ == "__main__":
     check_parameter_plan()
     check_convolutions()
     check_inference(Path(sys.argv[1]))
+    for check in sharding_edges.CHECKS:
+        check()
     dist.destroy_process_group()
     sys.stdout.write("is content\n")

@@ -59,6 +59,22 @@ def test_layouts_for_inference_are_those_of_the_plan() -> None:
     assert layouts["0.bias"].box((64,), 1) == ((16, 32),)
 
 
+def test_layouts_have_the_names_of_the_state() -> None:
+    """A checkpoint has tied tensors under each of their names, and no non-persistent buffer."""
+    model = block()
+    model[2].weight = model[0].weight
+    model[1].register_buffer("scratch", torch.empty(3, device="meta"), persistent=False)
+    model[1].register_buffer("kept", torch.empty(3, device="meta"))
+    model[2].register_buffer("kept", model[1].kept)
+    data, columns = torch.empty(64, 64), {"0": ((2, 1), (1, 4))}
+    layouts = hvd.checkpoint.infer_layout(model, data, strategies=columns, mesh=Mesh())
+    assert set(layouts) == set(model.state_dict())
+    assert layouts["2.weight"] == layouts["0.weight"]
+    assert layouts["0.weight"].cuts == (4, 1)
+    found = hvd.checkpoint.infer_predict_layout(model, data, strategies=columns, mesh=Mesh())
+    assert found["2.weight"][2] == found["0.weight"][2] == [16, 64]
+
+
 def test_operators_of_other_kinds() -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:

@@ -63,7 +63,8 @@ class TorchForms(CheckpointForms):
             return super().infer_layout(module, strategies=strategies, mesh=mesh)
         from hvdlite.torch.sharding import plan
 
-        return plan(module, predict_data, strategies, mesh).layouts
+        layouts = plan(module, predict_data, strategies, mesh).layouts
+        return {name: layouts[name] for name in self._shapes(module)}
 
     infer_layout.__doc__ = CheckpointForms.infer_layout.__doc__
     consolidate.__doc__ = CheckpointForms.consolidate.__doc__

@@ -162,17 +162,29 @@ def _with_ends(
     return [*before, *operators, *after]
 
 
+def named_tensors(module: torch.nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
+    """Return parameters and buffers by all names that they have, each with its first name."""
+    first: dict[int, str] = {}
+    return {
+        name: (first.setdefault(id(tensor), name), tensor)
+        for name, tensor in [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+    }
+
+
 def _parameter_layouts(
     module: torch.nn.Module,
     leaves: Mapping[str, Layout],
     recorder: Trace,
     ranks: int,
 ) -> dict[str, Layout]:
-    """Return the layouts of parameters and buffers; those that no operator uses are whole."""
+    """Return the layouts of parameters and buffers by all their names; unused ones are whole."""
     layouts: dict[str, Layout] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        layout = leaves.get(name) or whole(tensor.ndim, ranks)
-        if name in recorder.transposed:
+    for name, (first, tensor) in named_tensors(module).items():
+        layout = leaves.get(first) or whole(tensor.ndim, ranks)
+        if first in recorder.transposed:
             layout = Layout(layout.device_matrix, layout.tensor_map[::-1])
         layouts[name] = layout
     return layouts

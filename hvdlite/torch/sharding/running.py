@@ -33,7 +33,7 @@ from hvdlite.torch.sharding.dtensor import (
 )
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import placements
-from hvdlite.torch.sharding.plans import Plan, plan
+from hvdlite.torch.sharding.plans import Plan, named_tensors, plan
 from hvdlite.torch.sharding.tracing import ORIGINAL
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -183,29 +183,32 @@ class _Runner:
         ranks = self._mesh.size()
         example = tree_map(lambda each: _whole_batch(each, ranks), tuple(args))
         found = plan(self._module, example, self._configured, self._mesh, self._fully)
-        unknown = set(self._parameter_plan) - set(found.layouts)
+        names = named_tensors(self._module)
+        unknown = set(self._parameter_plan) - set(names)
         if unknown:
             raise ValueError(f"parameter_plan: {sorted(unknown)[0]!r} is no parameter")
         for name, cuts in self._parameter_plan.items():
             given = cuts if isinstance(cuts, Layout) else from_cuts(cuts, ranks)
-            found.layouts[name] = given
+            found.layouts |= {n: given for n in names if names[n][0] == names[name][0]}
         self._distribute(found)
         self._plan = found
         return found
 
     def _distribute(self, found: Plan) -> None:
-        cut: dict[int, torch.nn.Parameter] = {}
-        for name, parameter in self._module.named_parameters():
-            where = self._placements(found.layouts[name], parameter.shape)
-            value = distribute_tensor(parameter.data, self._mesh, where)
-            cut[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-        for path, submodule in self._module.named_modules():
-            for name, parameter in list(submodule.named_parameters(recurse=False)):
-                submodule.register_parameter(name, cut[id(parameter)])
-            for name, buffer in list(submodule.named_buffers(recurse=False)):
-                layout = found.layouts[f"{path}.{name}" if path else name]
-                where = self._placements(layout, buffer.shape)
-                submodule._buffers[name] = distribute_tensor(buffer, self._mesh, where)
+        cut: dict[int, Any] = {}
+        for name, (first, tensor) in named_tensors(self._module).items():
+            if name != first:
+                continue
+            where = self._placements(found.layouts[name], tensor.shape)
+            value = distribute_tensor(tensor.detach(), self._mesh, where)
+            if isinstance(tensor, torch.nn.Parameter):
+                value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+            cut[id(tensor)] = value
+        for submodule in self._module.modules():
+            for tensors in (submodule._parameters, submodule._buffers):
+                for name, tensor in list(tensors.items()):
+                    if tensor is not None:
+                        tensors[name] = cut[id(tensor)]
 
     def _placements(self, layout: Layout, shape: Sequence[int]) -> list[Any]:
         layout.check_shape(shape)
