@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
 from hvdlite.torch import sharding
@@ -58,7 +59,24 @@ def check_modules_without_parameters() -> None:
     assert torch.equal(relu(own(batch)), own(batch).relu())
 
 
-CHECKS = [check_tied, check_modules_without_parameters]
+def check_a_mesh_of_some_ranks() -> None:
+    """A half of the ranks has a batch of its own, and shares of other sizes."""
+    half = hvd.size() // 2
+    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("copy", "part"))["part"]
+    copy, part = divmod(hvd.rank(), half)
+    share = torch.arange((2.0 + copy) * WIDTH).reshape(-1, WIDTH) + part
+    columns = sharding.shard(torch.square, ((1, half),), mesh=mesh)
+    assert torch.equal(columns(share), share**2)
+    if half > 1:
+        try:
+            columns(torch.ones(1 + part, WIDTH))
+        except ValueError as error:
+            assert f"[1, {WIDTH}, 2, {WIDTH}]" in str(error), error
+        else:
+            raise AssertionError("shares of other sizes were taken")
+
+
+CHECKS = [check_tied, check_modules_without_parameters, check_a_mesh_of_some_ranks]
 
 if __name__ == "__main__":
     hvd.init_process_group()

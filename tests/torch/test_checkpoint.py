@@ -138,6 +138,8 @@ def test_whole_layouts_and_other_frameworks(tmp_path: Path) -> None:
     net = model(0)
     layouts = hvd.checkpoint.infer_layout(net)
     assert layouts["0.weight"] == Layout([1], [-1, -1])
+    with pytest.raises(ValueError, match="need predict_data"):
+        hvd.checkpoint.infer_layout(net, strategies={"0": ((1, 1), (1, 1))})
     assert hvd.checkpoint.infer_predict_layout(net)["2.bias"] == [[1], [-1], [4], 0, True, ""]
     hvd.checkpoint.save(tmp_path / "it", net, layouts)
     arrays = {"0.weight": np.zeros((12, 8), np.float32)}

@@ -60,7 +60,12 @@ class TorchForms(CheckpointForms):
         self, module: Any, *predict_data: Any, strategies: Any = None, mesh: Any = None
     ) -> dict[str, Layout]:
         if not predict_data:
-            return super().infer_layout(module, strategies=strategies, mesh=mesh)
+            if strategies is not None or mesh is not None:
+                raise ValueError(
+                    "strategies and meshes need predict_data: an input of the whole batch, or "
+                    "several, which the operators are found with; meta tensors do"
+                )
+            return super().infer_layout(module)
         from hvdlite.torch.sharding import plan
 
         layouts = plan(module, predict_data, strategies, mesh).layouts

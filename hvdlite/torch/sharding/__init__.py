@@ -5,7 +5,7 @@ from hvdlite.torch import sharding
 hvd.init_process_group()
 block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
 sharding.set_strategy(block[0], ((2, 1), (1, 4)))
-sharded = sharding.shard(block)
+sharded = sharding.shard(block, example=batch)
 output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
 
     meshes     device meshes over hvdlite, layouts and placements on them

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,6 +23,7 @@ from hvdlite.common.base.warn import warn_user
 from hvdlite.common.layouts.layout import Layout, from_cuts
 from hvdlite.common.layouts.operators import Strategy, check_strategy
 from hvdlite.common.layouts.propagation import check_search
+from hvdlite.common.runtime.basics import size
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.sharding.dtensor import (
     DTensor,
@@ -168,13 +170,25 @@ class _Runner:
 
     def _check_shares(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise `ValueError` on all ranks if their shares differ: DTensor would not notice."""
-        shapes = torch.tensor([n for each in tensors for n in each.shape], dtype=torch.int64)
-        of_ranks = mpi_ops.allgather(shapes, "sharding.shares")
-        if not torch.equal(of_ranks, shapes.repeat(self._mesh.size())):
+        own = [n for each in tensors for n in each.shape]
+        of_ranks = self._gathered(own)
+        if of_ranks != own * self._mesh.size():
             raise ValueError(
-                f"ranks call a sharded part with other shapes, one after the other "
-                f"{of_ranks.tolist()}: each rank gives a share of the batch of equal size"
+                f"ranks call a sharded part with other shapes, one after the other {of_ranks}: "
+                "each rank gives a share of the batch of equal size"
             )
+
+    def _gathered(self, numbers: list[int]) -> list[int]:
+        """Return the numbers of all ranks of the mesh in a row."""
+        if self._mesh.size() == size():
+            held = torch.tensor(numbers, dtype=torch.int64)
+            found: list[int] = mpi_ops.allgather(held, "sharding.shares").tolist()
+            return found
+        for axis in range(self._mesh.ndim):
+            lists: list[Any] = [None] * self._mesh.size(axis)
+            dist.all_gather_object(lists, numbers, group=self._mesh.get_group(axis))
+            numbers = list(itertools.chain.from_iterable(lists))
+        return numbers
 
     def prepare(self, args: Sequence[Any]) -> Plan:
         """Make the plan for inputs like these, and cut the parameters."""
