@@ -75,6 +75,34 @@ def test_layouts_have_the_names_of_the_state() -> None:
     assert found["2.weight"][2] == found["0.weight"][2] == [16, 64]
 
 
+class Product(torch.nn.Module):
+    """A product with a weight that is held as [out, in], before which it is turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.empty(16, 8, device="meta"))
+
+    def forward(self, x: Any) -> Any:
+        return torch.relu(x @ self.w.t())
+
+
+def test_without_strategies_the_batch_is_cut() -> None:
+    found = sharding.plan(Product(), torch.empty(32, 8), mesh=Mesh())
+    strategies = {name: each.strategy for name, each in found.items()}
+    assert strategies == {
+        "t": ((1, 1),), "matmul": ((8, 1), (1, 1)), "relu": ((8, 1),), "w": ((1, 1),),
+    }  # fmt: skip
+    assert found.bytes == 0
+    product = type("Function", (torch.nn.Module,), {"forward": lambda self, x, w: x @ w.t()})()
+    found = sharding.plan(product, (torch.empty(32, 8), torch.empty(16, 8)), mesh=Mesh())
+    assert found["matmul"].strategy == ((8, 1), (1, 1)), "the first input has the samples"
+    # A weight that is used cut is held cut, too.
+    by_columns = {"matmul": ((1, 1), (1, 8))}
+    found = sharding.plan(Product(), torch.empty(32, 8), by_columns, Mesh())
+    assert found["w"].strategy == ((8, 1),)
+    assert found.bytes == 0
+
+
 def test_operators_of_other_kinds() -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:

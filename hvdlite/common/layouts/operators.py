@@ -34,7 +34,8 @@ class Operand:
 class Operator:
     """An operator: its inputs, its output, and the lengths of its axes.
 
-    `uncut` has the axes that no strategy may cut, as an operator needs them whole.
+    `uncut` has the axes that no strategy may cut, as an operator needs them whole. A view computes
+    nothing, and need not use all ranks: it is cut where that costs no bytes.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Operator:
     lengths: tuple[int, ...]
     uncut: frozenset[int] = frozenset()
     bytes_per_element: int = 4
+    is_view: bool = False
 
     @property
     def summed(self) -> tuple[int, ...]:

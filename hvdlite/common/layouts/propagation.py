@@ -8,6 +8,7 @@ smallest one. This module never sees a tensor.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,12 +56,14 @@ def propagate(
     configured: Mapping[str, Strategy],
     ranks: int,
     fully_use_devices: bool = True,
+    batches: Sequence[str] = (),
 ) -> dict[str, Choice]:
     """Return how each operator is cut, by name, in the order of the operators.
 
     `configured` has strategies by the names of operators; an operator that no configured one is
-    connected with is data parallel. Raises `TypeError` and `ValueError` as `cuts_of`, and
-    `ValueError` for a name that no operator has, or that two have.
+    connected with is data parallel, from those on that take the tensors `batches`. Raises
+    `TypeError` and `ValueError` as `cuts_of`, and `ValueError` for a name that no operator has, or
+    that two have.
     """
     graph = _Graph(operators, ranks, fully_use_devices)
     for name, strategy in configured.items():
@@ -71,9 +74,10 @@ def propagate(
             )
         graph.cuts[name] = cuts_of(graph.operators[name], strategy, ranks)
     graph.spread(list(configured))
-    for name in graph.operators:
+    axes = graph.batch_axes(batches)
+    for name in [*axes, *graph.operators]:
         if name not in graph.cuts:
-            graph.cuts[name] = graph.data_parallel(name)
+            graph.cuts[name] = graph.data_parallel(name, axes.get(name, 0))
             graph.spread([name])
     return graph.choices()
 
@@ -117,20 +121,32 @@ class _Graph:
     def _best(self, name: str) -> tuple[int, ...]:
         operator = self.operators[name]
         return min(
-            candidates(operator, self._ranks, self._fully),
+            candidates(operator, self._ranks, self._fully and not operator.is_view),
             key=lambda cuts: (
                 self._bytes_before(operator, cuts) + self._bytes_after(operator, cuts),
                 operator.own_bytes(cuts),
+                -math.prod(cuts) if operator.is_view else 0,
                 operator.strategy(cuts),
             ),
         )
 
-    def data_parallel(self, name: str) -> tuple[int, ...]:
-        """Return the cuts of the first axis, as far as its length divides."""
+    def batch_axes(self, batches: Sequence[str]) -> dict[str, int]:
+        """Return the operators that take these tensors, each with the axis of samples."""
+        found: dict[str, int] = {}
+        for tensor in batches:
+            for name in self._consumers.get(tensor, []):
+                for operand in self.operators[name].inputs:
+                    axis = operand.axes[0] if operand.axes else None
+                    if operand.tensor == tensor and axis is not None:
+                        found.setdefault(name, axis)
+        return found
+
+    def data_parallel(self, name: str, axis: int) -> tuple[int, ...]:
+        """Return the cuts of an axis, as far as its length divides."""
         operator = self.operators[name]
         return max(
             candidates(operator, self._ranks, False),
-            key=lambda cuts: (cuts[:1], [-cut for cut in cuts]),
+            key=lambda cuts: (cuts[axis : axis + 1], [-cut for cut in cuts]),
         )
 
     def _bytes_before(self, operator: Operator, cuts: tuple[int, ...]) -> int:

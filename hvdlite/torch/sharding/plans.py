@@ -97,7 +97,7 @@ def plan(
     }
     configured = _by_operators({**given, **(strategies or {})}, module, recorder)
     operators = _with_ends(recorder.operators, input_names, output_names, configured)
-    choices = propagate(operators, configured, ranks, fully_use_devices)
+    choices = propagate(operators, configured, ranks, fully_use_devices, input_names)
     leaves = leaf_layouts(operators, choices)
     layouts = _parameter_layouts(module, leaves, recorder, ranks)
     planned = {

@@ -129,7 +129,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators.append(
             Operator(
                 self._unique(function), (source,), target, tuple(tensor.shape),
-                bytes_per_element=result.element_size(),
+                bytes_per_element=result.element_size(), is_view=True,
             )
         )  # fmt: skip
 
