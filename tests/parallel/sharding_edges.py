@@ -76,7 +76,45 @@ def check_a_mesh_of_some_ranks() -> None:
             raise AssertionError("shares of other sizes were taken")
 
 
-CHECKS = [check_tied, check_modules_without_parameters, check_a_mesh_of_some_ranks]
+def check_random_numbers() -> None:
+    """Ranks with equal values must draw equal numbers, and nothing has them do so."""
+    functional, whole, share = torch.nn.functional, ((1, 1),), own(whole_batch())
+    refused = {
+        "bernoulli_": torch.nn.Dropout(0.5),
+        "rand": lambda x: x * torch.rand(()),
+        "rand_like": lambda x: x + torch.rand_like(x),
+        "rrelu_with_noise": lambda x: functional.rrelu(x, training=True),
+    }
+    for name, part in refused.items():
+        try:
+            sharding.shard(part, whole)(share)
+        except ValueError as error:
+            assert f"{name} draws random numbers" in str(error), error
+        else:
+            raise AssertionError(f"{name} drew")
+    rows = ((hvd.size(), 1),)
+    kept = sharding.shard(torch.nn.Dropout(0.5), rows)(torch.ones(SHARE, WIDTH))
+    assert set(kept.unique().tolist()) == {0.0, 2.0}
+    attention = functional.scaled_dot_product_attention
+    quiet = [
+        torch.nn.Sequential(torch.nn.Dropout(0.0), torch.nn.ReLU()),
+        torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.ReLU()).eval(),
+        functional.rrelu,
+        lambda x: attention(x[None], x[None], x[None])[0],
+    ]  # fmt: skip
+    for part in quiet:
+        sharded = sharding.shard(part, whole)
+        with torch.inference_mode():
+            assert sharded(share).shape == share.shape
+        assert sharded(share).shape == share.shape
+
+
+CHECKS = [
+    check_tied,
+    check_modules_without_parameters,
+    check_a_mesh_of_some_ranks,
+    check_random_numbers,
+]
 
 if __name__ == "__main__":
     hvd.init_process_group()

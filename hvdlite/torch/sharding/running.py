@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdlite.common.base.warn import warn_user
@@ -28,23 +26,17 @@ from hvdlite.torch import mpi_ops
 from hvdlite.torch.sharding.dtensor import (
     DTensor,
     Partial,
-    Replicate,
     Shard,
     distribute_tensor,
     implicit_replication,
 )
+from hvdlite.torch.sharding.inside import EqualNumbers, WholeFallback, whole_placements
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import placements
 from hvdlite.torch.sharding.plans import Plan, named_tensors, plan
 from hvdlite.torch.sharding.tracing import ORIGINAL
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# DTensor's convolution is silently wrong where a dimension of the image is cut.
-_NEVER_CUT = {
-    torch.conv1d, torch.conv2d, torch.conv3d,
-    torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
-}  # fmt: skip
 
 
 def shard(
@@ -160,7 +152,7 @@ class _Runner:
             ),
             args,
         )
-        with implicit_replication(), _WholeFallback(self._mesh):
+        with implicit_replication(), WholeFallback(self._mesh), EqualNumbers(self._mesh):
             result = self.call(*entered)
         outputs = itertools.count()
         return tree_map(
@@ -231,7 +223,9 @@ class _Runner:
     def _enter(self, tensor: torch.Tensor, layout: Layout) -> Any:
         shared = isinstance(tensor, torch.nn.Parameter)
         held = tensor if shared else _scale_gradient(tensor, float(self._mesh.size()))
-        where = _batch_placements(tensor, self._mesh) if not shared else _whole(self._mesh)
+        where = (
+            _batch_placements(tensor, self._mesh) if not shared else whole_placements(self._mesh)
+        )
         whole = DTensor.from_local(held, self._mesh, where, run_check=False)
         return whole.redistribute(self._mesh, placements(layout, self._mesh))
 
@@ -266,61 +260,6 @@ def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return result
 
 
-class _WholeFallback(TorchFunctionMode):
-    """Runs operators for which DTensor has no rule, or a wrong one, on whole inputs."""
-
-    def __init__(self, mesh: Any) -> None:
-        super().__init__()
-        self._mesh = mesh
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run a function of torch, and again on whole inputs if DTensor does not know it."""
-        kwargs = kwargs or {}
-        cut = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
-        if cut and function in _NEVER_CUT:
-            return self._on_whole_inputs(function, args, kwargs)
-        try:
-            return function(*args, **kwargs)
-        except NotImplementedError:
-            return self._on_whole_inputs(function, args, kwargs)
-
-    def _on_whole_inputs(self, function: Any, args: Any, kwargs: Any) -> Any:
-        moved = 0
-
-        def gathered(value: Any) -> Any:
-            nonlocal moved
-            if not isinstance(value, DTensor):
-                return value
-            moved += value.numel() * value.element_size() - _local_bytes(value)
-            return value.redistribute(self._mesh, _whole(self._mesh)).to_local()
-
-        inputs = tree_map(gathered, (args, kwargs))
-        _warn_once(getattr(function, "__name__", str(function)), moved)
-        result = function(*inputs[0], **inputs[1])
-        return tree_map(
-            lambda each: (
-                DTensor.from_local(each, self._mesh, _whole(self._mesh), run_check=False)
-                if isinstance(each, torch.Tensor)
-                else each
-            ),
-            result,
-        )
-
-
-@functools.cache
-def _warn_once(name: str, moved: int) -> None:
-    warn_user(
-        f"{name} runs on whole inputs in a sharded part, for which each rank receives {moved} bytes"
-    )
-
-
-def _local_bytes(tensor: Any) -> int:
-    local = tensor.to_local()
-    return int(math.prod(local.shape) * local.element_size())
-
-
 def _whole_batch(value: Any, ranks: int) -> Any:
     """Return a meta tensor of the shape that the batch of all ranks has."""
     if not isinstance(value, torch.Tensor):
@@ -332,8 +271,4 @@ def _whole_batch(value: Any, ranks: int) -> Any:
 
 
 def _batch_placements(tensor: torch.Tensor, mesh: Any) -> list[Any]:
-    return [Shard(0)] * mesh.ndim if tensor.ndim else _whole(mesh)
-
-
-def _whole(mesh: Any) -> list[Any]:
-    return [Replicate()] * mesh.ndim
+    return [Shard(0)] * mesh.ndim if tensor.ndim else whole_placements(mesh)
