@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 import hvdlite.numpy as hvd
 from hvdlite.common.engine.short_calls import ShortCalls
 from hvdlite.common.plain.config import Config
@@ -59,3 +61,10 @@ def by_the_data_plane(
 def somebody_waits(rank_0: Any) -> bool:
     """Whether the coordinator knows of a tensor that some ranks have not reported."""
     return rank_0.engine._control_plane._coordinator.oldest is not None
+
+
+def somebody_has_arrived(rank_0: Any) -> bool:
+    """Whether a rank waits at a slot for the others."""
+    board = rank_0.transport.short_call_memory(0)
+    words = board[2048 : 2048 + 64 * 17].view(np.uint64)[::8]  # of the slots
+    return bool(np.any(words >> np.uint64(9) & np.uint64(511)))

@@ -355,6 +355,8 @@ class Engine:
                 return
             members = first.request.parties
         responses, entries = self._memory.resolve(segment)
+        if self._short_calls is not None:
+            self._short_calls.agree(entries)
         if self._timeline.enabled:
             for response in responses:
                 self._timeline.negotiate_end(response.request.name)

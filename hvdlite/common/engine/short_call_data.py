@@ -24,27 +24,26 @@ from hvdlite.common.plain.entries import Bundle, Entry
 from hvdlite.common.plain.lists import split_rows
 from hvdlite.common.plain.messages import Request, Response
 
-MOST_SKIPPED = 64  # calls, after several that nobody else came to
+MOST_FAILURES = 6  # that are counted: one call in 1 << 6 is tried then
 
 
 class Record:
     """How calls have gone that come again: those under one name, or all messages of a pair."""
 
     def __init__(self) -> None:
-        self.failures = 0  # one after the other, of the latest calls
-        self.skips = 0  # of the next calls take the other way at once
+        self.failures = 0  # one after the other, of the latest calls that this rank has tried
 
-    def skip(self) -> bool:
-        """Return whether to skip a call, which is counted then."""
-        if self.skips:
-            self.skips -= 1
-            return True
-        return False
+    def skip(self, number: int) -> bool:
+        """Return whether to skip a call, by a number that all members have alike.
+
+        Ranks fail alone where others do not try, so they count different failures: what a rank
+        tries is tried by all that have failed less often.
+        """
+        return self.failures > 1 and number % (1 << self.failures) != 0
 
     def note(self, *, completed: bool) -> None:
-        """Record how a call went: after several in vain, the next ones are skipped."""
-        self.failures = 0 if completed else self.failures + 1
-        self.skips = 0 if completed else min(1 << self.failures, MOST_SKIPPED) - 2
+        """Record how a call went: after several in vain, most are skipped."""
+        self.failures = 0 if completed else min(self.failures + 1, MOST_FAILURES)
 
 
 class ShortCallData:
@@ -79,6 +78,10 @@ class ShortCallData:
                 return False
             self.request, self._response = request, Response(request)
         return True
+
+    def skip(self) -> bool:
+        """Return whether to skip this call; all messages of a pair have one record."""
+        return self.record.skip(self.call.tag + max(self.call.declines, 0))
 
     def give(self, entry: Entry) -> bool:
         """Set what this rank gives, and takes if its size is known; False if it is too much."""

@@ -19,7 +19,10 @@ It is right for these reasons.
 * A rank that knows only after the round how large its result is still counts as one that reads: no
   member can complete the next round before this one has taken its result.
 
-A rank that takes the other way says so (`decline`), so that the rest does not wait in vain.
+A rank that takes the other way says so (`decline`), so that the rest does not wait in vain. All
+members count how often that was so, and try by this count again, at the same calls (`Record`). A
+rank may have missed some, or have forgotten the count: when a call is answered all members have
+reported it, so they take the count of the slot (`agree`).
 
 The gradients of a small step are a `Bundle`: one short call, whose data lie in several places. Its
 entries are pending meanwhile, under their own names, and all of them are complete or reported.
@@ -86,6 +89,8 @@ class ShortCalls:
         # By name: calls of whole process sets, and messages, whose names mostly come once.
         self._prepared: dict[str, ShortCallData] = {}
         self._messages: dict[str, ShortCallData] = {}
+        # By the first of their entries, which are reported: bundles.
+        self._bundles: dict[str, ShortCallData] = {}
         # By the two ranks, the sender first; None where memory does not serve them.
         self._pairs: dict[tuple[int, ...], _Pair | None] = {}
 
@@ -97,7 +102,7 @@ class ShortCalls:
             prepared = self._find_message(entry.request, entry.size_bytes)
         else:
             prepared = self._find(entry.request)
-        if prepared is None or prepared.record.skip():
+        if prepared is None or prepared.skip():
             return False
         lock = self._exchange.locks[prepared.call.slot]
         if not lock.acquire(blocking=False):
@@ -120,9 +125,22 @@ class ShortCalls:
                 prepared = self._find_message(request, entry.size_bytes)
             if prepared is None or prepared.meaning != meaning_of(request):
                 continue
+            if type(entry) is Bundle:
+                self._bundles[entry.names[0]] = prepared
             if not prepared.call.told:
                 self._exchange.decline(prepared.call)
             prepared.call.told = 0
+
+    def agree(self, entries: Sequence[Entry | None]) -> None:
+        """Count declines as the other ranks do, before entries that all have reported are run."""
+        for entry in entries:
+            if entry is None:
+                continue
+            request = entry.request
+            for calls in (self._messages,) if request.parties else (self._prepared, self._bundles):
+                known = calls.get(request.name)
+                if known is not None and known.request.process_set_id == request.process_set_id:
+                    self._exchange.agree(known.call)
 
     def close(self) -> None:
         """Take part in no short call any more."""
@@ -140,6 +158,7 @@ class ShortCalls:
         """Prepare all calls anew, on all ranks at the same point of the order."""
         self._prepared.clear()
         self._messages.clear()
+        self._bundles.clear()
         self._pairs.clear()
 
     def take_part(self) -> bool:
@@ -222,6 +241,7 @@ class ShortCalls:
         if prepared is not None:
             if len(self._prepared) >= MOST_PREPARED:
                 self._prepared.clear()
+                self._bundles.clear()
             self._prepared[request.name] = prepared
         return prepared
 

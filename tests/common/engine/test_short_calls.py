@@ -35,6 +35,7 @@ from tests.short_calls import (
     begin,
     by_the_data_plane,
     short_calls,
+    somebody_has_arrived,
     somebody_waits,
     until,
     was_short,
@@ -288,7 +289,6 @@ def test_a_real_ctrl_c_while_the_main_thread_waits() -> None:
     world = InProcessWorld(Topology.single_host(2))
     global_process_set._bind(0, range(2))
     runtimes = run_threads(2, lambda rank: Runtime(world.transport(rank), Config()))
-    board = world.transport(0).short_call_memory(0)
     main_thread = threading.main_thread().ident
     assert main_thread is not None
 
@@ -297,8 +297,7 @@ def test_a_real_ctrl_c_while_the_main_thread_waits() -> None:
             return hvd.allreduce(np.ones(1), name="x", op=hvd.Sum)
 
     def interrupt() -> None:
-        words = board[2048 : 2048 + 64 * 17].view(np.uint64)[::8]  # of the slots
-        until(lambda: np.any(words >> np.uint64(9) & np.uint64(511)))  # somebody has arrived
+        until(lambda: somebody_has_arrived(runtimes[0]))
         signal.pthread_kill(main_thread, signal.SIGINT)
 
     try:

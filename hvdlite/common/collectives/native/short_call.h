@@ -61,7 +61,7 @@ struct ShortCall {
   const char* input;
   char* output;
   int64_t timeout_ns, spin_ns;
-  int64_t declines;            // how often this call went another way
+  int64_t declines;            // how often this call went another way; -1: not known yet
   int64_t completed;           // the result: whether the round is complete
   int64_t told;                // otherwise: whether the others know that it will not be
   int64_t began_ns;            // when the last member came, of a complete round
@@ -71,6 +71,7 @@ struct ShortCall {
 namespace {
 
 constexpr int kTagBits = 45, kDeclineBits = 19;
+constexpr uint64_t kDeclines = (1 << kDeclineBits) - 1;  // a number of declines, which wraps around
 constexpr uint64_t kCount = (1 << 9) - 1;
 
 // The start of the memory of the host's first rank.
@@ -119,6 +120,7 @@ class Exchange {
   void go() {
     came_ns_ = nanoseconds();
     if (is_declined()) return;
+    if (call_.declines < 0) call_.declines = 0;
     if (!all_are_open() || !arrive()) return decline();
     if (!call_.completed && !wait()) return;
     call_.began_ns = slot_->began_ns;
@@ -138,11 +140,20 @@ class Exchange {
   }
 
   void decline() {
-    uint64_t number = ++call_.declines;
+    uint64_t declined = load(&slot_->declined);
+    int64_t known = ahead(declined) > 1 ? number(declined) : call_.declines < 0 ? 0 : call_.declines;
+    call_.declines = (known + 1) & kDeclines;
     call_.told = 1;
-    __atomic_store_n(&slot_->declined, uint64_t(call_.tag) << kDeclineBits | number,
+    __atomic_store_n(&slot_->declined,
+                     uint64_t(call_.tag) << kDeclineBits | uint64_t(call_.declines),
                      __ATOMIC_SEQ_CST);
     wake_all(slot_);
+  }
+
+  // Count what the others have counted: all members have reported the latest call by now.
+  void agree() {
+    uint64_t declined = load(&slot_->declined);
+    if (declined >> kDeclineBits == uint64_t(call_.tag)) call_.declines = number(declined);
   }
 
  private:
@@ -166,15 +177,24 @@ class Exchange {
     return true;
   }
 
-  // Whether another member goes another way in this round. The numbers of members may differ after
-  // a rank has joined: the highest counts.
+  static int64_t number(uint64_t declined) { return int64_t(declined & kDeclines); }
+
+  // How many times the others have declined this call more often than I know; 2 for my first call.
+  int64_t ahead(uint64_t declined) const {
+    if (declined >> kDeclineBits != uint64_t(call_.tag)) return 0;
+    if (call_.declines < 0) return 2;
+    int64_t more = int64_t((declined - uint64_t(call_.declines)) & kDeclines);
+    return more <= int64_t(kDeclines / 2) ? more : 0;
+  }
+
+  // Whether another member goes another way in this round. The numbers of members may differ, where
+  // only some have counted: the highest counts, and who lags behind tells those that may wait.
   bool is_declined() {
     uint64_t declined = load(&slot_->declined);
-    uint64_t number = declined & ((1 << kDeclineBits) - 1);
-    if (declined >> kDeclineBits != uint64_t(call_.tag) || number <= uint64_t(call_.declines))
-      return false;
-    call_.declines = int64_t(number);
-    call_.told = 1;
+    int64_t more = ahead(declined);
+    if (more == 0) return false;
+    call_.declines = number(declined);
+    call_.told = more == 1;
     return true;
   }
 
@@ -342,4 +362,7 @@ void hvdlite_open_short_calls(char* memory, int64_t own, int64_t identity, int64
 
 // Tell members that wait at the slot of this call that this rank goes another way.
 void hvdlite_decline_short_call(ShortCall* call) { Exchange(*call).decline(); }
+
+// Count the declines of this call as all members do, after all have reported it.
+void hvdlite_agree_on_short_call(ShortCall* call) { Exchange(*call).agree(); }
 }

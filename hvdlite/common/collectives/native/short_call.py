@@ -84,8 +84,9 @@ class ShortExchange:
         self._exchange: Any = library.code.hvdlite_short_call
         self._take: Any = library.code.hvdlite_take_short_call
         self._decline: Any = library.code.hvdlite_decline_short_call
+        self._agree: Any = library.code.hvdlite_agree_on_short_call
         self._open: Any = library.code.hvdlite_open_short_calls
-        for function in (self._exchange, self._take, self._decline):
+        for function in (self._exchange, self._take, self._decline, self._agree):
             function.restype = None
             function.argtypes = (ctypes.POINTER(ShortCall),)
         self._open.restype = None
@@ -140,6 +141,7 @@ class ShortExchange:
             memory=address(self._memory),
             timeout_ns=int(TIMEOUT_SECONDS * 1e9),
             spin_ns=self._spin_ns,
+            declines=-1,
         )
         return call, local
 
@@ -176,6 +178,10 @@ class ShortExchange:
     def decline(self, call: ShortCall) -> None:
         """Tell the others that this rank goes another way this time."""
         self._decline(ctypes.byref(call))
+
+    def agree(self, call: ShortCall) -> None:
+        """Count declines as the others do, when all of them have reported a call."""
+        self._agree(ctypes.byref(call))
 
 
 def set_places(call: ShortCall, sizes: numbers[int], places: numbers[int]) -> None:
