@@ -20,7 +20,7 @@ class PendingTable:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        # Guards the next four. Reentrant, as a signal handler may enqueue within any method.
+        # Guards all below. Reentrant, as a signal handler may enqueue within any method.
         self._lock = threading.RLock()
         self._entries: dict[Key, Entry] = {}
         # Those of them that `hold` keeps from failing.
@@ -29,8 +29,7 @@ class PendingTable:
         self._joined: set[int] = set()
         # Set by `close`: why nothing more can be added.
         self._closed: HorovodInternalError | None = None
-        # The entries popped last, of the segment that runs: their handles may be incomplete. Used
-        # by the engine thread alone.
+        # The entries popped last, of the segment that runs: their handles may be incomplete.
         self._running: list[Entry] = []
 
     def add(self, entries: Sequence[Entry]) -> None:
@@ -98,6 +97,10 @@ class PendingTable:
                 if find(entry.key) is not entry:
                     return False
             self._held.update((entry.key, entry) for entry in entries)
+            if self._running:  # Some ran last, and are on their way again, for the next step.
+                again = set(entries)
+                running = [each for each in self._running if each not in again]
+                self._running = [each for each in running if not each.handle.poll()]
             return True
 
     def let_go(self, entries: Sequence[Entry], *, exchanged: bool) -> Sequence[Entry]:
@@ -144,10 +147,7 @@ class PendingTable:
             failed = [entry for key, entry in self._entries.items() if key not in self._held]
             self._entries = {}
             self._joined.clear()
-            # An entry that ran last may be on its way again, for the next step.
-            held = self._held
-            running = [each for each in self._running if held.get(each.key) is not each]
-            self._running = []
+            running, self._running = self._running, []
         for entry in dict.fromkeys((*running, *failed)):
             if not entry.handle.poll():
                 entry.handle.fail(error)

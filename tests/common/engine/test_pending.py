@@ -95,3 +95,34 @@ def test_entries_are_held_together_or_not_at_all(table: PendingTable) -> None:
     assert not table.hold([made, missing])
     table.close(LOST)
     assert made.handle.poll()
+
+
+def test_closing_spares_what_is_about_to_be_completed_after_it_ran_in_the_last_segment(
+    table: PendingTable, entry: Entry
+) -> None:
+    """The engine may close the table before the thread that let an entry go completes it."""
+    table.let_go([entry], exchanged=False)
+    table.pop([entry.key])
+    entry.complete()
+    entry.handle.renew()
+    table.add([entry])
+    assert table.hold([entry])
+    (released,) = table.let_go([entry], exchanged=True)
+    table.close(LOST)
+    assert not entry.handle.poll()
+    released.complete(7)
+    assert entry.handle.wait() == 7
+
+
+def test_closing_fails_what_else_ran_while_an_entry_was_held(table: PendingTable) -> None:
+    first, second = new_entry(), Entry(Request(0, "y", "allreduce"))
+    table.add([first, second])
+    table.pop([first.key, second.key])
+    first.complete()
+    first.handle.renew()
+    table.add([first])
+    assert table.hold([first])
+    table.close(LOST)
+    with pytest.raises(HorovodInternalError, match="rank 1 is gone"):
+        second.handle.wait()
+    assert not first.handle.poll()
