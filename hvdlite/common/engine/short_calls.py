@@ -118,18 +118,24 @@ class ShortCalls:
 
     def decline(self, entries: Sequence[Entry]) -> None:
         """Tell the others of entries that are reported now, and may be short calls elsewhere."""
-        for entry in entries:
-            request = entry.request
-            prepared = self._prepared.get(request.name)
-            if request.parties and self._is_open and entry.size_bytes <= LARGE_BYTES:
-                prepared = self._find_message(request, entry.size_bytes)
-            if prepared is None or prepared.meaning != meaning_of(request):
-                continue
-            if type(entry) is Bundle:
-                self._bundles[entry.names[0]] = prepared
-            if not prepared.call.told:
-                self._exchange.decline(prepared.call)
-            prepared.call.told = 0
+        with self._opening:
+            if self._released:
+                return
+            for entry in entries:
+                self._decline(entry)
+
+    def _decline(self, entry: Entry) -> None:
+        request = entry.request
+        prepared = self._prepared.get(request.name)
+        if request.parties and self._is_open and entry.size_bytes <= LARGE_BYTES:
+            prepared = self._find_message(request, entry.size_bytes)
+        if prepared is None or prepared.meaning != meaning_of(request):
+            return
+        if type(entry) is Bundle:
+            self._bundles[entry.names[0]] = prepared
+        if not prepared.call.told:
+            self._exchange.decline(prepared.call)
+        prepared.call.told = 0
 
     def agree(self, entries: Sequence[Entry | None]) -> None:
         """Count declines as the other ranks do, before entries that all have reported are run."""
@@ -150,9 +156,11 @@ class ShortCalls:
 
     def release(self) -> None:
         """Give the memory back, after `close`."""
-        if not self._released:
-            self._released = True
-            self._exchange.release()
+        with self._opening:
+            if self._released:
+                return
+            self._released = True  # From here on nobody tells others anything.
+        self._exchange.release()
 
     def forget(self) -> None:
         """Prepare all calls anew, on all ranks at the same point of the order."""

@@ -1,7 +1,8 @@
-"""When short calls are tried: by counts that the ranks must keep alike, and find again."""
+"""When short calls are tried, by counts that the ranks keep alike, and when they end."""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from hvdlite.common.collectives.base import Members
 from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.collectives.native.short_call import ShortExchange
 from hvdlite.common.engine.short_call_data import Record
+from hvdlite.common.plain.entries import Entry
 from hvdlite.common.runtime.state import current
 from hvdlite.common.transport.inprocess import InProcessWorld
 from tests.ranks import run_ranks, run_threads
@@ -128,3 +130,46 @@ def test_the_number_of_declines_wraps_around() -> None:
     assert time.monotonic() - start < 1
     run_threads(2, lambda rank: exchanges[rank].run(calls[rank]))
     assert [call.completed for call in calls] == [1, 1]
+
+
+def test_no_memory_is_told_of_a_call_after_it_was_given_back() -> None:
+    """The engine may give it back while a training thread declines a bundle."""
+    steps: list[str] = []
+
+    def main(rank: int) -> None:
+        begin()
+        was_short(lambda: hvd.allreduce(np.ones(1), name="x"))
+        hvd.barrier()
+        if rank:
+            return
+        found, told, go_on = short_calls(), threading.Event(), threading.Event()
+
+        def decline(call: Any) -> None:
+            steps.append("told")
+            told.set()
+            assert go_on.wait(LIMIT_SECONDS)
+            steps.append("ended")
+
+        def release() -> None:
+            assert told.wait(LIMIT_SECONDS)
+            found.close()
+            found.release()
+
+        give_back, exchange = found._exchange.release, found._exchange
+        exchange.decline = decline  # type: ignore[method-assign]
+        exchange.release = lambda: steps.append("released")  # type: ignore[method-assign]
+        entry = Entry(found._prepared["allreduce.x"].request)
+        declining = threading.Thread(target=lambda: found.decline([entry]))
+        releasing = threading.Thread(target=release)
+        for thread in (declining, releasing):
+            thread.start()
+        assert told.wait(LIMIT_SECONDS)
+        releasing.join(0.05)  # long enough for one that does not wait
+        go_on.set()
+        for thread in (declining, releasing):
+            thread.join(LIMIT_SECONDS)
+        found.decline([entry])
+        give_back()
+        assert steps == ["told", "ended", "released"]
+
+    run_ranks(2, main, config=GATHER)
