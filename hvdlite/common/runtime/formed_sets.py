@@ -22,7 +22,7 @@ class FormedSets:
     """The uses of formed sets that this rank has begun and not released."""
 
     def __init__(self, runtime: Runtime) -> None:
-        # Weak: a runtime that is let go gives its files back at once, not when garbage is collected.
+        # Weak: a runtime that is let go closes its files at once, not at some collection.
         self._runtime: Runtime = weakref.proxy(runtime)
         # By the id of its object, which is kept: the number of the use, and its set.
         self._uses: dict[int, tuple[FormedSet, ProcessSet]] = {}
