@@ -103,23 +103,24 @@ class PendingTable:
                 self._running = [each for each in running if not each.handle.poll()]
             return True
 
-    def let_go(self, entries: Sequence[Entry], *, exchanged: bool) -> Sequence[Entry]:
-        """End `hold`; return the entries that are to be completed, and so have left the table.
+    def let_go(
+        self, entries: Sequence[Entry], ended: list[Entry], *, exchanged: bool
+    ) -> HorovodInternalError | None:
+        """End `hold`; add to `ended` those that have left the table; return why they fail, if so.
 
-        Those whose data were not exchanged are pending again, or fail if `close` was called.
+        Those whose data were not exchanged are pending again, or fail if `close` was called. If a
+        KeyboardInterrupt comes meanwhile, call it again with the same list.
         """
         with self._lock:
-            # Others were answered meanwhile, or their process set was removed.
-            held = [entry for entry in entries if self._held.pop(entry.key, None) is not None]
-            error = self._closed
-            if exchanged:
-                for entry in held:
-                    self._entries.pop(entry.key, None)
-                return held
-        if error is not None:
-            for entry in held:
-                entry.handle.fail(error)
-        return ()
+            error = None if exchanged else self._closed
+            for entry in entries:
+                # Others were answered meanwhile, or their process set was removed.
+                if self._held.get(entry.key) is entry:
+                    if exchanged or error is not None:
+                        ended.append(entry)
+                        self._entries.pop(entry.key, None)
+                    del self._held[entry.key]
+        return error
 
     def find(self, process_set_id: int, name: str) -> Entry | None:
         """Return the entry of this name, which stays in the table, or None."""

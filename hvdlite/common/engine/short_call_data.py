@@ -6,6 +6,7 @@ import math
 from array import array as numbers
 from collections.abc import Sequence
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Array, Members
 from hvdlite.common.collectives.kernels import Arithmetic
@@ -57,6 +58,7 @@ class ShortCallData:
         self.members = members
         self.call = call
         self.record = record
+        self.failure: HorovodInternalError | None = None  # why this rank has not the latest result
         self._spec = SPECS[request.collective]
         self._most_bytes = given.most_bytes
         self._row_bytes = given.row_bytes

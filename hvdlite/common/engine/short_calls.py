@@ -181,47 +181,65 @@ class ShortCalls:
     def _exchanged(self, prepared: ShortCallData, entry: Entry) -> bool:
         call = prepared.call
         call.completed = call.told = 0
-        entries = entry.entries if type(entry) is Bundle else (entry,)
-        if not prepared.give(entry) or not self._pending.hold(entries):
+        prepared.failure = None
+        if not prepared.give(entry):
             return False
+        ended: list[Entry] = []
         try:
-            self._exchange.run(call)
+            if self._pending.hold(_entries_of(entry)):
+                self._exchange.run(call)
         finally:  # A KeyboardInterrupt comes after the exchange: its result counts.
-            failure = None
-            prepared.record.note(completed=bool(call.completed))
-            if call.completed:
-                self.completed += 1
-                failure = self._take(prepared, entry) if call.counts else None
-                if self._executor.observers and prepared.request.dtype:
+            try:
+                if call.completed and call.counts:
+                    self._take(prepared, entry)
+                if call.completed and self._executor.observers and prepared.request.dtype:
                     self._show(prepared, entry)
-            for each in self._pending.let_go(entries, exchanged=bool(call.completed)):
-                if failure is None:
-                    each.complete()
-                else:
-                    each.handle.fail(failure)
+                self._end(prepared, entry, ended)
+            except BaseException:  # It has come in here.
+                if call.completed and call.counts:
+                    self._take(prepared, entry)
+                self._end(prepared, entry, ended)
+                raise
+            prepared.record.note(completed=bool(call.completed))
+            self.completed += call.completed
         return bool(call.completed)
 
-    def _take(self, prepared: ShortCallData, entry: Entry) -> HorovodInternalError | None:
-        """Take a result whose size is known by now; return why this rank cannot have it.
+    def _end(self, prepared: ShortCallData, entry: Entry, ended: list[Entry]) -> None:
+        """Complete or fail what has left the table; all of it, also if called again."""
+        exchanged = bool(prepared.call.completed)
+        error = self._pending.let_go(_entries_of(entry), ended, exchanged=exchanged)
+        error = prepared.failure or error
+        while ended:
+            each = ended[-1]
+            if not each.handle.poll():
+                if error is None:
+                    each.complete()
+                else:
+                    each.handle.fail(error)
+            ended.pop()
+
+    def _take(self, prepared: ShortCallData, entry: Entry) -> None:
+        """Take a result whose size is known by now, once; note why this rank cannot have it.
 
         The others have theirs. They wait in the next call until this rank has left the round.
         """
-        prepared.call.output = None
+        call = prepared.call
+        if call.parity < 0:
+            return
         memory = None  # Lives until the result is there.
         try:
             memory = prepared.make_room(entry)
         except Exception as error:
+            call.output = None
             request = entry.request
-            return HorovodInternalError(
+            prepared.failure = HorovodInternalError(
                 f"rank {self._rank} could not take the result of {request.collective} "
                 f"'{request.name}': {type(error).__name__}: {error}",
                 rank=self._rank,
                 job_goes_on=True,
             )
-        finally:
-            self._exchange.take(prepared.call)
-            del memory
-        return None
+        self._exchange.take(call)
+        del memory
 
     def _show(self, prepared: ShortCallData, entry: Entry) -> None:
         """Show observers a call, as if it had begun when the last member came."""
@@ -302,6 +320,10 @@ class ShortCalls:
         if not isinstance(self._executor.backend(request, members), ShmBackend):
             return None
         return _Pair(members, request.parties.index(request.root_rank), Record())
+
+
+def _entries_of(entry: Entry) -> Sequence[Entry]:
+    return entry.entries if type(entry) is Bundle else (entry,)
 
 
 def _digest_of(*what: object) -> int:

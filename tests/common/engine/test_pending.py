@@ -12,6 +12,15 @@ from hvdlite.common.plain.messages import Request
 LOST = HorovodInternalError("rank 1 is gone", rank=1)
 
 
+def let_go(table: PendingTable, entry: Entry, *, exchanged: bool) -> list[Entry]:
+    """What has left the table, and failed if the table is closed and it was not exchanged."""
+    ended: list[Entry] = []
+    error = table.let_go([entry], ended, exchanged=exchanged)
+    for each in ended if error is not None else ():
+        each.handle.fail(error)  # type: ignore[arg-type]
+    return ended
+
+
 def new_entry() -> Entry:
     return Entry(Request(0, "x", "allreduce"))
 
@@ -34,7 +43,7 @@ def test_a_held_entry_does_not_fail_with_the_engine_if_its_data_were_exchanged(
 ) -> None:
     table.close(LOST)
     assert not entry.handle.poll()
-    assert table.let_go([entry], exchanged=True) == [entry]
+    assert let_go(table, entry, exchanged=True) == [entry]
     entry.handle.complete(7)
     assert entry.handle.wait() == 7
 
@@ -43,7 +52,7 @@ def test_a_held_entry_fails_after_the_engine_if_its_data_were_not_exchanged(
     table: PendingTable, entry: Entry
 ) -> None:
     table.close(LOST)
-    assert not table.let_go([entry], exchanged=False)
+    assert let_go(table, entry, exchanged=False) == [entry]
     with pytest.raises(HorovodInternalError, match="rank 1 is gone"):
         entry.handle.wait()
 
@@ -54,7 +63,7 @@ def test_an_entry_that_is_let_go_is_pending_again_or_complete(
 ) -> None:
     with pytest.raises(ValueError, match="same name"):
         table.add([new_entry()])
-    assert table.let_go([entry], exchanged=exchanged) == ([entry] if exchanged else ())
+    assert let_go(table, entry, exchanged=exchanged) == ([entry] if exchanged else [])
     assert table.find(*entry.key) is (None if exchanged else entry)
 
 
@@ -63,12 +72,12 @@ def test_an_entry_that_was_answered_meanwhile_ends_once(
     table: PendingTable, entry: Entry, exchanged: bool
 ) -> None:
     assert table.pop([entry.key]) == [entry]
-    assert not table.let_go([entry], exchanged=exchanged)
+    assert not let_go(table, entry, exchanged=exchanged)
 
 
 def test_an_entry_of_a_removed_process_set_ends_once(table: PendingTable, entry: Entry) -> None:
     assert table.pop_set(entry.key[0]) == [entry]
-    assert not table.let_go([entry], exchanged=True)
+    assert not let_go(table, entry, exchanged=True)
 
 
 def test_an_entry_that_has_failed_cannot_be_held(table: PendingTable) -> None:
@@ -86,7 +95,7 @@ def test_an_entry_that_is_on_its_way_again_is_held_though_it_ran_last(
     assert table.hold([entry])
     table.close(LOST)
     assert not entry.handle.poll()
-    assert table.let_go([entry], exchanged=True) == [entry]
+    assert let_go(table, entry, exchanged=True) == [entry]
 
 
 def test_entries_are_held_together_or_not_at_all(table: PendingTable) -> None:
@@ -101,13 +110,13 @@ def test_closing_spares_what_is_about_to_be_completed_after_it_ran_in_the_last_s
     table: PendingTable, entry: Entry
 ) -> None:
     """The engine may close the table before the thread that let an entry go completes it."""
-    table.let_go([entry], exchanged=False)
+    let_go(table, entry, exchanged=False)
     table.pop([entry.key])
     entry.complete()
     entry.handle.renew()
     table.add([entry])
     assert table.hold([entry])
-    (released,) = table.let_go([entry], exchanged=True)
+    (released,) = let_go(table, entry, exchanged=True)
     table.close(LOST)
     assert not entry.handle.poll()
     released.complete(7)

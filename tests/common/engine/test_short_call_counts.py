@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,8 @@ from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Members
 from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.collectives.native.short_call import ShortExchange
+from hvdlite.common.engine import pending, short_call_data
+from hvdlite.common.engine import short_calls as short_calls_module
 from hvdlite.common.engine.short_call_data import Record
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.runtime.state import current
@@ -171,5 +176,63 @@ def test_no_memory_is_told_of_a_call_after_it_was_given_back() -> None:
         found.decline([entry])
         give_back()
         assert steps == ["told", "ended", "released"]
+
+    run_ranks(2, main, config=GATHER)
+
+
+def test_ctrl_c_at_any_point_after_the_exchange(patient: None) -> None:
+    """The result counts: the other rank has it, and the next calls go on with the same names."""
+    collectives: list[Callable[[], Any]] = [
+        lambda: hvd.allreduce(np.ones(1), name="x", op=hvd.Sum),
+        lambda: hvd.allgather(np.ones(1), name="y"),
+    ]
+
+    def interrupted_after(points: int, call: Callable[[], Any]) -> bool:
+        """Raise KeyboardInterrupt where the interpreter may; return whether there are so many."""
+        exchange, left, is_armed = short_calls()._exchange, points, False
+        modules = [each.__name__ for each in (short_calls_module, short_call_data, pending)]
+        run = exchange.run
+
+        def trace(frame: FrameType, event: str, _: object) -> None:
+            nonlocal left, is_armed
+            if not is_armed or frame.f_globals["__name__"] not in modules:
+                return
+            left -= event in ("call", "c_return")
+            if left == 0:
+                is_armed = False
+                raise KeyboardInterrupt
+
+        def run_and_arm(call: Any) -> None:
+            nonlocal is_armed
+            run(call)
+            is_armed = True
+
+        exchange.run = run_and_arm  # type: ignore[method-assign]
+        sys.setprofile(trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+            exchange.run = run  # type: ignore[method-assign]
+        return False
+
+    def main(rank: int) -> None:
+        begin()
+        for call in collectives:
+            was_short(call)
+            for points in range(1, 1000):
+                go_on = np.zeros(1)
+                if rank:
+                    was_short(call)
+                else:
+                    go_on += interrupted_after(points, call)
+                table = current().engine._pending
+                assert not (table._held or table._entries), points
+                if not was_short(lambda: hvd.allreduce(go_on, name="go on", op=hvd.Sum))[0]:  # noqa: B023
+                    break
+            assert 5 < points < 200
+            assert was_short(call).sum() == 2
 
     run_ranks(2, main, config=GATHER)

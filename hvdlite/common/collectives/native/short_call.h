@@ -65,7 +65,7 @@ struct ShortCall {
   int64_t completed;           // the result: whether the round is complete
   int64_t told;                // otherwise: whether the others know that it will not be
   int64_t began_ns;            // when the last member came, of a complete round
-  int64_t parity;              // of that round, until it is taken
+  int64_t parity;              // of that round, until it is taken; -1 then
 };
 
 namespace {
@@ -130,13 +130,15 @@ class Exchange {
     for (int64_t m = 0; m < call_.members; ++m) call_.rows[m] = rows(m)[mine];
   }
 
-  // Take what is mine of a round that is complete, and leave it.
+  // Take what is mine of a round that is complete, and leave it; once.
   void take() {
+    if (call_.parity < 0) return;
     parity_ = uint64_t(call_.parity);
     if (call_.tensors > 0) reduce_in_places();
     else if (call_.output != nullptr && call_.operation >= 0) reduce_range();
     else if (call_.output != nullptr) copy_all();
     __atomic_fetch_sub(&slot_->word, 1, __ATOMIC_RELEASE);  // `staying`
+    call_.parity = -1;
   }
 
   void decline() {
