@@ -638,6 +638,22 @@ def test_calls_that_come_again_make_no_objects(monkeypatch: pytest.MonkeyPatch) 
     run_ranks(2, main)
 
 
+def test_calls_are_kept_no_longer_than_what_was_prepared_for_them() -> None:
+    """Names that never come again make no list that grows."""
+
+    def main(rank: int) -> None:
+        runtime, tensor = current(), torch.ones(1)
+        for name in "ab":
+            hvd.allreduce_(tensor, name=name, op=hvd.Sum)
+            handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum)
+            if name == "b":
+                runtime.forget_calls()
+            hvd.synchronize(handle)
+            assert set(runtime.repeated) == ({"allreduce.a"} if name == "a" else set())
+
+    run_ranks(1, main)
+
+
 def test_a_call_that_comes_again_after_an_error_and_with_other_tensors() -> None:
     def main(rank: int) -> None:
         def reduced(tensor: Any, module: Any = hvd, **options: Any) -> Any:

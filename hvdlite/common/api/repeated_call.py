@@ -15,7 +15,8 @@ T = TypeVar("T")
 class RepeatedCall(Generic[T]):
     """The operation behind a user's handle. Its entry is renewed when the name comes again.
 
-    While nobody uses it, it lies in `Runtime.repeated` under its name.
+    While nobody uses it, it lies in `Runtime.repeated` under its name, as long as its prepared
+    call is remembered.
     """
 
     __slots__ = ("_adapter", "_call", "_entry", "_name", "_runtime")
@@ -71,5 +72,6 @@ class RepeatedCall(Generic[T]):
         assert tensor is not None
         self._adapter.finish(tensor)
         entry.release()
-        self._runtime.repeated[self._name] = self
+        if self._runtime.requests.get(self._name) is self._call:  # This bounds those that are kept.
+            self._runtime.repeated[self._name] = self
         return tensor
