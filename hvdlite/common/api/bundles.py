@@ -14,7 +14,9 @@ import msgpack
 
 from hvdlite.common.plain.entries import Bundle, Entry
 
-MOST_BYTES = 1 << 20  # Larger ones are no short calls.
+# Larger ones are no short calls; nor are smaller ones among more than two ranks of which all data
+# together are more than `MOST_TO_READ_BYTES`.
+MOST_BYTES = 1 << 20
 
 
 def bundle_of(entries: Sequence[Entry]) -> Bundle | None:

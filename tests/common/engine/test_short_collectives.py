@@ -176,6 +176,23 @@ def test_the_limit(patient: None) -> None:
     run_ranks(2, main, config=GATHER)
 
 
+@pytest.mark.parametrize(("ranks", "nbytes"), [(2, 1 << 20), (4, 512 << 10), (8, 256 << 10)])
+def test_the_limit_where_every_rank_reads_the_data_of_all(
+    ranks: int, nbytes: int, patient: None
+) -> None:
+    def main(rank: int) -> None:
+        begin()
+        data = np.ones(nbytes, np.uint8)
+        assert was_short(lambda: hvd.allgather(data, name="g")).size == ranks * nbytes
+        assert was_short(lambda: hvd.allreduce(data, name="r", op=hvd.Sum))[-1] == ranks
+        before, data = short_calls().completed, np.ones(nbytes + 1, np.uint8)
+        assert hvd.allgather(data, name="g2").size == ranks * nbytes + ranks
+        assert hvd.allreduce(data, name="r2", op=hvd.Sum)[-1] == ranks
+        assert short_calls().completed == before
+
+    run_ranks(ranks, main, config=GATHER)
+
+
 def test_another_data_plane_that_the_user_wishes_for() -> None:
     def main(rank: int) -> None:
         begin()
