@@ -47,7 +47,7 @@ from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.short_call_data import Record, ShortCallData, given, meaning_of
 from hvdlite.common.plain.adapter import HOST_DEVICE
-from hvdlite.common.plain.entries import Bundle, Entry, SegmentRun
+from hvdlite.common.plain.entries import Bundle, Entry, Key, SegmentRun
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import ProcessSetTable
 
@@ -89,8 +89,8 @@ class ShortCalls:
         # By name: calls of whole process sets, and messages, whose names mostly come once.
         self._prepared: dict[str, ShortCallData] = {}
         self._messages: dict[str, ShortCallData] = {}
-        # By the first of their entries, which are reported: bundles.
-        self._bundles: dict[str, ShortCallData] = {}
+        # Declined calls until they are answered, by what is reported: of a bundle its first entry.
+        self._declined: dict[Key, ShortCallData] = {}
         # By the two ranks, the sender first; None where memory does not serve them.
         self._pairs: dict[tuple[int, ...], _Pair | None] = {}
 
@@ -131,22 +131,18 @@ class ShortCalls:
             prepared = self._find_message(request, entry.size_bytes)
         if prepared is None or prepared.meaning != meaning_of(request):
             return
-        if type(entry) is Bundle:
-            self._bundles[entry.names[0]] = prepared
+        self._declined[_entries_of(entry)[0].key] = prepared
         if not prepared.call.told:
             self._exchange.decline(prepared.call)
         prepared.call.told = 0
 
     def agree(self, entries: Sequence[Entry | None]) -> None:
         """Count declines as the other ranks do, before entries that all have reported are run."""
-        for entry in entries:
-            if entry is None:
-                continue
-            request = entry.request
-            for calls in (self._messages,) if request.parties else (self._prepared, self._bundles):
-                known = calls.get(request.name)
-                if known is not None and known.request.process_set_id == request.process_set_id:
-                    self._exchange.agree(known.call)
+        if self._declined:
+            for entry in entries:
+                prepared = None if entry is None else self._declined.pop(entry.key, None)
+                if prepared is not None:
+                    self._exchange.agree(prepared.call)
 
     def close(self) -> None:
         """Take part in no short call any more."""
@@ -166,7 +162,7 @@ class ShortCalls:
         """Prepare all calls anew, on all ranks at the same point of the order."""
         self._prepared.clear()
         self._messages.clear()
-        self._bundles.clear()
+        self._declined.clear()
         self._pairs.clear()
 
     def take_part(self) -> bool:
@@ -267,7 +263,6 @@ class ShortCalls:
         if prepared is not None:
             if len(self._prepared) >= MOST_PREPARED:
                 self._prepared.clear()
-                self._bundles.clear()
             self._prepared[request.name] = prepared
         return prepared
 
