@@ -314,7 +314,7 @@ def test_small_messages_inside_a_host_pass_by_the_coordinator(
     def main(rank: int) -> None:
         hvd.barrier()
         # An engine that has just ended the barrier would take the first message.
-        until(lambda: current().engine._inbox._engine.name == "ASLEEP")
+        until(lambda: current().engine._inbox._engine.name != "AWAKE")
         before = short_calls().completed
         for step in range(30):
             data = np.random.default_rng(step).standard_normal((1, 700, 100_000)[step % 3])
