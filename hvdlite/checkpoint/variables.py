@@ -74,7 +74,7 @@ class VariableTensors(Tensors):
         settings = getattr(type(thing), "_hvdlite_settings", None)
         if settings is None or not settings.shard_state or not getattr(thing, "built", True):
             return None
-        return thing.consolidate if settings.reduction.active else None  # type: ignore[no-any-return]
+        return thing.consolidate if settings.reduction.active else None
 
 
 def _names_of_models(state: Any) -> list[str]:

@@ -109,11 +109,46 @@ def check_random_numbers() -> None:
         assert sharded(share).shape == share.shape
 
 
+def scaled(x: Any, scale: float = 2.0, shift: Any = None, *, sign: int = 1) -> Any:
+    return sign * (x * scale if shift is None else x * scale + shift)
+
+
+def check_arguments_by_keyword() -> None:
+    batch = whole_batch()
+    share, cuts = own(batch), (1, hvd.size())
+    part = sharding.shard(scaled, (cuts, cuts))
+    assert torch.equal(part(shift=share, x=share), share * 3)
+    one = sharding.shard(scaled, (cuts,))
+    assert torch.equal(one(share, scale=5.0), share * 5)
+    for wrong, error, words in (
+        (lambda: one(share, sign=2), TypeError, "'sign' only by keyword"),
+        (lambda: one(share, factor=2), TypeError, "factor"),
+        (lambda: one(share, shift=share), ValueError, "planned for 1 tensors is called with 2"),
+    ):
+        try:
+            wrong()
+        except error as raised:
+            assert words in str(raised), raised
+        else:
+            raise AssertionError(words)
+
+
+def check_outputs_are_numbered_alike() -> None:
+    """A tensor that is made of no input counts, as in the plan."""
+    batch = whole_batch()
+    part = sharding.shard(lambda x: (torch.ones(3), x.square()), None, (None, (1, hvd.size())))
+    ones, columns = part(own(batch))
+    assert torch.equal(ones, torch.ones(3))
+    assert torch.equal(columns, batch.square().chunk(hvd.size(), 1)[hvd.rank()])
+
+
 CHECKS = [
     check_tied,
     check_modules_without_parameters,
     check_a_mesh_of_some_ranks,
     check_random_numbers,
+    check_arguments_by_keyword,
+    check_outputs_are_numbered_alike,
 ]
 
 if __name__ == "__main__":

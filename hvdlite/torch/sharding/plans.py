@@ -84,7 +84,8 @@ def plan(
     `example` is an input, or a tuple of inputs, of the whole batch; meta tensors do. `strategies`
     adds to those of `set_strategy`, by the names of submodules or of the operators that the plan
     shows, or "input0", "output0" and so on. `mesh` None: all ranks of the job. Raises `TypeError`
-    and `ValueError` for strategies that do not fit.
+    and `ValueError` for strategies that do not fit. How operators run between
+    inputs, parameters and outputs is DTensor's choice.
     """
     runtime = find()
     ranks = mesh.size() if mesh is not None else 1 if runtime is None else runtime.topology.size

@@ -9,6 +9,7 @@ averages them, for what lies before.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -37,12 +38,14 @@ from hvdlite.torch.sharding.plans import Plan, named_tensors, plan
 from hvdlite.torch.sharding.tracing import ORIGINAL
 
 F = TypeVar("F", bound=Callable[..., Any])
+# The cuts of each input or output, or None for those that are left to propagation.
+Ends = tuple[tuple[int, ...] | None, ...]
 
 
 def shard(
     fn_or_module: F,
-    in_strategy: Strategy | None = None,
-    out_strategy: Strategy | None = None,
+    in_strategy: Ends | None = None,
+    out_strategy: Ends | None = None,
     parameter_plan: Mapping[str, Sequence[int] | Layout] | None = None,
     mesh: Any = None,
     search: str = "propagation",
@@ -68,7 +71,8 @@ def shard(
     - `example`: an input, or a tuple of inputs, of this rank: a module with parameters needs it, as
       they are cut before an optimizer takes them. Meta tensors do.
 
-    `search` is "propagation". `device` and `level` have no effect. Raises `TypeError` and
+    The plan decides how parameters, inputs and outputs are cut; in between DTensor goes on from
+    there. `search` is "propagation". `device` and `level` have no effect. Raises `TypeError` and
     `ValueError` for strategies that do not fit, a function in its first call.
     """
     check_search(search)
@@ -95,8 +99,8 @@ def shard(
         return fn_or_module
 
     @functools.wraps(fn_or_module)
-    def run(*args: Any) -> Any:
-        return runner.run(*args)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return runner.run(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 
@@ -140,10 +144,20 @@ class _Runner:
         self._fully = fully_use_devices
         self._plan: Plan | None = None
 
-    def run(self, *args: Any) -> Any:
-        """Run the module or function under DTensor, and return plain tensors."""
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module or function under DTensor, and return plain tensors.
+
+        Raises `TypeError` for keyword arguments that have no place among the others.
+        """
+        if kwargs:
+            args = _in_a_row(self.call, args, kwargs)
         planned = self._plan or self.prepare(args)
         tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        if len(tensors) != len(planned.inputs):
+            raise ValueError(
+                f"a sharded part that was planned for {len(planned.inputs)} tensors is called with "
+                f"{len(tensors)}: give example= all of them, and shard another part for others"
+            )
         self._check_shares(tensors)
         layouts = iter(planned.inputs)
         entered = tree_map(
@@ -156,7 +170,9 @@ class _Runner:
             result = self.call(*entered)
         outputs = itertools.count()
         return tree_map(
-            lambda each: self._leave(each, next(outputs)) if isinstance(each, DTensor) else each,
+            lambda each: (
+                self._leave(each, next(outputs)) if isinstance(each, torch.Tensor) else each
+            ),
             result,
         )
 
@@ -206,15 +222,16 @@ class _Runner:
             if name != first:
                 continue
             where = self._placements(found.layouts[name], tensor.shape)
-            value = distribute_tensor(tensor.detach(), self._mesh, where)
+            cut[id(tensor)] = value = distribute_tensor(tensor.detach(), self._mesh, where)
             if isinstance(tensor, torch.nn.Parameter):
-                value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
-            cut[id(tensor)] = value
+                parameter = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+                cut[id(tensor)] = parameter
         for submodule in self._module.modules():
-            for tensors in (submodule._parameters, submodule._buffers):
-                for name, tensor in list(tensors.items()):
-                    if tensor is not None:
-                        tensors[name] = cut[id(tensor)]
+            tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
+            for table in tables:
+                table.update(
+                    {name: cut[id(each)] for name, each in table.items() if id(each) in cut}
+                )
 
     def _placements(self, layout: Layout, shape: Sequence[int]) -> list[Any]:
         layout.check_shape(shape)
@@ -230,6 +247,8 @@ class _Runner:
         return whole.redistribute(self._mesh, placements(layout, self._mesh))
 
     def _leave(self, tensor: Any, index: int) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor  # The part has made it of no input, so that each rank has all of it.
         where = _batch_placements(tensor, self._mesh)
         if self._plan is not None and index in self._plan.outputs:
             where = placements(self._plan.outputs[index], self._mesh)
@@ -238,6 +257,24 @@ class _Runner:
         gradients = [each if isinstance(each, Shard) else Partial() for each in where]
         held = placed.to_local(grad_placements=gradients)
         return _scale_gradient(held, 1 / self._mesh.size())
+
+
+def _in_a_row(
+    call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return all arguments by position, as strategies number them, with defaults in the gaps."""
+    try:
+        bound = inspect.signature(call).bind(*args, **kwargs)
+    except ValueError as error:  # Functions of C have no signature.
+        raise TypeError(f"a sharded part takes no keyword arguments here: {error}") from None
+    bound.apply_defaults()
+    beside = sorted(set(bound.kwargs) & set(kwargs))
+    if beside:
+        raise TypeError(
+            f"a sharded part takes {beside[0]!r} only by keyword, and strategies number arguments "
+            "by position: give the function a parameter for it that has one"
+        )
+    return bound.args
 
 
 class _ScaledGradient(torch.autograd.Function):
