@@ -164,6 +164,19 @@ def test_a_sharded_module_is_planned_as_it_was_before() -> None:
             sharding.shard(again, example=torch.empty(16, 8), mesh=Mesh())
 
 
+def test_models_of_keras_are_refused() -> None:
+    """A stand-in: Keras takes seconds to import, and its layers are modules with one backend."""
+    layer = type("Dense", (torch.nn.Module,), {"__module__": "keras.src.layers.core.dense"})
+    own = type("Mine", (layer,), {"__module__": "train"})()
+    call = type("Model", (), {"__module__": "keras.src.models.model", "__call__": print})()
+    inside = torch.nn.Sequential(torch.nn.ReLU(), own)
+    for model, name in ((own, "Mine"), (call, "Model"), (inside, "1")):
+        with pytest.raises(ValueError, match=f"^{name} is of Keras.*shards nothing"):
+            sharding.shard(model, mesh=Mesh())
+        with pytest.raises(ValueError, match="is of Keras"):
+            sharding.plan(model, torch.empty(8, 8), mesh=Mesh())
+
+
 def test_placements_on_a_mesh() -> None:
     mesh = Mesh()
     r, rows, columns = Replicate(), Shard(0), Shard(1)

@@ -87,6 +87,7 @@ def plan(
     and `ValueError` for strategies that do not fit. How operators run between
     inputs, parameters and outputs is DTensor's choice.
     """
+    refuse_keras(module)
     runtime = find()
     ranks = mesh.size() if mesh is not None else 1 if runtime is None else runtime.topology.size
     inputs = example if isinstance(example, tuple) else (example,)
@@ -116,6 +117,20 @@ def plan(
         if f"output{index}" in choices
     }
     return Plan(planned, layouts, entering, leaving)
+
+
+def refuse_keras(target: Any) -> None:
+    """Raise `ValueError` for a model or a layer of Keras, and for a module that has one in it."""
+    modules = target.named_modules() if isinstance(target, torch.nn.Module) else [("", target)]
+    for name, module in modules:
+        packages = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
+        if packages & {"keras", "tf_keras"}:
+            raise ValueError(
+                f"{name or type(module).__name__} is of Keras, which is not sharded: its "
+                "keras.distribution is missing with the torch backend, and shards nothing with "
+                "TensorFlow's. Write the part with torch.nn, or divide the optimizer's state "
+                "(DistributedOptimizer(shard_state=True)) or the data (hvd.data) instead"
+            )
 
 
 def _by_operators(

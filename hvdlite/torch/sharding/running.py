@@ -34,7 +34,7 @@ from hvdlite.torch.sharding.dtensor import (
 from hvdlite.torch.sharding.inside import EqualNumbers, WholeFallback, whole_placements
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import placements
-from hvdlite.torch.sharding.plans import Plan, named_tensors, plan
+from hvdlite.torch.sharding.plans import Plan, named_tensors, plan, refuse_keras
 from hvdlite.torch.sharding.tracing import ORIGINAL
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,7 +106,8 @@ def shard(
 
 
 def _check_target(target: Any) -> None:
-    """Raise `ValueError` for a module that has a sharded one in it, or is one."""
+    """Raise `ValueError` for a module that has a sharded one, or one of Keras, in it or is one."""
+    refuse_keras(target)
     if isinstance(target, torch.nn.Module):
         for name, module in target.named_modules():
             if ORIGINAL in module.__dict__:
