@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Tensors
+
+# The name of a variable that was given none, as Nadam's product: Keras counts these as well.
+_COUNTED = re.compile(r"variable(_\d+)?")
 
 
 class VariableTensors(Tensors):
@@ -53,10 +57,13 @@ class VariableTensors(Tensors):
         # The weights of a model are its variables but for seeds, of which ranks keep their own.
         variables = getattr(holder, "weights", holder.variables)
         models = [] if hasattr(thing, "weights") else _names_of_models(context.state)
+        attributes = {id(value): name for name, value in getattr(holder, "__dict__", {}).items()}
         tree: dict[str, Any] = {}
         for variable in variables() if callable(variables) else variables:
             # Keras counts models and optimizers of a process, so the next one has another name.
             name = _path(variable).removeprefix(f"{getattr(holder, 'name', '')}/")
+            if _COUNTED.fullmatch(name):
+                name = attributes.get(id(variable), name)
             for model in models:
                 name = name.removeprefix(f"{model}_")  # in the state of an optimizer
             if name in tree:

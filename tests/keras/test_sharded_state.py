@@ -95,7 +95,14 @@ def test_an_optimizer_that_looks_at_norms_is_found() -> None:
     run_ranks(1, main)
 
 
-def test_a_checkpoint_has_all_of_the_state_for_any_number_of_ranks(tmp_path: Path) -> None:
+def nadam() -> Any:
+    return keras.optimizers.Nadam(0.01)
+
+
+@pytest.mark.parametrize("plain", [adam, nadam])
+def test_a_checkpoint_has_all_of_the_state_for_any_number_of_ranks(
+    tmp_path: Path, plain: Any
+) -> None:
     """The oracle is what an optimizer whose state is whole saves; names are the same as well."""
     pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
 
@@ -117,18 +124,15 @@ def test_a_checkpoint_has_all_of_the_state_for_any_number_of_ranks(tmp_path: Pat
         own = state["optimizer"]
         return numpy_of((own.consolidate() if hasattr(own, "consolidate") else own).variables)
 
-    run_ranks(3, lambda rank: write(rank, "whole", lambda: hvd.DistributedOptimizer(adam())))
-    run_ranks(3, lambda rank: write(rank, "divided", lambda: sharded(adam)))
-    (expected,) = run_ranks(1, lambda rank: read("whole", adam))
-    found = run_ranks(2, lambda rank: read("divided", lambda: sharded(adam)))
-    assert_same([expected, *found, *run_ranks(1, lambda rank: read("divided", adam))])
+    run_ranks(3, lambda rank: write(rank, "whole", lambda: hvd.DistributedOptimizer(plain())))
+    run_ranks(3, lambda rank: write(rank, "divided", lambda: sharded(plain)))
+    (expected,) = run_ranks(1, lambda rank: read("whole", plain))
+    found = run_ranks(2, lambda rank: read("divided", lambda: sharded(plain)))
+    assert_same([expected, *found, *run_ranks(1, lambda rank: read("divided", plain))])
 
 
 def test_state_that_is_no_slot_is_consolidated_and_adopted() -> None:
     """Nadam has a product of all steps. The oracle trains on without shards."""
-
-    def nadam() -> Any:
-        return keras.optimizers.Nadam(0.01)
 
     def whole(rank: int) -> Any:
         model, optimizer = make_model(), hvd.DistributedOptimizer(nadam())
