@@ -249,7 +249,8 @@ class _Runner:
 
     def _leave(self, tensor: Any, index: int) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
-            return tensor  # The part has made it of no input, so that each rank has all of it.
+            whole: torch.Tensor = tensor
+            return whole  # The part has made it of no input, so that each rank has all of it.
         where = _batch_placements(tensor, self._mesh)
         if self._plan is not None and index in self._plan.outputs:
             where = placements(self._plan.outputs[index], self._mesh)
