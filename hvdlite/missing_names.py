@@ -1,4 +1,4 @@
-"""Which Horovod hvdlite is compatible with, and the errors for names of it that are missing.
+"""Which Horovod hvdlite is compatible with, and what a module says for names that it lacks.
 
 Imported with hvdlite itself, so it is cheap, and imports no framework.
 """
@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 TYPE_CHECKING = False  # that of typing, which is slow to import
 if TYPE_CHECKING:
-    from types import FrameType
-    from typing import NoReturn
+    from types import FrameType, ModuleType
 
 HOROVOD_VERSION = "0.28.1"  # libraries ask for it, and switch features off below it
 # Horovod's packages that train models of Keras and PyTorch on Spark's data frames.
@@ -28,13 +27,21 @@ def attribute_error(module: str, name: str) -> AttributeError:
     return AttributeError(f"{text}: {reason}" if reason else text)
 
 
-def module_getattr(module: str) -> Callable[[str], NoReturn]:
-    """Return a ``__getattr__`` for a module that makes no names on demand."""
+def module_getattr(module: str, **on_demand: str) -> Callable[[str], ModuleType]:
+    """Return a ``__getattr__`` for a module that has some other modules, imported when asked for.
 
-    def refuse(name: str) -> NoReturn:
-        raise attribute_error(module, name)
+    `on_demand` has their full names by the names of the attributes.
+    """
 
-    return refuse
+    def find(name: str) -> ModuleType:
+        if name not in on_demand:
+            raise attribute_error(module, name)
+        from importlib import import_module
+
+        found = vars(sys.modules[module])[name] = import_module(on_demand[name])
+        return found
+
+    return find
 
 
 def reason_for(name: str) -> str:

@@ -58,6 +58,15 @@ def test_ray_and_spark_are_imported_where_something_starts(names: str, module: s
     assert not imported(f"import sys\nfrom {names}", module)
 
 
+def test_slices_of_data_are_imported_when_they_are_asked_for() -> None:
+    """By hvd.data, which the golden files of test_public_api show for each framework."""
+    program = (
+        "import sys, hvdlite.numpy as hvd\nassert 'hvdlite.data' not in sys.modules\n"
+        "assert hvd.data.slice_batch and hvd.data is sys.modules['hvdlite.data']"
+    )
+    assert imported(program, "hvdlite.data.slicing")
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("on", [False, True])
 def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) -> None:

@@ -57,6 +57,7 @@ from hvdlite.keras.optimizer import DistributedOptimizer, PartialDistributedOpti
 from hvdlite.missing_names import attribute_error
 
 if TYPE_CHECKING:
+    from hvdlite import data
     from hvdlite.tf.compression import Compression
 
 Average = ReduceOp.AVERAGE
@@ -68,9 +69,13 @@ Product = ReduceOp.PRODUCT
 
 
 def __getattr__(name: str) -> Any:
-    """`Compression` of the framework that is the backend of Keras; it is not imported before."""
+    """Return `Compression` of the backend of Keras, or `hvdlite.data`; not imported before."""
     if name == "Compression":
         return adapter().Compression
+    if name == "data":
+        from hvdlite import data
+
+        return data
     raise attribute_error(__name__, name)
 
 
@@ -97,6 +102,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "data",
     "ddl_built",
     "elastic",
     "global_process_set",

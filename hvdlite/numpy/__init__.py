@@ -82,8 +82,10 @@ barrier = _forms.barrier
 poll = _forms.poll
 synchronize = _forms.synchronize
 
-if not TYPE_CHECKING:  # which would take every name for one that is there
-    __getattr__ = module_getattr(__name__)
+if TYPE_CHECKING:  # which would take every name for one that is there
+    from hvdlite import data
+else:
+    __getattr__ = module_getattr(__name__, data="hvdlite.data")
 
 __all__ = [
     "Adasum",
@@ -113,6 +115,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "data",
     "ddl_built",
     "elastic",
     "global_process_set",

@@ -104,8 +104,10 @@ def _check_has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-if not TYPE_CHECKING:  # which would take every name for one that is there
-    __getattr__ = module_getattr(__name__)
+if TYPE_CHECKING:  # which would take every name for one that is there
+    from hvdlite import data
+else:
+    __getattr__ = module_getattr(__name__, data="hvdlite.data")
 
 __all__ = [
     "Adasum",
@@ -143,6 +145,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "data",
     "ddl_built",
     "elastic",
     "global_process_set",

@@ -34,6 +34,7 @@ def test_the_names_are_those_of_horovod_and_of_the_other_adapters() -> None:
             "Product",
             "HorovodInternalError",
             "checkpoint",
+            "data",
             "trace_iterations",
             *own,
         ]

@@ -27,7 +27,7 @@ HOROVOD = [
     "elastic",
 ]  # fmt: skip
 OWN = [
-    "SpatialConv2d", "checkpoint", "halo", "init_process_group", "set_comm_fusion",
+    "SpatialConv2d", "checkpoint", "data", "halo", "init_process_group", "set_comm_fusion",
     "set_split_strategy_by_idx", "set_split_strategy_by_size", "trace_iterations",
 ]  # fmt: skip
 
