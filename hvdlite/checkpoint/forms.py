@@ -12,7 +12,7 @@ from hvdlite.checkpoint import loading, manifest, saving, trees
 from hvdlite.checkpoint.divided import gathered
 from hvdlite.checkpoint.files import Reader, safetensors
 from hvdlite.checkpoint.folder import MANIFEST, Folder
-from hvdlite.checkpoint.job import place, together
+from hvdlite.checkpoint.job import in_turn, place, together
 from hvdlite.checkpoint.layouts import flat_layouts
 from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.checkpoint.tensors import Tensors
@@ -29,6 +29,7 @@ class CheckpointForms:
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
 
+    @in_turn
     def save(self, directory: PathLike, state: Any, layouts: Layouts | None = None) -> None:
         """Write the state of all ranks to a folder, which replaces an older checkpoint; blocks.
 
@@ -47,6 +48,7 @@ class CheckpointForms:
         tensors = gathered(f"save of {folder.path}", state, self._tensors)
         self._save(folder, state, layouts, tensors)
 
+    @in_turn
     def load(
         self,
         directory: PathLike,
@@ -96,6 +98,7 @@ class CheckpointForms:
             f"load of {folder.path}",
         )
 
+    @in_turn
     def consolidate(self, src: PathLike, dst: PathLike) -> None:
         """Write a checkpoint anew, as one file with whole tensors: ``dst/model.safetensors``.
 
@@ -175,6 +178,7 @@ class CheckpointForms:
             }
         )
 
+    @in_turn
     def load_distributed_checkpoint(
         self,
         network: Any,

@@ -1,15 +1,40 @@
-"""Steps that all ranks do together: they all succeed, or all raise."""
+"""Steps that all ranks do together: they all succeed, or all raise.
+
+Their exchanges have the same names in every call, so that ranks which make different calls are told
+so instead of waiting for each other. Therefore threads of one rank take turns.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import find
 
+P = ParamSpec("P")
 T = TypeVar("T")
+# Held by the thread of a rank whose call is at work. A call may be part of another one.
+_turns: WeakKeyDictionary[Runtime, threading.RLock] = WeakKeyDictionary()
+
+
+def in_turn(call: Callable[P, T]) -> Callable[P, T]:
+    """Let one thread of a rank at a time make `call`, and others of this decorator."""
+
+    @functools.wraps(call)
+    def waits(*args: P.args, **options: P.kwargs) -> T:
+        runtime = find()
+        if runtime is None:
+            return call(*args, **options)
+        with _turns.setdefault(runtime, threading.RLock()):
+            return call(*args, **options)
+
+    return waits
 
 
 def place() -> tuple[int, int]:

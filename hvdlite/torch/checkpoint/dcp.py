@@ -6,7 +6,6 @@ tensors: load only checkpoints that you trust.
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -146,7 +145,9 @@ def _metadata(folder: Folder) -> Metadata:
     path = folder.existing()
     try:
         return FileSystemReader(path).read_metadata()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+    except OSError:  # It cannot be read, which is no damage.
+        raise
+    except Exception as error:  # Damage makes a pickle do anything.
         raise ValueError(f"{path}/.metadata is damaged: {error}") from error
 
 

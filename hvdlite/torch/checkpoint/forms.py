@@ -9,7 +9,7 @@ from typing import Any
 from hvdlite.checkpoint import trees
 from hvdlite.checkpoint.folder import MANIFEST, Folder
 from hvdlite.checkpoint.forms import CheckpointForms
-from hvdlite.checkpoint.job import together
+from hvdlite.checkpoint.job import in_turn, together
 from hvdlite.checkpoint.loading import Options
 from hvdlite.checkpoint.tensors import Owner, Tensors
 from hvdlite.common.layouts.layout import Layout
@@ -47,6 +47,7 @@ class TorchForms(CheckpointForms):
             return dcp.load(folder, state, layouts, tensors, options)
         return super()._load(folder, state, layouts, tensors, options)
 
+    @in_turn
     def consolidate(self, src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
         source = Folder(src)
         if together(f"consolidation of {source.path}", lambda: _is_of_dcp(source))[0]:
