@@ -96,6 +96,10 @@ def test_without_strategies_the_batch_is_cut() -> None:
     product = type("Function", (torch.nn.Module,), {"forward": lambda self, x, w: x @ w.t()})()
     found = sharding.plan(product, (torch.empty(32, 8), torch.empty(16, 8)), mesh=Mesh())
     assert found["matmul"].strategy == ((8, 1), (1, 1)), "the first input has the samples"
+    # Behind an operator that is whole, all strategies cost the same.
+    words = torch.nn.Sequential(torch.nn.Embedding(5, 8), torch.nn.Linear(8, 8)).to("meta")
+    found = sharding.plan(words, torch.empty(32, dtype=torch.long), mesh=Mesh())
+    assert found["1"].strategy == ((8, 1), (1, 1))
     # A weight that is used cut is held cut, too.
     by_columns = {"matmul": ((1, 1), (1, 8))}
     found = sharding.plan(Product(), torch.empty(32, 8), by_columns, Mesh())

@@ -78,7 +78,7 @@ def propagate(
     for name in [*axes, *graph.operators]:
         if name not in graph.cuts:
             graph.cuts[name] = graph.data_parallel(name, axes.get(name, 0))
-            graph.spread([name])
+            graph.spread([name], by_samples=True)
     return graph.choices()
 
 
@@ -99,13 +99,16 @@ class _Graph:
                 self._consumers.setdefault(operand.tensor, []).append(operator.name)
             self._producer[operator.output.tensor] = operator.name
 
-    def spread(self, names: list[str]) -> None:
-        """Decide all that is connected with these operators, which are decided."""
+    def spread(self, names: list[str], by_samples: bool = False) -> None:
+        """Decide all that is connected with these operators, which are decided.
+
+        `by_samples`: of strategies that cost the same, take one that cuts the first axis most.
+        """
         queue = deque(names)
         while queue:
             for neighbour in self._neighbours(queue.popleft()):
                 if neighbour not in self.cuts:
-                    self.cuts[neighbour] = self._best(neighbour)
+                    self.cuts[neighbour] = self._best(neighbour, by_samples)
                     queue.append(neighbour)
 
     def _neighbours(self, name: str) -> list[str]:
@@ -118,7 +121,7 @@ class _Graph:
         ]
         return [*after, *before]
 
-    def _best(self, name: str) -> tuple[int, ...]:
+    def _best(self, name: str, by_samples: bool) -> tuple[int, ...]:
         operator = self.operators[name]
         return min(
             candidates(operator, self._ranks, self._fully and not operator.is_view),
@@ -126,6 +129,7 @@ class _Graph:
                 self._bytes_before(operator, cuts) + self._bytes_after(operator, cuts),
                 operator.own_bytes(cuts),
                 -math.prod(cuts) if operator.is_view else 0,
+                -cuts[0] if by_samples and cuts else 0,
                 operator.strategy(cuts),
             ),
         )
