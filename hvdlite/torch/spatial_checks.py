@@ -7,7 +7,8 @@ their `forward` tells what they do; what is in them is checked one by one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -192,7 +193,8 @@ _OBJECTIONS: list[tuple[tuple[Any, ...], Callable[[Any, int], str]]] = [
 ]
 
 
-class Divides(NamedTuple):
+@dataclass(frozen=True)
+class Divides:
     """A hook that refuses a slice whose last window would need a neighbour's entries."""
 
     path: str
@@ -211,7 +213,8 @@ class Divides(NamedTuple):
             )
 
 
-class Along(NamedTuple):
+@dataclass(frozen=True)
+class Along:
     """A hook that refuses an image where the module works along the dimension that is cut.
 
     Which one that is depends on whether the image has a batch dimension. Inputs of 2 dimensions are

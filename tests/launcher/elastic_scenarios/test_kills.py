@@ -26,7 +26,8 @@ MEGABYTES = 500_000  # Elements: so many that an allreduce takes many pieces.
 # By place: fields of the fault, and variables of the job.
 TRAINING = {
     "idle": ({}, {}),
-    "negotiation": ({}, {}),
+    # Without compiled code: else the ranks of a host exchange small data by themselves.
+    "negotiation": ({}, PYTHON),
     "shm": ({"skip": 20}, {**PYTHON, "ELEMENTS": MEGABYTES}),
     "native shm": ({}, {**NATIVE, "ELEMENTS": 8 * MEGABYTES}),
     "between collectives": ({}, {}),
