@@ -63,7 +63,7 @@ def test_a_rank_that_makes_no_group() -> None:
     def main(rank: int) -> None:
         if rank == 0:
             with pytest.raises(hvd.HorovodInternalError, match=r"not called it after 0.05 s"):
-                rendezvous.meet("hvdlite://", timedelta(seconds=0.05))
+                rendezvous._shared_store(current(), timedelta(seconds=0.05))
         hvd.barrier()
 
     run_ranks(2, main)
