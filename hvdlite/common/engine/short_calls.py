@@ -83,7 +83,8 @@ class ShortCalls:
         self._may_run = may_run
         self._is_open = False
         self._released = False
-        # Guards the two, and the memory while it is told. Reentrant for signal handlers.
+        # Guards `_is_open` and `_released`, and keeps the memory mapped while a thread writes it.
+        # Reentrant, as a signal handler may make a call, too.
         self._opening = threading.RLock()
         self.completed = 0  # How many calls of this rank were short.
         # By name: calls of whole process sets, and messages, whose names mostly come once.
