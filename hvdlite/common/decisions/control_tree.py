@@ -54,9 +54,13 @@ class Tree:
     @cached_property
     def subtree(self) -> frozenset[int]:
         """The ranks of the subtree whose root is this rank."""
-        below = [self.rank]
-        for rank in below:  # The list grows while the loop visits it: a breadth-first search.
-            below += self._children(rank)
+        return self.subtree_of(self.rank)
+
+    def subtree_of(self, rank: int) -> frozenset[int]:
+        """Return the ranks of the subtree whose root is `rank`."""
+        below = [rank]
+        for each in below:  # The list grows while the loop visits it: a breadth-first search.
+            below += self._children(each)
         return frozenset(below)
 
     def _children(self, rank: int) -> tuple[int, ...]:

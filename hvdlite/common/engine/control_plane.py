@@ -190,13 +190,23 @@ class ControlPlane:
 
     def _handle(self, rank: int, body: bytes | None) -> None:
         if body is None:
-            if rank in self._neighbours and rank not in self._departed:
+            if rank in self._neighbours and not self._needed_by_nobody(rank):
                 self._lost.add(rank)
                 log.debug("rank %d: the connection to rank %d was closed", self._rank, rank)
-                raise PeerLostError(_loss_text(rank), rank=rank)
+                has_departed = rank in self._departed
+                raise PeerLostError((_end_text if has_departed else _loss_text)(rank), rank=rank)
             return
         message = decode(body, rank)
         self._handlers[type(message)](self, message)
+
+    def _needed_by_nobody(self, rank: int) -> bool:
+        """Return whether a neighbour, and all ranks that report by way of it, have departed.
+
+        The engine of a rank serves those below it after its own departure.
+        """
+        is_parent = not self._tree.is_root and rank == self._tree.parent
+        below = self._tree.subtree if is_parent else self._tree.subtree_of(rank)
+        return rank in self._departed and below <= self._departed
 
     def _on_reports(self, message: Reports) -> None:
         self.report(message.reports)
@@ -351,6 +361,14 @@ def _loss_text(rank: int) -> str:
     return (
         f"rank {rank} is gone: its process died, or left without shutting down. "
         "See the output of that rank for the reason"
+    )
+
+
+def _end_text(rank: int) -> str:
+    return (
+        f"the process of rank {rank} has ended after hvd.shutdown(), before the ranks that its "
+        "engine serves had shut down: end it by sys.exit(), or by the end of the script, which "
+        "wait for the engine, instead of os._exit()"
     )
 
 

@@ -200,3 +200,31 @@ def test_a_join_may_wait_for_as_long_as_the_others_go_on(watch: Watch) -> None:
 
     run_ranks(2, main, config=Config(stall_shutdown_seconds=0.7))
     assert not watch.text
+
+
+@pytest.mark.parametrize("leaver", ["the coordinator", "the coordinator of two hosts", "a leader"])
+def test_a_process_that_ends_after_its_shutdown_while_others_need_its_engine(
+    leaver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by os._exit: the exit of Python would wait for the engine."""
+    first, hosts = LEAVERS[leaver]
+    gone = threading.Event()
+
+    def main(rank: int) -> None:
+        runtime = current()
+        if rank == first:
+            runtime.shutdown()
+            monkeypatch.setattr(runtime.engine._control_plane, "abort", lambda error: None)
+            runtime.engine.abandon(hvd.HorovodInternalError("the process has ended"))
+            runtime.engine.join()
+            gone.set()
+            return
+        assert gone.wait(30)
+        runtime.shutdown()
+        runtime.engine.join()
+        if rank in (2, 3) or leaver != "a leader":
+            assert runtime.engine.failed
+            with pytest.raises(hvd.HorovodInternalError, match=rf"rank {first} .*os\._exit"):
+                hvd.barrier()
+
+    run_ranks(SIZE, main, hosts=hosts)
