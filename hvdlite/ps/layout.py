@@ -1,0 +1,175 @@
+"""Which server keeps which part of which tensor: decisions that every process makes alike.
+
+A tensor that is larger than a part is cut into parts that are as even as can be. Parts are placed
+in falling size, each on the server with the fewest bytes so far: the rule of the longest processing
+time first (Graham 1969), whose largest load is at most 4/3 of the best one, and nearly even where
+parts are many. Hashes of names, which others use, leave it to luck.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import itemgetter
+
+PART_BYTES = 4_096_000
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """The elements `start` to `stop` of the flat tensor `key`, which `server` keeps."""
+
+    key: int
+    start: int
+    stop: int
+    server: int
+
+
+@dataclass(frozen=True, order=True)
+class Move:
+    """Elements that another server keeps in the next layout."""
+
+    key: int
+    start: int
+    stop: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of all tensors, sorted; `itemsizes` has the bytes of an element of each tensor."""
+
+    parts: tuple[Part, ...]
+    itemsizes: tuple[int, ...]
+    num_servers: int
+
+    def bytes_of(self, part: Part) -> int:
+        """Return the size of a part in bytes."""
+        return (part.stop - part.start) * self.itemsizes[part.key]
+
+    def loads(self) -> list[int]:
+        """Return the bytes that each server keeps."""
+        loads = [0] * self.num_servers
+        for part in self.parts:
+            loads[part.server] += self.bytes_of(part)
+        return loads
+
+    def parts_of(self, server: int) -> list[Part]:
+        """Return the parts that one server keeps, sorted."""
+        return [part for part in self.parts if part.server == server]
+
+
+def cut(size: int, most: int) -> list[tuple[int, int]]:
+    """Cut `size` elements into ranges of at most `most`; the first ranges have one more.
+
+    A tensor without elements has one range, so that its server knows it.
+    """
+    count = max(1, -(-size // most))
+    base, longer = divmod(size, count)
+    stops = [0]
+    for number in range(count):
+        stops.append(stops[-1] + base + (number < longer))
+    return [*pairwise(stops)]
+
+
+def place(
+    sizes: Sequence[int],
+    itemsizes: Sequence[int],
+    num_servers: int,
+    part_bytes: int | None = PART_BYTES,
+    before: Layout | None = None,
+) -> Layout:
+    """Return the layout of tensors of these sizes, in elements; `part_bytes` None keeps them whole.
+
+    The keys of the tensors go on where those of `before` end, whose parts stay where they are.
+    """
+    old = before or Layout((), (), num_servers)
+    first = len(old.itemsizes)
+    cuts = [
+        (key, start, stop)
+        for key, (size, itemsize) in enumerate(zip(sizes, itemsizes, strict=True), first)
+        for start, stop in cut(size, _elements(size, itemsize, part_bytes))
+    ]
+    every = (*old.itemsizes, *itemsizes)
+    cuts.sort(key=lambda range_: (-(range_[2] - range_[1]) * every[range_[0]], range_))
+    placed = _fill(cuts, every, old.loads(), range(num_servers))
+    return Layout(tuple(sorted((*old.parts, *placed))), every, num_servers)
+
+
+def _elements(size: int, itemsize: int, part_bytes: int | None) -> int:
+    return max(1, size if part_bytes is None else part_bytes // itemsize)
+
+
+def _fill(
+    cuts: Iterable[tuple[int, int, int]],
+    itemsizes: Sequence[int],
+    loads: Sequence[int],
+    servers: Iterable[int],
+) -> list[Part]:
+    """Place ranges one by one on the server that has the fewest bytes, the lowest number first."""
+    heap = [(loads[server], server) for server in servers]
+    heapq.heapify(heap)
+    placed = []
+    for key, start, stop in cuts:
+        load, server = heap[0]
+        placed.append(Part(key, start, stop, server))
+        heapq.heapreplace(heap, (load + (stop - start) * itemsizes[key], server))
+    return placed
+
+
+def rebalance(layout: Layout, num_servers: int) -> Layout:
+    """Return a layout for another number of servers that moves few bytes.
+
+    The parts of servers that go are placed anew. Then the fullest server gives its largest part
+    that is smaller than the difference to the emptiest one, until no part is: loads then differ by
+    less than a part.
+    """
+    homeless = []
+    kept: list[list[tuple[int, Part]]] = [[] for _ in range(num_servers)]  # With their bytes.
+    for part in layout.parts:
+        if part.server < num_servers:
+            kept[part.server].append((layout.bytes_of(part), part))
+        else:
+            homeless.append((part.key, part.start, part.stop))
+    loads = [sum(size for size, _ in parts) for parts in kept]
+    homeless.sort(
+        key=lambda range_: (-(range_[2] - range_[1]) * layout.itemsizes[range_[0]], range_)
+    )
+    for part in _fill(homeless, layout.itemsizes, loads, range(num_servers)):
+        size = layout.bytes_of(part)
+        kept[part.server].append((size, part))
+        loads[part.server] += size
+    for parts in kept:
+        parts.sort()
+    while True:
+        fullest, emptiest = loads.index(max(loads)), loads.index(min(loads))
+        difference = loads[fullest] - loads[emptiest]
+        at = bisect_left(kept[fullest], difference, key=itemgetter(0)) - 1
+        if at < 0 or not kept[fullest][at][0]:
+            break
+        size, part = kept[fullest].pop(at)
+        insort(kept[emptiest], (size, replace(part, server=emptiest)))
+        loads[fullest] -= size
+        loads[emptiest] += size
+    parts = sorted(part for parts in kept for _, part in parts)
+    return Layout(tuple(parts), layout.itemsizes, num_servers)
+
+
+def moves(old: Layout, new: Layout) -> list[Move]:
+    """Return what servers must send each other to get from one layout to the other, sorted."""
+    found = []
+    befores = iter(old.parts)
+    before = next(befores, None)
+    for after in new.parts:
+        while before is not None and (before.key, before.start) < (after.key, after.stop):
+            start, stop = max(before.start, after.start), min(before.stop, after.stop)
+            if before.key == after.key and start < stop and before.server != after.server:
+                found.append(Move(after.key, start, stop, before.server, after.server))
+            if (before.key, before.stop) > (after.key, after.stop):
+                break  # The next part has the rest of it.
+            before = next(befores, None)
+    return found

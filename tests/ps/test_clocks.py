@@ -1,0 +1,113 @@
+"""Clocks of a parameter server: the laws of its modes, over random orders of events."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Clocks, Mode
+
+
+def train(mode: Mode, workers: int, steps: int, choose: random.Random) -> list[tuple[int, int]]:
+    """Let workers pull and push in a random order; return version and difference at each push."""
+    clocks = Clocks(mode)
+    waiting = {worker: clocks.enter(worker) for worker in range(workers)}  # worker -> pull's clock
+    seen = []
+    while waiting:
+        free = [worker for worker, clock in waiting.items() if clocks.may_pull(clock)]
+        assert free, "nobody can go on"
+        worker = choose.choice(free if choose.random() < 0.5 else free[:1])
+        if waiting[worker] == steps:
+            del waiting[worker]
+            clocks.leave(worker)
+        else:
+            assert clocks.push(worker, waiting[worker])
+            assert not clocks.push(worker, waiting[worker])  # sent again
+            waiting[worker] += 1
+            if mode.name != SYNC:
+                clocks.update()
+        while mode.name == SYNC and (present := clocks.complete()) is not None:
+            assert present == sorted(present)
+            clocks.update()
+        finished = clocks.finished.values()
+        seen.append((clocks.version, max(finished, default=0) - min(finished, default=0)))
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sync_makes_one_update_of_a_step_of_all(seed: int) -> None:
+    seen = train(Mode(SYNC), 4, 30, random.Random(seed))
+    assert seen[-1][0] == 30
+    assert max(difference for _, difference in seen) == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 2, 8])
+def test_staleness_bounds_the_difference(staleness: int) -> None:
+    worst = 0
+    for seed in range(20):
+        seen = train(Mode(SSP, staleness), 4, 40, random.Random(seed))
+        assert seen[-1][0] == 160  # every push is an update
+        worst = max(worst, *(difference for _, difference in seen))
+    assert worst == staleness + 1
+
+
+def test_async_waits_for_nobody() -> None:
+    seen = train(Mode(ASYNC), 3, 50, random.Random(1))
+    assert seen[-1][0] == 150
+    assert max(difference for _, difference in seen) > 20
+
+
+def test_sync_goes_on_without_who_left_and_waits_for_who_came() -> None:
+    clocks = Clocks(Mode(SYNC))
+    for worker in range(3):
+        clocks.enter(worker)
+    clocks.push(0, 0)
+    clocks.push(1, 0)
+    assert (clocks.late(), clocks.complete()) == ([2], None)
+    assert clocks.enter(3) == 1  # this step has begun without it
+    clocks.leave(2)
+    assert clocks.complete() == [0, 1]
+    clocks.update()
+    clocks.push(0, 1)
+    clocks.leave(0)  # its last push counts
+    clocks.push(1, 1)
+    assert clocks.late() == [3]
+    clocks.push(3, 1)
+    assert clocks.complete() == [0, 1, 3]
+
+
+def test_a_push_ahead_waits_for_its_step() -> None:
+    clocks = Clocks(Mode(SYNC))
+    clocks.enter(0)
+    clocks.enter(1)
+    clocks.push(0, 0)
+    clocks.push(0, 1)
+    assert clocks.complete() is None
+    clocks.push(1, 0)
+    assert clocks.complete() == [0, 1]
+    clocks.update()
+    assert clocks.late() == [1]
+
+
+def test_a_missing_step_is_an_error_and_not_a_deadlock() -> None:
+    clocks = Clocks(Mode(SYNC), version=5)
+    assert clocks.enter(0) == 5
+    with pytest.raises(ValueError, match="worker 0 pushes step 7, and its next step is 5"):
+        clocks.push(0, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "staleness", "said"),
+    [
+        ("asynchronous", None, "mode is 'asynchronous', which is none of sync, async, ssp"),
+        ("sync", 3, "the mode is sync: leave it out, or give mode='ssp'"),
+        ("ssp", None, "staleness is None"),
+        ("ssp", -1, "staleness is -1"),
+        ("ssp", True, "staleness is True"),
+        ("ssp", 1.0, "staleness is 1.0"),
+    ],
+)
+def test_a_mode_that_cannot_be_is_refused(name: str, staleness: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Mode(name, staleness)  # type: ignore[arg-type]

@@ -1,0 +1,127 @@
+"""Layouts of a parameter server: published vectors, and laws over random tensors."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from hvdlite.ps.layout import Layout, Part, cut, moves, place, rebalance
+
+
+def rows(layout: Layout) -> list[tuple[int, int, int, int]]:
+    return [(part.key, part.start, part.stop, part.server) for part in layout.parts]
+
+
+def test_tensors_are_cut_and_placed() -> None:
+    layout = place([10, 7, 3], [4] * 3, 2, part_bytes=16)
+    assert rows(layout) == [
+        (0, 0, 4, 0), (0, 4, 7, 0), (0, 7, 10, 1), (1, 0, 4, 1), (1, 4, 7, 0), (2, 0, 3, 1),
+    ]  # fmt: skip
+    assert layout.loads() == [40, 40]
+
+
+def test_ties_go_to_the_lowest_server() -> None:
+    layout = place([8] * 4, [4] * 4, 3, part_bytes=1 << 40)
+    assert [part.server for part in layout.parts] == [0, 1, 2, 0]
+    assert layout.loads() == [64, 32, 32]
+
+
+def resnet50() -> list[int]:
+    """Return the sizes of its parameters, from the published architecture."""
+    sizes = [64 * 3 * 7 * 7, 64, 64]
+    inside = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for outputs, inputs, kernel in (
+                (width, inside, 1), (width, width, 3), (4 * width, width, 1),
+            ):  # fmt: skip
+                sizes += [outputs * inputs * kernel * kernel, outputs, outputs]
+            if block == 0:
+                sizes += [4 * width * inside, 4 * width, 4 * width]
+            inside = 4 * width
+    return [*sizes, 1000 * 2048, 1000]
+
+
+@pytest.mark.parametrize("num_servers", [2, 3, 4, 8])
+@pytest.mark.parametrize("part_bytes", [4_096_000, None])
+def test_resnet50_is_spread_evenly(num_servers: int, part_bytes: int | None) -> None:
+    sizes = resnet50()
+    assert (len(sizes), sum(sizes)) == (161, 25_557_032)
+    layout = place(sizes, [4] * 161, num_servers, part_bytes)
+    assert len(layout.parts) == (161 if part_bytes is None else 175)
+    loads = layout.loads()
+    assert max(loads) / (sum(loads) / num_servers) < 1.00015
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_element_has_one_server(seed: int) -> None:
+    choose = random.Random(seed)
+    sizes = [choose.choice([0, 1, 7, 1000, 12345]) for _ in range(choose.randrange(1, 30))]
+    itemsizes = [choose.choice([2, 4, 8]) for _ in sizes]
+    layout = place(sizes, itemsizes, choose.randrange(1, 6), choose.choice([64, 4096, None]))
+    for _ in range(4):
+        assert_covers(layout, sizes)
+        more = [choose.randrange(500) for _ in range(3)]
+        added = place(more, [4] * 3, layout.num_servers, 64, before=layout)
+        assert set(layout.parts) <= set(added.parts)
+        sizes += more
+        layout = rebalance(added, choose.randrange(1, 7))
+        assert_balanced(layout)
+        assert_moves_lead_there(added, layout, sizes)
+
+
+def assert_covers(layout: Layout, sizes: list[int]) -> None:
+    seen = [np.zeros(size, int) for size in sizes]
+    for part in layout.parts:
+        seen[part.key][part.start : part.stop] += 1
+        assert 0 <= part.server < layout.num_servers
+    assert all((counts == 1).all() for counts in seen)
+    assert {part.key for part in layout.parts} == {*range(len(sizes))}
+
+
+def assert_balanced(layout: Layout) -> None:
+    loads = layout.loads()
+    fullest = loads.index(max(loads))
+    # Moving any part of the fullest server would not bring the two nearer to each other.
+    for part in layout.parts_of(fullest):
+        assert not 0 < layout.bytes_of(part) < max(loads) - min(loads)
+
+
+def assert_moves_lead_there(old: Layout, new: Layout, sizes: list[int]) -> None:
+    def owners(layout: Layout) -> list[np.ndarray]:
+        found = [np.full(size, -1) for size in sizes]
+        for part in layout.parts:
+            found[part.key][part.start : part.stop] = part.server
+        return found
+
+    now, wanted = owners(old), owners(new)
+    for move in moves(old, new):
+        assert (now[move.key][move.start : move.stop] == move.source).all()
+        now[move.key][move.start : move.stop] = move.target
+    assert all((a == b).all() for a, b in zip(now, wanted, strict=True))
+
+
+def test_a_new_server_gets_its_share_and_nothing_else_moves() -> None:
+    old = place([1000] * 40, [4] * 40, 3, 4000)
+    new = rebalance(old, 4)
+    moved = moves(old, new)
+    assert {move.target for move in moved} == {3}
+    assert sum(move.stop - move.start for move in moved) == 10_000
+    assert max(new.loads()) - min(new.loads()) < 4000
+
+
+def test_a_hundred_thousand_parts_are_placed_in_a_second() -> None:
+    begin = time.process_time()
+    layout = place([1000 + number % 7 for number in range(100_000)], [4] * 100_000, 16)
+    assert len(layout.parts) == 100_000
+    assert time.process_time() - begin < 5  # a second where nothing else runs
+
+
+def test_ranges_are_even() -> None:
+    assert cut(10, 4) == [(0, 4), (4, 7), (7, 10)]
+    assert cut(8, 4) == [(0, 4), (4, 8)]
+    assert cut(0, 4) == [(0, 0)]
+    assert Part(0, 1, 3, 0) < Part(0, 2, 3, 0)
