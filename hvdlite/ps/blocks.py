@@ -1,0 +1,104 @@
+"""What a server keeps of a table, as flat blocks: the parts of one dtype and parameter group.
+
+A push and a pull have one payload for each block, in which its parts lie one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.ps.layout import Layout, Part
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of a table, as every worker must declare it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    group: int = 0  # Of the optimizer's parameter groups.
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return dtype_of(self.dtype).itemsize
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name; raise ValueError for one that cannot be sent."""
+    if name == "bfloat16":
+        return np.dtype(ml_dtypes.bfloat16)
+    dtype = np.dtype(name)
+    if dtype.kind not in "fiu":
+        raise ValueError(
+            f"dtype {name} cannot be kept by a parameter server: give float or integer"
+        )
+    return dtype
+
+
+@dataclass(frozen=True)
+class Block:
+    """The parts of one dtype and group that one server keeps, sorted."""
+
+    dtype: str
+    group: int
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return sum(part.stop - part.start for part in self.parts)
+
+    def new(self) -> Array:
+        """Return memory for the block, which is not initialized."""
+        return np.empty(self.size, dtype_of(self.dtype))
+
+    def view(self, payload: Any) -> Array:
+        """Return the array that a payload is; raise ValueError for one of another size."""
+        array = np.frombuffer(payload, dtype_of(self.dtype))
+        if array.size != self.size:
+            raise ValueError(f"a payload has {array.size} elements, and its block has {self.size}")
+        return array
+
+    def gather(self, tensors: Sequence[Array], first_key: int, into: Array) -> None:
+        """Copy the parts out of flat tensors, the first of which has the key `first_key`."""
+        at = 0
+        for part in self.parts:
+            length = part.stop - part.start
+            into[at : at + length] = tensors[part.key - first_key][part.start : part.stop]
+            at += length
+
+    def scatter(self, block: Array, tensors: Sequence[Array], first_key: int) -> None:
+        """Copy the parts back into flat tensors."""
+        at = 0
+        for part in self.parts:
+            length = part.stop - part.start
+            tensors[part.key - first_key][part.start : part.stop] = block[at : at + length]
+            at += length
+
+
+def blocks_of(
+    specs: Sequence[TensorSpec], first_key: int, layout: Layout, server: int
+) -> list[Block]:
+    """Return the blocks of a table that a server keeps; its keys begin with `first_key`."""
+    found: dict[tuple[int, str], list[Part]] = {}
+    for part in layout.parts_of(server):
+        if first_key <= part.key < first_key + len(specs):
+            spec = specs[part.key - first_key]
+            found.setdefault((spec.group, spec.dtype), []).append(part)
+    return [Block(dtype, group, tuple(parts)) for (group, dtype), parts in sorted(found.items())]

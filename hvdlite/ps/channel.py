@@ -1,0 +1,106 @@
+"""How messages of the parameter server are sent: ZeroMQ by pyzmq, and only here.
+
+A listener (ROUTER) has many peers, a caller (DEALER) has one, with which it connects again by
+itself. A peer that has come again under its name takes the place of its predecessor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from hvdlite.common.base.errors import ConfigError, ProtocolError
+from hvdlite.ps.messages import Buffer, Message, pack, parse
+
+try:
+    import zmq
+except ImportError as error:  # pragma: no cover - the extra is installed where tests run
+    raise ImportError(
+        "the parameter server needs pyzmq: python -m pip install 'hvdlite[ps]'"
+    ) from error
+
+SHARED_BYTES = 1 << 16  # Payloads from this size on are sent without a copy.
+LISTENER_LINGER_MILLISECONDS = 200  # How long last answers may take when a listener closes.
+
+
+class Listener:
+    """The listening end at `address`: ``tcp://host:port``, where the port may be 0, or ``ipc://``."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, LISTENER_LINGER_MILLISECONDS)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(f"cannot listen at {address}: {error}") from error
+        self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+
+    def receive(self, seconds: float) -> tuple[bytes, Message] | None:
+        """Return the next message and its sender; None where none comes within `seconds`.
+
+        What is no message is dropped: a stranger must not end the listener.
+        """
+        if not self._socket.poll(round(seconds * 1000)):
+            return None
+        peer, *frames = self._socket.recv_multipart(copy=False)
+        with contextlib.suppress(ProtocolError):
+            return peer.bytes, parse([frame.buffer for frame in frames])
+        return None
+
+    def send(self, peer: bytes, message: Message) -> None:
+        """Send a message, whose payloads must not change; to a peer that has gone, it is lost."""
+        self._socket.send_multipart([peer, *pack(message)], copy=False)
+
+    def close(self) -> None:
+        """Close the socket when the last answers have been sent."""
+        self._socket.close()
+
+
+class Caller:
+    """The connecting end with the name `identity`."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes
+    ) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, identity)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self.address = address
+
+    def send(self, message: Message) -> zmq.MessageTracker | None:
+        """Send a message. Payloads may change again when the tracker is done."""
+        large = any(len(memoryview(part).cast("B")) >= SHARED_BYTES for part in message.payloads)
+        if not large:
+            self.socket.send_multipart(pack(message), copy=True)
+            return None
+        return self.socket.send_multipart(pack(message), copy=False, track=True)
+
+    def received(self) -> Iterator[Message]:
+        """Yield the messages that are here."""
+        while self.socket.poll(0):
+            frames: Sequence[zmq.Frame] = self.socket.recv_multipart(copy=False)
+            buffers: list[Buffer] = [frame.buffer for frame in frames]
+            yield parse(buffers)
+
+    def close(self) -> None:
+        """Close the socket at once."""
+        self.socket.close()
+
+
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Return a context of one I/O thread, which every process has for itself."""
+    return zmq.Context()
+
+
+def poll(callers: Mapping[Caller, object], wake_fd: int, seconds: float) -> list[Caller]:
+    """Wait until callers have something to read or `wake_fd` can be read; return those callers."""
+    poller = zmq.Poller()
+    poller.register(wake_fd, zmq.POLLIN)
+    by_socket = {caller.socket: caller for caller in callers}
+    for socket in by_socket:
+        poller.register(socket, zmq.POLLIN)
+    ready = dict(poller.poll(round(seconds * 1000)))
+    return [caller for socket, caller in by_socket.items() if socket in ready]

@@ -1,0 +1,83 @@
+"""The messages of a parameter server, as frames: a head of msgpack, then raw payloads.
+
+| kind | from | answered by |
+|---|---|---|
+| hello | any -> scheduler | welcome, or refused |
+| declare | worker -> scheduler | layout |
+| beat | any -> scheduler | beat: who is alive, and the version of the layout |
+| leave, barrier | worker -> scheduler | done |
+| start | worker -> server | started: version, clock of the worker; or wanted |
+| offer | worker -> server | started: it brings the values that were wanted |
+| push | worker -> server | pushed: version |
+| pull | worker -> server | values: version, and payloads |
+| push_rows, pull_rows | worker -> server | pushed, values |
+
+Every request has an id, and its answer repeats it: a request that was sent again is answered twice,
+and the second answer is dropped. `failed` answers what cannot be done, with the reason; `moved` a
+request that was made for an older layout; `restarted` one to a server that does not know the
+worker any more; `rolled_back` one for a step that the server has lost.
+
+This module never sends. Nothing that arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+
+from hvdlite.common.base.errors import ProtocolError
+
+PROTOCOL = 1
+KINDS = frozenset(
+    {
+        "hello", "welcome", "refused", "declare", "layout", "beat", "leave", "barrier", "done",
+        "start", "wanted", "offer", "started", "push", "pushed", "pull", "values", "push_rows",
+        "pull_rows", "failed", "moved", "restarted", "rolled_back",
+    }
+)  # fmt: skip
+MOST_HEAD_BYTES = 64 << 20
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Message(NamedTuple):
+    """One message. `payloads` are raw bytes, whose meaning `body` or the layout tells."""
+
+    kind: str
+    request: int = 0
+    table: str = ""
+    clock: int = 0  # Of the worker in requests; the version in answers.
+    incarnation: int = 0  # How often the server has started: in its answers.
+    body: Mapping[str, Any] = {}
+    payloads: Sequence[Buffer] = ()
+
+
+def pack(message: Message) -> list[Buffer]:
+    """Return the frames of a message."""
+    head = (PROTOCOL, *message[:5], message.body)
+    return [msgpack.packb(head), *message.payloads]
+
+
+def parse(frames: Sequence[Buffer]) -> Message:
+    """Return the message of these frames; raise ProtocolError for what is none."""
+    if not frames or len(frames[0]) > MOST_HEAD_BYTES:
+        raise ProtocolError("a message of the parameter server has no head, or too large a one")
+    try:
+        head = msgpack.unpackb(frames[0], strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"a message of the parameter server cannot be read: {error}") from error
+    if not isinstance(head, list) or not head:
+        raise ProtocolError("a message of the parameter server has no head")
+    if head[0] != PROTOCOL:
+        raise ProtocolError(
+            f"a message has the protocol {head[0]!r} of the parameter server, and {PROTOCOL} is "
+            "spoken here: install one version of hvdlite for all of its processes"
+        )
+    if [type(field) for field in head] != [int, str, int, str, int, int, dict]:
+        raise ProtocolError("the head of a message of the parameter server has wrong fields")
+    _, kind, request, table, clock, incarnation, body = head
+    if kind not in KINDS or min(request, clock, incarnation) < 0:
+        raise ProtocolError(f"a message of the parameter server has the wrong kind {kind!r}")
+    return Message(kind, request, table, clock, incarnation, body, tuple(frames[1:]))

@@ -1,0 +1,269 @@
+"""The state of one table on one server: what comes in, and what is answered.
+
+A table is begun by the values of a worker, or by a snapshot. After a snapshot it first hears of all
+workers, since one of them may have pulled newer values than the snapshot has; those are taken. A
+worker that has gone further than even they fails: `rolled_back`.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from hvdlite.ps.blocks import Array, Block
+from hvdlite.ps.clocks import SYNC, Clocks, Mode
+from hvdlite.ps.messages import Message
+
+SKIP = "skip"  # In the body of a push: a loss scaler has found an overflow; no update is made.
+
+
+class Updater(Protocol):
+    """Holds the values of a table, one flat array for each block, and changes them."""
+
+    def begin(self, values: Sequence[Array]) -> None:
+        """Take values, which the updater may keep."""
+
+    def values(self) -> list[Array]:
+        """Return the values, which the next `step` may change."""
+
+    def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
+        """Make an update; `numbers` are the hyperparameters of each parameter group, or empty."""
+
+    def state(self) -> dict[str, Array]:
+        """Return what belongs to the values, such as momenta."""
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        """Take back what `state` has returned."""
+
+
+class Answer(NamedTuple):
+    """A message to a peer."""
+
+    peer: bytes
+    message: Message
+
+
+@dataclass
+class _Start:
+    """A worker that has said `start` and waits for the table."""
+
+    peer: bytes
+    request: int
+    clock: int | None  # Its next step; None: it has none, and takes the one that it is given.
+    version: int  # Of the values that it has; -1: of none.
+
+
+@dataclass
+class _Pull:
+    peer: bytes
+    request: int
+    clock: int
+
+
+class Table:
+    """A table. `workers` says who takes part in the job, as far as this server knows."""
+
+    def __init__(
+        self, name: str, blocks: Sequence[Block], mode: Mode, updater: Updater, *,
+        average: bool, incarnation: int,
+    ) -> None:  # fmt: skip
+        self.name, self.blocks, self.updater = name, list(blocks), updater
+        self.clocks = Clocks(mode)
+        self._average = average
+        self._incarnation = incarnation
+        self._begun = False
+        self._restored = False
+        self._wanted: int | None = None  # The worker whose values are awaited.
+        self._starts: dict[int, _Start] = {}
+        self._pulls: dict[int, _Pull] = {}
+        # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
+        self._gradients: dict[int, dict[int, list[Array] | None]] = {}
+        self._numbers: list[Mapping[str, Any]] = []
+        self._sent: tuple[int, list[Array]] | None = None  # A version, and a copy of its values.
+
+    @property
+    def version(self) -> int:
+        """The number of updates."""
+        return self.clocks.version
+
+    # -- the beginning
+
+    def restore(
+        self, values: Sequence[Array], state: Mapping[str, Array], version: int,
+        finished: Mapping[int, int],
+    ) -> None:  # fmt: skip
+        """Begin with a snapshot."""
+        self.updater.begin(values)
+        self.updater.load(state)
+        self.clocks.version = version
+        # A push of a step that is not complete was lost with the server: it is to come again.
+        most = version if self.clocks.mode.name == SYNC else max(finished.values(), default=0)
+        self.clocks.finished = {worker: min(clock, most) for worker, clock in finished.items()}
+        self._restored = True
+
+    def start(
+        self, peer: bytes, worker: int, message: Message, workers: Collection[int]
+    ) -> list[Answer]:
+        """Let a worker take part; `workers` are all that the server has to hear of."""
+        clock, version = message.body.get("clock"), message.body.get("version", -1)
+        self._starts[worker] = _Start(peer, message.request, clock, version)
+        return self.look(workers)
+
+    def look(self, workers: Collection[int]) -> list[Answer]:
+        """Begin if all that is needed for it is here; call it when `workers` have changed."""
+        for worker in [*self.clocks.finished]:
+            if worker not in workers and self._begun:
+                self.clocks.leave(worker)
+        if self._begun:
+            return self._welcome() + self._go_on()
+        if self._wanted in self._starts and self._wanted in workers:
+            return []
+        missing = set(workers) - self._starts.keys()
+        if not self._starts or (self._restored and missing):
+            return []
+        best = max(self._starts, key=lambda worker: (self._starts[worker].version, -worker))
+        if self._restored and self._starts[best].version <= self.version:
+            return self._begin()
+        self._wanted = best
+        start = self._starts[best]
+        return [self._answer(start.peer, start.request, "wanted")]
+
+    def offer(self, worker: int, message: Message) -> list[Answer]:
+        """Begin with the values of a worker, unless the table has begun."""
+        if self._begun or worker != self._wanted:
+            return []
+        values = [
+            block.view(data).copy()
+            for block, data in zip(self.blocks, message.payloads, strict=True)
+        ]
+        start = self._starts[worker]
+        start.request = message.request
+        self.updater.begin(values)
+        self.clocks.version = max(start.version, 0)
+        return self._begin()
+
+    def _begin(self) -> list[Answer]:
+        self._begun = True
+        return self._welcome() + self._go_on()
+
+    def _welcome(self) -> list[Answer]:
+        answers = []
+        for worker, start in sorted(self._starts.items()):
+            sync = self.clocks.mode.name == SYNC
+            kind = "started"
+            if start.clock is not None:
+                known = self.clocks.finished.get(worker, 0)
+                # In sync, the version contains all steps before it, and no step after it.
+                self.clocks.finished[worker] = max(known, self.version if sync else start.clock)
+                if sync and start.clock > self.version:
+                    kind = "rolled_back"
+            body = {"clock": self.clocks.enter(worker)}
+            answers.append(self._answer(start.peer, start.request, kind, body))
+        self._starts.clear()
+        return answers
+
+    # -- steps
+
+    def push(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
+        """Take the gradients of a step; one that was here before is answered, and not applied."""
+        if not self._begun or worker not in self.clocks.finished:
+            return [self._answer(peer, message.request, "restarted")]
+        skips = bool(message.body.get(SKIP))
+        gradients = None
+        if not skips:
+            gradients = [
+                block.view(data) for block, data in zip(self.blocks, message.payloads, strict=True)
+            ]
+        if self.clocks.push(worker, message.clock):
+            if numbers := message.body.get("numbers"):
+                self._numbers = numbers
+            if self.clocks.mode.name == SYNC:
+                self._gradients.setdefault(message.clock, {})[worker] = gradients
+            else:
+                self._update(gradients)
+        return [self._answer(peer, message.request, "pushed"), *self._go_on()]
+
+    def pull(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
+        """Answer with the values when the mode allows it."""
+        if not self._begun or worker not in self.clocks.finished:
+            return [self._answer(peer, message.request, "restarted")]
+        self._pulls[worker] = _Pull(peer, message.request, message.clock)
+        return self._go_on()
+
+    def leave(self, worker: int) -> list[Answer]:
+        """Let the others go on without a worker; what it has pushed counts."""
+        self.clocks.leave(worker)
+        self._starts.pop(worker, None)
+        self._pulls.pop(worker, None)
+        return self._go_on() if self._begun else []
+
+    def _go_on(self) -> list[Answer]:
+        """Make the updates that are complete, and answer the pulls that have waited for them."""
+        if self.clocks.mode.name == SYNC:
+            while (workers := self.clocks.complete()) is not None:
+                self._update(self._sum(self._gradients.pop(self.version), workers))
+        ready = [worker for worker, pull in self._pulls.items() if self.clocks.may_pull(pull.clock)]
+        answers = []
+        for worker in ready:
+            pull = self._pulls.pop(worker)
+            values = self._values_to_send()
+            answers.append(self._answer(pull.peer, pull.request, "values", payloads=values))
+        return answers
+
+    def _sum(
+        self, gradients: Mapping[int, list[Array] | None], workers: Sequence[int]
+    ) -> list[Array] | None:
+        """Return the sum in the order of the workers' numbers, or the average."""
+        given = [gradients[worker] for worker in workers]
+        total = []
+        for number in range(len(self.blocks)):
+            terms = []
+            for each in given:
+                if each is None:
+                    return None
+                terms.append(each[number])
+            total.append(add_up(terms, average=self._average))
+        return total
+
+    def _update(self, gradients: list[Array] | None) -> None:
+        if gradients is not None:
+            self.updater.step(gradients, self._numbers)
+        self.clocks.update()
+
+    def _values_to_send(self) -> list[memoryview]:
+        """Return the values in memory that the next update does not touch."""
+        if self._sent is None or self._sent[0] != self.version:
+            self._sent = (self.version, [array.copy() for array in self.updater.values()])
+        return [memoryview(array.view(np.uint8)) for array in self._sent[1]]
+
+    def _answer(
+        self, peer: bytes, request: int, kind: str, body: Mapping[str, Any] | None = None,
+        payloads: Sequence[memoryview] = (),
+    ) -> Answer:  # fmt: skip
+        message = Message(
+            kind, request, self.name, self.version, self._incarnation, body or {}, payloads
+        )
+        return Answer(peer, message)
+
+
+def add_up(terms: Sequence[Array], *, average: bool) -> Array:
+    """Return the sum of arrays in their order, or their average, in their dtype.
+
+    16-bit floats are added in float32.
+    """
+    dtype = terms[0].dtype
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
+    total = terms[0].astype(wide)
+    for term in terms[1:]:
+        total += term if wide == dtype else term.astype(wide)
+    if average and len(terms) > 1:
+        if wide.kind in "iu":
+            total //= len(terms)
+        else:
+            total *= wide.type(1 / len(terms))
+    return total.astype(dtype, copy=False)

@@ -1,0 +1,305 @@
+"""Tables of a server, without sockets: updates against numpy; workers and servers return."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of
+from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Mode
+from hvdlite.ps.layout import place
+from hvdlite.ps.messages import Message, pack, parse
+from hvdlite.ps.tables import Answer, Table, add_up
+
+SPECS = [TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (3, 2), group=1)]
+
+
+class Momentum:
+    """An optimizer with a state."""
+
+    def begin(self, values: Sequence[Array]) -> None:
+        self.arrays = list(values)
+        self.momenta = [np.zeros_like(array) for array in values]
+
+    def values(self) -> list[Array]:
+        return self.arrays
+
+    def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
+        rate = numbers[0]["lr"] if numbers else 0.5
+        for array, momentum, gradient in zip(self.arrays, self.momenta, gradients, strict=True):
+            momentum[...] = momentum * array.dtype.type(0.5) + gradient
+            array[...] = array - momentum * array.dtype.type(rate)
+
+    def state(self) -> dict[str, Array]:
+        return {str(number): momentum.copy() for number, momentum in enumerate(self.momenta)}
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        for number, momentum in enumerate(self.momenta):
+            momentum[...] = state[str(number)]
+
+
+def blocks() -> list[Block]:
+    layout = place([spec.size for spec in SPECS], [spec.itemsize for spec in SPECS], 1)
+    return blocks_of(SPECS, 0, layout, 0)
+
+
+def new_table(mode: Mode, incarnation: int = 1) -> Table:
+    return Table("t", blocks(), mode, Momentum(), average=True, incarnation=incarnation)
+
+
+def values_of(step: int, worker: int) -> list[Array]:
+    made = np.random.default_rng([step + 1, worker])
+    return [made.normal(size=5).astype(np.float32), made.normal(size=6).astype(ml_dtypes.bfloat16)]
+
+
+def payloads(arrays: Sequence[Array]) -> list[bytes]:
+    return [array.tobytes() for array in arrays]
+
+
+class Worker:
+    """A worker that sends until it is answered, over a network that repeats and reorders."""
+
+    def __init__(self, number: int, workers: Sequence[int]) -> None:
+        self.number, self.workers = number, workers
+        self.step, self.version = 0, -1
+        self.values = values_of(-1, 0)
+        self.kinds: list[str] = []
+
+    def send(self, table: Table, message: Message) -> list[Answer]:
+        peer = b"w%d" % self.number
+        message = parse([bytes(frame) for frame in pack(message)])
+        if message.kind == "start":
+            return table.start(peer, self.number, message, self.workers)
+        if message.kind == "offer":
+            return table.offer(self.number, message)
+        call = table.push if message.kind == "push" else table.pull
+        return call(peer, self.number, message)
+
+    def start(self, table: Table, *, returns: bool = False) -> list[Answer]:
+        body = {"version": self.version}
+        if not returns and self.version >= 0:
+            body["clock"] = self.step
+        return self.send(table, Message("start", body=body))
+
+    def push(self, table: Table) -> list[Answer]:
+        arrays = payloads(values_of(self.step, self.number))
+        return self.send(table, Message("push", clock=self.step, payloads=arrays))
+
+    def pull(self, table: Table, clock: int) -> list[Answer]:
+        return self.send(table, Message("pull", clock=clock))
+
+    def hear(self, table: Table, message: Message) -> list[Answer]:
+        self.kinds.append(message.kind)
+        if message.kind == "wanted":
+            return self.send(table, Message("offer", payloads=payloads(self.values)))
+        if message.kind == "values":
+            self.version = message.clock
+            self.values = [
+                block.view(data).copy()
+                for block, data in zip(blocks(), message.payloads, strict=True)
+            ]
+        if message.kind == "started":
+            self.step = message.body["clock"]
+        return []
+
+
+def deliver(table: Table, workers: Mapping[bytes, Worker], answers: list[Answer]) -> None:
+    while answers:
+        peer, message = answers.pop(0)
+        answers += workers[peer].hear(table, parse([bytes(part) for part in pack(message)]))
+
+
+def train_in_one(steps: int, workers: Sequence[int], numbers: Sequence[Any] = ()) -> list[Array]:
+    """Return what numpy makes of the sums of all workers' gradients."""
+    alone = Momentum()
+    alone.begin(values_of(-1, 0))
+    for step in range(steps):
+        terms = [values_of(step, worker) for worker in workers]
+        total = [
+            sum((term[0] for term in terms[1:]), terms[0][0]) * np.float32(1 / len(terms)),
+            (
+                sum(
+                    (term[1].astype(np.float32) for term in terms[1:]),
+                    terms[0][1].astype(np.float32),
+                )
+                * np.float32(1 / len(terms))
+            ).astype(ml_dtypes.bfloat16),
+        ]
+        alone.step(total, numbers)
+    return alone.values()
+
+
+def assert_same(found: Sequence[Array], wanted: Sequence[Array]) -> None:
+    assert [array.tobytes() for array in found] == [array.tobytes() for array in wanted]
+
+
+def job(count: int) -> dict[bytes, Worker]:
+    return {b"w%d" % number: Worker(number, range(count)) for number in range(count)}
+
+
+def run_step(table: Table, workers: Mapping[bytes, Worker], choose: random.Random) -> None:
+    """Let all workers push and pull, in a random order, and repeat some messages."""
+    order = list(workers.values())
+    choose.shuffle(order)
+    for worker in order:
+        for _ in range(choose.choice([1, 1, 2])):
+            deliver(table, workers, worker.push(table))
+        worker.step += 1
+        deliver(table, workers, worker.pull(table, worker.step))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_sync_is_bitwise_a_sum_in_rank_order_in_one_process(count: int) -> None:
+    choose, table, workers = random.Random(count), new_table(Mode(SYNC)), job(count)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    for _ in range(10):
+        run_step(table, workers, choose)
+    for worker in workers.values():
+        assert_same(worker.values, train_in_one(10, range(count)))
+        assert worker.version == 10
+
+
+def test_a_late_worker_does_not_change_what_was_answered() -> None:
+    table, workers = new_table(Mode(ASYNC)), job(2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    first, second = workers.values()
+    (answer,) = first.pull(table, 0)
+    before = bytes(answer.message.payloads[0])
+    deliver(table, workers, second.push(table))
+    assert bytes(answer.message.payloads[0]) == before
+    deliver(table, workers, first.pull(table, 0))
+    assert first.values[0].tobytes() != before
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_server_that_returns_takes_the_newest_values(every: int, seed: int) -> None:
+    """The values are never older than any worker's; with each version saved, nothing is lost."""
+    choose, table, workers = random.Random(seed), new_table(Mode(SYNC)), job(3)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    for step in range(7):
+        if step % every == 0:
+            saved = snapshot(table)
+        run_step(table, workers, choose)
+    # Some have pushed the next step, which is lost with the server.
+    pushed = [worker for worker in workers.values() if choose.random() < 0.5][:2]
+    for worker in pushed:
+        deliver(table, workers, worker.push(table))
+    if every == 1:
+        saved = snapshot(table)
+    table = new_table(Mode(SYNC), incarnation=2)
+    table.restore(*saved)
+    for worker in workers.values():
+        (refused,) = worker.push(table)
+        assert (refused.message.kind, refused.message.incarnation) == ("restarted", 2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    assert table.version == 7
+    assert_same(table.updater.values(), train_in_one(7, range(3)))
+    run_step(table, workers, choose)
+    assert all(worker.version == 8 for worker in workers.values())
+    if every == 1:
+        assert_same(table.updater.values(), train_in_one(8, range(3)))
+
+
+def snapshot(table: Table) -> tuple[Any, ...]:
+    values = [array.copy() for array in table.updater.values()]
+    return values, table.updater.state(), table.version, dict(table.clocks.finished)
+
+
+def test_workers_that_are_ahead_of_all_values_are_told_to_go_back() -> None:
+    table, workers = new_table(Mode(SYNC)), job(2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    saved = snapshot(table)
+    for _ in range(3):
+        run_step(table, workers, random.Random(0))
+    table = new_table(Mode(SYNC), 2)
+    table.restore(*saved)
+    for worker in workers.values():
+        worker.version = 0  # nobody has kept newer values
+        deliver(table, workers, worker.start(table))
+    assert [worker.kinds[-1] for worker in workers.values()] == ["rolled_back"] * 2
+    for worker in workers.values():
+        worker.step = 0
+    for _ in range(3):
+        run_step(table, workers, random.Random(0))
+    assert_same(table.updater.values(), train_in_one(3, range(2)))
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_worker_that_returns_goes_on_at_its_step(pushed: bool) -> None:
+    table, workers = new_table(Mode(SYNC)), job(2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    for _ in range(4):
+        run_step(table, workers, random.Random(0))
+    if pushed:
+        deliver(table, workers, workers[b"w1"].push(table))
+    workers[b"w1"] = new = Worker(1, range(2))
+    deliver(table, workers, new.start(table, returns=True))
+    deliver(table, workers, workers[b"w0"].push(table))
+    deliver(table, workers, new.pull(table, new.step))
+    assert new.step == (5 if pushed else 4)
+    assert (new.version, table.version) == (new.step, new.step)
+    assert_same(new.values, train_in_one(new.step, range(2)))
+
+
+def test_workers_that_leave_do_not_hold_the_others_up() -> None:
+    table, workers = new_table(Mode(SYNC)), job(3)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    for number in (0, 1):
+        deliver(table, workers, workers[b"w%d" % number].push(table))
+        deliver(table, workers, workers[b"w%d" % number].pull(table, 1))
+    assert table.version == 0
+    deliver(table, workers, table.leave(2))
+    assert table.version == 1
+    assert_same(workers[b"w0"].values, train_in_one(1, range(2)))
+
+
+def test_the_offer_of_a_worker_that_has_gone_is_not_waited_for() -> None:
+    table, workers = new_table(Mode(SYNC)), job(2)
+    assert workers[b"w0"].start(table)[0].message.kind == "wanted"
+    table.leave(0)
+    deliver(table, workers, workers[b"w1"].start(table))
+    assert workers[b"w1"].kinds == ["wanted", "started"]
+
+
+def test_bounded_staleness_holds_the_fast_one_up() -> None:
+    table, workers = new_table(Mode(SSP, 2)), job(2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    fast, slow = workers.values()
+    for step in range(3):
+        fast.step = step
+        deliver(table, workers, fast.push(table))
+        deliver(table, workers, fast.pull(table, step + 1))
+    assert fast.kinds.count("values") == 2
+    deliver(table, workers, slow.push(table))
+    assert fast.kinds.count("values") == 3
+
+
+def test_an_overflow_of_one_skips_the_step_of_all() -> None:
+    table, workers = new_table(Mode(SYNC)), job(2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    deliver(table, workers, workers[b"w0"].push(table))
+    skip = Message("push", clock=0, body={"skip": True})
+    deliver(table, workers, workers[b"w1"].send(table, skip))
+    assert table.version == 1
+    assert_same(table.updater.values(), values_of(-1, 0))
+
+
+def test_sums_have_the_dtype_of_their_terms() -> None:
+    ones = [np.full(3, 256, ml_dtypes.bfloat16), *[np.ones(3, ml_dtypes.bfloat16)] * 4]
+    assert add_up(ones, average=False).tolist() == [260] * 3  # one by one, 256 would stay
+    assert add_up([np.array([3], np.int32)] * 2, average=True).dtype == np.int32
