@@ -11,6 +11,7 @@ from hvdlite.ps.channel import Listener
 from hvdlite.ps.clocks import Mode
 from hvdlite.ps.layout import Part
 from hvdlite.ps.messages import Message
+from hvdlite.ps.snapshots import Snapshot, SnapshotFolder
 from hvdlite.ps.tables import Answer, Table, Updater
 
 LOOK_SECONDS = 0.5
@@ -20,6 +21,7 @@ class TableDescription:
     """What a worker says of a table when it starts: alike in all workers."""
 
     def __init__(self, name: str, body: Mapping[str, Any]) -> None:
+        self.body = body
         try:
             specs = [TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in body["specs"]]
             self.name = name
@@ -59,18 +61,36 @@ class Server:
 
     def __init__(
         self, listener: Listener, new_updater: Callable[[TableDescription], Updater], *,
-        incarnation: int, workers: Collection[int],
+        incarnation: int, workers: Collection[int], snapshots: SnapshotFolder | None = None,
+        snapshot_every: int = 0,
     ) -> None:  # fmt: skip
         self.listener = listener
         self.tables: dict[str, Table] = {}
         self.workers = set(workers)  # That take part, as the scheduler says.
         self._new_updater = new_updater
         self._incarnation = incarnation
+        self._snapshots, self._every = snapshots, snapshot_every
+        self._descriptions: dict[str, TableDescription] = {}
+        self._saved: dict[str, int] = {}  # The version of the newest snapshot.
         self._worker_of: dict[bytes, int] = {}
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "start": self._start, "offer": self._offer, "push": self._push, "pull": self._pull,
             "leave": self._leave,
         }  # fmt: skip
+        for snapshot in snapshots.newest() if snapshots else ():
+            table = self._new_table(TableDescription(snapshot.table, snapshot.description))
+            words = snapshot.values, snapshot.state, snapshot.version, snapshot.finished
+            table.restore(*words)
+            self._saved[snapshot.table] = snapshot.version
+
+    def _new_table(self, described: TableDescription) -> Table:
+        name = described.name
+        self._descriptions[name] = described
+        self.tables[name] = table = Table(
+            name, described.blocks, described.mode, self._new_updater(described),
+            average=described.average, incarnation=self._incarnation,
+        )  # fmt: skip
+        return table
 
     def serve(self, ended: Callable[[], bool]) -> None:
         """Answer until `ended`, which is called at least twice a second."""
@@ -86,9 +106,31 @@ class Server:
         if handler is None:
             return []
         try:
-            return handler(peer, message)
+            answers = handler(peer, message)
+            self._save(message.table)
+            return answers
         except (ProtocolError, ValueError, KeyError, TypeError) as error:
             return [self._failed(peer, message, str(error))]
+
+    def _save(self, name: str) -> None:
+        """Make a snapshot of a table if one is due.
+
+        Where each version is saved, it is on disk before anybody hears of the version: then a
+        server that returns goes on as if nothing had been.
+        """
+        table = self.tables.get(name)
+        if self._snapshots is None or table is None or not table.begun:
+            return
+        if table.version - self._saved.get(name, -self._every) < self._every:
+            return
+        self._saved[name] = table.version
+        values, state, version, finished = table.copy()
+        description = self._descriptions[name].body
+        snapshot = Snapshot(name, description, version, finished, values, state)
+        if self._every == 1:
+            self._snapshots.write(snapshot)
+        else:
+            self._snapshots.write_soon(snapshot)
 
     def set_workers(self, workers: Collection[int]) -> None:
         """Take part with these workers from now on."""
@@ -106,11 +148,7 @@ class Server:
         self.workers.add(worker)
         table = self.tables.get(message.table)
         if table is None:
-            described = TableDescription(message.table, message.body["table"])
-            table = self.tables[message.table] = Table(
-                message.table, described.blocks, described.mode, self._new_updater(described),
-                average=described.average, incarnation=self._incarnation,
-            )  # fmt: skip
+            table = self._new_table(TableDescription(message.table, message.body["table"]))
         return table.start(peer, worker, message, self.workers)
 
     def _offer(self, peer: bytes, message: Message) -> list[Answer]:

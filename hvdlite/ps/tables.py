@@ -76,7 +76,7 @@ class Table:
         self.clocks = Clocks(mode)
         self._average = average
         self._incarnation = incarnation
-        self._begun = False
+        self.begun = False  # The values are there.
         self._restored = False
         self._wanted: int | None = None  # The worker whose values are awaited.
         self._starts: dict[int, _Start] = {}
@@ -106,6 +106,12 @@ class Table:
         self.clocks.finished = {worker: min(clock, most) for worker, clock in finished.items()}
         self._restored = True
 
+    def copy(self) -> tuple[list[Array], dict[str, Array], int, dict[int, int]]:
+        """Return what `restore` takes."""
+        values = [array.copy() for array in self.updater.values()]
+        state = {name: array.copy() for name, array in self.updater.state().items()}
+        return values, state, self.version, dict(self.clocks.finished)
+
     def start(
         self, peer: bytes, worker: int, message: Message, workers: Collection[int]
     ) -> list[Answer]:
@@ -117,9 +123,9 @@ class Table:
     def look(self, workers: Collection[int]) -> list[Answer]:
         """Begin if all that is needed for it is here; call it when `workers` have changed."""
         for worker in [*self.clocks.finished]:
-            if worker not in workers and self._begun:
+            if worker not in workers and self.begun:
                 self.clocks.leave(worker)
-        if self._begun:
+        if self.begun:
             return self._welcome() + self._go_on()
         if self._wanted in self._starts and self._wanted in workers:
             return []
@@ -135,7 +141,7 @@ class Table:
 
     def offer(self, worker: int, message: Message) -> list[Answer]:
         """Begin with the values of a worker, unless the table has begun."""
-        if self._begun or worker != self._wanted:
+        if self.begun or worker != self._wanted:
             return []
         values = [
             block.view(data).copy()
@@ -148,7 +154,7 @@ class Table:
         return self._begin()
 
     def _begin(self) -> list[Answer]:
-        self._begun = True
+        self.begun = True
         return self._welcome() + self._go_on()
 
     def _welcome(self) -> list[Answer]:
@@ -171,7 +177,7 @@ class Table:
 
     def push(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Take the gradients of a step; one that was here before is answered, and not applied."""
-        if not self._begun or worker not in self.clocks.finished:
+        if not self.begun or worker not in self.clocks.finished:
             return [self._answer(peer, message.request, "restarted")]
         skips = bool(message.body.get(SKIP))
         gradients = None
@@ -190,7 +196,7 @@ class Table:
 
     def pull(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Answer with the values when the mode allows it."""
-        if not self._begun or worker not in self.clocks.finished:
+        if not self.begun or worker not in self.clocks.finished:
             return [self._answer(peer, message.request, "restarted")]
         self._pulls[worker] = _Pull(peer, message.request, message.clock)
         return self._go_on()
@@ -200,7 +206,7 @@ class Table:
         self.clocks.leave(worker)
         self._starts.pop(worker, None)
         self._pulls.pop(worker, None)
-        return self._go_on() if self._begun else []
+        return self._go_on() if self.begun else []
 
     def _go_on(self) -> list[Answer]:
         """Make the updates that are complete, and answer the pulls that have waited for them."""

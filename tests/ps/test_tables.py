@@ -187,14 +187,14 @@ def test_a_server_that_returns_takes_the_newest_values(every: int, seed: int) ->
         deliver(table, workers, worker.start(table))
     for step in range(7):
         if step % every == 0:
-            saved = snapshot(table)
+            saved = table.copy()
         run_step(table, workers, choose)
     # Some have pushed the next step, which is lost with the server.
     pushed = [worker for worker in workers.values() if choose.random() < 0.5][:2]
     for worker in pushed:
         deliver(table, workers, worker.push(table))
     if every == 1:
-        saved = snapshot(table)
+        saved = table.copy()
     table = new_table(Mode(SYNC), incarnation=2)
     table.restore(*saved)
     for worker in workers.values():
@@ -210,16 +210,11 @@ def test_a_server_that_returns_takes_the_newest_values(every: int, seed: int) ->
         assert_same(table.updater.values(), train_in_one(8, range(3)))
 
 
-def snapshot(table: Table) -> tuple[Any, ...]:
-    values = [array.copy() for array in table.updater.values()]
-    return values, table.updater.state(), table.version, dict(table.clocks.finished)
-
-
 def test_workers_that_are_ahead_of_all_values_are_told_to_go_back() -> None:
     table, workers = new_table(Mode(SYNC)), job(2)
     for worker in workers.values():
         deliver(table, workers, worker.start(table))
-    saved = snapshot(table)
+    saved = table.copy()
     for _ in range(3):
         run_step(table, workers, random.Random(0))
     table = new_table(Mode(SYNC), 2)
