@@ -43,7 +43,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     """Return the dtype of a name; raise ValueError for one that cannot be sent."""
     if name == "bfloat16":
         return np.dtype(ml_dtypes.bfloat16)
-    dtype = np.dtype(name)
+    dtype: np.dtype[Any] = np.dtype(name)
     if dtype.kind not in "fiu":
         raise ValueError(
             f"dtype {name} cannot be kept by a parameter server: give float or integer"

@@ -35,7 +35,9 @@ class Listener:
         except zmq.ZMQError as error:
             self._socket.close()
             raise ConfigError(f"cannot listen at {address}: {error}") from error
-        self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = endpoint.decode().rstrip("\0")
 
     def receive(self, seconds: float) -> tuple[bytes, Message] | None:
         """Return the next message and its sender; None where none comes within `seconds`.

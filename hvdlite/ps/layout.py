@@ -155,8 +155,8 @@ def rebalance(layout: Layout, num_servers: int) -> Layout:
         insort(kept[emptiest], (size, replace(part, server=emptiest)))
         loads[fullest] -= size
         loads[emptiest] += size
-    parts = sorted(part for parts in kept for _, part in parts)
-    return Layout(tuple(parts), layout.itemsizes, num_servers)
+    every = sorted(part for parts in kept for _, part in parts)
+    return Layout(tuple(every), layout.itemsizes, num_servers)
 
 
 def moves(old: Layout, new: Layout) -> list[Move]:

@@ -100,14 +100,14 @@ class Membership:
 
     def beat(self, peer: bytes, now: float) -> bool:
         """Take note that a member lives; return whether it is one."""
-        member = self._of(peer)
+        member = self.member_of(peer)
         if member is not None:
             member.heard, member.lost = now, False
         return member is not None
 
     def leave(self, peer: bytes) -> None:
         """Forget a member that has done its part."""
-        member = self._of(peer)
+        member = self.member_of(peer)
         if member is not None:
             del self.members[member.role, member.number]
 
@@ -218,13 +218,14 @@ class Membership:
                 return member
         return None
 
-    def _of(self, peer: bytes) -> Member | None:
+    def member_of(self, peer: bytes) -> Member | None:
+        """Return the member behind a peer; None for a stranger."""
         return next((each for each in self.members.values() if each.peer == peer), None)
 
     def _welcome_all(self) -> list[Answer]:
         answers = []
         for peer, request in self._hellos.items():
-            member = self._of(peer)
+            member = self.member_of(peer)
             if member is not None:
                 body = {"number": member.number, "incarnation": member.incarnation}
                 body |= self.describe()

@@ -2,7 +2,7 @@
 
 | kind | from | answered by |
 |---|---|---|
-| hello | any -> scheduler | welcome, or refused |
+| hello | any -> scheduler | challenge; then, with a proof, welcome or refused |
 | declare | worker -> scheduler | layout |
 | beat | any -> scheduler | beat: who is alive, and the version of the layout |
 | leave, barrier | worker -> scheduler | done |
@@ -32,7 +32,8 @@ from hvdlite.common.base.errors import ProtocolError
 PROTOCOL = 1
 KINDS = frozenset(
     {
-        "hello", "welcome", "refused", "declare", "layout", "beat", "leave", "barrier", "done",
+        "hello", "challenge", "welcome", "refused", "declare", "layout", "beat", "leave",
+        "barrier", "done",
         "start", "wanted", "offer", "started", "push", "pushed", "pull", "values", "push_rows",
         "pull_rows", "failed", "moved", "restarted", "rolled_back",
     }

@@ -139,7 +139,7 @@ def _bytes_of(snapshot: Snapshot) -> bytes:
         "blocks": len(snapshot.values),
         "state": list(snapshot.state),
         "arrays": [
-            [key, array.dtype.name, array.shape, zlib.crc32(raw)]
+            [key, array.dtype.name, array.shape, zlib.crc32(raw.data)]
             for (key, raw), array in zip(raws.items(), arrays, strict=True)
         ],
     }

@@ -245,7 +245,7 @@ class Table:
         """Return the values in memory that the next update does not touch."""
         if self._sent is None or self._sent[0] != self.version:
             self._sent = (self.version, [array.copy() for array in self.updater.values()])
-        return [memoryview(array.view(np.uint8)) for array in self._sent[1]]
+        return [memoryview(array.view(np.uint8).data) for array in self._sent[1]]
 
     def _answer(
         self, peer: bytes, request: int, kind: str, body: Mapping[str, Any] | None = None,

@@ -1,0 +1,151 @@
+"""The scheduler: who is in the cluster, and who keeps what. It sees no tensor.
+
+What it has to know again after an end lies in a file. While it is away, pushes and pulls go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvdlite.common.meeting.handshake import CONNECTS, new_nonce, proves
+from hvdlite.ps.blocks import TensorSpec
+from hvdlite.ps.channel import Listener
+from hvdlite.ps.membership import WORKER, ClusterPlan, Hello, Membership
+from hvdlite.ps.messages import Message
+from hvdlite.ps.registry import Registry, TableOptions
+from hvdlite.ps.tables import Answer
+
+LOOK_SECONDS = 0.5
+
+
+def claim_of(body: dict[str, Any]) -> bytes:
+    """Return what a proof in a hello is about: all of the hello but the proof."""
+    fields = {word: value for word, value in body.items() if word not in ("nonce", "proof")}
+    return json.dumps(fields, sort_keys=True).encode()
+
+
+class Scheduler:
+    """The scheduler behind a listener. `state_file` is where it keeps what it must know again."""
+
+    def __init__(
+        self, listener: Listener, plan: ClusterPlan, token: bytes, state_file: Path | None = None
+    ) -> None:
+        self.listener = listener
+        self.membership = Membership(plan, time.monotonic())
+        self.registry = Registry(plan.num_servers)
+        self.left = 0  # How many workers have done their part.
+        self._token = token
+        self._state_file = state_file
+        self._nonces: dict[bytes, bytes] = {}  # Of peers that have to prove that they may come.
+        self._barrier: dict[int, Answer] = {}  # Of workers that wait for all others.
+        self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
+            "hello": self._hello, "beat": self._beat, "leave": self._leave,
+            "declare": self._declare, "barrier": self._meet,
+        }  # fmt: skip
+        if state_file is not None and state_file.exists():
+            state = json.loads(state_file.read_text())
+            self.membership.load(state["membership"], time.monotonic())
+            self.registry.load(state["registry"])
+
+    def serve(self, ended: Callable[[], bool]) -> None:
+        """Answer until `ended`, which is called at least twice a second."""
+        while not ended():
+            received = self.listener.receive(LOOK_SECONDS)
+            answers = self.membership.tick(time.monotonic())
+            if received is not None:
+                answers += self.answer(*received)
+            for answer in answers:
+                self.listener.send(*answer)
+
+    def answer(self, peer: bytes, message: Message) -> list[Answer]:
+        """Return the answers to a message: some may be for other peers, which have waited."""
+        handler = self._handlers.get(message.kind)
+        if handler is None:
+            return []
+        try:
+            return handler(peer, message)
+        except (ValueError, KeyError, TypeError) as error:
+            return [_answer(peer, message, "failed", why=str(error))]
+
+    # -- requests
+
+    def _hello(self, peer: bytes, message: Message) -> list[Answer]:
+        body = dict(message.body)
+        nonce = self._nonces.get(peer)
+        if nonce is None or body.get("nonce") != nonce:
+            self._nonces[peer] = nonce = new_nonce()
+            return [_answer(peer, message, "challenge", nonce=nonce)]
+        if not proves(body["proof"], self._token, CONNECTS, nonce, claim_of(body)):
+            why = "HVDLITE_PS_TOKEN is another one there: give all processes the same"
+            return [_answer(peer, message, "refused", why=why)]
+        hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
+        answers = self.membership.hello(peer, message.request, hello, time.monotonic())
+        self._keep()
+        return answers
+
+    def _beat(self, peer: bytes, message: Message) -> list[Answer]:
+        if not self.membership.beat(peer, time.monotonic()):
+            return [_answer(peer, message, "restarted")]
+        return [_answer(peer, message, "beat", **self.membership.describe())]
+
+    def _leave(self, peer: bytes, message: Message) -> list[Answer]:
+        member = self.membership.member_of(peer)
+        if member is not None:
+            self.left += member.role == WORKER
+            self.membership.leave(peer)
+            self._keep()
+        return [_answer(peer, message, "done"), *self._open_barrier()]
+
+    def _declare(self, peer: bytes, message: Message) -> list[Answer]:
+        member = self.membership.member_of(peer)
+        if member is None:
+            return [_answer(peer, message, "restarted")]
+        specs = [TensorSpec(n, d, tuple(shape), g) for n, d, shape, g in message.body["specs"]]
+        options = TableOptions(*message.body["options"])
+        first_key, parts = self.registry.declare(member.number, message.table, specs, options)
+        self._keep()
+        rows = [[part.key, part.start, part.stop, part.server] for part in parts]
+        return [_answer(peer, message, "layout", first_key=first_key, parts=rows)]
+
+    def _meet(self, peer: bytes, message: Message) -> list[Answer]:
+        member = self.membership.member_of(peer)
+        if member is None:
+            return [_answer(peer, message, "restarted")]
+        self._barrier[member.number] = _answer(peer, message, "done")
+        return self._open_barrier()
+
+    def _open_barrier(self) -> list[Answer]:
+        """Let the workers go on when each one that takes part has come."""
+        if not self._barrier or set(self.membership.workers()) - self._barrier.keys():
+            return []
+        answers = list(self._barrier.values())
+        self._barrier.clear()
+        return answers
+
+    def _keep(self) -> None:
+        """Write down what must be known again; a file that is half written is never seen."""
+        if self._state_file is None:
+            return
+        state = {"membership": self.membership.state(), "registry": self.registry.state()}
+        temporary = self._state_file.with_suffix(".unfinished")
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._state_file)
+
+    def forget(self) -> None:
+        """Remove the file of a job that has come to its end."""
+        if self._state_file is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._state_file.unlink()
+
+
+def _answer(peer: bytes, message: Message, kind: str, **body: Any) -> Answer:
+    return Answer(peer, Message(kind, message.request, message.table, body=body))

@@ -1,0 +1,107 @@
+"""What a process of a cluster is told by its environment: its role, and where the scheduler is.
+
+The names of other parameter servers are read as well, where hvdlite's own are not set: `MS_*` of
+MindSpore and `DMLC_*` of ps-lite.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdlite.common.base.errors import ConfigError
+
+SCHEDULER, SERVER, WORKER = "scheduler", "server", "worker"
+_ROLES = {
+    "scheduler": SCHEDULER, "server": SERVER, "worker": WORKER,
+    "MS_SCHED": SCHEDULER, "MS_PSERVER": SERVER, "MS_SERVER": SERVER, "MS_WORKER": WORKER,
+}  # fmt: skip
+_NAMES = {
+    "role": ("HVDLITE_ROLE", "MS_ROLE", "DMLC_ROLE"),
+    "num_servers": ("HVDLITE_NUM_SERVERS", "MS_SERVER_NUM", "DMLC_NUM_SERVER"),
+    "num_workers": ("HVDLITE_NUM_WORKERS", "MS_WORKER_NUM", "DMLC_NUM_WORKER"),
+    "host": ("MS_SCHED_HOST", "DMLC_PS_ROOT_URI"),
+    "port": ("MS_SCHED_PORT", "DMLC_PS_ROOT_PORT"),
+    "node_id": ("HVDLITE_NODE_ID", "MS_NODE_ID"),
+}
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """The place of this process in a cluster."""
+
+    role: str
+    scheduler: str  # host:port
+    num_servers: int
+    num_workers: int
+    node_id: str = ""  # By which it is known again; empty: it never comes again.
+    token: bytes = b""
+
+    @property
+    def address(self) -> str:
+        """Where the scheduler listens, as ZeroMQ spells it."""
+        return f"tcp://{self.scheduler}"
+
+
+def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
+    """Return the settings; None where the environment names no role.
+
+    Raises ConfigError for what cannot be, naming the variable.
+    """
+    name, role = _find(environ, "role")
+    if not role:
+        return None
+    if role not in _ROLES:
+        raise ConfigError(f"{name}={role}: give scheduler, server or worker")
+    return ClusterSettings(
+        role=_ROLES[role],
+        scheduler=_scheduler(environ),
+        num_servers=_count(environ, "num_servers"),
+        num_workers=_count(environ, "num_workers"),
+        node_id=_find(environ, "node_id")[1],
+        token=environ.get("HVDLITE_PS_TOKEN", "").encode(),
+    )
+
+
+def _find(environ: Mapping[str, str], what: str) -> tuple[str, str]:
+    for name in _NAMES[what]:
+        if environ.get(name):
+            return name, environ[name]
+    return _NAMES[what][0], ""
+
+
+def _count(environ: Mapping[str, str], what: str) -> int:
+    name, text = _find(environ, what)
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{name}={text}: give how many there are, 1 or more")
+    return int(text)
+
+
+def _scheduler(environ: Mapping[str, str]) -> str:
+    name = "HVDLITE_SCHEDULER"
+    address = environ.get(name, "")
+    if not address:
+        name, port = _find(environ, "port")
+        host = _find(environ, "host")[1]
+        address = f"{host}:{port}" if host or port else ""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigError(
+            f"{name}={address.rpartition(':')[2] if name != 'HVDLITE_SCHEDULER' else address}: "
+            "give the scheduler's host and a port from 1 to 65535, as in "
+            "HVDLITE_SCHEDULER=node1:4242"
+        )
+    return address
+
+
+def address_towards(scheduler: str) -> str:
+    """Return the address of this host on the way to the scheduler."""
+    host, _, port = scheduler.rpartition(":")
+    family, kind, protocol, _, target = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # Sends nothing: it only finds the route.
+        found = probe.getsockname()[0]
+    return f"[{found}]" if family == socket.AF_INET6 else str(found)
