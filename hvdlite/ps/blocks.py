@@ -42,7 +42,8 @@ class TensorSpec:
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the dtype of a name; raise ValueError for one that cannot be sent."""
     if name == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     dtype: np.dtype[Any] = np.dtype(name)
     if dtype.kind not in "fiu":
         raise ValueError(

@@ -7,10 +7,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.channel import Caller, new_context, poll
 from hvdlite.ps.messages import Message
 
@@ -71,16 +72,44 @@ class Connection:
 class Client:
     """A thread with connections. What is given to `call` runs in it."""
 
-    def __init__(self, addresses: Sequence[str], identity: bytes) -> None:
+    def __init__(self, identity: bytes) -> None:
         self._context = new_context()
-        self.connections = [
-            Connection(Caller(self._context, address, identity)) for address in addresses
-        ]
+        self._identity = identity
+        self._connections: dict[Caller, Connection] = {}
         self._calls: deque[Callable[[], object]] = deque()
+        self._timers: list[_Timer] = []
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="hvdlite ps", daemon=True)
         self._thread.start()
+
+    def connect(self, address: str) -> Connection:
+        """Return a new connection, in the thread or before it has anything to do."""
+        caller = Caller(self._context, address, self._identity)
+        self._connections[caller] = connection = Connection(caller)
+        return connection
+
+    def disconnect(self, connection: Connection) -> None:
+        """End a connection, in the thread."""
+        del self._connections[connection.caller]
+        connection.caller.close()
+
+    def every(self, seconds: float, function: Callable[[], object]) -> None:
+        """Call a function in the thread again and again, first after `seconds`."""
+        self.call(lambda: self._timers.append(_Timer(seconds, function)))
+
+    def ask(self, function: Callable[[Callable[[Message | Exception], None]], object]) -> Handle:
+        """Run a function in the thread that calls what it is given with a result, or an error."""
+        handle = Handle()
+
+        def done(result: Message | Exception) -> None:
+            if isinstance(result, Exception):
+                handle.fail(result)
+            else:
+                handle.complete(result)
+
+        self.call(lambda: function(done))
+        return handle
 
     def call(self, function: Callable[[], object]) -> None:
         """Run a function in the thread soon; it must neither wait nor raise."""
@@ -96,17 +125,31 @@ class Client:
             os.close(self._wake_fd)
 
     def _run(self) -> None:
-        by_caller = {connection.caller: connection for connection in self.connections}
         while not self._closed:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
             while self._calls:
                 self._calls.popleft()()
-            due = min((connection.look() for connection in self.connections), default=None)
-            seconds = 60.0 if due is None else max(0.0, due - time.monotonic())
-            for caller in poll(by_caller, self._wake_fd, seconds):
+            times = [connection.look() for connection in self._connections.values()]
+            times += [timer.look() for timer in self._timers]
+            seconds = max(0.0, min(times, default=0.0) - time.monotonic()) if times else 60.0
+            for caller in poll(self._connections, self._wake_fd, seconds):
                 with contextlib.suppress(ProtocolError):
-                    by_caller[caller].read()
-        for caller in by_caller:
+                    self._connections[caller].read()
+        for caller in self._connections:
             caller.close()
         self._context.term()
+
+
+class _Timer:
+    def __init__(self, seconds: float, function: Callable[[], object]) -> None:
+        self._seconds, self._function = seconds, function
+        self._at = time.monotonic() + seconds
+
+    def look(self) -> float:
+        """Call the function if it is time; return when it will be."""
+        now = time.monotonic()
+        if now >= self._at:
+            self._at = now + self._seconds
+            self._function()
+        return self._at

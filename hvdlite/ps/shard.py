@@ -73,6 +73,15 @@ class Shard:
         self._pull = _Request(Message("pull", 0, self.table, self.clock), done)
         self._send_again("pull")
 
+    def come_again(self) -> None:
+        """Start anew at a server that has moved."""
+        self._started = False
+        self._say_start()
+
+    def fail(self, error: Exception) -> None:
+        """Fail all that waits for the server."""
+        self._fail_all(error)
+
     # -- what the server answers
 
     def receive(self, message: Message) -> None:

@@ -78,6 +78,7 @@ class Table:
         self._incarnation = incarnation
         self.begun = False  # The values are there.
         self._restored = False
+        self._workers: set[int] = set()
         self._wanted: int | None = None  # The worker whose values are awaited.
         self._starts: dict[int, _Start] = {}
         self._pulls: dict[int, _Pull] = {}
@@ -122,6 +123,7 @@ class Table:
 
     def look(self, workers: Collection[int]) -> list[Answer]:
         """Begin if all that is needed for it is here; call it when `workers` have changed."""
+        self._workers = set(workers)
         for worker in [*self.clocks.finished]:
             if worker not in workers and self.begun:
                 self.clocks.leave(worker)
@@ -151,6 +153,9 @@ class Table:
         start.request = message.request
         self.updater.begin(values)
         self.clocks.version = max(start.version, 0)
+        if not self._restored:  # No update is made without a worker that has not started yet.
+            for number in self._workers:
+                self.clocks.finished.setdefault(number, self.version)
         return self._begin()
 
     def _begin(self) -> list[Answer]:

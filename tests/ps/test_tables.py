@@ -261,6 +261,17 @@ def test_workers_that_leave_do_not_hold_the_others_up() -> None:
     assert_same(workers[b"w0"].values, train_in_one(1, range(2)))
 
 
+def test_nothing_is_updated_without_a_worker_that_starts_late() -> None:
+    table, workers = new_table(Mode(SYNC)), job(2)
+    first, second = workers.values()
+    deliver(table, workers, first.start(table))
+    deliver(table, workers, first.push(table))
+    assert table.version == 0
+    deliver(table, workers, second.start(table))
+    deliver(table, workers, second.push(table))
+    assert (second.step, table.version) == (0, 1)
+
+
 def test_the_offer_of_a_worker_that_has_gone_is_not_waited_for() -> None:
     table, workers = new_table(Mode(SYNC)), job(2)
     assert workers[b"w0"].start(table)[0].message.kind == "wanted"

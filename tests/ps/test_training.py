@@ -77,11 +77,12 @@ class Trainer:
 
     def __init__(self, number: int, servers: Sequence[RunningServer], mode: Mode) -> None:
         self.number = number
-        self.client = Client([server.address for server in servers], b"w%d" % number)
+        self.client = Client(b"w%d" % number)
         self.values = [np.arange(size, dtype=float) for size in SIZES]
         self.blocks = [blocks_of(SPECS, 0, LAYOUT, server) for server in range(len(servers))]
         self.shards = []
-        for server, connection in enumerate(self.client.connections):
+        for server, running in enumerate(servers):
+            connection = self.client.connect(running.address)
             described = describe_table(SPECS, self.blocks[server], mode, average=True)
             shard = Shard(
                 "t", server, number, described, lambda server=server: self.cut(self.values, server),
@@ -93,13 +94,7 @@ class Trainer:
         self.step = self.shards[0].clock
 
     def ask(self, call: Any, *words: Any) -> Handle:
-        handle = Handle()
-
-        def done(result: Message | Exception) -> None:
-            handle.fail(result) if isinstance(result, Exception) else handle.complete(result)
-
-        self.client.call(lambda: call(*words, done))
-        return handle
+        return self.client.ask(lambda done: call(*words, done))
 
     def wait(self, handles: Sequence[Handle]) -> list[Message]:
         for handle in handles:

@@ -1,0 +1,98 @@
+"""The part of a process in a cluster: its hello to the scheduler, and its beats.
+
+A scheduler that comes again does not know the address of this process any more; its hello is
+repeated then. While the scheduler is away, nothing changes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.meeting.handshake import CONNECTS, proof
+from hvdlite.common.plain.handles import Handle
+from hvdlite.ps.client import Client, Connection
+from hvdlite.ps.messages import Message
+from hvdlite.ps.scheduler import claim_of
+from hvdlite.ps.settings import ClusterSettings
+
+BEAT_SECONDS = 1.0
+
+
+class Enrolment:
+    """A member of a cluster. `changed(body)` hears of each answer to a beat, in the client."""
+
+    def __init__(
+        self, client: Client, settings: ClusterSettings, *, number: int | None = None,
+        address: str = "", changed: Callable[[Mapping[str, Any]], None],
+    ) -> None:  # fmt: skip
+        self._client, self._settings = client, settings
+        self._changed = changed
+        self.number = number
+        self._hello: dict[str, Any] = {
+            "role": settings.role, "number": number, "address": address,
+            "node_id": settings.node_id or os.urandom(8).hex(),
+            "num_servers": settings.num_servers, "num_workers": settings.num_workers,
+        }  # fmt: skip
+        self.connection: Connection = client.connect(settings.address)
+        self.connection.receive = self._receive
+        self._welcome = Handle()
+        self._beats = False
+        self._done: dict[int, Callable[[Message], None]] = {}
+
+    def enter(self, seconds: float) -> Mapping[str, Any]:
+        """Say hello, and wait until all have come; return the welcome.
+
+        Raises ConfigError with the scheduler's reason, or where it does not answer.
+        """
+        self._client.call(lambda: self._say_hello({}))
+        if not self._welcome.ended_within(seconds):
+            raise ConfigError(
+                f"the scheduler at {self._settings.scheduler} (HVDLITE_SCHEDULER) has not let this "
+                f"{self._settings.role} in within {seconds:g} seconds: is it running, and are all "
+                "servers and workers started?"
+            )
+        body: Mapping[str, Any] = self._welcome.wait()
+        self._client.every(BEAT_SECONDS, self._beat)
+        return body
+
+    def request(self, message: Message, done: Callable[[Message], None]) -> None:
+        """Send a request to the scheduler, in the client."""
+        self._done[self.connection.send(message)] = done
+
+    # -- the conversation
+
+    def _say_hello(self, words: Mapping[str, Any]) -> None:
+        self.connection.send(Message("hello", body={**self._hello, **words}))
+
+    def _beat(self) -> None:
+        if not self._beats:
+            self._beats = True
+            self.connection.send(Message("beat"))
+
+    def _receive(self, message: Message) -> None:
+        done = self._done.pop(message.request, None)
+        if message.kind == "challenge":
+            nonce = message.body["nonce"]
+            proved = proof(self._settings.token, CONNECTS, nonce, claim_of(self._hello))
+            self._say_hello({"nonce": nonce, "proof": proved})
+        elif message.kind == "restarted":
+            self._beats = False
+            self._say_hello({})
+            if done is not None:
+                done(message)
+        elif message.kind == "refused":
+            if not self._welcome.poll():
+                self._welcome.fail(ConfigError(f"the scheduler says: {message.body['why']}"))
+        elif message.kind == "welcome":
+            self.number = self._hello["number"] = message.body["number"]
+            if not self._welcome.poll():
+                self._welcome.complete(message.body)
+            self._changed(message.body)
+        elif message.kind == "beat":
+            self._beats = False
+            self._changed(message.body)
+        elif done is not None:
+            done(message)
