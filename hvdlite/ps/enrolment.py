@@ -62,6 +62,10 @@ class Enrolment:
         """Send a request to the scheduler, in the client."""
         self._done[self.connection.send(message)] = done
 
+    def leave(self, seconds: float = 5.0) -> None:
+        """Leave the cluster; wait for the scheduler's answer, at most `seconds`."""
+        self._client.ask(lambda done: self.request(Message("leave"), done)).ended_within(seconds)
+
     # -- the conversation
 
     def _say_hello(self, words: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ class Worker:
         """Let the others go on without this worker, and end its connections."""
         for server in self._servers.values():
             self._client.ask(server.leave).ended_within(5.0)
-        self._client.ask(lambda done: self._enrolment.request(Message("leave"), done)).wait()
+        self._enrolment.leave()
         self._client.close()
 
     def close(self) -> None:
