@@ -37,6 +37,7 @@ class ClusterSettings:
     num_workers: int
     node_id: str = ""  # By which it is known again; empty: it never comes again.
     token: bytes = b""
+    independent: bool = False  # Workers are no ranks of a job.
 
     @property
     def address(self) -> str:
@@ -61,6 +62,7 @@ def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
         num_workers=_count(environ, "num_workers"),
         node_id=_find(environ, "node_id")[1],
         token=environ.get("HVDLITE_PS_TOKEN", "").encode(),
+        independent=_independent(environ),
     )
 
 
@@ -76,6 +78,13 @@ def _count(environ: Mapping[str, str], what: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{name}={text}: give how many there are, 1 or more")
     return int(text)
+
+
+def _independent(environ: Mapping[str, str]) -> bool:
+    text = environ.get("HVDLITE_PS_WORKERS", "independent")
+    if text not in ("mpi", "independent"):
+        raise ConfigError(f"HVDLITE_PS_WORKERS={text}: give mpi or independent")
+    return text == "independent"
 
 
 def _scheduler(environ: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ PS_LITE = {
 
 def test_all_names_mean_the_same() -> None:
     own = read_settings(OWN)
-    assert own == ClusterSettings("server", "node1:4242", 2, 4, "s1", b"secret")
+    assert own == ClusterSettings("server", "node1:4242", 2, 4, "s1", b"secret", True)
     assert read_settings({**MINDSPORE, "HVDLITE_PS_TOKEN": "secret"}) == own
     assert read_settings({**PS_LITE, **OWN}) == own
     found = read_settings(PS_LITE)

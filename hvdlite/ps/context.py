@@ -1,0 +1,105 @@
+"""The place of this process in its cluster: what `ps.init` finds, for all frameworks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.runtime import basics, lifecycle
+from hvdlite.ps.membership import ClusterPlan
+from hvdlite.ps.roles import run_scheduler
+from hvdlite.ps.settings import SCHEDULER, WORKER, ClusterSettings, read_settings
+from hvdlite.ps.worker import Worker
+
+
+@dataclass
+class Context:
+    """What this process is. `worker` is None in a server."""
+
+    settings: ClusterSettings
+    worker: Worker | None
+    is_rank: bool  # A worker that is a rank of a job, too.
+
+
+_context: Context | None = None
+
+
+def init() -> None:
+    """Take the role that the environment gives: `HVDLITE_ROLE` (see docs/parameter_server.md).
+
+    A worker waits until all servers and workers have come; one that is a rank of a job calls
+    `hvd.init` before. In the scheduler this function does not return: the process ends when the
+    job does. Raises `ConfigError` for settings that cannot be, and where the cluster refuses it.
+    """
+    global _context
+    if _context is not None:
+        return
+    settings = read_settings(os.environ)
+    if settings is None:
+        raise ConfigError(
+            "HVDLITE_ROLE is not set, so this process is in no cluster: start the job with "
+            "hvdlite-run --ps-servers 1, or give scheduler, server or worker"
+        )
+    if settings.role == SCHEDULER:
+        plan = ClusterPlan(
+            settings.num_servers, settings.num_workers, independent=settings.independent,
+        )  # fmt: skip
+        run_scheduler(settings, plan)
+        sys.exit(0)
+    worker = None
+    is_rank = settings.role == WORKER and not settings.independent
+    if settings.role == WORKER:
+        if is_rank:
+            lifecycle.init()
+        worker = Worker(settings, number=basics.rank() if is_rank else None)
+    _context = Context(settings, worker, is_rank)
+
+
+def current() -> Context:
+    """Return the context. Raises ValueError before `init`."""
+    if _context is None:
+        raise ValueError("the parameter server has not been initialized: call ps.init()")
+    return _context
+
+
+def worker() -> Worker:
+    """Return the worker that this process is. Raises ValueError in a server, and before `init`."""
+    found = current().worker
+    if found is None:
+        raise ValueError("this process is a server, which has nothing to push or pull")
+    return found
+
+
+def shutdown() -> None:
+    """Leave the cluster; the last worker's call ends the servers and the scheduler."""
+    global _context
+    context, _context = _context, None
+    if context is not None and context.worker is not None:
+        context.worker.leave()
+
+
+def role() -> str:
+    """Return "worker" or "server"."""
+    return current().settings.role
+
+
+def rank() -> int:
+    """Return the number of this worker."""
+    return worker().number
+
+
+def size() -> int:
+    """Return the number of workers."""
+    return current().settings.num_workers
+
+
+def num_servers() -> int:
+    """Return the number of servers."""
+    return current().settings.num_servers
+
+
+def barrier() -> None:
+    """Wait until all workers have come here."""
+    worker().barrier()

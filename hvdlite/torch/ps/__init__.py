@@ -1,0 +1,23 @@
+"""The parameter server for PyTorch: weights lie on servers, which make the steps.
+
+import hvdlite.torch.ps as ps
+
+ps.init()
+optimizer = ps.DistributedOptimizer(optimizer, model.named_parameters(), mode="async")
+"""
+
+from hvdlite.ps.context import barrier, init, num_servers, rank, role, shutdown, size
+from hvdlite.ps.shard import PsRolledBack
+from hvdlite.torch.ps.optimizer import DistributedOptimizer
+
+__all__ = [
+    "DistributedOptimizer",
+    "PsRolledBack",
+    "barrier",
+    "init",
+    "num_servers",
+    "rank",
+    "role",
+    "shutdown",
+    "size",
+]

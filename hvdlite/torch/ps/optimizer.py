@@ -1,0 +1,208 @@
+"""`ps.DistributedOptimizer`: gradients are pushed to servers, and weights pulled from them."""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.gradients.buckets import check_names, check_passes
+from hvdlite.ps import context
+from hvdlite.ps.blocks import Array, TensorSpec
+from hvdlite.ps.clocks import Mode
+from hvdlite.ps.layout import PART_BYTES
+from hvdlite.ps.registry import TableOptions
+from hvdlite.ps.roles import run_server
+from hvdlite.ps.server import TableDescription
+from hvdlite.ps.tables import SKIP
+from hvdlite.torch.ps.arrays import array_of
+from hvdlite.torch.ps.updater import TorchUpdater, numbers_of
+from hvdlite.torch.sharded_state.elementwise import check_elementwise
+
+TABLE = "optimizer"
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    mode: str = "sync",
+    staleness: int | None = None,
+    partition: str = "element",
+    backward_passes_per_step: int = 1,
+    op: int = ReduceOp.AVERAGE,
+) -> Any:
+    """Return an optimizer of the same class whose steps are made by the servers.
+
+    A server does not return from here: it serves, and its process ends with the job.
+
+    - `named_parameters`: ``model.named_parameters()``, with all parameters of the optimizer.
+    - `mode`: "sync": a step is made of the gradients of all workers; "async": of those of one;
+      "ssp": the same, and no worker is more than `staleness` + 1 steps ahead of another.
+    - `partition`: "element": tensors are cut; "tensor": they stay whole, for optimizers that look
+      at more than one element at a time.
+    - `op`: of sync: Average or Sum.
+
+    Raises `ValueError` for arguments that contradict each other.
+    """
+    chosen = Mode(mode, staleness)
+    if partition not in ("element", "tensor"):
+        raise ValueError(f"partition is {partition!r}, which is neither 'element' nor 'tensor'")
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"op is {op!r}: a server averages gradients or adds them up")
+    check_passes(backward_passes_per_step)
+    if partition == "element":
+        check_elementwise(optimizer, type(optimizer))
+    names = _names_of(optimizer, named_parameters)
+    settings = context.current().settings
+    if context.role() == "server":
+        run_server(settings, lambda described: _updater(optimizer, names, described))
+        sys.exit(0)
+    options = TableOptions(
+        chosen.name, chosen.staleness, op == ReduceOp.AVERAGE,
+        PART_BYTES if partition == "element" else None,
+    )  # fmt: skip
+    base = type(optimizer)
+    cls: Any = type(base.__name__, (PushingMixin, base), {"__module__": base.__module__})
+    wrapped: Any = object.__new__(cls)
+    wrapped.__dict__.update(
+        (name, value)
+        for name, value in vars(optimizer).items()
+        if not callable(getattr(cls, name, None))
+    )
+    wrapped._set_up(names, options)
+    return wrapped
+
+
+def _names_of(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]]
+) -> dict[torch.Tensor, str]:
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise ValueError("named_parameters should be a sequence of tuples (name, parameter)")
+    check_names([name for name, _ in pairs])
+    names = {parameter: name for name, parameter in pairs}
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if missing := [parameter for parameter in own if parameter not in names]:
+        raise ValueError(
+            f"named_parameters lacks {len(missing)} of the {len(own)} parameters of the optimizer"
+        )
+    return {parameter: names[parameter] for parameter in own}
+
+
+def specs_of(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+) -> list[TensorSpec]:
+    """Return what the table of an optimizer consists of."""
+    return [
+        TensorSpec(
+            names[parameter], str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape),
+            number,
+        )
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    ]  # fmt: skip
+
+
+def _updater(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str],
+    described: TableDescription,
+) -> TorchUpdater:  # fmt: skip
+    own = specs_of(optimizer, names)
+    for there, here in zip(described.specs, own, strict=False):
+        if there != here:
+            raise ValueError(f"a worker has the parameter {there}, and the server {here}")
+    if len(described.specs) != len(own):
+        counts = len(described.specs), len(own)
+        raise ValueError("a worker has {} parameters, and the server {}".format(*counts))
+    return TorchUpdater(optimizer, described)
+
+
+class PushingMixin(torch.optim.Optimizer):
+    """The mixin that comes before the class of the wrapped optimizer, in workers."""
+
+    # A GradScaler then calls `step` after an overflow, too, and leaves it to unscale.
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    def _set_up(self, names: Mapping[torch.Tensor, str], options: TableOptions) -> None:
+        self._list = [p for group in self.param_groups for p in group["params"]]
+        self._numbers: Sequence[Mapping[str, Any]] = []
+        specs = specs_of(self, names)
+        self._table = context.worker().declare(TABLE, specs, options, self._values)
+        self._pull()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Push the gradients, and pull the weights that the next step needs.
+
+        With a `closure`, it is called once before. Raises `PsRolledBack` where the servers have
+        lost steps, and `HorovodInternalError` where one is lost for good.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        body: dict[str, Any] = {}
+        if self.found_inf is not None and self.found_inf.item():
+            self._table.push([], {SKIP: True})
+        else:
+            numbers = [numbers_of(group) for group in self.param_groups]
+            if numbers != self._numbers:
+                body["numbers"] = self._numbers = numbers
+            self._table.push(self._gradients(), body)
+        self._pull()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # The hooks are those of the server's step.
+
+    @property
+    def finished_steps(self) -> int:
+        """The number of steps that this worker has finished; not 0 for one that has returned."""
+        return self._table.clock
+
+    def _values(self) -> list[Array]:
+        return [_flat(parameter) for parameter in self._list]
+
+    def _gradients(self) -> list[Array]:
+        found = []
+        for parameter in self._list:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if self.grad_scale is not None:
+                gradient = gradient / self.grad_scale.to(gradient.dtype)
+            found.append(_flat(gradient))
+        return found
+
+    @torch.no_grad()
+    def _pull(self) -> None:
+        targets = [
+            parameter.detach()
+            if _is_plain(parameter)
+            else torch.empty_like(parameter, device="cpu")
+            for parameter in self._list
+        ]
+        self._table.pull([array_of(target) for target in targets])
+        for parameter, target in zip(self._list, targets, strict=True):
+            if not _is_plain(parameter):
+                parameter.copy_(target)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _flat(tensor: torch.Tensor) -> Array:
+    return array_of(tensor.detach().to("cpu").contiguous())
+
+
+def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Return the names that a pattern matches. Raises ValueError for one that matches nothing."""
+    names = list(names)
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"parameters={pattern!r} matches no name, such as {names[0]!r}")
+    return [name for name in names if any(fnmatch.fnmatch(name, each) for each in patterns)]

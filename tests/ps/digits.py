@@ -1,0 +1,69 @@
+"""The reference task: handwritten digits, a network of 64-64-10, 32 samples for each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": partial(torch.optim.Adam, lr=2e-3),
+}
+BATCH = 32
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+@cache
+def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    digits = load_digits()
+    x = torch.tensor(digits.data / 16.0, dtype=torch.float32)
+    y = torch.tensor(digits.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    x, y = x[order], y[order]
+    return x[:1500], y[:1500], x[1500:], y[1500:]
+
+
+def batch(step: int, worker: int, workers: int) -> tuple[Tensor, Tensor]:
+    x, y, _, _ = data()
+    generator = torch.Generator().manual_seed(step)
+    chosen = torch.randint(len(x), (BATCH * workers,), generator=generator)
+    own = chosen[worker * BATCH : (worker + 1) * BATCH]
+    return x[own], y[own]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def train_in_one(name: str, workers: int, steps: int) -> dict[str, Tensor]:
+    """Return the weights when one process adds the gradients up in the order of the workers."""
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for step in range(steps):
+        totals: list[Tensor] = []
+        for worker in range(workers):
+            model.zero_grad()
+            loss_of(model, *batch(step, worker, workers)).backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            totals = (
+                [a + b for a, b in zip(totals, gradients, strict=True)] if totals else gradients
+            )
+        for parameter, total in zip(model.parameters(), totals, strict=True):
+            parameter.grad = total * (1 / workers)
+        optimizer.step()
+    return model.state_dict()
+
+
+def accuracy(weights: dict[str, Tensor]) -> float:
+    model = network()
+    model.load_state_dict(weights)
+    _, _, x, y = data()
+    return float((model(x).argmax(1) == y).float().mean())
