@@ -23,7 +23,8 @@ class Context:
     is_rank: bool  # A worker that is a rank of a job, too.
 
 
-_context: Context | None = None
+class _Held:
+    context: Context | None = None
 
 
 def init() -> None:
@@ -33,8 +34,7 @@ def init() -> None:
     `hvd.init` before. In the scheduler this function does not return: the process ends when the
     job does. Raises `ConfigError` for settings that cannot be, and where the cluster refuses it.
     """
-    global _context
-    if _context is not None:
+    if _Held.context is not None:
         return
     settings = read_settings(os.environ)
     if settings is None:
@@ -54,14 +54,14 @@ def init() -> None:
         if is_rank:
             lifecycle.init()
         worker = Worker(settings, number=basics.rank() if is_rank else None)
-    _context = Context(settings, worker, is_rank)
+    _Held.context = Context(settings, worker, is_rank)
 
 
 def current() -> Context:
     """Return the context. Raises ValueError before `init`."""
-    if _context is None:
+    if _Held.context is None:
         raise ValueError("the parameter server has not been initialized: call ps.init()")
-    return _context
+    return _Held.context
 
 
 def worker() -> Worker:
@@ -74,8 +74,7 @@ def worker() -> Worker:
 
 def shutdown() -> None:
     """Leave the cluster; the last worker's call ends the servers and the scheduler."""
-    global _context
-    context, _context = _context, None
+    context, _Held.context = _Held.context, None
     if context is not None and context.worker is not None:
         context.worker.leave()
 

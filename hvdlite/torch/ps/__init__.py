@@ -8,7 +8,7 @@ optimizer = ps.DistributedOptimizer(optimizer, model.named_parameters(), mode="a
 
 from hvdlite.ps.context import barrier, init, num_servers, rank, role, shutdown, size
 from hvdlite.ps.shard import PsRolledBack
-from hvdlite.torch.ps.optimizer import DistributedOptimizer
+from hvdlite.torch.ps.optimizer import DistributedOptimizer, set_param_ps
 
 __all__ = [
     "DistributedOptimizer",
@@ -18,6 +18,7 @@ __all__ = [
     "num_servers",
     "rank",
     "role",
+    "set_param_ps",
     "shutdown",
     "size",
 ]

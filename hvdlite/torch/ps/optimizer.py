@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,11 +20,13 @@ from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.roles import run_server
 from hvdlite.ps.server import TableDescription
 from hvdlite.ps.tables import SKIP
+from hvdlite.torch.optimizer import DistributedOptimizer as reduced_among_ranks
 from hvdlite.torch.ps.arrays import array_of
 from hvdlite.torch.ps.updater import TorchUpdater, numbers_of
 from hvdlite.torch.sharded_state.elementwise import check_elementwise
 
 TABLE = "optimizer"
+MARK = "_hvdlite_by_servers"  # An attribute of parameters.
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -31,6 +34,7 @@ def DistributedOptimizer(  # noqa: N802
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     mode: str = "sync",
     staleness: int | None = None,
+    parameters: Sequence[str] | None = None,
     partition: str = "element",
     backward_passes_per_step: int = 1,
     op: int = ReduceOp.AVERAGE,
@@ -42,6 +46,9 @@ def DistributedOptimizer(  # noqa: N802
     - `named_parameters`: ``model.named_parameters()``, with all parameters of the optimizer.
     - `mode`: "sync": a step is made of the gradients of all workers; "async": of those of one;
       "ssp": the same, and no worker is more than `staleness` + 1 steps ahead of another.
+    - `parameters`: names, or patterns as ``"embedding.*"``, of the parameters that go by the
+      servers; all others are reduced among the ranks of the job, which makes their steps itself.
+      None: those of `set_param_ps`, or all.
     - `partition`: "element": tensors are cut; "tensor": they stay whole, for optimizers that look
       at more than one element at a time.
     - `op`: of sync: Average or Sum.
@@ -56,8 +63,15 @@ def DistributedOptimizer(  # noqa: N802
     check_passes(backward_passes_per_step)
     if partition == "element":
         check_elementwise(optimizer, type(optimizer))
-    names = _names_of(optimizer, named_parameters)
+    every = _names_of(optimizer, named_parameters)
+    names = _chosen(every, parameters)
+    rest = {parameter: name for parameter, name in every.items() if parameter not in names}
     settings = context.current().settings
+    if rest and settings.independent:
+        raise ValueError(
+            f"{next(iter(rest.values()))!r} would be reduced among the workers, and independent "
+            "workers have no collectives: let all parameters go by the servers"
+        )
     if context.role() == "server":
         run_server(settings, lambda described: _updater(optimizer, names, described))
         sys.exit(0)
@@ -73,8 +87,42 @@ def DistributedOptimizer(  # noqa: N802
         for name, value in vars(optimizer).items()
         if not callable(getattr(cls, name, None))
     )
+    wrapped._rest = _reduced(optimizer, rest) if rest else None
     wrapped._set_up(names, options)
     return wrapped
+
+
+def set_param_ps(module_or_parameter: torch.nn.Module | torch.nn.Parameter) -> None:
+    """Let a parameter, or all of a module, go by the servers, and others by allreduce.
+
+    Takes effect in the `DistributedOptimizer` that is made afterwards without `parameters`.
+    """
+    if isinstance(module_or_parameter, torch.nn.Module):
+        for parameter in module_or_parameter.parameters():
+            setattr(parameter, MARK, True)
+    else:
+        setattr(module_or_parameter, MARK, True)
+
+
+def _chosen(
+    every: Mapping[torch.Tensor, str], parameters: Sequence[str] | None
+) -> dict[torch.Tensor, str]:
+    """Return the parameters that go by the servers."""
+    if parameters is None:
+        marked = {tensor: name for tensor, name in every.items() if hasattr(tensor, MARK)}
+        return marked or dict(every)
+    names = set(matching(every.values(), parameters))
+    return {tensor: name for tensor, name in every.items() if name in names}
+
+
+def _reduced(optimizer: torch.optim.Optimizer, rest: Mapping[torch.Tensor, str]) -> Any:
+    """Return an optimizer of the parameters that go by allreduce."""
+    alone = copy.copy(optimizer)
+    alone.param_groups = [
+        {**group, "params": [each for each in group["params"] if each in rest]}
+        for group in optimizer.param_groups
+    ]
+    return reduced_among_ranks(alone, [(name, tensor) for tensor, name in rest.items()])
 
 
 def _names_of(
@@ -104,6 +152,7 @@ def specs_of(
         )
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
+        if parameter in names
     ]  # fmt: skip
 
 
@@ -128,9 +177,10 @@ class PushingMixin(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
+    _rest: Any = None  # The optimizer of the parameters that go by allreduce.
 
     def _set_up(self, names: Mapping[torch.Tensor, str], options: TableOptions) -> None:
-        self._list = [p for group in self.param_groups for p in group["params"]]
+        self._list = [p for group in self.param_groups for p in group["params"] if p in names]
         self._numbers: Sequence[Mapping[str, Any]] = []
         specs = specs_of(self, names)
         self._table = context.worker().declare(TABLE, specs, options, self._values)
@@ -155,10 +205,19 @@ class PushingMixin(torch.optim.Optimizer):
             if numbers != self._numbers:
                 body["numbers"] = self._numbers = numbers
             self._table.push(self._gradients(), body)
+            self._step_of_rest()
         self._pull()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # The hooks are those of the server's step.
+
+    def _step_of_rest(self) -> None:
+        """Make the step of what goes by allreduce, while the servers make theirs."""
+        if self._rest is None:
+            return
+        for group, own in zip(self._rest.param_groups, self.param_groups, strict=True):
+            group.update((key, value) for key, value in own.items() if key != "params")
+        self._rest.step()
 
     @property
     def finished_steps(self) -> int:

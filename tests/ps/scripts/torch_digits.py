@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-import hvdlite.torch.ps as ps
+from hvdlite.torch import ps
 from tests.ps.digits import OPTIMIZERS, batch, loss_of, network
 
 folder, mode, staleness, name, steps = sys.argv[1:]
