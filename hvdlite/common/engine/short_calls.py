@@ -123,7 +123,8 @@ class ShortCalls:
             if self._released:
                 return
             for entry in entries:
-                self._decline(entry)
+                if entry.request.parties or entry.request.name in self._prepared:
+                    self._decline(entry)
 
     def _decline(self, entry: Entry) -> None:
         request = entry.request
