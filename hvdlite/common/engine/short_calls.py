@@ -133,7 +133,8 @@ class ShortCalls:
             prepared = self._find_message(request, entry.size_bytes)
         if prepared is None or prepared.meaning != meaning_of(request):
             return
-        self._declined[_entries_of(entry)[0].key] = prepared
+        reported = entry.entries[0] if type(entry) is Bundle else entry
+        self._declined[reported.key] = prepared
         if not prepared.call.told:
             self._exchange.decline(prepared.call)
         prepared.call.told = 0
@@ -182,31 +183,33 @@ class ShortCalls:
         prepared.failure = None
         if not prepared.give(entry):
             return False
+        entries = entry.entries if type(entry) is Bundle else (entry,)
         ended: list[Entry] = []
         try:
-            if self._pending.hold(_entries_of(entry)):
+            if self._pending.hold(entries):
                 self._exchange.run(call)
         finally:  # A KeyboardInterrupt comes after the exchange: its result counts.
             try:
-                if call.completed and call.counts:
-                    self._take(prepared, entry)
-                if call.completed and self._executor.observers and prepared.request.dtype:
-                    self._show(prepared, entry)
-                self._end(prepared, entry, ended)
+                if call.completed:
+                    if call.counts:
+                        self._take(prepared, entry)
+                    if self._executor.observers and prepared.request.dtype:
+                        self._show(prepared, entry)
+                self._end(prepared, entries, ended)
             except BaseException:  # It has come in here.
                 if call.completed and call.counts:
                     self._take(prepared, entry)
-                self._end(prepared, entry, ended)
+                self._end(prepared, entries, ended)
                 raise
-            prepared.record.note(completed=bool(call.completed))
-            self.completed += call.completed
-        return bool(call.completed)
+            completed = bool(call.completed)
+            prepared.record.note(completed=completed)
+            self.completed += completed
+        return completed
 
-    def _end(self, prepared: ShortCallData, entry: Entry, ended: list[Entry]) -> None:
+    def _end(self, prepared: ShortCallData, entries: Sequence[Entry], ended: list[Entry]) -> None:
         """Complete or fail what has left the table; all of it, also if called again."""
         exchanged = bool(prepared.call.completed)
-        error = self._pending.let_go(_entries_of(entry), ended, exchanged=exchanged)
-        error = prepared.failure or error
+        error = self._pending.let_go(entries, ended, exchanged=exchanged) or prepared.failure
         while ended:
             each = ended[-1]
             if not each.handle.poll():
@@ -317,10 +320,6 @@ class ShortCalls:
         if not isinstance(self._executor.backend(request, members), ShmBackend):
             return None
         return _Pair(members, request.parties.index(request.root_rank), Record())
-
-
-def _entries_of(entry: Entry) -> Sequence[Entry]:
-    return entry.entries if type(entry) is Bundle else (entry,)
 
 
 def _digest_of(*what: object) -> int:
