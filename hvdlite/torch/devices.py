@@ -1,4 +1,4 @@
-"""The devices of tensors: the host, or a GPU that is reached through pinned host memory.
+"""The devices of tensors: the host, or an accelerator that is reached through pinned host memory.
 
     input    training thread   device --copy--> pinned host memory, then a ready event
     wait     engine thread     sleep until the ready event
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -112,14 +113,24 @@ class Streams(Protocol):
     def Stream(self, device: Any) -> Any:  # noqa: N802
         """Return a new queue of work on `device`."""
 
-    def Event(self, *, blocking: bool) -> Event:  # noqa: N802
-        """Return an event. With `blocking`, threads that wait for it sleep."""
+    # Returns an `Event`. With ``blocking=True``, where that is known, waiting threads sleep.
+    Event: Callable[..., Any]
 
     def current_stream(self, device: Any) -> Any:
         """Return the stream that the calling thread uses."""
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which the calling thread uses `stream`."""
+
+
+def new_event(streams: Streams) -> Event:
+    """Return an event for which threads sleep, where the device module has the choice."""
+    event: Event
+    try:
+        event = streams.Event(blocking=True)
+    except TypeError:  # As torch.xpu: its threads always sleep.
+        event = streams.Event()
+    return event
 
 
 class StagedDevice:
@@ -188,7 +199,7 @@ class StagedDevice:
         return stream
 
     def _event_on(self, stream: Any) -> Event:
-        event = self._streams.Event(blocking=True)
+        event = new_event(self._streams)
         event.record(stream)
         return event
 
@@ -225,10 +236,40 @@ def find_device(kind: str) -> Device:
     """Return the device for a torch device type. Raises `ValueError` for unsupported types."""
     if kind == HOST_DEVICE:
         return HostDevice()
-    if kind == "cuda":
-        streams: Any = torch.cuda
-        return StagedDevice(kind, streams)
-    raise ValueError(
-        f"tensors on {kind!r} cannot be communicated, only those on cpu and cuda: "
-        "move the tensor with tensor.cpu()"
-    )
+    return StagedDevice(kind, streams_of(kind), pin=pins(kind))
+
+
+_NEEDED = ("Stream", "Event", "current_stream", "stream")
+
+
+def streams_of(kind: str) -> Streams:
+    """Return the device module of a torch device type, such as ``torch.cuda`` or ``torch.npu``.
+
+    Raises `ValueError` where torch has none, or one without streams.
+    """
+    try:
+        module: Any = torch.get_device_module(kind)
+    except RuntimeError:
+        module = None
+    missing = [name for name in _NEEDED if not hasattr(module, name)]
+    if missing:
+        lacks = f"torch.{kind} has no {', '.join(missing)}" if module else f"no module torch.{kind}"
+        raise ValueError(
+            f"tensors on {kind!r} cannot be communicated, only those on cpu and on accelerators "
+            f"with streams ({lacks}): move the tensor with tensor.cpu(), or import the "
+            "vendor's package"
+        )
+    streams: Streams = module
+    return streams
+
+
+def pins(kind: str) -> bool:
+    """Return whether torch pins host memory for this device type: of one type at a time.
+
+    A copy from and to memory that is not pinned is right, and waits in the calling thread.
+    """
+    current = getattr(getattr(torch, "accelerator", None), "current_accelerator", None)
+    if current is None:  # Before torch 2.6.
+        return kind == "cuda"
+    accelerator = current()
+    return kind == "cuda" if accelerator is None else bool(accelerator.type == kind)

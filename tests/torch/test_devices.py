@@ -70,7 +70,7 @@ class FakeStreams:
     def Stream(self, device: Any) -> FakeStream:  # noqa: N802
         return FakeStream(device)
 
-    def Event(self, *, blocking: bool) -> FakeEvent:  # noqa: N802
+    def Event(self, *, blocking: bool = False) -> FakeEvent:  # noqa: N802
         assert blocking, "waiting must not burn a core"
         return FakeEvent()
 
@@ -208,6 +208,50 @@ def test_cuda_tensors_are_staged() -> None:
     assert isinstance(device, StagedDevice)
     assert device.name == "cuda"
     assert find_device("cpu").name == HOST_DEVICE
+
+
+class StreamsWithoutBlocking(FakeStreams):
+    """In the place of torch.xpu, whose events have no such option."""
+
+    def Event(self) -> FakeEvent:  # type: ignore[override]  # noqa: N802
+        return FakeEvent()
+
+
+def with_modules(monkeypatch: pytest.MonkeyPatch, modules: dict[str, object]) -> None:
+    """Let torch have these device modules."""
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: modules[kind])
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "npu", "mlu", "privateuseone"])
+@pytest.mark.parametrize("streams", [FakeStreams, StreamsWithoutBlocking])
+def test_the_device_module_of_torch_stages(
+    monkeypatch: pytest.MonkeyPatch, kind: str, streams: type[FakeStreams]
+) -> None:
+    module = streams()
+    with_modules(monkeypatch, {kind: module})
+    monkeypatch.setattr("hvdlite.torch.devices.pins", lambda kind: False)
+    monkeypatch.setattr(StagedDevice, "keep_until_done", lambda *args: None)
+
+    def main(rank: int) -> None:
+        device = find_device(kind)
+        forms = Forms(TorchRunner(TorchAdapter(lambda _: device)))
+        tensor = torch.zeros(4)
+        module.current_stream(None).add(lambda: tensor.add_(rank + 1))
+        forms.allreduce_(tensor, op=hvd.Sum)
+        assert tensor.tolist() == [rank + 1.0] * 4, "the result is on its way in a stream"
+        event = FakeEvent()
+        event.record(module.current_stream(None))
+        event.synchronize()
+        assert tensor.tolist() == [3.0] * 4
+        assert device.name == kind
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize("kind", ["meta", "mps", "vulkan"])
+def test_a_device_without_streams_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"tensors on '{kind}' cannot .*tensor.cpu"):
+        find_device(kind)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvdlite.common.elastic.trees import map_leaves
+from hvdlite.torch.devices import pins
 
 Tensor = torch.Tensor
 
@@ -75,10 +76,10 @@ def _fits(kept: Tensor, tensor: Tensor) -> bool:
 
 
 def _buffer(tensor: Tensor) -> Tensor:
-    """Return host memory for a copy; page-locked for a tensor on a GPU, so that it is fast."""
+    """Return host memory for a copy; page-locked for a tensor on an accelerator, for speed."""
     if not _is_plain(tensor):
         return tensor.cpu().clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return torch.empty_like(tensor, device="cpu", pin_memory=pins(tensor.device.type))
 
 
 def _copy(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -89,5 +90,5 @@ def _copy(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
             [tensors[number] for number in plain],
             non_blocking=True,
         )
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        torch.get_device_module(device).synchronize(device)

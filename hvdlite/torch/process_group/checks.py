@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdlite.torch.process_group.registration import DEVICES
+from hvdlite.torch.process_group.registration import devices
 
 
 def writable(what: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -26,10 +26,10 @@ def writable(what: str, tensors: Sequence[torch.Tensor]) -> None:
 def readable(what: str, tensors: Sequence[torch.Tensor]) -> None:
     """Check that the tensors are on a device that hvdlite reaches."""
     for tensor in tensors:
-        if tensor.device.type not in DEVICES:
+        if tensor.device.type not in devices():
             raise ValueError(
                 f"{what}: a tensor is on {tensor.device.type!r}, and hvdlite reaches those on "
-                f"{' and '.join(DEVICES)} only: move it with tensor.cpu()"
+                f"{' and '.join(devices())} only: move it with tensor.cpu()"
             )
 
 

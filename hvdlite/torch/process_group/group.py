@@ -19,7 +19,7 @@ from hvdlite.torch.process_group.calls import Caller
 from hvdlite.torch.process_group.copies import Copies
 from hvdlite.torch.process_group.peers import Peers
 from hvdlite.torch.process_group.reductions import Reductions
-from hvdlite.torch.process_group.registration import BACKEND
+from hvdlite.torch.process_group.registration import BACKEND, devices, is_available
 from hvdlite.torch.process_group.sets import form, release
 from hvdlite.torch.process_group.work import CollectiveWork
 
@@ -93,8 +93,8 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
     @property
     def _device_types(self) -> list[torch.device]:
         """The devices of tensors, that of objects first."""
-        cuda = [torch.device("cuda")] if torch.cuda.is_available() else []
-        return [torch.device("cpu"), *cuda]
+        here = [kind for kind in devices() if kind == "cpu" or is_available(kind)]
+        return [torch.device(kind) for kind in here]
 
     @property
     def supports_splitting(self) -> bool:

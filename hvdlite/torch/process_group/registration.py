@@ -10,11 +10,26 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 BACKEND = "hvdlite"
 URL = f"{BACKEND}://"
-DEVICES = ("cpu", "cuda")
+
+
+def devices() -> list[str]:
+    """Return the device types of tensors: those that torch has a backend for, with streams.
+
+    One that is not among them keeps its vendor's backend as the default.
+    """
+    known = dist.Backend.default_device_backend_map
+    return ["cpu", "cuda", *(kind for kind in known if kind not in ("cpu", "cuda", "mps"))]
+
+
+def is_available(kind: str) -> bool:
+    """Return whether this process can use a device of an accelerator's type."""
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available())
 
 
 def register() -> None:
@@ -24,7 +39,7 @@ def register() -> None:
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=list(DEVICES))
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices())
         register_rendezvous_handler(BACKEND, _meet)  # type: ignore[no-untyped-call]
 
 

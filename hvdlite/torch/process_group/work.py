@@ -133,8 +133,8 @@ class CollectiveWork(Work):
         It fails after the timeout of this work, as nobody who waits for it says a time, and when
         the group has been aborted.
         """
-        gpus = {each.device for each in self.outputs if each.is_cuda}
-        return future_of(self._result, self._call_at_end, sorted(gpus, key=str))
+        devices = {each.device for each in self.outputs if not each.is_cpu}
+        return future_of(self._result, self._call_at_end, sorted(devices, key=str))
 
     def _result(self) -> list[Any]:
         pending = self._pending()
