@@ -25,6 +25,8 @@ FLOORS = [
     ["hvdlite.tools", "hvdlite.bench"],
     ["hvdlite.keras"],
     ["hvdlite.torch", "hvdlite.tf", "hvdlite.numpy"],
+    ["hvdlite.ps.context"],
+    ["hvdlite.ps"],
     ["hvdlite.checkpoint", "hvdlite.data"],
     ["hvdlite.common.iterations"],
     ["hvdlite.common.gradients"],
@@ -62,7 +64,13 @@ PURE = [
     "hvdlite.launcher.elastic.decisions",
 ]
 # Modules that are so in packages that are not.
-PURE_MODULES = {"hvdlite.data.strategies"}
+PURE_MODULES = {
+    "hvdlite.data.strategies",
+    *(
+        f"hvdlite.ps.{module}"
+        for module in ("blocks", "clocks", "layout", "membership", "registry", "shard", "tables")
+    ),
+}
 NOT_PURE = {"hvdlite.common.segmentation.saved_results"}
 IMPURE = {"os", "time", "socket", "threading", "select", "asyncio", "subprocess", "logging"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "ray", "pyspark"}
@@ -77,6 +85,7 @@ LAUNCHER_IMPORTS = {
     "hvdlite.common.membership",
     "hvdlite.common.plain",
     "hvdlite.common.segmentation",
+    "hvdlite.ps",
     "hvdlite.as_horovod",
     "hvdlite.missing_names",
 }

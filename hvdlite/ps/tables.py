@@ -233,12 +233,12 @@ class Table:
         given = [gradients[worker] for worker in workers]
         total = []
         for number in range(len(self.blocks)):
-            terms = []
+            summands = []
             for each in given:
                 if each is None:
                     return None
-                terms.append(each[number])
-            total.append(add_up(terms, average=self._average))
+                summands.append(each[number])
+            total.append(add_up(summands, average=self._average))
         return total
 
     def _update(self, gradients: list[Array] | None) -> None:
@@ -262,19 +262,19 @@ class Table:
         return Answer(peer, message)
 
 
-def add_up(terms: Sequence[Array], *, average: bool) -> Array:
+def add_up(summands: Sequence[Array], *, average: bool) -> Array:
     """Return the sum of arrays in their order, or their average, in their dtype.
 
     16-bit floats are added in float32.
     """
-    dtype = terms[0].dtype
+    dtype = summands[0].dtype
     wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
-    total = terms[0].astype(wide)
-    for term in terms[1:]:
+    total = summands[0].astype(wide)
+    for term in summands[1:]:
         total += term if wide == dtype else term.astype(wide)
-    if average and len(terms) > 1:
+    if average and len(summands) > 1:
         if wide.kind in "iu":
-            total //= len(terms)
+            total //= len(summands)
         else:
-            total *= wide.type(1 / len(terms))
+            total *= wide.type(1 / len(summands))
     return total.astype(dtype, copy=False)

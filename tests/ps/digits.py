@@ -44,7 +44,12 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def train_in_one(name: str, workers: int, steps: int) -> dict[str, Tensor]:
-    """Return the weights when one process adds the gradients up in the order of the workers."""
+    """Return the weights when one process adds the gradients up in the order of the workers.
+
+    Sums inside PyTorch depend on the number of its threads, which is 1 as in the workers.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters())
     for step in range(steps):
@@ -59,6 +64,7 @@ def train_in_one(name: str, workers: int, steps: int) -> dict[str, Tensor]:
         for parameter, total in zip(model.parameters(), totals, strict=True):
             parameter.grad = total * (1 / workers)
         optimizer.step()
+    torch.set_num_threads(threads)
     return model.state_dict()
 
 

@@ -20,7 +20,7 @@ from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.roles import run_server
 from hvdlite.ps.server import TableDescription
 from hvdlite.ps.tables import SKIP
-from hvdlite.torch.optimizer import DistributedOptimizer as reduced_among_ranks
+from hvdlite.torch import optimizer as allreduce_optimizer
 from hvdlite.torch.ps.arrays import array_of
 from hvdlite.torch.ps.updater import TorchUpdater, numbers_of
 from hvdlite.torch.sharded_state.elementwise import check_elementwise
@@ -122,7 +122,9 @@ def _reduced(optimizer: torch.optim.Optimizer, rest: Mapping[torch.Tensor, str])
         {**group, "params": [each for each in group["params"] if each in rest]}
         for group in optimizer.param_groups
     ]
-    return reduced_among_ranks(alone, [(name, tensor) for tensor, name in rest.items()])
+    return allreduce_optimizer.DistributedOptimizer(
+        alone, [(name, tensor) for tensor, name in rest.items()]
+    )
 
 
 def _names_of(
@@ -187,7 +189,7 @@ class PushingMixin(torch.optim.Optimizer):
         self._pull()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients, and pull the weights that the next step needs.
 
         With a `closure`, it is called once before. Raises `PsRolledBack` where the servers have

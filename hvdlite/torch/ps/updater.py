@@ -80,7 +80,7 @@ def _are_numbers(values: Sequence[object]) -> bool:
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a parameter group that are numbers, or pairs of them."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in group.items():
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             found[key] = value.item()

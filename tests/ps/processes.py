@@ -1,0 +1,103 @@
+"""Clusters of real processes, forked from one that has imported PyTorch already: that is quick."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import torch
+
+LIMIT_SECONDS = 60
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.ps.preloaded"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Cluster:
+    """Processes that run `main(*words)`, each with the environment of its role."""
+
+    def __init__(
+        self, folder: Path, servers: int, workers: int, main: Callable[..., None], *words: object,
+        **variables: str,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.variables = {
+            "HVDLITE_SCHEDULER": f"127.0.0.1:{free_port()}", "HVDLITE_PS_TOKEN": "a secret",
+            "HVDLITE_NUM_SERVERS": str(servers), "HVDLITE_NUM_WORKERS": str(workers), **variables,
+        }  # fmt: skip
+        self._main, self._words = main, words
+        self.processes: dict[str, ForkServerProcess] = {}
+
+    def start(self, role: str, number: int = 0, **variables: str) -> None:
+        """Start a process; `variables` come on top of those of all."""
+        name = f"{role}{number}"
+        environ = self.variables | {"HVDLITE_ROLE": role, "HVDLITE_NODE_ID": name} | variables
+        words = environ, self._log(name), self._main, self._words
+        self.processes[name] = _FORKS.Process(target=_run, args=words)
+        self.processes[name].start()
+
+    def wait(self, name: str) -> int:
+        """Return the exit code of a process when it has ended; it is negative for a signal."""
+        process = self.processes[name]
+        process.join(LIMIT_SECONDS)
+        sys.stdout.write(f"-- {name} --\n{self.said(name)}")
+        assert process.exitcode is not None, f"{name} goes on"
+        return process.exitcode
+
+    def wait_for_all(self) -> dict[str, int]:
+        """Return the exit codes that are not 0."""
+        codes = {name: self.wait(name) for name in self.processes}
+        return {name: code for name, code in codes.items() if code}
+
+    def said(self, name: str) -> str:
+        """Return what a process has printed."""
+        log = self._log(name)
+        return log.read_text() if log.exists() else ""
+
+    def weights(self, worker: int) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = torch.load(self.folder / f"worker{worker}.pt")
+        return found
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+
+def _run(
+    variables: dict[str, str], log: Path, main: Callable[..., None], words: tuple[object, ...]
+) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(variables)
+    main(*words)
+
+
+@contextlib.contextmanager
+def cluster(
+    folder: Path, servers: int, workers: int, main: Callable[..., None], *words: object,
+    **variables: str,
+) -> Iterator[Cluster]:  # fmt: skip
+    """Start a scheduler, servers and workers; what is left of them is killed at the end."""
+    made = Cluster(folder, servers, workers, main, *words, **variables)
+    try:
+        made.start("scheduler")
+        for number in range(servers):
+            made.start("server", number)
+        for number in range(workers):
+            made.start("worker", number)
+        yield made
+    finally:
+        for process in made.processes.values():
+            process.kill()
+            process.join()
