@@ -7,6 +7,8 @@ itself. A peer that has come again under its name takes the place of its predece
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 from collections.abc import Iterator, Mapping, Sequence
 
 from hvdlite.common.base.errors import ConfigError, ProtocolError
@@ -14,6 +16,7 @@ from hvdlite.ps.messages import Buffer, Message, pack, parse
 
 try:
     import zmq
+    from zmq.utils import z85
 except ImportError as error:  # pragma: no cover - the extra is installed where tests run
     raise ImportError(
         "the parameter server needs pyzmq: python -m pip install 'hvdlite[ps]'"
@@ -22,12 +25,16 @@ except ImportError as error:  # pragma: no cover - the extra is installed where 
 SHARED_BYTES = 1 << 16  # Payloads from this size on are sent without a copy.
 LISTENER_LINGER_MILLISECONDS = 200  # How long last answers may take when a listener closes.
 
+Context = zmq.Context[zmq.Socket[bytes]]
+
 
 class Listener:
     """The listening end at `address`: ``tcp://host:port``, where the port may be 0, or ``ipc://``."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(self, context: Context, address: str) -> None:
         self._socket = context.socket(zmq.ROUTER)
+        if self._socket.getsockopt(zmq.MECHANISM) == zmq.CURVE:
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.LINGER, LISTENER_LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
@@ -63,9 +70,7 @@ class Listener:
 class Caller:
     """The connecting end with the name `identity`."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes
-    ) -> None:
+    def __init__(self, context: Context, address: str, identity: bytes) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -92,9 +97,25 @@ class Caller:
         self.socket.close()
 
 
-def new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Return a context of one I/O thread, which every process has for itself."""
-    return zmq.Context()
+def new_context(curve_token: bytes | None = None) -> Context:
+    """Return a context of one I/O thread, which every process has for itself.
+
+    With a token, all that its sockets send is encrypted by CURVE with a pair of keys that is
+    derived from it. Who has another token can neither read nor connect.
+    """
+    context: Context = zmq.Context()
+    if curve_token is not None:
+        public, secret = _keys_of(curve_token)
+        context.curve_secretkey, context.curve_publickey = secret, public
+        context.curve_serverkey = public
+    return context
+
+
+def _keys_of(token: bytes) -> tuple[bytes, bytes]:
+    """Return the public and the secret key, as Z85 spells them."""
+    seed = hmac.new(token, b"hvdlite parameter server CURVE key", hashlib.sha256).digest()
+    secret = z85.encode(seed)
+    return zmq.curve_public(secret), secret
 
 
 def poll(callers: Mapping[Caller, object], wake_fd: int, seconds: float) -> list[Caller]:

@@ -32,7 +32,9 @@ class Connection:
 
     def __init__(self, caller: Caller, now: Callable[[], float] = time.monotonic) -> None:
         self.caller = caller
-        self.receive: Callable[[Message], None] = lambda _message: None  # Gets each answer once.
+        self.receive: Callable[[Message], None] = _ignore  # Gets each answer once.
+        self.news: Callable[[Message], None] = _ignore  # Gets what answers no request.
+        self.heard = now()  # When the last message came.
         self.resent = 0
         self._now = now
         self._number = 0
@@ -54,7 +56,10 @@ class Connection:
     def read(self) -> None:
         """Take the answers that are here."""
         for message in self.caller.received():
-            if self._sent.pop(message.request, None) is not None:
+            self.heard = self._now()
+            if not message.request:
+                self.news(message)
+            elif self._sent.pop(message.request, None) is not None:
                 self.receive(message)
 
     def look(self) -> float:
@@ -70,10 +75,13 @@ class Connection:
 
 
 class Client:
-    """A thread with connections. What is given to `call` runs in it."""
+    """A thread with connections. What is given to `call` runs in it.
 
-    def __init__(self, identity: bytes) -> None:
-        self._context = new_context()
+    With `curve_token`, what it sends is encrypted.
+    """
+
+    def __init__(self, identity: bytes, curve_token: bytes | None = None) -> None:
+        self._context = new_context(curve_token)
         self._identity = identity
         self._connections: dict[Caller, Connection] = {}
         self._calls: deque[Callable[[], object]] = deque()
@@ -139,6 +147,10 @@ class Client:
         for caller in self._connections:
             caller.close()
         self._context.term()
+
+
+def _ignore(_message: Message) -> None:
+    """Take no note of a message."""
 
 
 class _Timer:

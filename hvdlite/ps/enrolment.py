@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.meeting.handshake import CONNECTS, proof
 from hvdlite.common.plain.handles import Handle
+from hvdlite.ps.admission import proved
 from hvdlite.ps.client import Client, Connection
 from hvdlite.ps.messages import Message
-from hvdlite.ps.scheduler import claim_of
 from hvdlite.ps.settings import ClusterSettings
 
 BEAT_SECONDS = 1.0
@@ -38,6 +37,7 @@ class Enrolment:
         }  # fmt: skip
         self.connection: Connection = client.connect(settings.address)
         self.connection.receive = self._receive
+        self.connection.news = lambda message: self._changed(message.body)
         self._welcome = Handle()
         self._beats = False
         self._done: dict[int, Callable[[Message], None]] = {}
@@ -47,7 +47,7 @@ class Enrolment:
 
         Raises ConfigError with the scheduler's reason, or where it does not answer.
         """
-        self._client.call(lambda: self._say_hello({}))
+        self._client.call(self._say_hello)
         if not self._welcome.ended_within(seconds):
             raise ConfigError(
                 f"the scheduler at {self._settings.scheduler} (HVDLITE_SCHEDULER) has not let this "
@@ -62,14 +62,24 @@ class Enrolment:
         """Send a request to the scheduler, in the client."""
         self._done[self.connection.send(message)] = done
 
-    def leave(self, seconds: float = 5.0) -> None:
-        """Leave the cluster; wait for the scheduler's answer, at most `seconds`."""
-        self._client.ask(lambda done: self.request(Message("leave"), done)).ended_within(seconds)
+    def fail_requests(self, why: str) -> None:
+        """Let all that waits for the scheduler end, in the client: it is not answered any more."""
+        waiting, self._done = self._done, {}
+        for done in waiting.values():
+            done(Message("failed", body={"why": why}))
+
+    def leave(self, seconds: float = 5.0, why: str = "") -> None:
+        """Leave the cluster; wait for the scheduler's answer, at most `seconds`.
+
+        With the reason `why`, the cluster cannot go on: all members hear of it.
+        """
+        message = Message("leave", body={"why": why} if why else {})
+        self._client.ask(lambda done: self.request(message, done)).ended_within(seconds)
 
     # -- the conversation
 
-    def _say_hello(self, words: Mapping[str, Any]) -> None:
-        self.connection.send(Message("hello", body={**self._hello, **words}))
+    def _say_hello(self) -> None:
+        self.connection.send(Message("hello", body=self._hello))
 
     def _beat(self) -> None:
         if not self._beats:
@@ -79,12 +89,11 @@ class Enrolment:
     def _receive(self, message: Message) -> None:
         done = self._done.pop(message.request, None)
         if message.kind == "challenge":
-            nonce = message.body["nonce"]
-            proved = proof(self._settings.token, CONNECTS, nonce, claim_of(self._hello))
-            self._say_hello({"nonce": nonce, "proof": proved})
+            hello = proved(self._hello, message.body["nonce"], self._settings.token)
+            self.connection.send(Message("hello", body=hello))
         elif message.kind == "restarted":
             self._beats = False
-            self._say_hello({})
+            self._say_hello()
             if done is not None:
                 done(message)
         elif message.kind == "refused":

@@ -111,6 +111,10 @@ class Membership:
         if member is not None:
             del self.members[member.role, member.number]
 
+    def fail(self, why: str) -> None:
+        """Let all members hear why the cluster cannot go on; the first reason counts."""
+        self.failure = self.failure or why
+
     def tick(self, now: float) -> list[Answer]:
         """Give up whom nothing was heard of for too long."""
         if self.failure:

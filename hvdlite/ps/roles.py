@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.channel import Listener, new_context
 from hvdlite.ps.client import Client
 from hvdlite.ps.enrolment import Enrolment
@@ -20,20 +21,28 @@ from hvdlite.ps.tables import Updater
 
 # How long a cluster without workers goes on, so that last answers are not lost.
 LAST_SECONDS = 1.0
+# How long a scheduler tells all members why the cluster cannot go on.
+FAILURE_SECONDS = 5.0
 
 
 def run_scheduler(
     settings: ClusterSettings, plan: ClusterPlan, state_file: Path | None = None
 ) -> None:
     """Be the scheduler until all workers have left and the servers have gone."""
-    context = new_context()
+    context = new_context(settings.curve_token)
     port = settings.scheduler.rpartition(":")[2]
     listener = Listener(context, f"tcp://*:{port}")
     scheduler = Scheduler(listener, plan, settings.token, state_file)
+    failed_since: float | None = None
 
     def ended() -> bool:
-        members = scheduler.membership.members
-        return scheduler.membership.formed and not members
+        nonlocal failed_since
+        membership = scheduler.membership
+        if membership.failure and failed_since is None:
+            failed_since = time.monotonic()
+        if failed_since is not None and time.monotonic() - failed_since > FAILURE_SECONDS:
+            return True
+        return membership.formed and not membership.members
 
     try:
         scheduler.serve(ended)
@@ -41,6 +50,8 @@ def run_scheduler(
     finally:
         listener.close()
         context.term()
+    if failed_since is not None:
+        raise HorovodInternalError(scheduler.membership.failure)
 
 
 def run_server(
@@ -48,41 +59,56 @@ def run_server(
     number: int | None = None, snapshots: str | None = None, snapshot_every: int = 0,
     start_seconds: float = 1800.0,
 ) -> None:  # fmt: skip
-    """Be a server until all workers have left."""
-    context = new_context()
+    """Be a server until all workers have left.
+
+    Raises `HorovodInternalError` where a snapshot cannot be read or written, and where the cluster
+    cannot go on.
+    """
+    context = new_context(settings.curve_token)
     listener = Listener(context, f"tcp://{address_towards(settings.scheduler)}:*")
-    client = Client(f"server {settings.node_id} {os.getpid()}".encode())
+    identity = f"server {settings.node_id} {os.getpid()} {os.urandom(8).hex()}".encode()
+    client = Client(identity, settings.curve_token)
     news: dict[str, Any] = {}
-
-    def hear(body: Mapping[str, Any]) -> None:
-        news.update(body)
-
-    enrolment = Enrolment(client, settings, number=number, address=listener.address, changed=hear)
+    enrolment = Enrolment(
+        client, settings, number=number, address=listener.address, changed=news.update
+    )
+    folder: SnapshotFolder | None = None
     try:
         welcome = enrolment.enter(start_seconds)
-        own = welcome["number"]
-        folder = SnapshotFolder(snapshots, own) if snapshots and snapshot_every else None
+        if snapshots and snapshot_every:
+            folder = SnapshotFolder(snapshots, welcome["number"])
         server = Server(
             listener, new_updater, incarnation=welcome["incarnation"],
             workers=welcome["workers"], snapshots=folder, snapshot_every=snapshot_every,
+            token=settings.token,
         )  # fmt: skip
-        empty_since: float | None = None
-
-        def ended() -> bool:
-            nonlocal empty_since
-            workers = news.get("workers", welcome["workers"])
-            server.set_workers(workers)
-            if workers:
-                empty_since = None
-            elif empty_since is None:
-                empty_since = time.monotonic()
-            return empty_since is not None and time.monotonic() - empty_since > LAST_SECONDS
-
-        server.serve(ended)
+        server.serve(_End(server, news))
+        enrolment.leave()
+    except HorovodInternalError as error:
+        enrolment.leave(why=str(error))
+        raise
+    finally:
         if folder is not None:
             folder.close()
-        enrolment.leave()
-    finally:
         client.close()
         listener.close()
         context.term()
+
+
+class _End:
+    """Says whether a server has done its part; lets it hear of workers that come and go."""
+
+    def __init__(self, server: Server, news: Mapping[str, Any]) -> None:
+        self._server, self._news = server, news
+        self._empty_since: float | None = None
+
+    def __call__(self) -> bool:
+        if failure := self._news.get("failure"):
+            raise HorovodInternalError(failure)
+        workers = self._news.get("workers", self._server.workers)
+        self._server.set_workers(workers)
+        if workers:
+            self._empty_since = None
+        elif self._empty_since is None:
+            self._empty_since = time.monotonic()
+        return self._empty_since is not None and time.monotonic() - self._empty_since > LAST_SECONDS

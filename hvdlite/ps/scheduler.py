@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdlite.common.meeting.handshake import CONNECTS, new_nonce, proves
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps.admission import Door
 from hvdlite.ps.blocks import TensorSpec
 from hvdlite.ps.channel import Listener
 from hvdlite.ps.membership import WORKER, ClusterPlan, Hello, Membership
@@ -22,12 +23,6 @@ from hvdlite.ps.registry import Registry, TableOptions
 from hvdlite.ps.tables import Answer
 
 LOOK_SECONDS = 0.5
-
-
-def claim_of(body: dict[str, Any]) -> bytes:
-    """Return what a proof in a hello is about: all of the hello but the proof."""
-    fields = {word: value for word, value in body.items() if word not in ("nonce", "proof")}
-    return json.dumps(fields, sort_keys=True).encode()
 
 
 class Scheduler:
@@ -40,10 +35,11 @@ class Scheduler:
         self.membership = Membership(plan, time.monotonic())
         self.registry = Registry(plan.num_servers)
         self.left = 0  # How many workers have done their part.
-        self._token = token
+        self._door = Door(token)
         self._state_file = state_file
-        self._nonces: dict[bytes, bytes] = {}  # Of peers that have to prove that they may come.
         self._barrier: dict[int, Answer] = {}  # Of workers that wait for all others.
+        self._met: dict[bytes, int] = {}  # Their last requests that were answered so.
+        self._news: dict[str, Any] = {}  # That all members were told last.
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "hello": self._hello, "beat": self._beat, "leave": self._leave,
             "declare": self._declare, "barrier": self._meet,
@@ -60,7 +56,7 @@ class Scheduler:
             answers = self.membership.tick(time.monotonic())
             if received is not None:
                 answers += self.answer(*received)
-            for answer in answers:
+            for answer in [*answers, *self._tell()]:
                 self.listener.send(*answer)
 
     def answer(self, peer: bytes, message: Message) -> list[Answer]:
@@ -70,18 +66,27 @@ class Scheduler:
             return []
         try:
             return handler(peer, message)
-        except (ValueError, KeyError, TypeError) as error:
-            return [_answer(peer, message, "failed", why=str(error))]
+        except (OSError, HorovodInternalError):
+            raise
+        except Exception as error:  # A message must not end the scheduler, whatever is in it.
+            return [_answer(peer, message, "failed", why=_words(error))]
+
+    def _tell(self) -> list[Answer]:
+        """Return what all members have to hear at once, where something has changed."""
+        news = self.membership.describe()
+        if news == self._news:
+            return []
+        self._news = news
+        peers = [member.peer for member in self.membership.members.values() if member.peer]
+        return [Answer(peer, Message("beat", body=news)) for peer in peers]
 
     # -- requests
 
     def _hello(self, peer: bytes, message: Message) -> list[Answer]:
         body = dict(message.body)
-        nonce = self._nonces.get(peer)
-        if nonce is None or body.get("nonce") != nonce:
-            self._nonces[peer] = nonce = new_nonce()
-            return [_answer(peer, message, "challenge", nonce=nonce)]
-        if not proves(body["proof"], self._token, CONNECTS, nonce, claim_of(body)):
+        if not self._door.answers(peer, body):
+            return [_answer(peer, message, "challenge", nonce=self._door.nonce_for(peer))]
+        if not self._door.admits(peer, body):
             why = "HVDLITE_PS_TOKEN is another one there: give all processes the same"
             return [_answer(peer, message, "refused", why=why)]
         hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
@@ -99,6 +104,8 @@ class Scheduler:
         if member is not None:
             self.left += member.role == WORKER
             self.membership.leave(peer)
+            if why := message.body.get("why"):
+                self.membership.fail(f"{member.role} {member.number} has ended: {why}")
             self._keep()
         return [_answer(peer, message, "done"), *self._open_barrier()]
 
@@ -117,6 +124,8 @@ class Scheduler:
         member = self.membership.member_of(peer)
         if member is None:
             return [_answer(peer, message, "restarted")]
+        if message.request <= self._met.get(peer, 0):  # It was sent again, and is answered.
+            return [_answer(peer, message, "done")]
         self._barrier[member.number] = _answer(peer, message, "done")
         return self._open_barrier()
 
@@ -125,6 +134,7 @@ class Scheduler:
         if not self._barrier or set(self.membership.workers()) - self._barrier.keys():
             return []
         answers = list(self._barrier.values())
+        self._met.update((answer.peer, answer.message.request) for answer in answers)
         self._barrier.clear()
         return answers
 
@@ -145,6 +155,13 @@ class Scheduler:
         if self._state_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._state_file.unlink()
+
+
+def _words(error: Exception) -> str:
+    """Return what an error says to users: its own words, where it is one of ours."""
+    if isinstance(error, ValueError) and type(error) is ValueError:
+        return str(error)
+    return f"the request cannot be understood: {error!r}"
 
 
 def _answer(peer: bytes, message: Message, kind: str, **body: Any) -> Answer:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
+from hvdlite.ps.admission import Door
 from hvdlite.ps.blocks import Block, TensorSpec
 from hvdlite.ps.channel import Listener
 from hvdlite.ps.clocks import Mode
@@ -57,12 +58,15 @@ def describe_table(
 
 
 class Server:
-    """The server behind a listener. `new_updater` makes what holds the values of a table."""
+    """The server behind a listener. `new_updater` makes what holds the values of a table.
+
+    With a `token`, only peers are served that know it.
+    """
 
     def __init__(
         self, listener: Listener, new_updater: Callable[[TableDescription], Updater], *,
         incarnation: int, workers: Collection[int], snapshots: SnapshotFolder | None = None,
-        snapshot_every: int = 0,
+        snapshot_every: int = 0, token: bytes | None = None,
     ) -> None:  # fmt: skip
         self.listener = listener
         self.tables: dict[str, Table] = {}
@@ -73,14 +77,19 @@ class Server:
         self._descriptions: dict[str, TableDescription] = {}
         self._saved: dict[str, int] = {}  # The version of the newest snapshot.
         self._worker_of: dict[bytes, int] = {}
+        self._early: set[int] = set()  # Who has started before the scheduler said that it is there.
+        self._door = None if token is None else Door(token)
+        self._admitted: set[bytes] = set()
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "start": self._start, "offer": self._offer, "push": self._push, "pull": self._pull,
-            "leave": self._leave,
+            "leave": self._leave, "beat": self._beat,
         }  # fmt: skip
         for snapshot in snapshots.newest() if snapshots else ():
             table = self._new_table(TableDescription(snapshot.table, snapshot.description))
-            words = snapshot.values, snapshot.state, snapshot.version, snapshot.finished
-            table.restore(*words)
+            table.restore(
+                snapshot.values, snapshot.state, snapshot.version, snapshot.finished,
+                snapshot.numbers,
+            )  # fmt: skip
             self._saved[snapshot.table] = snapshot.version
 
     def _new_table(self, described: TableDescription) -> Table:
@@ -101,16 +110,36 @@ class Server:
                     self.listener.send(*answer)
 
     def answer(self, peer: bytes, message: Message) -> list[Answer]:
-        """Return the answers to a message: some may be for other peers, which have waited."""
+        """Return the answers to a message: some may be for other peers, which have waited.
+
+        Raises HorovodInternalError where a snapshot cannot be written.
+        """
+        if self._door is not None and peer not in self._admitted:
+            return [self._at_the_door(self._door, peer, message)]
+        if message.kind == "hello":  # It was sent again.
+            return [Answer(peer, Message("welcome", message.request))]
         handler = self._handlers.get(message.kind)
         if handler is None:
             return []
         try:
             answers = handler(peer, message)
-            self._save(message.table)
-            return answers
-        except (ProtocolError, ValueError, KeyError, TypeError) as error:
+        except (ProtocolError, ValueError) as error:
             return [self._failed(peer, message, str(error))]
+        except Exception as error:  # A message must not end the server, whatever is in it.
+            return [self._failed(peer, message, f"the request cannot be understood: {error!r}")]
+        self._save(message.table)
+        return answers
+
+    def _at_the_door(self, door: Door, peer: bytes, message: Message) -> Answer:
+        """Let a peer in that has proved that it knows the token, and ask others for a proof."""
+        words = message.request, message.table, 0, self._incarnation
+        if message.kind != "hello" or not door.answers(peer, message.body):
+            return Answer(peer, Message("challenge", *words, {"nonce": door.nonce_for(peer)}))
+        if not door.admits(peer, message.body):
+            why = "HVDLITE_PS_TOKEN is another one here: give all processes the same"
+            return Answer(peer, Message("refused", *words, {"why": why}))
+        self._admitted.add(peer)
+        return Answer(peer, Message("welcome", *words))
 
     def _save(self, name: str) -> None:
         """Make a snapshot of a table if one is due.
@@ -124,18 +153,19 @@ class Server:
         if table.version - self._saved.get(name, -self._every) < self._every:
             return
         self._saved[name] = table.version
-        values, state, version, finished = table.copy()
+        values, state, version, finished, numbers = table.copy()
         description = self._descriptions[name].body
-        snapshot = Snapshot(name, description, version, finished, values, state)
+        snapshot = Snapshot(name, description, version, finished, values, state, numbers)
         if self._every == 1:
             self._snapshots.write(snapshot)
         else:
             self._snapshots.write_soon(snapshot)
 
     def set_workers(self, workers: Collection[int]) -> None:
-        """Take part with these workers from now on."""
-        if self.workers != set(workers):
-            self.workers = set(workers)
+        """Take part with these workers from now on, as the scheduler says."""
+        self._early -= set(workers)
+        if self.workers != {*workers, *self._early}:
+            self.workers = {*workers, *self._early}
             for table in self.tables.values():
                 for answer in table.look(self.workers):
                     self.listener.send(*answer)
@@ -145,11 +175,32 @@ class Server:
     def _start(self, peer: bytes, message: Message) -> list[Answer]:
         worker = int(message.body["worker"])
         self._worker_of[peer] = worker
-        self.workers.add(worker)
+        if worker not in self.workers:
+            self._early.add(worker)
+            self.workers.add(worker)
         table = self.tables.get(message.table)
         if table is None:
             table = self._new_table(TableDescription(message.table, message.body["table"]))
+        elif (version := message.body.get("goes_back")) is not None and version < table.version:
+            table = self._gone_back(table, version)
         return table.start(peer, worker, message, self.workers)
+
+    def _gone_back(self, table: Table, version: int) -> Table:
+        """Return a table as it was at a version that another server has gone back to.
+
+        Without a snapshot of it, this server goes on with what it has.
+        """
+        folder = self._snapshots
+        snapshot = None if folder is None else folder.go_back(table.name, version)
+        if snapshot is None:
+            return table
+        older = self._new_table(self._descriptions[table.name])
+        older.restore(
+            snapshot.values, snapshot.state, snapshot.version, snapshot.finished, snapshot.numbers,
+            goes_back=True,
+        )  # fmt: skip
+        self._saved[table.name] = version
+        return older
 
     def _offer(self, peer: bytes, message: Message) -> list[Answer]:
         table, worker = self._known(peer, message)
@@ -172,9 +223,13 @@ class Server:
         answers = [Answer(peer, Message("done", message.request, message.table))]
         if worker is not None:
             self.workers.discard(worker)
+            self._early.discard(worker)
             for table in self.tables.values():
                 answers += table.leave(worker)
         return answers
+
+    def _beat(self, peer: bytes, message: Message) -> list[Answer]:
+        return [Answer(peer, Message("beat", message.request, "", 0, self._incarnation))]
 
     def _known(self, peer: bytes, message: Message) -> tuple[Table | None, int]:
         worker = self._worker_of.get(peer)

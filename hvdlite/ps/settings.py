@@ -38,11 +38,17 @@ class ClusterSettings:
     node_id: str = ""  # By which it is known again; empty: it never comes again.
     token: bytes = b""
     independent: bool = False  # Workers are no ranks of a job.
+    curve: bool = False  # All that is sent is encrypted, with keys from the token.
 
     @property
     def address(self) -> str:
         """Where the scheduler listens, as ZeroMQ spells it."""
         return f"tcp://{self.scheduler}"
+
+    @property
+    def curve_token(self) -> bytes | None:
+        """The token of which keys for encryption are made; None: nothing is encrypted."""
+        return self.token if self.curve else None
 
 
 def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
@@ -63,6 +69,7 @@ def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
         node_id=_find(environ, "node_id")[1],
         token=environ.get("HVDLITE_PS_TOKEN", "").encode(),
         independent=_independent(environ),
+        curve=_curve(environ),
     )
 
 
@@ -85,6 +92,18 @@ def _independent(environ: Mapping[str, str]) -> bool:
     if text not in ("mpi", "independent"):
         raise ConfigError(f"HVDLITE_PS_WORKERS={text}: give mpi or independent")
     return text == "independent"
+
+
+def _curve(environ: Mapping[str, str]) -> bool:
+    text = environ.get("HVDLITE_PS_CURVE", "0")
+    if text not in ("0", "1"):
+        raise ConfigError(f"HVDLITE_PS_CURVE={text}: give 1 to encrypt all that is sent, or 0")
+    if text == "1" and not environ.get("HVDLITE_PS_TOKEN"):
+        raise ConfigError(
+            "HVDLITE_PS_CURVE=1 makes keys of HVDLITE_PS_TOKEN, which is not set: give all "
+            "processes the same"
+        )
+    return text == "1"
 
 
 def _scheduler(environ: Mapping[str, str]) -> str:

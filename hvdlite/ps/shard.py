@@ -44,19 +44,32 @@ class Shard:
         self._first_values = values
         self._pulled: Sequence[Buffer] | None = None
         self._send = send
+        self._is_used = False  # Whether this worker has asked to take part.
         self._started = False
         self._on_start: Callable[[Message | Exception], None] | None = None
         self._start_id = 0
         self._push: _Request | None = None
         self._pull: _Request | None = None
         self._ids: dict[int, str] = {}  # Of requests that are under way -> "push" or "pull".
+        self._numbers: Any = None  # Hyperparameters that a server which forgot them must hear.
+        self._extra: dict[str, Any] = {}  # What the next `start` says besides.
+        self._error: Exception | None = None  # Why the server is lost for good.
+        self.on_rollback: Callable[[PsRolledBack], None] = _nothing
 
     # -- what the worker asks for
 
     def start(self, done: Callable[[Message | Exception], None]) -> None:
         """Take part; `done` gets the clock at which this worker goes on."""
-        self._on_start = done
-        self._say_start()
+        self._on_start, self._is_used = done, True
+        if self._error is None:
+            self._say_start()
+        else:
+            self._fail_all(self._error)
+
+    def enter_at(self, clock: int, done: Callable[[Message | Exception], None]) -> None:
+        """Take part from the step `clock` on, which is a later one than the server has given."""
+        self._extra = {"enters": clock}
+        self.start(done)
 
     def push(
         self, body: Mapping[str, Any], payloads: Sequence[Buffer],
@@ -64,6 +77,7 @@ class Shard:
     ) -> None:  # fmt: skip
         """Push the gradients of the next step; `payloads` must not change until its pull ends."""
         message = Message("push", 0, self.table, self.clock, 0, body, payloads)
+        self._numbers = body.get("numbers") or self._numbers
         self.clock += 1
         self._push = _Request(message, done)
         self._send_again("push")
@@ -74,12 +88,28 @@ class Shard:
         self._send_again("pull")
 
     def come_again(self) -> None:
-        """Start anew at a server that has moved."""
+        """Start anew at a server that does not know this worker."""
         self._started = False
-        self._say_start()
+        if self._is_used:
+            self._say_start()
+
+    @property
+    def waits(self) -> bool:
+        """Whether somebody waits for the server."""
+        pushes = self._push is not None and self._push.done is not _nothing
+        return pushes or self._pull is not None or self._on_start is not None
+
+    def go_back(self, error: PsRolledBack) -> None:
+        """Go back to the step that another server has lost; what waits here fails with `error`."""
+        if error.version < self.clock:
+            self._pulled, self.version, self.clock = None, -1, error.version
+            self._extra = {"goes_back": error.version}
+            self._fail_all(error)
+            self.come_again()
 
     def fail(self, error: Exception) -> None:
-        """Fail all that waits for the server."""
+        """Fail all that waits for the server, or will."""
+        self._error = error
         self._fail_all(error)
 
     # -- what the server answers
@@ -110,22 +140,29 @@ class Shard:
             self._note("start", Message("offer", 0, self.table, payloads=values))
         elif message.kind == "started":
             self._started = True
+            self._extra = {}
             first = self._on_start
             if first is not None:
                 self._on_start = None
                 self.clock = message.body["clock"]
                 first(message)
+            else:  # The others have gone on without this worker, where its clock is a later one.
+                self.clock = max(self.clock, message.body["clock"])
             for word in ("push", "pull"):
                 self._send_again(word)
         elif message.kind == "rolled_back":
             self._started = True
+            self._extra = {}
             why = (
                 f"server {self.server} goes on from step {message.clock}, and this worker "
                 f"has finished {self.clock}: no snapshot and no worker has what came between. Go "
                 "on from that step"
             )
             self.clock = message.clock
-            self._fail_all(PsRolledBack(why, message.clock))
+            self._pulled, self.version = None, -1
+            error = PsRolledBack(why, message.clock)
+            self._fail_all(error)
+            self.on_rollback(error)
         elif message.kind == "failed":
             self._fail_all(HorovodInternalError(self._words(message)))
 
@@ -134,6 +171,7 @@ class Shard:
     def _say_start(self) -> None:
         body: dict[str, Any] = {
             "worker": self._worker, "table": self._description, "version": self.version,
+            "numbers": self._numbers, **self._extra,
         }  # fmt: skip
         if self._on_start is None:
             body["clock"] = self.clock if self._push is None else self._push.message.clock
@@ -142,7 +180,11 @@ class Shard:
 
     def _send_again(self, word: str) -> None:
         request = self._push if word == "push" else self._pull
-        if request is not None and self._started:
+        if request is None:
+            return
+        if self._error is not None:
+            self._end(word, self._error)
+        elif self._started:
             self._note(word, request.message)
 
     def _note(self, word: str, message: Message) -> None:
@@ -168,5 +210,5 @@ class Shard:
         return f"server {self.server}, table '{self.table}': {message.body.get('why', '?')}"
 
 
-def _nothing(_result: Message | Exception) -> None:
+def _nothing(_result: object) -> None:
     """Take no note of a result that is known."""

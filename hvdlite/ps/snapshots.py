@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.blocks import Array, dtype_of
@@ -40,6 +39,7 @@ class Snapshot:
     finished: Mapping[int, int]
     values: Sequence[Array]
     state: Mapping[str, Array]
+    numbers: Sequence[Mapping[str, Any]] = ()  # Hyperparameters of the parameter groups.
 
 
 class SnapshotFolder:
@@ -51,6 +51,8 @@ class SnapshotFolder:
         self._path.mkdir(parents=True, exist_ok=True)
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._idle = threading.Event()  # Nothing is being written.
+        self._idle.set()
         self._error: Exception | None = None
 
     def write(self, snapshot: Snapshot) -> None:
@@ -59,31 +61,41 @@ class SnapshotFolder:
         folder.mkdir(exist_ok=True)
         target = folder / f"{snapshot.version:012}{SUFFIX}"
         temporary = target.with_suffix(".unfinished")
-        with open(temporary, "wb") as file:
-            file.write(_bytes_of(snapshot))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        try:
+            with open(temporary, "wb") as file:
+                for piece in _pieces_of(snapshot):
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except OSError as error:
+            why = f"server {self._server} cannot write the snapshot {target}: {error}"
+            raise HorovodInternalError(why) from error
         _synchronize(folder)
         for old in sorted(folder.glob(f"*{SUFFIX}"))[:-KEPT]:
             old.unlink()
 
     def write_soon(self, snapshot: Snapshot) -> None:
-        """Write a snapshot in a thread. Raises what an earlier one has raised there."""
+        """Write a snapshot in a thread. Raises what an earlier one has raised there.
+
+        One that is still being written is awaited: then the newest is never older than two.
+        """
         if self._error is not None:
             raise self._error
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hvdlite ps snapshots")
             self._thread.start()
+        self._idle.wait()
+        self._idle.clear()
         self._queue.put(snapshot)
 
     def _run(self) -> None:
         while (snapshot := self._queue.get()) is not None:
             try:
                 self.write(snapshot)
-            except OSError as error:
-                why = f"server {self._server} cannot write a snapshot to {self._path}: {error}"
-                self._error = HorovodInternalError(why)
+            except HorovodInternalError as error:
+                self._error = error
+            self._idle.set()
 
     def newest(self) -> list[Snapshot]:
         """Return the newest snapshot of each table. Raises HorovodInternalError: it is damaged."""
@@ -93,6 +105,19 @@ class SnapshotFolder:
             if files:
                 found.append(self._read(unquote(folder.name), files[-1]))
         return found
+
+    def go_back(self, table: str, version: int) -> Snapshot | None:
+        """Return the snapshot of a version, if there is one, and remove all that are newer."""
+        self._idle.wait()
+        folder = self._path / quote(table, safe="")
+        files = sorted(folder.glob(f"*{SUFFIX}"))
+        wanted = folder / f"{version:012}{SUFFIX}"
+        if wanted not in files:
+            return None
+        snapshot = self._read(table, wanted)
+        for newer in files[files.index(wanted) + 1 :]:
+            newer.unlink()
+        return snapshot
 
     def _read(self, table: str, path: Path) -> Snapshot:
         try:
@@ -112,6 +137,7 @@ class SnapshotFolder:
             {int(worker): clock for worker, clock in about["finished"].items()},
             arrays[:count],
             dict(zip(about["state"], arrays[count:], strict=True)),
+            about["numbers"],
         )
 
     @staticmethod
@@ -129,21 +155,36 @@ class SnapshotFolder:
             self._thread = None
 
 
-def _bytes_of(snapshot: Snapshot) -> bytes:
-    arrays = [*snapshot.values, *snapshot.state.values()]
-    raws = {str(n): np.frombuffer(array.tobytes(), np.uint8) for n, array in enumerate(arrays)}
+def _pieces_of(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
+    """Yield a file of safetensors piece by piece, without a copy: servers go on meanwhile.
+
+    safetensors' own writer copies the arrays, for which it holds Python's lock.
+    """
+    arrays = [np.ascontiguousarray(each) for each in (*snapshot.values, *snapshot.state.values())]
+    raws = [array.reshape(-1).view(np.uint8).data for array in arrays]
+    shapes = [each.shape for each in (*snapshot.values, *snapshot.state.values())]
     about = {
         "description": snapshot.description,
         "version": snapshot.version,
         "finished": snapshot.finished,
         "blocks": len(snapshot.values),
         "state": list(snapshot.state),
+        "numbers": snapshot.numbers,
         "arrays": [
-            [key, array.dtype.name, array.shape, zlib.crc32(raw.data)]
-            for (key, raw), array in zip(raws.items(), arrays, strict=True)
+            [str(number), array.dtype.name, shape, zlib.crc32(raw)]
+            for number, (array, raw, shape) in enumerate(zip(arrays, raws, shapes, strict=True))
         ],
     }
-    return bytes(save(raws, {"about": json.dumps(about)}))
+    header: dict[str, Any] = {"__metadata__": {"about": json.dumps(about)}}
+    start = 0
+    for number, raw in enumerate(raws):
+        place = [start, start + raw.nbytes]
+        header[str(number)] = {"dtype": "U8", "shape": [raw.nbytes], "data_offsets": place}
+        start += raw.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    yield len(head).to_bytes(8, "little") + head
+    yield from raws
 
 
 def _synchronize(folder: Path) -> None:

@@ -48,6 +48,16 @@ class Answer(NamedTuple):
     message: Message
 
 
+class Saved(NamedTuple):
+    """A table between two updates."""
+
+    values: list[Array]
+    state: dict[str, Array]
+    version: int
+    finished: dict[int, int]
+    numbers: list[Mapping[str, Any]]
+
+
 @dataclass
 class _Start:
     """A worker that has said `start` and waits for the table."""
@@ -56,6 +66,7 @@ class _Start:
     request: int
     clock: int | None  # Its next step; None: it has none, and takes the one that it is given.
     version: int  # Of the values that it has; -1: of none.
+    enters: int = 0  # It takes part from this step on, and not before.
 
 
 @dataclass
@@ -85,7 +96,10 @@ class Table:
         # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
         self._gradients: dict[int, dict[int, list[Array] | None]] = {}
         self._numbers: list[Mapping[str, Any]] = []
-        self._sent: tuple[int, list[Array]] | None = None  # A version, and a copy of its values.
+        # Version -> a copy of its values, of the two newest ones that were pulled. A worker that
+        # returns may have to do a step again that other servers have not finished.
+        self._sent: dict[int, list[Array]] = {}
+        self._goes_back = False  # To a snapshot, though workers have newer values.
 
     @property
     def version(self) -> int:
@@ -96,9 +110,11 @@ class Table:
 
     def restore(
         self, values: Sequence[Array], state: Mapping[str, Array], version: int,
-        finished: Mapping[int, int],
+        finished: Mapping[int, int], numbers: Sequence[Mapping[str, Any]] = (), *,
+        goes_back: bool = False,
     ) -> None:  # fmt: skip
-        """Begin with a snapshot."""
+        """Begin with a snapshot; with `goes_back`, whatever newer values workers have."""
+        self._numbers, self._goes_back = list(numbers), goes_back
         self.updater.begin(values)
         self.updater.load(state)
         self.clocks.version = version
@@ -107,18 +123,25 @@ class Table:
         self.clocks.finished = {worker: min(clock, most) for worker, clock in finished.items()}
         self._restored = True
 
-    def copy(self) -> tuple[list[Array], dict[str, Array], int, dict[int, int]]:
-        """Return what `restore` takes."""
-        values = [array.copy() for array in self.updater.values()]
+    def copy(self) -> Saved:
+        """Return what `restore` takes. The values are those that are sent, too: never change them.
+
+        The state is in memory of its own.
+        """
         state = {name: array.copy() for name, array in self.updater.state().items()}
-        return values, state, self.version, dict(self.clocks.finished)
+        finished = dict(self.clocks.finished)
+        return Saved(self._values_of(self.version), state, self.version, finished, self._numbers)
 
     def start(
         self, peer: bytes, worker: int, message: Message, workers: Collection[int]
     ) -> list[Answer]:
         """Let a worker take part; `workers` are all that the server has to hear of."""
-        clock, version = message.body.get("clock"), message.body.get("version", -1)
-        self._starts[worker] = _Start(peer, message.request, clock, version)
+        body = message.body
+        self._starts[worker] = _Start(
+            peer, message.request, body.get("clock"), body.get("version", -1), body.get("enters", 0)
+        )
+        if not self._numbers and body.get("numbers"):
+            self._numbers = list(body["numbers"])
         return self.look(workers)
 
     def look(self, workers: Collection[int]) -> list[Answer]:
@@ -135,7 +158,8 @@ class Table:
         if not self._starts or (self._restored and missing):
             return []
         best = max(self._starts, key=lambda worker: (self._starts[worker].version, -worker))
-        if self._restored and self._starts[best].version <= self.version:
+        is_older = self._starts[best].version <= self.version
+        if self._restored and (is_older or self._goes_back):
             return self._begin()
         self._wanted = best
         start = self._starts[best]
@@ -163,7 +187,7 @@ class Table:
         return self._welcome() + self._go_on()
 
     def _welcome(self) -> list[Answer]:
-        answers = []
+        answers, knew = [], set(self.clocks.finished)
         for worker, start in sorted(self._starts.items()):
             sync = self.clocks.mode.name == SYNC
             kind = "started"
@@ -173,7 +197,9 @@ class Table:
                 self.clocks.finished[worker] = max(known, self.version if sync else start.clock)
                 if sync and start.clock > self.version:
                     kind = "rolled_back"
-            body = {"clock": self.clocks.enter(worker)}
+            body = {"clock": self.clocks.enter(worker), "is_known": worker in knew}
+            if start.enters > body["clock"]:
+                body["clock"] = self.clocks.finished[worker] = start.enters
             answers.append(self._answer(start.peer, start.request, kind, body))
         self._starts.clear()
         return answers
@@ -222,8 +248,7 @@ class Table:
         answers = []
         for worker in ready:
             pull = self._pulls.pop(worker)
-            values = self._values_to_send()
-            answers.append(self._answer(pull.peer, pull.request, "values", payloads=values))
+            answers.append(self._values_for(pull))
         return answers
 
     def _sum(
@@ -246,11 +271,24 @@ class Table:
             self.updater.step(gradients, self._numbers)
         self.clocks.update()
 
-    def _values_to_send(self) -> list[memoryview]:
-        """Return the values in memory that the next update does not touch."""
-        if self._sent is None or self._sent[0] != self.version:
-            self._sent = (self.version, [array.copy() for array in self.updater.values()])
-        return [memoryview(array.view(np.uint8).data) for array in self._sent[1]]
+    def _values_for(self, pull: _Pull) -> Answer:
+        """Answer with values in memory that the next update does not touch.
+
+        In sync they are those that the step of the pull begins with.
+        """
+        is_sync = self.clocks.mode.name == SYNC
+        version = pull.clock if is_sync and pull.clock in self._sent else self.version
+        payloads = [memoryview(array.view(np.uint8).data) for array in self._values_of(version)]
+        answer = self._answer(pull.peer, pull.request, "values", payloads=payloads)
+        return answer._replace(message=answer.message._replace(clock=version))
+
+    def _values_of(self, version: int) -> list[Array]:
+        """Return a copy of the values of this version, or of one before that is kept."""
+        if version not in self._sent:
+            self._sent[version] = [array.copy() for array in self.updater.values()]
+            for old in sorted(self._sent)[: -2 if self.clocks.mode.name == SYNC else -1]:
+                del self._sent[old]
+        return self._sent[version]
 
     def _answer(
         self, peer: bytes, request: int, kind: str, body: Mapping[str, Any] | None = None,

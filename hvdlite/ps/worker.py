@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,17 +11,21 @@ from typing import Any
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of
-from hvdlite.ps.client import Client, Connection
+from hvdlite.ps.client import Client
 from hvdlite.ps.clocks import Mode
 from hvdlite.ps.enrolment import Enrolment
 from hvdlite.ps.layout import Layout, Part
+from hvdlite.ps.link import ServerLink
 from hvdlite.ps.messages import Message
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.server import describe_table
 from hvdlite.ps.settings import ClusterSettings
-from hvdlite.ps.shard import Shard
+from hvdlite.ps.shard import PsRolledBack, Shard
 
 START_SECONDS = 1800.0
+WATCH_SECONDS = 1.0
+SILENCE_SECONDS = 300.0  # After which a server is lost for good.
+MOST_SKEW = 2  # How far the clocks may be apart that servers give to a worker that joins.
 
 
 class Worker:
@@ -28,10 +33,12 @@ class Worker:
 
     def __init__(
         self, settings: ClusterSettings, *, number: int | None = None,
-        start_seconds: float = START_SECONDS,
+        start_seconds: float = START_SECONDS, silence_seconds: float = SILENCE_SECONDS,
     ) -> None:  # fmt: skip
-        self._client = Client(_identity(settings, number))
-        self._servers: dict[int, _ServerLink] = {}
+        self._client = Client(_identity(settings, number), settings.curve_token)
+        self._token = settings.token
+        self._servers: dict[int, ServerLink] = {}
+        self._silence_seconds = silence_seconds
         self.failure = ""
         self._enrolment = Enrolment(self._client, settings, number=number, changed=self._change)
         try:
@@ -39,6 +46,7 @@ class Worker:
         except BaseException:
             self._client.close()
             raise
+        self._client.every(WATCH_SECONDS, self._watch)
         self.size = settings.num_workers
         self._tables: dict[str, RemoteTable] = {}
 
@@ -51,12 +59,20 @@ class Worker:
     def _change(self, body: Mapping[str, Any]) -> None:
         """Follow the servers to their addresses, in the client."""
         for number, address, _incarnation in body["servers"]:
-            link = self._servers.setdefault(number, _ServerLink(self._client))
-            link.follow(address)
-        if body["failure"] and not self.failure:
+            if number not in self._servers:
+                link = ServerLink(self._client, number, lambda: self.number, self._token)
+                self._servers[number] = link
+            self._servers[number].follow(address)
+        if body["failure"]:
             self.failure = body["failure"]
             for link in self._servers.values():
                 link.fail(HorovodInternalError(self.failure))
+            self._enrolment.fail_requests(self.failure)
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        for link in self._servers.values():
+            link.watch(now, self._silence_seconds)
 
     def declare(
         self, name: str, specs: Sequence[TensorSpec], options: TableOptions,
@@ -71,8 +87,6 @@ class Worker:
             "options": list(options),
         }
         answer = self._ask(Message("declare", 0, name, body=body))
-        if answer.kind == "failed":
-            raise HorovodInternalError(answer.body["why"], job_goes_on=True)
         parts = tuple(Part(*part) for part in answer.body["parts"])
         first_key = answer.body["first_key"]
         layout = Layout(parts, (), len(self._servers))
@@ -92,6 +106,8 @@ class Worker:
         while True:
             handle = self._client.ask(lambda done: self._enrolment.request(message, done))
             answer: Message = handle.wait()
+            if answer.kind == "failed":
+                raise HorovodInternalError(answer.body["why"], job_goes_on=not self.failure)
             if answer.kind != "restarted":  # Else the scheduler has to hear of this worker first.
                 return answer
 
@@ -107,62 +123,13 @@ class Worker:
         self._client.close()
 
 
-class _ServerLink:
-    """The connection with one server, wherever it is, and the shards of tables there."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._address = ""
-        self._connection: Connection | None = None
-        self._shards: list[Shard] = []
-        self._left: Callable[[Message], None] | None = None
-
-    def follow(self, address: str) -> None:
-        """Connect with another address, where the server has moved."""
-        if address == self._address:
-            return
-        if self._connection is not None:
-            self._client.disconnect(self._connection)
-        self._address = address
-        self._connection = self._client.connect(address)
-        self._connection.receive = self._receive
-        for shard in self._shards:
-            shard.come_again()
-
-    def send(self, message: Message) -> int:
-        """Send a request; return its id."""
-        assert self._connection is not None
-        return self._connection.send(message)
-
-    def add(self, shard: Shard) -> None:
-        """Let a shard hear of answers."""
-        self._shards.append(shard)
-
-    def leave(self, done: Callable[[Message], None]) -> None:
-        """Tell the server that this worker goes."""
-        self._left = done
-        self.send(Message("leave"))
-
-    def fail(self, error: Exception) -> None:
-        """Fail all that waits for the server."""
-        for shard in self._shards:
-            shard.fail(error)
-
-    def _receive(self, message: Message) -> None:
-        if message.kind == "done" and self._left is not None:
-            self._left(message)
-        for shard in self._shards:
-            if shard.table == message.table:
-                shard.receive(message)
-
-
 class RemoteTable:
     """A table on the servers, as one worker pushes to it and pulls from it."""
 
     def __init__(
         self, name: str, specs: Sequence[TensorSpec], first_key: int,
         blocks: Sequence[Sequence[Block]], options: TableOptions,
-        values: Callable[[], Sequence[Array]], client: Client, links: Sequence[_ServerLink],
+        values: Callable[[], Sequence[Array]], client: Client, links: Sequence[ServerLink],
         worker: int,
     ) -> None:  # fmt: skip
         self.name = name
@@ -177,9 +144,30 @@ class RemoteTable:
                 name, server, worker, described,
                 partial(self._cut_values, values, server), link.send,
             )  # fmt: skip
+            shard.on_rollback = self._go_back
             link.add(shard)
             self._shards.append(shard)
-        for handle in [self._client.ask(shard.start) for shard in self._shards]:
+        self._rolled_back: PsRolledBack | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """Take part at the same step at all servers.
+
+        A worker that returns does its step again that some servers have; one that joins begins
+        where all servers can.
+        """
+        answers = [
+            handle.wait() for handle in [self._client.ask(shard.start) for shard in self._shards]
+        ]
+        top = max(shard.clock for shard in self._shards)
+        if top - self.clock > MOST_SKEW:  # Some server has lost more steps than the others.
+            return
+        if all(answer.body["is_known"] for answer in answers):
+            for shard in self._shards:
+                shard.clock = self.clock
+            return
+        behind = [shard for shard in self._shards if shard.clock < top]
+        for handle in [self._client.ask(partial(shard.enter_at, top)) for shard in behind]:
             handle.wait()
 
     @property
@@ -187,13 +175,28 @@ class RemoteTable:
         """The number of steps that this worker has finished."""
         return min(shard.clock for shard in self._shards)
 
+    def _go_back(self, error: PsRolledBack) -> None:
+        """Go back at all servers, as one has lost steps, in the client."""
+        self._rolled_back = error
+        for shard in self._shards:
+            shard.go_back(error)
+
+    def _raise_if_rolled_back(self) -> None:
+        error, self._rolled_back = self._rolled_back, None
+        if error is not None:
+            raise error
+
     @property
     def version(self) -> int:
         """The lowest version of the values that were pulled."""
         return min(shard.version for shard in self._shards)
 
     def push(self, tensors: Sequence[Array], body: Mapping[str, Any]) -> list[Handle]:
-        """Push the gradients of a step, as flat tensors, which are copied."""
+        """Push the gradients of a step, as flat tensors, which are copied.
+
+        Raises `PsRolledBack`.
+        """
+        self._raise_if_rolled_back()
         handles = []
         for server, shard in enumerate(self._shards):
             payloads = self._cut(tensors, server) if tensors else []
@@ -206,9 +209,14 @@ class RemoteTable:
 
         Raises `PsRolledBack`, and `HorovodInternalError` where a server is lost for good.
         """
+        self._raise_if_rolled_back()
         handles = [self._client.ask(shard.pull) for shard in self._shards]
         for blocks, handle in zip(self._blocks, handles, strict=True):
-            answer = handle.wait()
+            try:
+                answer = handle.wait()
+            except PsRolledBack:
+                self._rolled_back = None
+                raise
             for block, data in zip(blocks, answer.payloads, strict=True):
                 block.scatter(block.view(data), tensors, self._first_key)
 

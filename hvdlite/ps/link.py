@@ -1,0 +1,114 @@
+"""The connection of a worker with one server, wherever it is, and the shards of tables there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.ps.admission import proved
+from hvdlite.ps.client import Client, Connection
+from hvdlite.ps.messages import Message
+from hvdlite.ps.shard import Shard
+
+
+class ServerLink:
+    """A connection that follows its server. Its methods are called in the client's thread."""
+
+    def __init__(
+        self, client: Client, server: int, worker: Callable[[], int], token: bytes
+    ) -> None:
+        self.server = server
+        self._client, self._worker, self._token = client, worker, token
+        self._address = ""
+        self._connection: Connection | None = None
+        self._shards: list[Shard] = []
+        self._left: Callable[[Message], None] | None = None
+        self._nonce = b""  # That was answered last.
+        self._asked = False  # Whether the server lives.
+
+    def follow(self, address: str) -> None:
+        """Connect with another address, where the server has moved."""
+        if address == self._address:
+            return
+        self.close()
+        self._address = address
+        self._connection = self._client.connect(address)
+        self._connection.receive = self._receive
+        self._asked = False
+        self._come_again()
+
+    def close(self) -> None:
+        """End the connection with a server that is no more."""
+        if self._connection is not None:
+            self._client.disconnect(self._connection)
+            self._connection = None
+
+    def send(self, message: Message) -> int:
+        """Send a request; return its id."""
+        assert self._connection is not None
+        return self._connection.send(message)
+
+    def add(self, shard: Shard) -> None:
+        """Let a shard hear of answers."""
+        self._shards.append(shard)
+
+    def remove(self, shard: Shard) -> None:
+        """Let a shard hear of nothing more."""
+        self._shards.remove(shard)
+
+    def leave(self, done: Callable[[Message], None]) -> None:
+        """Tell the server that this worker goes."""
+        self._left = done
+        self.send(Message("leave"))
+
+    def fail(self, error: Exception) -> None:
+        """Fail all that waits for the server."""
+        for shard in self._shards:
+            shard.fail(error)
+
+    def watch(self, now: float, most_seconds: float) -> None:
+        """Fail what waits for a server that has not said a word for `most_seconds`."""
+        connection = self._connection
+        if connection is None or not any(shard.waits for shard in self._shards):
+            self._asked = False
+            return
+        if not self._asked:
+            self._asked = True
+            connection.heard = now
+            self.send(Message("beat"))
+        elif now - connection.heard >= most_seconds:
+            self.fail(
+                HorovodInternalError(
+                    f"server {self.server} ({self._address}) is lost: nothing was heard of it for "
+                    f"{most_seconds:g} seconds (--ps-timeout)"
+                )
+            )
+
+    def _receive(self, message: Message) -> None:
+        if message.kind == "challenge":
+            if message.body["nonce"] != self._nonce:
+                self._nonce = message.body["nonce"]
+                body = proved({"worker": self._worker()}, self._nonce, self._token)
+                self.send(Message("hello", body=body))
+        elif message.kind == "welcome":
+            self._come_again()
+        elif message.kind == "refused":
+            self.fail(ConfigError(f"server {self.server} says: {message.body['why']}"))
+        elif message.kind == "beat":
+            self._asked = False
+        elif message.kind == "done" and self._left is not None:
+            self._left(message)
+        else:
+            for shard in self._shards:
+                if shard.table == message.table:
+                    shard.receive(message)
+
+    def _come_again(self) -> None:
+        """Start all shards anew at a server that does not know this worker."""
+        assert self._connection is not None
+        self._connection.forget()
+        self._asked = False
+        for shard in self._shards:
+            shard.come_again()
+        if self._left is not None:
+            self.leave(self._left)
