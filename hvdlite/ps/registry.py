@@ -21,6 +21,7 @@ class TableOptions(NamedTuple):
     staleness: int | None = None
     average: bool = True
     part_bytes: int | None = PART_BYTES  # None: tensors are kept whole.
+    rows: Sequence[Any] | None = None  # Of a table of rows: what they are.
 
 
 class _Table(NamedTuple):
@@ -49,11 +50,14 @@ class Registry:
             self._compare(worker, name, known, specs, options)
         else:
             known = _Table(len(self.layout.itemsizes), tuple(specs), options, worker)
+            if options.rows is not None:
+                specs = []  # Row r is on server r mod S.
             sizes, itemsizes = [spec.size for spec in specs], [spec.itemsize for spec in specs]
             servers = self.layout.num_servers
             self.layout = place(sizes, itemsizes, servers, options.part_bytes, self.layout)
             self._tables[name] = known
-        keys = range(known.first_key, known.first_key + len(known.specs))
+        count = len(known.specs) if known.options.rows is None else 0
+        keys = range(known.first_key, known.first_key + count)
         return known.first_key, [part for part in self.layout.parts if part.key in keys]
 
     def _compare(

@@ -12,6 +12,8 @@ from hvdlite.ps.channel import Listener
 from hvdlite.ps.clocks import Mode
 from hvdlite.ps.layout import Part
 from hvdlite.ps.messages import Message
+from hvdlite.ps.row_store import RowsSpec
+from hvdlite.ps.row_tables import RowShare, RowTable
 from hvdlite.ps.snapshots import Snapshot, SnapshotFolder
 from hvdlite.ps.tables import Answer, Table, Updater
 
@@ -33,15 +35,21 @@ class TableDescription:
                 Block(dtype, group, tuple(Part(*part) for part in parts))
                 for dtype, group, parts in body["blocks"]
             ]
+            self.rows: RowShare | None = None  # Of a table of rows, which has no blocks.
+            if body.get("rows"):
+                fields, server, servers = body["rows"]
+                self.rows = RowShare(RowsSpec(*fields), server, servers)
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"the table {name!r} is described wrongly: {error}") from error
 
 
 def describe_table(
-    specs: Sequence[TensorSpec], blocks: Sequence[Block], mode: Mode, *, average: bool
-) -> dict[str, Any]:
+    specs: Sequence[TensorSpec], blocks: Sequence[Block], mode: Mode, *, average: bool,
+    rows: RowShare | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return what `TableDescription` reads."""
     return {
+        "rows": rows and [rows.spec.fields, rows.server, rows.servers],
         "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
         "mode": mode.name,
         "staleness": mode.staleness,
@@ -82,7 +90,8 @@ class Server:
         self._admitted: set[bytes] = set()
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "start": self._start, "offer": self._offer, "push": self._push, "pull": self._pull,
-            "leave": self._leave, "beat": self._beat,
+            "push_rows": self._push, "pull_rows": self._pull, "leave": self._leave,
+            "beat": self._beat,
         }  # fmt: skip
         for snapshot in snapshots.newest() if snapshots else ():
             table = self._new_table(TableDescription(snapshot.table, snapshot.description))
@@ -95,10 +104,13 @@ class Server:
     def _new_table(self, described: TableDescription) -> Table:
         name = described.name
         self._descriptions[name] = described
-        self.tables[name] = table = Table(
+        table_class = RowTable if described.rows else Table
+        self.tables[name] = table = table_class(
             name, described.blocks, described.mode, self._new_updater(described),
             average=described.average, incarnation=self._incarnation,
         )  # fmt: skip
+        if isinstance(table, RowTable) and described.rows:
+            table.rows = described.rows
         return table
 
     def serve(self, ended: Callable[[], bool]) -> None:

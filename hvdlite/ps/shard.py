@@ -35,8 +35,9 @@ class Shard:
 
     def __init__(
         self, table: str, server: int, worker: int, description: Mapping[str, Any],
-        values: Callable[[], Sequence[Buffer]], send: Callable[[Message], int],
+        values: Callable[[], Sequence[Buffer]], send: Callable[[Message], int], kinds: str = "",
     ) -> None:  # fmt: skip
+        self._kinds = kinds  # "_rows" where it is a table of rows.
         self.table, self.server, self._worker = table, server, worker
         self.version = -1  # Of the last values that were pulled.
         self.clock = 0  # Of the next step.
@@ -76,15 +77,19 @@ class Shard:
         done: Callable[[Message | Exception], None],
     ) -> None:  # fmt: skip
         """Push the gradients of the next step; `payloads` must not change until its pull ends."""
-        message = Message("push", 0, self.table, self.clock, 0, body, payloads)
+        message = Message(f"push{self._kinds}", 0, self.table, self.clock, 0, body, payloads)
         self._numbers = body.get("numbers") or self._numbers
         self.clock += 1
         self._push = _Request(message, done)
         self._send_again("push")
 
-    def pull(self, done: Callable[[Message | Exception], None]) -> None:
-        """Pull the values that the next step needs."""
-        self._pull = _Request(Message("pull", 0, self.table, self.clock), done)
+    def pull(
+        self, done: Callable[[Message | Exception], None], payloads: Sequence[Buffer] = ()
+    ) -> None:
+        """Pull the values that the next step needs; of rows, `payloads` has their ids."""
+        kind = f"pull{self._kinds}"
+        message = Message(kind, 0, self.table, self.clock, payloads=payloads)
+        self._pull = _Request(message, done)
         self._send_again("pull")
 
     def come_again(self) -> None:

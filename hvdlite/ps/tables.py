@@ -69,11 +69,11 @@ class _Start:
     enters: int = 0  # It takes part from this step on, and not before.
 
 
-@dataclass
-class _Pull:
+class Pull(NamedTuple):
+    """A pull that waits."""
+
     peer: bytes
-    request: int
-    clock: int
+    message: Message
 
 
 class Table:
@@ -92,7 +92,7 @@ class Table:
         self._workers: set[int] = set()
         self._wanted: int | None = None  # The worker whose values are awaited.
         self._starts: dict[int, _Start] = {}
-        self._pulls: dict[int, _Pull] = {}
+        self._pulls: dict[int, Pull] = {}
         # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
         self._gradients: dict[int, dict[int, list[Array] | None]] = {}
         self._numbers: list[Mapping[str, Any]] = []
@@ -211,11 +211,7 @@ class Table:
         if not self.begun or worker not in self.clocks.finished:
             return [self._answer(peer, message.request, "restarted")]
         skips = bool(message.body.get(SKIP))
-        gradients = None
-        if not skips:
-            gradients = [
-                block.view(data) for block, data in zip(self.blocks, message.payloads, strict=True)
-            ]
+        gradients = None if skips else self._gradients_of(message)
         if self.clocks.push(worker, message.clock):
             if numbers := message.body.get("numbers"):
                 self._numbers = numbers
@@ -229,7 +225,7 @@ class Table:
         """Answer with the values when the mode allows it."""
         if not self.begun or worker not in self.clocks.finished:
             return [self._answer(peer, message.request, "restarted")]
-        self._pulls[worker] = _Pull(peer, message.request, message.clock)
+        self._pulls[worker] = Pull(peer, message)
         return self._go_on()
 
     def leave(self, worker: int) -> list[Answer]:
@@ -244,12 +240,19 @@ class Table:
         if self.clocks.mode.name == SYNC:
             while (workers := self.clocks.complete()) is not None:
                 self._update(self._sum(self._gradients.pop(self.version), workers))
-        ready = [worker for worker, pull in self._pulls.items() if self.clocks.may_pull(pull.clock)]
+        ready = [
+            worker
+            for worker, (_, message) in self._pulls.items()
+            if self.clocks.may_pull(message.clock)
+        ]
         answers = []
         for worker in ready:
             pull = self._pulls.pop(worker)
             answers.append(self._values_for(pull))
         return answers
+
+    def _gradients_of(self, message: Message) -> list[Array]:
+        return [block.view(data) for block, data in zip(self.blocks, message.payloads, strict=True)]
 
     def _sum(
         self, gradients: Mapping[int, list[Array] | None], workers: Sequence[int]
@@ -271,15 +274,15 @@ class Table:
             self.updater.step(gradients, self._numbers)
         self.clocks.update()
 
-    def _values_for(self, pull: _Pull) -> Answer:
+    def _values_for(self, pull: Pull) -> Answer:
         """Answer with values in memory that the next update does not touch.
 
         In sync they are those that the step of the pull begins with.
         """
-        is_sync = self.clocks.mode.name == SYNC
-        version = pull.clock if is_sync and pull.clock in self._sent else self.version
+        clock, is_sync = pull.message.clock, self.clocks.mode.name == SYNC
+        version = clock if is_sync and clock in self._sent else self.version
         payloads = [memoryview(array.view(np.uint8).data) for array in self._values_of(version)]
-        answer = self._answer(pull.peer, pull.request, "values", payloads=payloads)
+        answer = self._answer(pull.peer, pull.message.request, "values", payloads=payloads)
         return answer._replace(message=answer.message._replace(clock=version))
 
     def _values_of(self, version: int) -> list[Array]:
@@ -306,7 +309,7 @@ def add_up(summands: Sequence[Array], *, average: bool) -> Array:
     16-bit floats are added in float32.
     """
     dtype = summands[0].dtype
-    wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
+    wide = wide_dtype(dtype)
     total = summands[0].astype(wide)
     for term in summands[1:]:
         total += term if wide == dtype else term.astype(wide)
@@ -316,3 +319,9 @@ def add_up(summands: Sequence[Array], *, average: bool) -> Array:
         else:
             total *= wide.type(1 / len(summands))
     return total.astype(dtype, copy=False)
+
+
+def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which terms of a dtype are added up."""
+    is_short = dtype.itemsize == 2 and dtype.kind not in "iu"
+    return np.dtype(np.float32) if is_short else dtype

@@ -18,14 +18,15 @@ from hvdlite.ps.layout import Layout, Part
 from hvdlite.ps.link import ServerLink
 from hvdlite.ps.messages import Message
 from hvdlite.ps.registry import TableOptions
+from hvdlite.ps.remote_rows import RemoteRows
 from hvdlite.ps.server import describe_table
 from hvdlite.ps.settings import ClusterSettings
 from hvdlite.ps.shard import PsRolledBack, Shard
+from hvdlite.ps.table_shards import TableShards
 
 START_SECONDS = 1800.0
 WATCH_SECONDS = 1.0
 SILENCE_SECONDS = 300.0  # After which a server is lost for good.
-MOST_SKEW = 2  # How far the clocks may be apart that servers give to a worker that joins.
 
 
 class Worker:
@@ -82,11 +83,7 @@ class Worker:
 
         Raises `HorovodInternalError` where workers disagree.
         """
-        body = {
-            "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
-            "options": list(options),
-        }
-        answer = self._ask(Message("declare", 0, name, body=body))
+        answer = self._declare(name, specs, options)
         parts = tuple(Part(*part) for part in answer.body["parts"])
         first_key = answer.body["first_key"]
         layout = Layout(parts, (), len(self._servers))
@@ -97,6 +94,31 @@ class Worker:
         )  # fmt: skip
         self._tables[name] = table
         return table
+
+    def declare_rows(self, spec: TensorSpec, options: TableOptions) -> RemoteRows:
+        """Return a table of rows that all workers declare alike; its name is that of `spec`.
+
+        Raises `HorovodInternalError` where workers disagree.
+        """
+        self._declare(spec.name, [spec], options)
+
+        def new_shard(server: int, about: Mapping[str, Any]) -> Shard:
+            link = self._servers[server]
+            shard = Shard(spec.name, server, self.number, about, list, link.send, "_rows")
+            link.add(shard)
+            return shard
+
+        return RemoteRows(spec, options, self._client, len(self._servers), new_shard)
+
+    def _declare(self, name: str, specs: Sequence[TensorSpec], options: TableOptions) -> Message:
+        body = {
+            "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
+            "options": list(options),
+        }
+        answer = self._ask(Message("declare", 0, name, body=body))
+        if answer.kind == "failed":
+            raise HorovodInternalError(answer.body["why"], job_goes_on=True)
+        return answer
 
     def barrier(self) -> None:
         """Wait until all workers have come here."""
@@ -123,7 +145,7 @@ class Worker:
         self._client.close()
 
 
-class RemoteTable:
+class RemoteTable(TableShards):
     """A table on the servers, as one worker pushes to it and pulls from it."""
 
     def __init__(
@@ -133,9 +155,9 @@ class RemoteTable:
         worker: int,
     ) -> None:  # fmt: skip
         self.name = name
-        self._client, self._first_key = client, first_key
+        self._first_key = first_key
         self._blocks = blocks
-        self._shards: list[Shard] = []
+        shards: list[Shard] = []
         self._staging: list[list[Array]] = []
         mode = Mode(options.mode, options.staleness)
         for server, link in enumerate(links):
@@ -144,47 +166,9 @@ class RemoteTable:
                 name, server, worker, described,
                 partial(self._cut_values, values, server), link.send,
             )  # fmt: skip
-            shard.on_rollback = self._go_back
             link.add(shard)
-            self._shards.append(shard)
-        self._rolled_back: PsRolledBack | None = None
-        self._start()
-
-    def _start(self) -> None:
-        """Take part at the same step at all servers.
-
-        A worker that returns does its step again that some servers have; one that joins begins
-        where all servers can.
-        """
-        answers = [
-            handle.wait() for handle in [self._client.ask(shard.start) for shard in self._shards]
-        ]
-        top = max(shard.clock for shard in self._shards)
-        if top - self.clock > MOST_SKEW:  # Some server has lost more steps than the others.
-            return
-        if all(answer.body["is_known"] for answer in answers):
-            for shard in self._shards:
-                shard.clock = self.clock
-            return
-        behind = [shard for shard in self._shards if shard.clock < top]
-        for handle in [self._client.ask(partial(shard.enter_at, top)) for shard in behind]:
-            handle.wait()
-
-    @property
-    def clock(self) -> int:
-        """The number of steps that this worker has finished."""
-        return min(shard.clock for shard in self._shards)
-
-    def _go_back(self, error: PsRolledBack) -> None:
-        """Go back at all servers, as one has lost steps, in the client."""
-        self._rolled_back = error
-        for shard in self._shards:
-            shard.go_back(error)
-
-    def _raise_if_rolled_back(self) -> None:
-        error, self._rolled_back = self._rolled_back, None
-        if error is not None:
-            raise error
+            shards.append(shard)
+        super().__init__(client, shards)
 
     @property
     def version(self) -> int:
@@ -196,7 +180,7 @@ class RemoteTable:
 
         Raises `PsRolledBack`.
         """
-        self._raise_if_rolled_back()
+        self.raise_if_rolled_back()
         handles = []
         for server, shard in enumerate(self._shards):
             payloads = self._cut(tensors, server) if tensors else []
@@ -209,7 +193,7 @@ class RemoteTable:
 
         Raises `PsRolledBack`, and `HorovodInternalError` where a server is lost for good.
         """
-        self._raise_if_rolled_back()
+        self.raise_if_rolled_back()
         handles = [self._client.ask(shard.pull) for shard in self._shards]
         for blocks, handle in zip(self._blocks, handles, strict=True):
             try:

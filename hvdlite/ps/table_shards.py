@@ -1,0 +1,65 @@
+"""The shards of one table on all servers, which a worker keeps at the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from hvdlite.ps.client import Client
+from hvdlite.ps.shard import PsRolledBack, Shard
+
+MOST_SKEW = 2  # How far the clocks may be apart that servers give to a worker that joins.
+
+
+class TableShards:
+    """Takes part in a table at all servers when it is made."""
+
+    def __init__(self, client: Client, shards: Sequence[Shard]) -> None:
+        self._client, self._shards = client, list(shards)
+        self._rolled_back: PsRolledBack | None = None
+        for shard in self._shards:
+            shard.on_rollback = self._go_back
+        self._start()
+
+    def _start(self) -> None:
+        """Take part at the same step at all servers.
+
+        A worker that returns does its step again that some servers have; one that joins begins
+        where all servers can.
+        """
+        answers = [
+            handle.wait() for handle in [self._client.ask(shard.start) for shard in self._shards]
+        ]
+        top = max(shard.clock for shard in self._shards)
+        if top - self.clock > MOST_SKEW:  # Some server has lost more steps than the others.
+            return
+        if all(answer.body["is_known"] for answer in answers):
+            for shard in self._shards:
+                shard.clock = self.clock
+            return
+        behind = [shard for shard in self._shards if shard.clock < top]
+        for handle in [self._client.ask(partial(shard.enter_at, top)) for shard in behind]:
+            handle.wait()
+
+    @property
+    def clock(self) -> int:
+        """The number of steps that this worker has finished."""
+        return min(shard.clock for shard in self._shards)
+
+    def _go_back(self, error: PsRolledBack) -> None:
+        """Go back at all servers, as one has lost steps, in the client."""
+        self._rolled_back = error
+        for shard in self._shards:
+            shard.go_back(error)
+
+    def raise_if_rolled_back(self) -> None:
+        """Raise the `PsRolledBack` that nobody has heard of yet."""
+        error, self._rolled_back = self._rolled_back, None
+        if error is not None:
+            raise error
+
+    def align(self, clock: int) -> None:
+        """Do steps again that this table has, and another one has not."""
+        if 0 < self.clock - clock <= MOST_SKEW:
+            for shard in self._shards:
+                shard.clock = clock

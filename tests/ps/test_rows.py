@@ -1,0 +1,228 @@
+"""Rows on servers: where they are, what they begin with, and what pushes make of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdlite.ps.blocks import Array, TensorSpec
+from hvdlite.ps.client import Client
+from hvdlite.ps.registry import Registry, TableOptions
+from hvdlite.ps.remote_rows import RemoteRows
+from hvdlite.ps.row_store import RowsSpec, RowStore, first_rows
+from hvdlite.ps.row_tables import AddedRows, add_rows, merge_repeated
+from hvdlite.ps.shard import Shard
+from tests.ps.test_training import RunningServer, in_threads
+
+SPEC = RowsSpec(50, 3, "float64", seed=7)
+
+
+def test_first_values_depend_on_seed_name_and_row_alone() -> None:
+    every = first_rows(SPEC, "e", np.arange(50))
+    for ids in ([49], [3, 4, 0], range(1, 50, 7)):
+        assert first_rows(SPEC, "e", np.array([*ids])).tolist() == every[[*ids]].tolist()
+    assert (every != first_rows(SPEC, "f", np.arange(50))).all()
+    assert (every != first_rows(RowsSpec(50, 3, "float64", seed=8), "e", np.arange(50))).all()
+    assert len(np.unique(every)) == 150
+
+
+def test_first_values_are_spread_as_asked_for() -> None:
+    spec = RowsSpec(2**40, 8, initializer="normal", scale=0.5, zero_row=2**39)
+    normal = first_rows(spec, "e", np.arange(2**39, 2**39 + 20000))
+    assert not normal[0].any() and normal[1:].all()
+    assert abs(normal.mean()) < 0.005 and abs(normal.std() - 0.5) < 0.005
+    assert abs((np.abs(normal) < 0.5).mean() - 0.6827) < 0.005
+    uniform = first_rows(RowsSpec(9999, 8, initializer="uniform", scale=2), "e", np.arange(9999))
+    assert abs(uniform.mean()) < 0.02 and 1.99 < np.abs(uniform).max() <= 2
+    assert abs(uniform.std() - 2 / 3**0.5) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ((0, 3), "count of rows is 0"),
+        ((3, True), "length of rows is True"),
+        ((3, 3, "int32"), "rows of int32"),
+        ((3, 3, "float32", 1.5), "seed of rows is 1.5"),
+        ((3, 3, "float32", 1, "ones"), "initializer is 'ones'"),
+    ],
+)
+def test_what_rows_cannot_be(words: Any, wanted: str) -> None:
+    with pytest.raises(ValueError, match=wanted):
+        RowsSpec(*words)
+
+
+def test_a_store_makes_rows_once_and_keeps_what_belongs_to_them() -> None:
+    store = RowStore("e", RowsSpec(1000, 2), 4)
+    first = store.places(np.array([3, 7]))
+    store.add_slot("m", 0.5, np.dtype(np.float32))
+    store.values[first] = 9
+    store.slots["m"][first] = [[1, 2], [3, 4]]
+    ids = np.arange(3, 1000, 4)
+    places = store.places(ids)
+    assert len(store) == 250 and sorted(store.ids) == ids.tolist()
+    assert store.values[places[:2]].tolist() == [[9, 9]] * 2
+    assert store.values[places[2:]].tolist() == first_rows(store.spec, "e", ids[2:]).tolist()
+    assert store.slots["m"][places[:3]].tolist() == [[1, 2], [3, 4], [0.5, 0.5]]
+    other = RowStore("e", store.spec, 4)
+    other.load(store.ids, store.values, store.slots)
+    assert other.slots["m"][other.places(np.array([7]))].tolist() == [[3, 4]]
+
+
+def test_repeated_rows_are_added_in_their_order() -> None:
+    ids = np.array([5, 2, 5, 5])
+    rows = np.array([[1.0], [2.0], [2.0**60], [-(2.0**60)]])
+    unique, merged = merge_repeated(ids, rows)
+    assert (unique.tolist(), merged.tolist()) == ([2, 5], [[2.0], [0.0]])  # 1 is lost in 2^60
+    short = np.full((5, 1), 256, ml_dtypes.bfloat16)
+    short[1:] = 1
+    assert merge_repeated(np.zeros(5, np.int64), short)[1].tolist() == [[260]]
+
+
+def test_workers_rows_are_added_in_their_order() -> None:
+    terms = [
+        [np.array([1, 4]), np.array([[1.0], [3.0]])],
+        [np.array([4, 6]), np.array([[2.0**60], [5.0]])],
+        [np.array([4]), np.array([[-(2.0**60)]])],
+    ]
+    ids, total = add_rows(terms, average=False)
+    assert (ids.tolist(), total.tolist()) == ([1, 4, 6], [[1.0], [0.0], [5.0]])
+    assert add_rows(terms[:2], average=True)[1].tolist() == [[0.5], [2.0**59], [2.5]]
+
+
+class RowServer(RunningServer):
+    """A server of rows to which pushes are added."""
+
+    def _updater(self, described: Any) -> Any:
+        return AddedRows(RowStore(described.name, described.rows.spec, described.rows.servers))
+
+
+class RowWorker:
+    """A worker with one table of rows."""
+
+    def __init__(self, number: int, servers: list[RowServer], mode: str = "sync") -> None:
+        self.client = Client(b"w%d" % number)
+        options = TableOptions(mode, average=False, rows=SPEC.fields)
+
+        def new_shard(server: int, about: Any) -> Shard:
+            connection = self.client.connect(servers[server].address)
+            shard = Shard("e", server, number, about, list, connection.send, "_rows")
+            connection.receive = shard.receive
+            return shard
+
+        self.rows = RemoteRows(
+            TensorSpec("e", "float64", (50, 3)), options, self.client, len(servers), new_shard
+        )
+
+    def pull(self, ids: Any) -> Array:
+        handle = self.rows.pull(ids)
+        assert handle.ended_within(30)
+        found: Array = handle.wait()
+        return found
+
+
+def pushes(step: int, worker: int) -> tuple[Array, Array]:
+    made = np.random.default_rng([step, worker])
+    ids = made.integers(0, 50, made.integers(0, 12))
+    return ids, made.normal(size=(len(ids), 3))
+
+
+def added_in_one(steps: int, workers: int) -> Array:
+    every = first_rows(SPEC, "e", np.arange(50))
+    for step in range(steps):
+        total = np.zeros_like(every)
+        for worker in range(workers):
+            own = np.zeros_like(every)
+            for row, gradient in zip(*pushes(step, worker), strict=True):
+                own[row] += gradient
+            total += own
+        every += total
+    return every
+
+
+@pytest.fixture
+def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[RowServer]]:
+    count = getattr(request, "param", 2)
+    made = [RowServer(number, tmp_path, range(2)) for number in range(count)]
+    yield made
+    for server in made:
+        server.end()
+
+
+@pytest.mark.parametrize("servers", [1, 3], indirect=True)
+def test_sync_rows_are_bitwise_those_of_one_process(servers: list[RowServer]) -> None:
+    def main(number: int) -> None:
+        worker = RowWorker(number, servers)
+        for step in range(10):
+            ids = np.array([49, 3, 3, 20 + number])
+            assert worker.pull(ids).tolist() == added_in_one(step, 2)[ids].tolist()
+            worker.rows.push(*pushes(step, number))
+        assert worker.pull(np.arange(50)).tobytes() == added_in_one(10, 2).tobytes()
+        worker.client.close()
+
+    in_threads(2, main)
+    # No row was made that nobody has asked for, and none by two servers.
+    kept = [server.server.tables["e"].updater.values()[0] for server in servers]
+    assert [set(ids % len(servers)) for ids in kept] == [{n} for n in range(len(servers))]
+
+
+def test_async_rows_do_not_wait(servers: list[RowServer]) -> None:
+    both, done = threading.Barrier(2), threading.Event()
+
+    def main(number: int) -> None:
+        worker = RowWorker(number, servers, "async")
+        both.wait(20)
+        if number:
+            assert done.wait(20)
+        handles = [worker.rows.push([1, 2], np.ones((2, 3))) for _ in range(20)]
+        own = worker.pull([2])  # is answered after the worker's own pushes
+        done.set()
+        wanted = first_rows(SPEC, "e", np.array([2])) + (20 if not number else 40)
+        np.testing.assert_allclose(own, wanted)
+        assert all(handle.poll() for handle in handles)
+        worker.client.close()
+
+    in_threads(2, main)
+
+
+def test_wrong_ids_and_rows_are_refused_before_anything_is_sent(servers: list[RowServer]) -> None:
+    worker = RowWorker(0, servers, "async")
+    for ids, error, words in [
+        ([1.0], TypeError, "are float64: give integers"),
+        ([True], TypeError, "are bool"),
+        ([0, 50], ValueError, "'e' has no row 50: its 50 rows are numbered from 0 to 49"),
+        ([-1], ValueError, "no row -1"),
+        (np.array([2**63], np.uint64), ValueError, "no row 9223372036854775808"),
+        ([[1]], ValueError, r"shape \(1, 1\)"),
+    ]:
+        with pytest.raises(error, match=words):
+            worker.rows.pull(ids)
+    with pytest.raises(ValueError, match=r"float32 of shape \(1, 3\), and float64 of shape"):
+        worker.rows.push([1], np.ones((1, 3), np.float32))
+    with pytest.raises(ValueError, match=r"shape \(2, 3\), and float64 of shape \(1, 3\)"):
+        worker.rows.push([1], np.ones((2, 3)))
+    assert worker.pull([]).shape == (0, 3)
+    worker.client.close()
+
+
+def test_the_scheduler_places_no_rows() -> None:
+    registry = Registry(2)
+    spec = TensorSpec("e", "float32", (2**40, 64))
+    options = TableOptions("sync", rows=RowsSpec(2**40, 64).fields)
+    assert registry.declare(0, "e", [spec], options) == (0, [])
+    other = TableOptions("sync", rows=RowsSpec(2**40, 64, seed=1).fields)
+    with pytest.raises(ValueError, match="the rows of the table 'e'"):
+        registry.declare(1, "e", [spec], other)
+    again = Registry(2)
+    again.load(registry.state())
+    assert again.declare(1, "e", [spec], options) == (0, [])
+    first_key, parts = again.declare(
+        0, "t", [TensorSpec("t", "float32", (4,))], TableOptions("sync")
+    )
+    assert (first_key, len(parts)) == (0, 1)
