@@ -57,9 +57,9 @@ def run_scheduler(
 def run_server(
     settings: ClusterSettings, new_updater: Callable[[TableDescription], Updater], *,
     number: int | None = None, snapshots: str | None = None, snapshot_every: int = 0,
-    start_seconds: float = 1800.0,
+    start_seconds: float = 1800.0, killed: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
-    """Be a server until all workers have left.
+    """Be a server until all workers have left; end without a word when it is `killed`.
 
     Raises `HorovodInternalError` where a snapshot cannot be read or written, and where the cluster
     cannot go on.
@@ -82,8 +82,10 @@ def run_server(
             workers=welcome["workers"], snapshots=folder, snapshot_every=snapshot_every,
             token=settings.token,
         )  # fmt: skip
-        server.serve(_End(server, news))
-        enrolment.leave()
+        end = _End(server, news)
+        server.serve(lambda: killed() or end())
+        if not killed():
+            enrolment.leave()
     except HorovodInternalError as error:
         enrolment.leave(why=str(error))
         raise

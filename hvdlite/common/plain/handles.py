@@ -121,7 +121,9 @@ def _call_back(callbacks: list[Callable[[], None]]) -> None:
 def _fresh(error: Exception) -> Exception:
     """Copy an error to raise it: one may fail many handles, and raising extends a traceback."""
     if isinstance(error, HorovodInternalError):
-        return type(error)(str(error), rank=error.rank, job_goes_on=error.job_goes_on)
+        fresh = type(error).__new__(type(error), *error.args)
+        fresh.__dict__.update(error.__dict__)  # With what a subclass knows besides.
+        return fresh
     return type(error)(*error.args)
 
 

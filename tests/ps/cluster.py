@@ -1,0 +1,194 @@
+"""A cluster on this host: scheduler, servers and workers are threads that come and go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdlite.ps.blocks import Array, TensorSpec
+from hvdlite.ps.channel import Listener, new_context
+from hvdlite.ps.clocks import SYNC
+from hvdlite.ps.membership import ClusterPlan
+from hvdlite.ps.registry import TableOptions
+from hvdlite.ps.roles import run_server
+from hvdlite.ps.scheduler import Scheduler
+from hvdlite.ps.server import TableDescription
+from hvdlite.ps.settings import SERVER, WORKER, ClusterSettings
+from hvdlite.ps.tables import Updater
+from hvdlite.ps.worker import RemoteTable, Worker
+from tests.ps.test_tables import Momentum
+
+SIZES = (300, 7, 40)
+SPECS = [TensorSpec(str(number), "float64", (size,)) for number, size in enumerate(SIZES)]
+LIMIT_SECONDS = 30.0
+
+
+class Loop:
+    """A thread whose end is asked for, and awaited."""
+
+    def __init__(self, body: Callable[[Callable[[], bool]], None]) -> None:
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        self._body = body
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._body(self._ended.is_set)
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._ended.set()
+        self.wait()
+
+    def wait(self) -> None:
+        self._thread.join(LIMIT_SECONDS)
+        assert not self._thread.is_alive()
+
+
+class Cluster:
+    """Parts of a cluster; times are short, and what a part is started with can be overridden."""
+
+    def __init__(
+        self, folder: Path, servers: int, workers: int, *, every: int = 0,
+        updater: Callable[[], Updater] = Momentum, curve: bool = False, **plan: Any,
+    ) -> None:  # fmt: skip
+        words = {"independent": True, "worker_seconds": 30.0, "server_seconds": 30.0, **plan}
+        self.plan = ClusterPlan(servers, workers, **words)
+        self.folder, self.every, self._updater = folder, every, updater
+        self.settings = ClusterSettings(
+            WORKER, "127.0.0.1:0", servers, workers, token=b"a secret", independent=True,
+            curve=curve,
+        )  # fmt: skip
+        self._port: Any = "*"
+        self.workers: list[Worker] = []
+        self.start_scheduler()
+        self.servers = [self.start_server(number) for number in range(servers)]
+
+    def start_scheduler(self) -> None:
+        ready = threading.Event()
+
+        def body(ended: Callable[[], bool]) -> None:
+            context = new_context(self.settings.curve_token)
+            listener = Listener(context, f"tcp://127.0.0.1:{self._port}")
+            self._port = listener.address.rpartition(":")[2]
+            state = self.folder / "scheduler.json"
+            self.state = Scheduler(listener, self.plan, self.settings.token, state)
+            ready.set()
+            self.state.serve(ended)
+            listener.close()
+            context.term()
+
+        self.scheduler = Loop(body)
+        assert ready.wait(LIMIT_SECONDS)
+        self.settings = replace(self.settings, scheduler=f"127.0.0.1:{self._port}")
+
+    def start_server(self, number: int) -> Loop:
+        settings = replace(self.settings, role=SERVER, node_id=f"server {number}")
+
+        def new_updater(_described: TableDescription) -> Updater:
+            return self._updater()
+
+        def body(ended: Callable[[], bool]) -> None:
+            run_server(
+                settings, new_updater, killed=ended, snapshots=str(self.folder / "snapshots"),
+                snapshot_every=self.every, start_seconds=LIMIT_SECONDS,
+            )  # fmt: skip
+
+        return Loop(body)
+
+    def restart_server(self, number: int) -> None:
+        self.servers[number].end()
+        self.servers[number] = self.start_server(number)
+
+    def worker(self, name: str, number: int | None = None, **words: Any) -> Worker:
+        settings = replace(self.settings, node_id=name, **words)
+        made = Worker(
+            settings, number=number, start_seconds=LIMIT_SECONDS, silence_seconds=LIMIT_SECONDS
+        )
+        self.workers.append(made)
+        return made
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        for loop in [*self.servers, self.scheduler]:
+            loop.end()
+
+
+class Trainer:
+    """A worker that trains a table of three tensors on gradients that numpy draws."""
+
+    def __init__(self, worker: Worker, mode: str = SYNC, staleness: int | None = None) -> None:
+        self.worker = worker
+        self.values: list[Array] = [np.arange(size, dtype=float) for size in SIZES]
+        options = TableOptions(mode, staleness, part_bytes=800)
+        self.table: RemoteTable = worker.declare("t", SPECS, options, lambda: self.values)
+        self.table.pull(self.values)
+
+    def train(self, until: int) -> None:
+        while self.table.clock < until:
+            self.push()
+            self.table.pull(self.values)
+
+    def push(self) -> list[Any]:
+        return self.table.push(gradients_of(self.table.clock, self.worker.number), {})
+
+
+def gradients_of(step: int, worker: int) -> list[Array]:
+    made = np.random.default_rng([step, worker])
+    return [made.normal(size=size) for size in SIZES]
+
+
+def train_in_one(
+    steps: int, workers: Callable[[int], Sequence[int]], updater: Callable[[], Updater] = Momentum
+) -> list[bytes]:
+    """Return what numpy makes of the gradients of `workers(step)`, added up in their order."""
+    alone = updater()
+    alone.begin([np.arange(size, dtype=float) for size in SIZES])
+    for step in range(steps):
+        terms = [gradients_of(step, worker) for worker in workers(step)]
+        total = [sum(parts[1:], parts[0]) * (1 / len(parts)) for parts in zip(*terms, strict=True)]
+        alone.step(total, [])
+    return bits(alone.values())
+
+
+def bits(values: Sequence[Array]) -> list[bytes]:
+    return [array.tobytes() for array in values]
+
+
+def in_threads(*mains: Callable[[], Any]) -> list[Any]:
+    """Run functions at the same time; return what they return, or raise the first error."""
+    results: list[Any] = [None] * len(mains)
+    errors: list[BaseException] = []
+
+    def body(number: int) -> None:
+        try:
+            results[number] = mains[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(n,), daemon=True) for n in range(len(mains))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "something hangs"
+    return results
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = LIMIT_SECONDS) -> None:
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit, "it did not come true"
+        time.sleep(0.005)

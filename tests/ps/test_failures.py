@@ -1,0 +1,271 @@
+"""What is lost while workers train, and what becomes of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.ps.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.shard import PsRolledBack
+from tests.ps.cluster import Cluster, Trainer, bits, in_threads, train_in_one, wait_until
+
+NewCluster = Callable[..., Cluster]
+
+
+def trainers(cluster: Cluster, count: int, *mode: Any) -> list[Trainer]:
+    """Return workers that take part; they come at the same time."""
+
+    def enter(number: int) -> Callable[[], Trainer]:
+        return lambda: Trainer(cluster.worker(f"worker {number}", number), *mode)
+
+    return in_threads(*[enter(number) for number in range(count)])
+
+
+def both(_step: int) -> list[int]:
+    return [0, 1]
+
+
+# -- servers
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_a_killed_server_returns_and_training_goes_on(new_cluster: NewCluster, every: int) -> None:
+    """With each version saved, the run is bitwise an undisturbed one; without, all agree."""
+    cluster = new_cluster(2, 2, every=every)
+    first, second = trainers(cluster, 2)
+    turn = threading.Barrier(3)
+
+    def main(trainer: Trainer) -> None:
+        for until in (6, 12):
+            trainer.train(until)
+            turn.wait(20)
+        trainer.train(20)
+
+    def lose() -> None:
+        for number in (0, 1):
+            turn.wait(20)
+            cluster.restart_server(number)  # in the middle of a step
+
+    in_threads(lambda: main(first), lambda: main(second), lose)
+    assert bits(first.values) == bits(second.values)
+    assert first.table.version == 20
+    if every == 1:
+        assert bits(first.values) == train_in_one(20, both)
+
+
+def test_async_goes_on_from_the_newest_values_of_workers(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 2, every=20)
+    first, second = trainers(cluster, 2, ASYNC)
+    in_threads(lambda: first.train(30), lambda: second.train(30))
+    pulled = max(first.table.version, second.table.version)
+    cluster.restart_server(0)
+    first.table.pull(first.values)
+    assert first.table.version == pulled > 60 - 20
+    in_threads(lambda: first.train(40), lambda: second.train(40))
+    assert first.table.clock == second.table.clock == 40
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_steps_that_nobody_has_are_done_again_on_all_servers(
+    new_cluster: NewCluster, lost: int
+) -> None:
+    """Workers that only push have no newer values: all go back, and the run is bitwise the same."""
+    cluster = new_cluster(2, 2, every=20)
+    pair = trainers(cluster, 2)
+
+    def push(until: int) -> Callable[[Trainer], None]:
+        def body(trainer: Trainer) -> None:
+            while trainer.table.clock < until:
+                for handle in trainer.push():
+                    assert handle.ended_within(20)
+                    handle.wait()
+
+        return body
+
+    in_threads(*[lambda t=trainer: push(33)(t) for trainer in pair])
+    cluster.restart_server(lost)
+
+    def goes_back(trainer: Trainer) -> int:
+        with pytest.raises(PsRolledBack, match="goes on from step 20, and this worker") as raised:
+            trainer.train(40)
+        return raised.value.version
+
+    assert in_threads(*[lambda t=trainer: goes_back(t) for trainer in pair]) == [20, 20]
+    assert [trainer.table.clock for trainer in pair] == [20, 20]
+    in_threads(*[lambda t=trainer: t.train(40) for trainer in pair])
+    assert [bits(trainer.values) for trainer in pair] == [train_in_one(40, both)] * 2
+
+
+def test_a_server_that_does_not_return_ends_the_job_and_is_named(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(2, 2, server_seconds=0.3)
+    first, second = trainers(cluster, 2)
+    cluster.servers[1].end()
+
+    def fails(call: Callable[[], Any]) -> None:
+        with pytest.raises(HorovodInternalError, match=r"server 1 \(tcp://.*\) is lost: nothing"):
+            call()
+        with pytest.raises(HorovodInternalError, match="server 1"):
+            first.table.pull(first.values)
+
+    in_threads(lambda: fails(lambda: first.train(9)), lambda: fails(second.worker.barrier))
+    cluster.servers[0].wait()
+    assert "server 1" in str(cluster.servers[0].error)
+
+
+def test_a_damaged_snapshot_ends_the_job_and_is_named(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 1, every=1)
+    (trainer,) = trainers(cluster, 1)
+    trainer.train(3)
+    cluster.servers[0].end()
+    newest = max((cluster.folder / "snapshots").rglob("*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    cluster.servers[0] = cluster.start_server(0)
+    with pytest.raises(HorovodInternalError, match=rf"server 0 has ended: .*{newest.name}"):
+        trainer.train(9)
+    cluster.servers[0].wait()
+    assert newest.name in str(cluster.servers[0].error)
+
+
+# -- workers
+
+
+def come_back(cluster: Cluster, trainer: Trainer, mode: str = SYNC) -> Trainer:
+    """Kill a worker, and start it again."""
+    name = f"worker {trainer.worker.number}"
+    trainer.worker.close()
+    return Trainer(cluster.worker(name, num_workers=2), mode)
+
+
+def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(2, 2)
+    first, second = trainers(cluster, 2)
+    in_threads(lambda: first.train(5), lambda: second.train(5))
+
+    def returns() -> Trainer:
+        again = come_back(cluster, second)
+        assert again.table.clock == 5
+        again.train(12)
+        return again
+
+    _, again = in_threads(lambda: first.train(12), returns)
+    assert bits(first.values) == bits(again.values) == train_in_one(12, both)
+
+
+def test_a_worker_killed_between_two_pushes_does_its_step_again(new_cluster: NewCluster) -> None:
+    """One server has its push, and has even finished the step; the other has not."""
+    cluster = new_cluster(2, 2)
+    first, second = trainers(cluster, 2)
+    in_threads(lambda: first.train(5), lambda: second.train(5))
+    first.push()
+    shards, second.table._shards = second.table._shards, second.table._shards[:1]
+    (handle,) = second.push()
+    handle.wait()
+    second.table._shards = shards
+    again = come_back(cluster, second)
+    assert (again.table.clock, again.table.version) == (5, 5)
+    assert bits(again.values) == train_in_one(5, both)
+
+    def main() -> None:
+        first.table.pull(first.values)
+        first.train(12)
+
+    in_threads(main, lambda: again.train(12))
+    assert bits(first.values) == bits(again.values) == train_in_one(12, both)
+
+
+def test_sync_waits_for_a_lost_worker_and_goes_on_without_it(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(2, 3, worker_seconds=0.4)
+    first, second, third = trainers(cluster, 3)
+    in_threads(*[lambda t=trainer: t.train(4) for trainer in (first, second, third)])
+    third.worker.close()
+    in_threads(lambda: first.train(9), lambda: second.train(9))
+    assert bits(first.values) == bits(second.values)
+    assert bits(first.values) == train_in_one(9, lambda step: [0, 1, 2] if step < 4 else [0, 1])
+
+
+@pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 3)])
+def test_nobody_waits_for_a_lost_worker_beyond_the_bound(
+    new_cluster: NewCluster, mode: str, staleness: int | None
+) -> None:
+    cluster = new_cluster(1, 2, worker_seconds=0.4 if mode == SSP else 30.0)
+    first, second = trainers(cluster, 2, mode, staleness)
+    second.worker.close()
+    first.train(20)
+    assert first.table.clock == 20
+
+
+def test_a_worker_that_leaves_is_counted_no_more_and_may_return(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(2, 2)
+    first, second = trainers(cluster, 2)
+    in_threads(lambda: first.train(4), lambda: second.train(4))
+    second.worker.leave()
+    first.train(7)
+    assert bits(first.values) == train_in_one(7, lambda step: [0, 1] if step < 4 else [0])
+    again = Trainer(cluster.worker("worker 1"))
+    begins = again.table.clock
+    in_threads(lambda: first.train(12), lambda: again.train(12))
+    assert begins == 7
+    assert bits(first.values) == bits(again.values)
+    assert bits(first.values) == train_in_one(12, lambda step: [0] if 4 <= step < 7 else [0, 1])
+
+
+# -- the scheduler
+
+
+def test_no_step_is_lost_while_the_scheduler_is_away(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(2, 2, every=1)
+    first, second = trainers(cluster, 2)
+    cluster.scheduler.end()
+    in_threads(lambda: first.train(10), lambda: second.train(10))
+    cluster.start_scheduler()
+    in_threads(first.worker.barrier, second.worker.barrier)
+    wait_until(lambda: all(each.peer for each in cluster.state.membership.members.values()))
+    cluster.restart_server(0)  # all that is needed for it is known again
+    in_threads(lambda: first.train(20), lambda: second.train(20))
+    assert bits(first.values) == bits(second.values) == train_in_one(20, both)
+
+
+# -- who may come
+
+
+def test_a_wrong_token_is_refused_and_the_others_are_untouched(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 1, most_workers=2)
+    (trainer,) = trainers(cluster, 1)
+    with pytest.raises(ConfigError, match="HVDLITE_PS_TOKEN is another one"):
+        cluster.worker("stranger", token=b"a guess")
+    trainer.train(5)
+    assert bits(trainer.values) == train_in_one(5, lambda _step: [0])
+
+
+def test_a_surplus_worker_is_refused(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 1)
+    trainers(cluster, 1)
+    with pytest.raises(ConfigError, match="all 1 workers are there"):
+        cluster.worker("surplus")
+    with pytest.raises(ConfigError, match="has 1 workers, and this worker was told of 2"):
+        cluster.worker("another", num_workers=2)
+
+
+def test_all_is_encrypted_with_keys_from_the_token(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 1, curve=True)
+    (trainer,) = trainers(cluster, 1)
+    trainer.train(5)
+    assert bits(trainer.values) == train_in_one(5, lambda _step: [0])
+
+
+def test_a_table_that_differs_fails_in_that_worker_alone(
+    new_cluster: NewCluster, tmp_path: Path
+) -> None:
+    cluster = new_cluster(1, 2)
+    first, second = trainers(cluster, 2)
+    with pytest.raises(HorovodInternalError, match=r"disagree on the staleness|disagree on the mo"):
+        Trainer(second.worker, ASYNC)
+    in_threads(lambda: first.train(3), lambda: second.train(3))
+    assert bits(first.values) == train_in_one(3, both)
