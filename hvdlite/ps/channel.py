@@ -12,7 +12,10 @@ import hmac
 from collections.abc import Iterator, Mapping, Sequence
 
 from hvdlite.common.base.errors import ConfigError, ProtocolError
+from hvdlite.ps.arena import SHARED_BYTES, Arena
+from hvdlite.ps.door import Door, new_name
 from hvdlite.ps.messages import Buffer, Message, pack, parse
+from hvdlite.ps.sharing import Sharing, session_of
 
 try:
     import zmq
@@ -22,7 +25,6 @@ except ImportError as error:  # pragma: no cover - the extra is installed where 
         "the parameter server needs pyzmq: python -m pip install 'hvdlite[ps]'"
     ) from error
 
-SHARED_BYTES = 1 << 16  # Payloads from this size on are sent without a copy.
 LISTENER_LINGER_MILLISECONDS = 200  # How long last answers may take when a listener closes.
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -45,6 +47,23 @@ class Listener:
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.decode().rstrip("\0")
+        self.arena: Arena | None = None
+        self._door: Door | None = None
+
+    def open_door(self) -> None:
+        """Let processes of this host come by ``ipc://``, and share their memory.
+
+        The address then has a second word, by which they find both. Where the system has no such
+        memory, nothing changes.
+        """
+        try:
+            arena = Arena()
+        except OSError:
+            return
+        name = new_name()
+        self._socket.bind(f"ipc://@{name}")
+        self.arena, self._door = arena, Door(arena, name)
+        self.address += f" {name}"
 
     def receive(self, seconds: float) -> tuple[bytes, Message] | None:
         """Return the next message and its sender; None where none comes within `seconds`.
@@ -55,16 +74,32 @@ class Listener:
             return None
         peer, *frames = self._socket.recv_multipart(copy=False)
         with contextlib.suppress(ProtocolError):
-            return peer.bytes, parse([frame.buffer for frame in frames])
+            message = parse([frame.buffer for frame in frames])
+            session = session_of(message)
+            if session is None:
+                return peer.bytes, message
+            sharing = self._sharing(peer.bytes)
+            if sharing is not None and sharing.session == session:
+                return peer.bytes, sharing.unpack(message)
+            self.send(peer.bytes, Message("unmapped", message.request, message.table))
         return None
 
     def send(self, peer: bytes, message: Message) -> None:
         """Send a message, whose payloads must not change; to a peer that has gone, it is lost."""
+        if message.kind != "unmapped" and (sharing := self._sharing(peer)) is not None:
+            message = sharing.pack(message)
         self._socket.send_multipart([peer, *pack(message)], copy=False)
+
+    def _sharing(self, peer: bytes) -> Sharing | None:
+        return None if self._door is None else self._door.sharings.get(peer)
 
     def close(self) -> None:
         """Close the socket when the last answers have been sent."""
         self._socket.close()
+        if self._door is not None:
+            self._door.close()
+        if self.arena is not None:
+            self.arena.close()
 
 
 class Caller:
@@ -76,9 +111,12 @@ class Caller:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
         self.address = address
+        self.sharing: Sharing | None = None  # With the process at the address.
 
     def send(self, message: Message) -> zmq.MessageTracker | None:
         """Send a message. Payloads may change again when the tracker is done."""
+        if self.sharing is not None:
+            message = self.sharing.pack(message)
         large = any(len(memoryview(part).cast("B")) >= SHARED_BYTES for part in message.payloads)
         if not large:
             self.socket.send_multipart(pack(message), copy=True)
@@ -90,7 +128,12 @@ class Caller:
         while self.socket.poll(0):
             frames: Sequence[zmq.Frame] = self.socket.recv_multipart(copy=False)
             buffers: list[Buffer] = [frame.buffer for frame in frames]
-            yield parse(buffers)
+            message = parse(buffers)
+            if (session := session_of(message)) is not None:
+                if self.sharing is None or self.sharing.session != session:
+                    continue  # It is of a process that is gone; the request will be sent again.
+                message = self.sharing.unpack(message)
+            yield message
 
     def close(self) -> None:
         """Close the socket at once."""

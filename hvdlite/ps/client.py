@@ -9,11 +9,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.plain.handles import Handle
+from hvdlite.ps.arena import Arena
+from hvdlite.ps.blocks import Array
 from hvdlite.ps.channel import Caller, new_context, poll
+from hvdlite.ps.door import Visit, is_here
 from hvdlite.ps.messages import Message
+from hvdlite.ps.sharing import Sharing
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.1, 3.0
 
@@ -36,6 +43,7 @@ class Connection:
         self.news: Callable[[Message], None] = _ignore  # Gets what answers no request.
         self.heard = now()  # When the last message came.
         self.resent = 0
+        self.unmapped: Callable[[], None] = lambda: None  # The peer does not see our memory.
         self._now = now
         self._number = 0
         self._sent: dict[int, _Sent] = {}
@@ -59,8 +67,16 @@ class Connection:
             self.heard = self._now()
             if not message.request:
                 self.news(message)
+            elif message.kind == "unmapped":
+                self._send_payloads_of(message.request)
             elif self._sent.pop(message.request, None) is not None:
                 self.receive(message)
+
+    def _send_payloads_of(self, request: int) -> None:
+        self.caller.sharing = None
+        if request in self._sent:
+            self.caller.send(self._sent[request].message)
+        self.unmapped()
 
     def look(self) -> float:
         """Send again what has waited for long; return when to look again."""
@@ -88,19 +104,53 @@ class Client:
         self._timers: list[_Timer] = []
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
+        self._visits: dict[Connection, Visit] = {}
+        self.arena: Arena | None = None
+        with contextlib.suppress(OSError):
+            self.arena = Arena()
         self._thread = threading.Thread(target=self._run, name="hvdlite ps", daemon=True)
         self._thread.start()
 
     def connect(self, address: str) -> Connection:
-        """Return a new connection, in the thread or before it has anything to do."""
-        caller = Caller(self._context, address, self._identity)
+        """Return a new connection, in the thread or before it has anything to do.
+
+        An `address` may have a second word, the name of a door: a process of this host goes there.
+        """
+        address, _, name = address.partition(" ")
+        near = bool(name) and self.arena is not None and is_here(name)
+        caller = Caller(self._context, f"ipc://@{name}" if near else address, self._identity)
         self._connections[caller] = connection = Connection(caller)
+        if near:
+            connection.unmapped = lambda: self._visit(connection, name)
+            self._visit(connection, name)
         return connection
+
+    def _visit(self, connection: Connection, name: str) -> None:
+        """Share memory with the process at the other end, as soon as it answers."""
+        assert self.arena is not None
+
+        def share(sharing: Sharing) -> None:
+            if connection.caller in self._connections:
+                connection.caller.sharing = sharing
+            else:
+                sharing.close()
+
+        if connection in self._visits:
+            self._visits.pop(connection).close()
+        self._visits[connection] = Visit(
+            name, self._identity, self.arena, lambda sharing: self.call(lambda: share(sharing))
+        )
+
+    def new(self, size: int, dtype: np.dtype[Any]) -> Array:
+        """Return an array that is not initialized, in memory that servers of this host see."""
+        return np.empty(size, dtype) if self.arena is None else self.arena.new(size, dtype)
 
     def disconnect(self, connection: Connection) -> None:
         """End a connection, in the thread."""
         del self._connections[connection.caller]
         connection.caller.close()
+        if connection in self._visits:
+            self._visits.pop(connection).close()
 
     def every(self, seconds: float, function: Callable[[], object]) -> None:
         """Call a function in the thread again and again, first after `seconds`."""
@@ -146,7 +196,11 @@ class Client:
                     self._connections[caller].read()
         for caller in self._connections:
             caller.close()
+        for visit in self._visits.values():
+            visit.close()
         self._context.term()
+        if self.arena is not None:
+            self.arena.close()
 
 
 def _ignore(_message: Message) -> None:

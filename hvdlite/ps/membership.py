@@ -133,7 +133,7 @@ class Membership:
                 member.lost |= silence >= self.plan.worker_seconds
             elif member.role == SERVER and silence >= self.plan.server_seconds:
                 self.failure = (
-                    f"server {member.number} ({member.address}) is lost: nothing was heard of it "
+                    f"server {member.number} ({member.address.split()[0]}) is lost: nothing was heard of it "
                     f"for {self.plan.server_seconds:g} seconds (--ps-timeout)"
                 )
         return []

@@ -14,8 +14,9 @@
 
 Every request has an id, and its answer repeats it: a request that was sent again is answered twice,
 and the second answer is dropped. `failed` answers what cannot be done, with the reason; `moved` a
-request that was made for an older layout; `restarted` one to a server that does not know the
-worker any more; `rolled_back` one for a step that the server has lost.
+request that was made for an older layout; `unmapped` one whose payloads lie in memory that the
+receiver does not see, so that it is sent again with them; `restarted` one to a server that does not
+know the worker any more; `rolled_back` one for a step that the server has lost.
 
 This module never sends. Nothing that arrives is unpickled.
 """
@@ -36,6 +37,7 @@ KINDS = frozenset(
         "barrier", "done",
         "start", "wanted", "offer", "started", "push", "pushed", "pull", "values", "push_rows",
         "pull_rows", "failed", "moved", "restarted", "rolled_back",
+        "unmapped",
     }
 )  # fmt: skip
 MOST_HEAD_BYTES = 64 << 20

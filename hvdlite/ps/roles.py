@@ -66,6 +66,7 @@ def run_server(
     """
     context = new_context(settings.curve_token)
     listener = Listener(context, f"tcp://{address_towards(settings.scheduler)}:*")
+    listener.open_door()
     identity = f"server {settings.node_id} {os.getpid()} {os.urandom(8).hex()}".encode()
     client = Client(identity, settings.curve_token)
     news: dict[str, Any] = {}

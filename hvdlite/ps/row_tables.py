@@ -19,7 +19,8 @@ from hvdlite.ps.blocks import Array, dtype_of
 from hvdlite.ps.clocks import SYNC
 from hvdlite.ps.messages import Message
 from hvdlite.ps.row_store import RowsSpec, RowStore
-from hvdlite.ps.tables import Answer, Pull, Table, Updater, wide_dtype
+from hvdlite.ps.sums import wide_dtype
+from hvdlite.ps.tables import Answer, Pull, Table, Updater
 
 
 @dataclass(frozen=True)

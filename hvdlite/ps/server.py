@@ -109,6 +109,8 @@ class Server:
             name, described.blocks, described.mode, self._new_updater(described),
             average=described.average, incarnation=self._incarnation,
         )  # fmt: skip
+        if self.listener.arena is not None:
+            table.copy_of = self.listener.arena.copy
         if isinstance(table, RowTable) and described.rows:
             table.rows = described.rows
         return table

@@ -9,7 +9,7 @@ This module never sends, sleeps or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 from hvdlite.ps.blocks import Array, Block
 from hvdlite.ps.clocks import SYNC, Clocks, Mode
 from hvdlite.ps.messages import Message
+from hvdlite.ps.sums import add_up
 
 SKIP = "skip"  # In the body of a push: a loss scaler has found an overflow; no update is made.
 
@@ -32,7 +33,10 @@ class Updater(Protocol):
         """Return the values, which the next `step` may change."""
 
     def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
-        """Make an update; `numbers` are the hyperparameters of each parameter group, or empty."""
+        """Make an update; `numbers` are the hyperparameters of each parameter group, or empty.
+
+        The gradients are there until it returns; those that cannot be written are their worker's.
+        """
 
     def state(self) -> dict[str, Array]:
         """Return what belongs to the values, such as momenta."""
@@ -95,11 +99,13 @@ class Table:
         self._pulls: dict[int, Pull] = {}
         # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
         self._gradients: dict[int, dict[int, list[Array] | None]] = {}
+        self._totals: dict[int, Array] = {}
         self._numbers: list[Mapping[str, Any]] = []
         # Version -> a copy of its values, of the two newest ones that were pulled. A worker that
         # returns may have to do a step again that other servers have not finished.
         self._sent: dict[int, list[Array]] = {}
         self._goes_back = False  # To a snapshot, though workers have newer values.
+        self.copy_of: Callable[[Array], Array] = np.copy  # Makes copies that are sent.
 
     @property
     def version(self) -> int:
@@ -266,8 +272,14 @@ class Table:
                 if each is None:
                     return None
                 summands.append(each[number])
-            total.append(add_up(summands, average=self._average))
+            total.append(add_up(summands, average=self._average, into=self._total_of(number)))
         return total
+
+    def _total_of(self, number: int) -> Array:
+        """Return memory for a sum, the same each time: new pages cost more than the sum."""
+        if number not in self._totals:
+            self._totals[number] = self.blocks[number].new()
+        return self._totals[number]
 
     def _update(self, gradients: list[Array] | None) -> None:
         if gradients is not None:
@@ -288,7 +300,7 @@ class Table:
     def _values_of(self, version: int) -> list[Array]:
         """Return a copy of the values of this version, or of one before that is kept."""
         if version not in self._sent:
-            self._sent[version] = [array.copy() for array in self.updater.values()]
+            self._sent[version] = [*map(self.copy_of, self.updater.values())]
             for old in sorted(self._sent)[: -2 if self.clocks.mode.name == SYNC else -1]:
                 del self._sent[old]
         return self._sent[version]
@@ -301,27 +313,3 @@ class Table:
             kind, request, self.name, self.version, self._incarnation, body or {}, payloads
         )
         return Answer(peer, message)
-
-
-def add_up(summands: Sequence[Array], *, average: bool) -> Array:
-    """Return the sum of arrays in their order, or their average, in their dtype.
-
-    16-bit floats are added in float32.
-    """
-    dtype = summands[0].dtype
-    wide = wide_dtype(dtype)
-    total = summands[0].astype(wide)
-    for term in summands[1:]:
-        total += term if wide == dtype else term.astype(wide)
-    if average and len(summands) > 1:
-        if wide.kind in "iu":
-            total //= len(summands)
-        else:
-            total *= wide.type(1 / len(summands))
-    return total.astype(dtype, copy=False)
-
-
-def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which terms of a dtype are added up."""
-    is_short = dtype.itemsize == 2 and dtype.kind not in "iu"
-    return np.dtype(np.float32) if is_short else dtype

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.handles import Handle
-from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of
+from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of, dtype_of
 from hvdlite.ps.client import Client
 from hvdlite.ps.clocks import Mode
 from hvdlite.ps.enrolment import Enrolment
@@ -210,7 +210,7 @@ class RemoteTable(TableShards):
     def _cut(self, tensors: Sequence[Array], server: int) -> list[memoryview]:
         payloads = []
         for block in self._blocks[server]:
-            array = block.new()
+            array = self._client.new(block.size, dtype_of(block.dtype))
             block.gather(tensors, self._first_key, array)
             payloads.append(memoryview(array.view("u1").data))
         return payloads

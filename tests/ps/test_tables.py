@@ -14,7 +14,8 @@ from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of
 from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Mode
 from hvdlite.ps.layout import place
 from hvdlite.ps.messages import Message, pack, parse
-from hvdlite.ps.tables import Answer, Table, add_up
+from hvdlite.ps.sums import add_up
+from hvdlite.ps.tables import Answer, Table
 
 SPECS = [TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (3, 2), group=1)]
 

@@ -25,6 +25,7 @@ class TorchUpdater:
         self._optimizer = optimizer
         self._blocks = described.blocks
         self._parameters: list[torch.nn.Parameter] = []
+        self._copies: dict[int, Array] = {}
 
     def begin(self, values: Sequence[Array]) -> None:
         """See `Updater`."""
@@ -45,11 +46,21 @@ class TorchUpdater:
         """See `Updater`."""
         for group, given in zip(self._optimizer.param_groups, numbers, strict=False):
             group.update(given)
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = tensor_of(gradient)
+        for number, (parameter, gradient) in enumerate(
+            zip(self._parameters, gradients, strict=True)
+        ):
+            parameter.grad = self._own(number, gradient)
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _own(self, number: int, gradient: Array) -> torch.Tensor:
+        """Return a tensor that an optimizer may change, in memory that is used again."""
+        if not gradient.flags.writeable:
+            kept = self._copies.setdefault(number, np.empty_like(gradient))
+            np.copyto(kept, gradient)
+            gradient = kept
+        return tensor_of(gradient)
 
     def state(self) -> dict[str, Array]:
         """See `Updater`: names are ``BLOCK.KEY``; numbers that are no tensors have 0 dimensions."""

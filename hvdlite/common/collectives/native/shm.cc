@@ -26,4 +26,10 @@ int64_t hvdlite_run(Segment* segment) {
     default: return Broadcast(*segment).go();
   }
 }
+
+// Set results = postscale * (parts[0] op parts[1] op ...), in this order, in this process alone.
+void hvdlite_reduce(int64_t type, int64_t operation, int64_t members, double postscale,
+                    const char* const* parts, int64_t size, char* results) {
+  reduce_of(type, operation)(members, 1.0, postscale, parts, size, results, nullptr);
+}
 }

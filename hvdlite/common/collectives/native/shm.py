@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array as numbers
+from collections.abc import Sequence
 from typing import Any
 
+from hvdlite.common.collectives.base import Array
 from hvdlite.common.collectives.native.build import say_that_python_runs
 from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.collectives.native.finding import find_kernel
-from hvdlite.common.collectives.native.segment import SegmentArguments
+from hvdlite.common.collectives.native.segment import TYPES, SegmentArguments
+
+ADD = 0  # The operation of `reduce_of` of reducer.h.
 
 
 class Library:
@@ -22,6 +27,24 @@ class Library:
         self.run: Any = self.code.hvdlite_run
         self.run.restype = ctypes.c_int64
         self.run.argtypes = (ctypes.POINTER(SegmentArguments),)
+        self._reduce: Any = self.code.hvdlite_reduce
+        self._reduce.restype = None
+        self._reduce.argtypes = (
+            *(ctypes.c_int64,) * 3, ctypes.c_double, ctypes.c_void_p, ctypes.c_int64,
+            ctypes.c_void_p,
+        )  # fmt: skip
+
+    def add(self, parts: Sequence[Array], results: Array, scale: float = 1.0) -> None:
+        """Set results = scale * (parts[0] + parts[1] + ...), in this order, without the GIL.
+
+        All are flat, contiguous, of one size and of one dtype of `TYPES`; integers are not scaled.
+        16-bit floats are added in float32 and rounded once.
+        """
+        addresses = numbers("q", [part.__array_interface__["data"][0] for part in parts])
+        self._reduce(
+            TYPES[results.dtype.name], ADD, len(parts), scale, addresses.buffer_info()[0],
+            results.size, results.__array_interface__["data"][0],
+        )  # fmt: skip
 
 
 @functools.cache

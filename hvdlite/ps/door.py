@@ -1,0 +1,167 @@
+"""Where processes of one host meet to hand each other their memory, beside the ZeroMQ sockets.
+
+A server listens at an abstract Unix socket, which leaves no file: whoever can connect is on the same
+host, in the same network namespace. The two hand over the descriptors of their arenas, and keep the
+connection, whose end says that a process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.transport.rendezvous import check_credentials
+from hvdlite.ps.arena import Arena, Window
+from hvdlite.ps.sharing import Sharing
+
+HELLO = struct.Struct("<8sQ")  # MAGIC and the session; the name of the peer follows.
+MAGIC = b"hvdlips1"
+MEET_SECONDS = 5.0  # For which each side waits for the words of the other.
+MOST_HELLO_BYTES = 1024
+
+
+def new_name() -> str:
+    """Return a name that no other process has; it is also that of the server's ipc:// socket."""
+    return f"hvdlite-ps-{os.urandom(16).hex()}"
+
+
+def _path(name: str) -> str:
+    return f"\0{name}.memory"
+
+
+class Door:
+    """The listening end, with a thread. `sharings` has those who have come, by their name."""
+
+    def __init__(self, arena: Arena, name: str) -> None:
+        self.sharings: dict[bytes, Sharing] = {}
+        self._arena = arena
+        self._connections: dict[int, tuple[socket.socket, bytes]] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(_path(name))
+        self._listener.listen(128)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="hvdlite ps memory", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and all connections."""
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        os.close(self._wake_fd)
+        self._listener.close()
+        for connection, _ in self._connections.values():
+            connection.close()
+        for sharing in self.sharings.values():
+            sharing.close()
+        self.sharings.clear()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(self._listener, select.POLLIN)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake_fd:
+                    return
+                if descriptor == self._listener.fileno():
+                    if (connection := self._accept()) is not None:
+                        poll.register(connection, select.POLLIN)
+                else:  # Nothing is said after the greeting: this is the end of the connection.
+                    poll.unregister(descriptor)
+                    self._forget(descriptor)
+
+    def _accept(self) -> socket.socket | None:
+        connection, _ = self._listener.accept()
+        try:
+            check_credentials(connection)
+            connection.settimeout(MEET_SECONDS)
+            session, peer, window = _receive(connection)
+            sharing = Sharing(session, self._arena, window)
+            self.sharings[peer] = sharing  # Before the peer hears of it, and sends places.
+            _send(connection, session, b"", self._arena)
+        except (OSError, ProtocolError):
+            connection.close()
+            return None
+        self._connections[connection.fileno()] = connection, peer
+        return connection
+
+    def _forget(self, descriptor: int) -> None:
+        connection, peer = self._connections.pop(descriptor)
+        connection.close()
+        if not any(peer == other for _, other in self._connections.values()):
+            self.sharings.pop(peer).close()
+
+
+class Visit:
+    """The connecting end: `done` gets the sharing, in a thread that ends then."""
+
+    def __init__(
+        self, name: str, identity: bytes, arena: Arena, done: Callable[[Sharing], None]
+    ) -> None:
+        self._words = name, identity, arena
+        self._done = done
+        self._connection: socket.socket | None = None
+        threading.Thread(target=self._run, name="hvdlite ps visit", daemon=True).start()
+
+    def _run(self) -> None:
+        name, identity, arena = self._words
+        with contextlib.suppress(OSError, ProtocolError):  # Payloads go through the socket then.
+            connection = self._connection = _connect(name)
+            check_credentials(connection)
+            connection.settimeout(MEET_SECONDS)
+            session = int.from_bytes(os.urandom(7))
+            _send(connection, session, identity, arena)
+            said, _, window = _receive(connection)
+            if said == session:
+                self._done(Sharing(session, arena, window))
+
+    def close(self) -> None:
+        """End the connection, by which the other side sees that nothing is read here any more."""
+        if self._connection is not None:
+            self._connection.close()
+
+
+def is_here(name: str) -> bool:
+    """Return whether the process with this name is on this host, and can be reached."""
+    try:
+        _connect(name).close()
+    except OSError:
+        return False
+    return True
+
+
+def _connect(name: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(MEET_SECONDS)
+        connection.connect(_path(name))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _send(connection: socket.socket, session: int, name: bytes, arena: Arena) -> None:
+    socket.send_fds(connection, [HELLO.pack(MAGIC, session) + name], [arena.descriptor])
+
+
+def _receive(connection: socket.socket) -> tuple[int, bytes, Window]:
+    data, descriptors, *_ = socket.recv_fds(connection, MOST_HELLO_BYTES, 1)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    if len(data) < HELLO.size or len(descriptors) != 1 or not data.startswith(MAGIC):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ProtocolError(f"a stranger has come for the memory of a server: {data[:16]!r}")
+    _, session = HELLO.unpack_from(data)
+    try:
+        return session, data[HELLO.size :], Window(descriptors[0])
+    except ProtocolError:
+        os.close(descriptors[0])
+        raise
