@@ -47,7 +47,7 @@ class Arena:
         self._returned: deque[memoryview] = deque()
 
     def new(self, size: int, dtype: np.dtype[Any]) -> Array:
-        """Return an array that is not initialized; where memory is short, one that is not shared."""
+        """Return an array that is not initialized; one that is not shared if memory is short."""
         nbytes = size * dtype.itemsize
         if nbytes < SHARED_BYTES:
             return np.empty(size, dtype)

@@ -1,8 +1,8 @@
 """Where processes of one host meet to hand each other their memory, beside the ZeroMQ sockets.
 
-A server listens at an abstract Unix socket, which leaves no file: whoever can connect is on the same
-host, in the same network namespace. The two hand over the descriptors of their arenas, and keep the
-connection, whose end says that a process is gone.
+A server listens at an abstract Unix socket, which leaves no file: whoever can connect is on the
+same host, in the same network namespace. The two hand over the descriptors of their arenas, and
+keep the connection, whose end says that a process is gone.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Door:
             connection.settimeout(MEET_SECONDS)
             session, peer, window = _receive(connection)
             sharing = Sharing(session, self._arena, window)
+            self._drop(peer)
             self.sharings[peer] = sharing  # Before the peer hears of it, and sends places.
             _send(connection, session, b"", self._arena)
         except (OSError, ProtocolError):
@@ -95,7 +96,12 @@ class Door:
         connection, peer = self._connections.pop(descriptor)
         connection.close()
         if not any(peer == other for _, other in self._connections.values()):
-            self.sharings.pop(peer).close()
+            self._drop(peer)
+
+    def _drop(self, peer: bytes) -> None:
+        sharing = self.sharings.pop(peer, None)
+        if sharing is not None:
+            sharing.close()
 
 
 class Visit:
@@ -115,7 +121,7 @@ class Visit:
             connection = self._connection = _connect(name)
             check_credentials(connection)
             connection.settimeout(MEET_SECONDS)
-            session = int.from_bytes(os.urandom(7))
+            session = int.from_bytes(os.urandom(7), "little")
             _send(connection, session, identity, arena)
             said, _, window = _receive(connection)
             if said == session:

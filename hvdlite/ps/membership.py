@@ -132,9 +132,10 @@ class Membership:
             if member.role == WORKER and self.plan.independent:
                 member.lost |= silence >= self.plan.worker_seconds
             elif member.role == SERVER and silence >= self.plan.server_seconds:
+                address = member.address.partition(" ")[0]
                 self.failure = (
-                    f"server {member.number} ({member.address.split()[0]}) is lost: nothing was heard of it "
-                    f"for {self.plan.server_seconds:g} seconds (--ps-timeout)"
+                    f"server {member.number} ({address}) is lost: nothing was heard of it for "
+                    f"{self.plan.server_seconds:g} seconds (--ps-timeout)"
                 )
         return []
 

@@ -35,7 +35,7 @@ def _add(summands: Sequence[Array], result: Array, count: int) -> None:
     if len(summands) == 1:
         np.copyto(result, summands[0])
     elif kernel is not None and result.dtype.name in TYPES:
-        kernel.add(summands, result, float(_reciprocal(count, result)))
+        kernel.add(summands, result, _reciprocal(count, result))
     else:
         _add_in_numpy(summands, result, count)
 
@@ -45,9 +45,8 @@ def _add_in_numpy(summands: Sequence[Array], result: Array, count: int) -> None:
     wide = wide_dtype(dtype)
     total = result if wide == dtype else np.empty(result.size, wide)
     with np.errstate(all="ignore"):
-        np.add(
-            summands[0].astype(wide, copy=False), summands[1].astype(wide, copy=False), out=total
-        )
+        one, other = (each.astype(wide, copy=False) for each in summands[:2])
+        np.add(one, other, out=total)
         for each in summands[2:]:
             total += each.astype(wide, copy=False)
         if count > 1:
@@ -63,8 +62,7 @@ def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _reciprocal(count: int, result: Array) -> float:
-    wide = np.float64 if result.dtype.itemsize == 8 else np.float32
-    return wide(1 / count)  # type: ignore[return-value]
+    return 1 / count if result.dtype.itemsize == 8 else float(np.float32(1 / count))
 
 
 @functools.cache

@@ -1,0 +1,310 @@
+"""Payloads in memory that processes of one host share: who may look at what, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdlite.common.base.errors import ProtocolError
+from hvdlite.ps import channel, sums
+from hvdlite.ps.arena import SHARED_BYTES, Arena, Window
+from hvdlite.ps.channel import Listener, new_context
+from hvdlite.ps.client import Client, Connection
+from hvdlite.ps.messages import Message
+from hvdlite.ps.sharing import NOTE, Sharing
+from hvdlite.ps.sums import add_up
+
+FLOAT = np.dtype(np.float32)
+SIZE = SHARED_BYTES  # Elements of a payload that is worth it.
+
+
+def filled(arena: Arena, value: float, size: int = SIZE) -> Any:
+    array = arena.new(size, FLOAT)
+    array[:] = value
+    return array
+
+
+def payload(array: Any) -> memoryview:
+    view: memoryview = array.view(np.uint8).data
+    return view
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Arena, Sharing, Sharing]]:
+    one, other = Arena(), Arena()
+    windows = [Window(os.dup(arena.descriptor)) for arena in (one, other)]
+    here, there = Sharing(1, one, windows[1]), Sharing(1, other, windows[0])
+    yield one, here, there
+    here.close(), there.close(), one.close(), other.close()
+
+
+def test_memory_is_used_again_when_no_view_is_left_and_not_before() -> None:
+    arena = Arena()
+    first = filled(arena, 1)
+    view = first[10:].view(np.uint32)
+    del first
+    second = filled(arena, 2)
+    assert (view.view(np.float32) == 1).all() and arena.nbytes == 2 * SIZE * 4
+    del view, second
+    kept = [filled(arena, 3), filled(arena, 4)]
+    assert arena.nbytes == 2 * SIZE * 4 and kept[0][0] == 3
+    arena.close()
+
+
+def test_a_payload_is_a_place_and_its_memory_is_kept_until_the_peer_has_let_it_go(
+    pair: tuple[Arena, Sharing, Sharing],
+) -> None:
+    arena, here, there = pair
+    sent = here.pack(Message("push", payloads=[payload(filled(arena, 1)), b"small"]))
+    assert list(sent.payloads) == [b"small"]
+    got = there.unpack(sent)
+    assert NOTE not in got.body and got.payloads[1] == b"small"
+    seen = np.frombuffer(got.payloads[0], np.float32)[7:]
+    del got
+    filled(arena, 2)  # It must not get the memory that is looked at.
+    here.unpack(there.pack(Message("pushed")))
+    filled(arena, 2)
+    assert (seen == 1).all() and here.lent == 1
+    del seen
+    here.unpack(there.pack(Message("pushed")))
+    assert here.lent == 0
+    before = arena.nbytes
+    kept = [filled(arena, 3), filled(arena, 3)]
+    assert arena.nbytes == before and len(kept) == 2
+
+
+def test_what_was_lent_stays_where_the_answer_that_lets_it_go_is_lost(
+    pair: tuple[Arena, Sharing, Sharing],
+) -> None:
+    arena, here, there = pair
+    there.unpack(here.pack(Message("push", payloads=[payload(filled(arena, 1))])))
+    there.pack(Message("pushed"))  # lost
+    assert here.lent == 1
+    here.unpack(there.pack(Message("pushed")))
+    assert here.lent == 0
+
+
+@pytest.mark.parametrize(
+    "note",
+    [[1, 1, 0, [], [[0, 1 << 40]]], [1, 1, 0, [], [None]], [1, 1], [1, 1, 0, [], [["a", 2]]]],
+)
+def test_places_that_are_none_are_refused(
+    pair: tuple[Arena, Sharing, Sharing], note: list[Any]
+) -> None:
+    with pytest.raises(ProtocolError):
+        pair[2].unpack(Message("push", body={NOTE: note}))
+
+
+def test_memory_that_could_shrink_is_refused() -> None:
+    descriptor = os.memfd_create("other")
+    with pytest.raises(ProtocolError, match="could shrink"):
+        Window(descriptor)
+    os.close(descriptor)
+
+
+class Echo:
+    """A listener in a thread that answers what it gets with the same payloads, doubled."""
+
+    def __init__(self) -> None:
+        self._context = new_context()
+        self.listener = Listener(self._context, "tcp://127.0.0.1:*")
+        self.listener.open_door()
+        self.seen: list[tuple[Any, ...]] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            received = self.listener.receive(0.05)
+            if received is not None:
+                self._answer(*received)
+                del received  # Its payloads are views, too.
+
+    def _answer(self, peer: bytes, message: Message) -> None:
+        arena = self.listener.arena
+        assert arena is not None
+        arrays = [np.frombuffer(each, np.float32) for each in message.payloads]
+        self.seen.append(tuple(float(each[-1]) for each in arrays))
+        answers = [payload(arena.copy(each + each)) for each in arrays]
+        self.listener.send(
+            peer, Message("values", message.request, message.table, payloads=answers)
+        )
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(10)
+        self.listener.close()
+        self._context.term()
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    made = Echo()
+    yield made
+    made.close()
+
+
+class Asker:
+    """A client that asks one listener."""
+
+    def __init__(self, address: str) -> None:
+        self.client = Client(b"asker %d" % os.getpid())
+        self.connection: Connection = self.client.connect(address)
+        self.connection.receive = self._receive
+
+    def _receive(self, message: Message) -> None:
+        self._done(message)
+
+    def shares(self, seconds: float = 10.0) -> bool:
+        """Return whether memory is shared, soon."""
+        met = threading.Event()
+
+        def look() -> None:
+            if self.connection.caller.sharing is not None:
+                met.set()
+
+        self.client.every(0.01, look)
+        return met.wait(seconds)
+
+    def ask(self, value: float) -> tuple[Any, bool]:
+        """Return the answer, and whether it lies in shared memory."""
+        sent = self.client.new(SIZE, FLOAT)
+        sent[:] = value
+
+        def ask(done: Any) -> None:
+            self._done = done
+            self.connection.send(Message("push", payloads=[payload(sent)]))
+
+        handle = self.client.ask(ask)
+        assert handle.ended_within(20)
+        (answer,) = handle.wait().payloads
+        return np.frombuffer(answer, np.float32), isinstance(answer.obj, np.ndarray)
+
+
+def test_processes_of_a_host_share_memory_by_themselves(echo: Echo) -> None:
+    asker = Asker(echo.listener.address)
+    assert asker.shares()
+    answers = [asker.ask(value) for value in (1.0, 2.0, 3.0)]
+    assert [(each[0], near) for each, near in answers] == [(2, True), (4, True), (6, True)]
+    assert all((each == each[0]).all() for each, _ in answers)
+    assert asker.connection.caller.address.startswith("ipc://")
+    asker.client.close()
+
+
+def test_a_peer_that_cannot_come_to_the_door_is_sent_the_bytes(echo: Echo) -> None:
+    address, _, _ = echo.listener.address.partition(" ")
+    for words in (address, f"{address} hvdlite-ps-of-another-host"):
+        asker = Asker(words)
+        answer, near = asker.ask(5.0)
+        assert (answer == 10).all() and not near
+        assert asker.connection.caller.address == address
+        asker.client.close()
+
+
+def test_a_server_that_does_not_see_the_memory_any_more_gets_the_bytes(echo: Echo) -> None:
+    """As one that has started again at the same address."""
+    asker = Asker(echo.listener.address)
+    assert asker.shares()
+    door = echo.listener._door
+    assert door is not None
+    door.sharings.clear()
+    assert (asker.ask(5.0)[0] == 10).all()
+    assert asker.shares() and asker.ask(6.0)[1]
+    asker.client.close()
+
+
+def _ask_and_wait(address: str, pipe: Pipe) -> None:
+    asker = Asker(address)
+    assert asker.shares()
+    answer, _ = asker.ask(1.0)
+    pipe.send(answer[0])
+    pipe.recv()
+
+
+def test_a_killed_process_gives_back_what_was_lent_to_it(echo: Echo) -> None:
+    here, there = multiprocessing.Pipe()
+    words = echo.listener.address, there
+    process = multiprocessing.get_context("fork").Process(target=_ask_and_wait, args=words)
+    process.start()
+    assert here.recv() == 2
+    door, arena = echo.listener._door, echo.listener.arena
+    assert door is not None and arena is not None
+    (sharing,) = door.sharings.values()
+    assert sharing.lent == 1
+    process.kill()
+    process.join(10)
+    for _ in range(1000):
+        if not door.sharings:
+            break
+        threading.Event().wait(0.01)
+    assert sharing.lent == 0 and not door.sharings
+    gc.collect()
+    before = arena.nbytes
+    assert filled(arena, 0)[0] == 0 and arena.nbytes == before
+
+
+def test_a_stranger_at_the_door_changes_nothing(echo: Echo) -> None:
+    name = echo.listener.address.partition(" ")[2]
+    for words in (b"", b"hvdlips1 and more, which is nothing"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(f"\0{name}.memory")
+            if words:
+                stranger.send(words)
+                assert stranger.recv(100) == b""
+    asker = Asker(echo.listener.address)
+    assert asker.shares() and asker.ask(1.0)[0][0] == 2
+    asker.client.close()
+
+
+def test_nothing_lies_in_the_file_system(echo: Echo) -> None:
+    def memory() -> set[str]:
+        return set(os.listdir("/dev/shm"))
+
+    before = memory()
+    asker = Asker(echo.listener.address)
+    assert asker.shares() and asker.ask(1.0)[1]
+    assert memory() == before
+    asker.client.close()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", ml_dtypes.bfloat16, "int32", "int64"]
+)
+def test_sums_are_those_of_numpy_in_rank_order(
+    dtype: Any, average: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(sums, "_kernel", lambda: None)
+    random = np.random.default_rng(1)
+    for count in (1, 2, 3, 5):
+        given = [(random.normal(size=999) * 50).astype(dtype) for _ in range(count)]
+        wide = np.dtype(np.float32) if given[0].itemsize == 2 else given[0].dtype
+        wanted = given[0].astype(wide)
+        for each in given[1:]:
+            wanted = wanted + each.astype(wide)
+        if average and count > 1:
+            wanted = wanted // count if wide.kind == "i" else wanted * wide.type(1 / count)
+        into = np.empty_like(given[0])
+        assert add_up(given, average=average, into=into) is into
+        assert into.tobytes() == wanted.astype(dtype).tobytes()
+
+
+def test_small_payloads_stay_in_the_message() -> None:
+    arena = Arena()
+    small = arena.new(10, FLOAT)
+    assert arena.nbytes == 0 and arena.find(payload(small)) is None
+    assert channel.SHARED_BYTES == SHARED_BYTES
+    arena.close()
