@@ -396,4 +396,5 @@ def test_sharded_state(tmp_path: Path) -> None:
     done = run_command([*launcher, script, "--seconds", "0", "--json", str(path)], timeout=60)
     assert done.returncode == 0 and "the same weights: True" in done.stdout, done.stdout
     plain, sharded = json.loads(path.read_text())["records"]
-    assert 0.5 <= sharded["state_bytes"] / plain["state_bytes"] < 0.51
+    # Adam counts the steps of each parameter, and of each shard.
+    assert 0.49 < sharded["state_bytes"] / plain["state_bytes"] < 0.51
