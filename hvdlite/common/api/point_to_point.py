@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from hvdlite.common.api.submit import DTYPES, Operation, check_text
 from hvdlite.common.api.tensor_entries import TensorEntry, entry_of_transfer
-from hvdlite.common.plain.adapter import Adapter
+from hvdlite.common.plain.adapter import Adapter, TensorSpec
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.numpy_adapter import NumpyAdapter
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
@@ -63,6 +63,17 @@ def start_message(
     runtime: Runtime, adapter: Adapter[T], tensor: T, peer: int, name: str, *, sends: bool
 ) -> Operation[T]:
     """Start to send or to receive at a rank that need not be the calling thread's."""
+    spec = adapter.spec(tensor)
+    request = message_request(runtime, spec, peer, name, sends=sends)
+    entry: TensorEntry[T] = entry_of_transfer(request, adapter, tensor, spec, sends=sends)
+    runtime.engine.enqueue((entry,))
+    return Operation((entry,))
+
+
+def message_request(
+    runtime: Runtime, spec: TensorSpec, peer: int, name: str, *, sends: bool
+) -> Request:
+    """Return the request of a message. Raises `ValueError` as `send_async`."""
     what = f"{'send to' if sends else 'recv from'} rank {peer} of '{name}'"
     rank, size = runtime.rank, runtime.topology.size
     if type(peer) is not int or not 0 <= peer < size or peer == rank:
@@ -70,11 +81,10 @@ def start_message(
             f"{what} on rank {rank}: the other side is one of the ranks 0 to {size - 1}, "
             f"and not {rank} itself"
         )
-    spec = adapter.spec(tensor)
     if spec.dtype not in DTYPES:
         raise ValueError(f"{what}: Tensor type {spec.dtype} is not supported")
     check_text("point_to_point", name)
-    request = Request(
+    return Request(
         GLOBAL_ID,
         f"point_to_point.{rank if sends else peer}.{peer if sends else rank}.{name}",
         "point_to_point",
@@ -84,6 +94,3 @@ def start_message(
         root_rank=rank if sends else peer,
         parties=(min(rank, peer), max(rank, peer)),
     )
-    entry: TensorEntry[T] = entry_of_transfer(request, adapter, tensor, spec, sends=sends)
-    runtime.engine.enqueue((entry,))
-    return Operation((entry,))

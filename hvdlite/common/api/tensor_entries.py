@@ -18,7 +18,7 @@ from hvdlite.common.plain.adapter import (
     TensorSpec,
     numpy_dtype,
 )
-from hvdlite.common.plain.entries import Entry, Key, key_of
+from hvdlite.common.plain.entries import Entry, Key, Series, key_of
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.messages import NO_BIT, Request
 
@@ -196,6 +196,36 @@ class PlacedEntry(TensorEntry[T]):
     def complete(self, value: Any = None) -> None:
         """Complete the handle; the collective has run."""
         self.handle.complete(value)
+
+
+class NumberedEntry(PlacedEntry[T]):
+    """A placed tensor of a series, whose request is made only where somebody asks for it."""
+
+    def __init__(
+        self, call: PreparedCall, series: Series, number: int, adapter: Adapter[T], tensor: T,
+        place: Place,
+    ) -> None:  # fmt: skip
+        # Not by the constructors above: small calls take no longer than a few of these.
+        self.series = series
+        self.number = number
+        self.key = series.key(number)
+        self.handle = Handle()
+        self.sent_bit = NO_BIT
+        self.spec = call.spec
+        self.count = call.elements
+        self.size_bytes = call.size_bytes
+        self._adapter = adapter
+        self._array = None
+        self.address, self._owner = place
+        self.result = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the request when it is asked for the first time."""
+        if name != "request":
+            raise AttributeError(name)
+        assert self.series is not None
+        self.request = request = self.series.numbered(self.number)
+        return request
 
 
 def entry_of_transfer(

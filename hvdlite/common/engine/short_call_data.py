@@ -14,6 +14,7 @@ from hvdlite.common.collectives.native.segment import address, codes
 from hvdlite.common.collectives.native.short_call import (
     LARGE_BYTES,
     MOST_TO_READ_BYTES,
+    TAG_BITS,
     Given,
     ShortCall,
     set_data,
@@ -25,6 +26,8 @@ from hvdlite.common.plain.entries import Bundle, Entry
 from hvdlite.common.plain.lists import split_rows
 from hvdlite.common.plain.messages import Request, Response
 
+TAG_MASK = (1 << TAG_BITS) - 1
+TAG_STEP = 0x9E3779B97F4B  # Odd, so that all numbers of a series have tags of their own.
 MOST_FAILURES = 6  # that are counted: one call in 1 << 6 is tried then
 
 
@@ -57,6 +60,7 @@ class ShortCallData:
         self.meaning = meaning_of(request)
         self.members = members
         self.call = call
+        self._first_tag: int = call.tag
         self.record = record
         self.failure: HorovodInternalError | None = None  # why this rank has not the latest result
         self._spec = SPECS[request.collective]
@@ -81,10 +85,24 @@ class ShortCallData:
             self.request, self._response = request, Response(request)
         return True
 
-    def skip(self) -> bool:
+    def number(self, number: int) -> None:
+        """Be the call of a series with this number, which comes once."""
+        self.call.tag = (self._first_tag + number * TAG_STEP) & TAG_MASK
+        self.call.declines = -1
+
+    def numbered(self, number: int) -> ShortCall:
+        """Return a call of a series; another thread may be in this one."""
+        call = ShortCall.from_buffer_copy(self.call)
+        call.tag = (self._first_tag + number * TAG_STEP) & TAG_MASK
+        call.declines = -1
+        return call
+
+    def skip(self, entry: Entry) -> bool:
         """Return whether to skip this call; all messages of a pair have one record."""
         if self.record.failures <= 1:  # Nearly always so, and the number takes a while to read.
             return False
+        if entry.series is not None:
+            return self.record.skip(entry.number)
         return self.record.skip(self.call.tag + max(self.call.declines, 0))
 
     def give(self, entry: Entry) -> bool:

@@ -24,6 +24,10 @@ members count how often that was so, and try by this count again, at the same ca
 rank may have missed some, or have forgotten the count: when a call is answered all members have
 reported it, so they take the count of the slot (`agree`).
 
+Calls of a `Series` differ by their numbers alone, and what is prepared serves all of them: the
+number is part of the tag, so that only the same ones meet. A number comes once, so nobody counts
+its declines.
+
 The gradients of a small step are a `Bundle`: one short call, whose data lie in several places. Its
 entries are pending meanwhile, under their own names, and all of them are complete or reported.
 """
@@ -47,7 +51,7 @@ from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.short_call_data import Record, ShortCallData, given, meaning_of
 from hvdlite.common.plain.adapter import HOST_DEVICE
-from hvdlite.common.plain.entries import Bundle, Entry, Key, SegmentRun
+from hvdlite.common.plain.entries import Bundle, Entry, Key, SegmentRun, Series
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import ProcessSetTable
 
@@ -92,6 +96,7 @@ class ShortCalls:
         self._messages: dict[str, ShortCallData] = {}
         # Declined calls until they are answered, by what is reported: of a bundle its first entry.
         self._declined: dict[Key, ShortCallData] = {}
+        self._era: object = object()  # What is known of series holds in the era when it was found.
         # By the two ranks, the sender first; None where memory does not serve them.
         self._pairs: dict[tuple[int, ...], _Pair | None] = {}
 
@@ -99,16 +104,21 @@ class ShortCalls:
         """Exchange the data of an entry and complete it; False if it must be reported instead."""
         if not self.take_part():
             return False
-        if entry.request.parties:
+        series = entry.series
+        if series is not None:
+            prepared = self._find_series(series, entry.size_bytes)
+        elif entry.request.parties:
             prepared = self._find_message(entry.request, entry.size_bytes)
         else:
             prepared = self._find(entry.request)
-        if prepared is None or prepared.skip():
+        if prepared is None or prepared.skip(entry):
             return False
         lock = self._exchange.locks[prepared.call.slot]
         if not lock.acquire(blocking=False):
             return False
         try:
+            if series is not None:
+                prepared.number(entry.number)
             return self._exchanged(prepared, entry)
         finally:
             lock.release()
@@ -123,7 +133,9 @@ class ShortCalls:
             if self._released:
                 return
             for entry in entries:
-                if entry.request.parties or entry.request.name in self._prepared:
+                if entry.series is not None:
+                    self._decline_numbered(entry.series, entry)
+                elif entry.request.parties or entry.request.name in self._prepared:
                     self._decline(entry)
 
     def _decline(self, entry: Entry) -> None:
@@ -138,6 +150,17 @@ class ShortCalls:
         if not prepared.call.told:
             self._exchange.decline(prepared.call)
         prepared.call.told = 0
+
+    def _decline_numbered(self, series: Series, entry: Entry) -> None:
+        """Tell the receiver or sender of a message; a thread may be in another one of the series.
+
+        Members of a collective mostly wait alike, and their record is that of the series.
+        """
+        if not (series.request.parties and self._is_open):
+            return
+        prepared = self._find_series(series, entry.size_bytes)
+        if prepared is not None:
+            self._exchange.decline(prepared.numbered(entry.number))
 
     def agree(self, entries: Sequence[Entry | None]) -> None:
         """Count declines as the other ranks do, before entries that all have reported are run."""
@@ -167,6 +190,7 @@ class ShortCalls:
         self._messages.clear()
         self._declined.clear()
         self._pairs.clear()
+        self._era = object()
 
     def take_part(self) -> bool:
         """Return whether this rank takes part; tell the others if that has changed."""
@@ -256,6 +280,23 @@ class ShortCalls:
         )
         self._executor.show(run)
 
+    def _find_series(self, series: Series, nbytes: int) -> ShortCallData | None:
+        """Return the prepared call of a series; None if it cannot be a short one."""
+        request, known = series.request, series.short
+        ranks = request.parties or self._process_sets.find(request.process_set_id)
+        if known is not None and known[0] is self._era and known[2] == ranks:
+            found: ShortCallData | None = known[1]
+            return found
+        prepared = None
+        if request.parties:
+            prepared = self._prepare_message(request, nbytes)
+        elif ranks is not None:
+            prepared = self._prepare(request, self._executor.members_of(ranks))
+        if prepared is not None:
+            prepared.record = Record()
+        series.short = self._era, prepared, ranks
+        return prepared
+
     def _find(self, request: Request) -> ShortCallData | None:
         """Return the prepared call of a request; None if it cannot be a short one."""
         known = self._prepared.get(request.name)
@@ -291,6 +332,14 @@ class ShortCalls:
         known = self._messages.get(request.name)
         if known is not None and known.request == request:
             return known
+        prepared = self._prepare_message(request, nbytes)
+        if prepared is not None:
+            if len(self._messages) >= MOST_PREPARED:
+                self._messages.clear()
+            self._messages[request.name] = prepared
+        return prepared
+
+    def _prepare_message(self, request: Request, nbytes: int) -> ShortCallData | None:
         if not 0 < nbytes <= LARGE_BYTES or request.device != HOST_DEVICE:
             return None
         pair = request.root_rank, *request.parties
@@ -303,11 +352,7 @@ class ShortCalls:
         gives = Given(nbytes, root=found.root)
         call = self._exchange.prepare(found.members, digest)
         self._exchange.add_data(call, gives)
-        if len(self._messages) >= MOST_PREPARED:
-            self._messages.clear()
-        prepared = ShortCallData(request, found.members, call, gives, found.record)
-        self._messages[request.name] = prepared
-        return prepared
+        return ShortCallData(request, found.members, call, gives, found.record)
 
     def _pair_of(self, request: Request) -> _Pair | None:
         """Return what serves the messages of a pair by memory; None for other ranks."""

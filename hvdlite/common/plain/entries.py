@@ -24,6 +24,28 @@ def key_of(request: Request) -> Key:
     return request.process_set_id, request.name
 
 
+class Series:
+    """Calls that differ by their numbers alone, such as those of a process group of PyTorch.
+
+    Their names end with the number. What one of them has found out serves the next.
+    """
+
+    __slots__ = ("request", "short")
+
+    def __init__(self, request: Request) -> None:
+        """`request` has the name without a number."""
+        self.request = request
+        self.short: Any = None  # What short calls know of the series.
+
+    def key(self, number: int) -> Key:
+        """Return the key of the entry with this number."""
+        return self.request.process_set_id, f"{self.request.name}.{number}"
+
+    def numbered(self, number: int) -> Request:
+        """Return the request with this number."""
+        return self.request._replace(name=f"{self.request.name}.{number}")
+
+
 class Entry:
     """An enqueued call on this rank. Entries with a tensor override the data methods."""
 
@@ -37,6 +59,9 @@ class Entry:
     count = 0
     # When it was enqueued, in seconds of `time.monotonic`. Set only while there are observers.
     enqueued = 0.0
+    # Where its request is one of many, and which.
+    series: Series | None = None
+    number = 0
     response: Response  # Set when the coordinator has answered, before the entry is run.
 
     def __init__(self, request: Request, handle: Handle | None = None) -> None:

@@ -17,61 +17,23 @@ import torch
 import torch.distributed as dist
 
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.point_to_point import message_request
 from hvdlite.common.api.submit import prepared_once
-from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry
-from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.api.tensor_entries import (
+    PreparedCall,
+    TensorEntry,
+    entry_of_transfer,
+)
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.plain.entries import Entry, key_of
+from hvdlite.common.plain.entries import Entry, Series
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import find
-from hvdlite.torch.mpi_ops import runner
 from hvdlite.torch.process_group.aborting import Abort
 from hvdlite.torch.process_group.reduce_ops import translate
 from hvdlite.torch.process_group.registration import BACKEND
-
-ADAPTER = runner.adapter
-
-
-class FittedEntry(TensorEntry[torch.Tensor]):
-    """A tensor whose output must fit what other ranks send, which only the run can tell.
-
-    `expected` are the rows that each member shall send. If others come, the collective has run for
-    all ranks, and fails on this one afterwards.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        tensor: torch.Tensor,
-        target: torch.Tensor,
-        splits: tuple[int, ...],
-        expected: Sequence[int],
-    ) -> None:
-        super().__init__(request, ADAPTER, tensor, target, splits)
-        self._expected = tuple(expected)
-
-    def wait_for_result(self) -> torch.Tensor:
-        """Sleep until the collective has run; return the result, or raise for other rows."""
-        try:
-            result = super().wait_for_result()
-        except HorovodInternalError:
-            if self._error:  # There was no room for what came.
-                raise self._unexpected() from None
-            raise
-        if self.rows and self.rows != self._expected:
-            raise self._unexpected()
-        return result
-
-    def _unexpected(self) -> HorovodInternalError:
-        return HorovodInternalError(
-            f"{self.request.collective} '{self.request.name}': the outputs of this rank have room "
-            f"for {list(self._expected)} elements or rows, by rank of the group, but "
-            f"{list(self.rows)} came: give outputs of the sizes that the ranks send",
-            job_goes_on=True,
-        )
-
+from hvdlite.torch.process_group.tensors import ADAPTER, FittedEntry, KnownCall, overlap
 
 MOST_KNOWN = 1000  # calls of a group that are remembered
 # How many groups of each name and members a runtime has had. The next one of a name, after
@@ -95,10 +57,12 @@ class Caller:
         self._era = runtime.era(process_set)
         # How many calls of each kind this era has seen. It is not one number for all, as a thread
         # that writes a checkpoint may call other collectives than the training beside it.
-        self._numbers: Counter[str] = Counter()
+        self._numbers: Counter[object] = Counter()
         self._is_checked = False
         # Checked calls by what is checked; only their names are new each time.
-        self._known: dict[Any, PreparedCall] = {}
+        self._known: dict[Any, KnownCall] = {}
+        self._latest: dict[tuple[int, int, int], KnownCall] = {}  # Messages by their kind.
+        self._signals: dict[str, Series] = {}  # Calls without a tensor.
 
     def be_called(self, group: str) -> None:
         """Take the name that torch gives.
@@ -132,7 +96,7 @@ class Caller:
 
     # -- calls
 
-    def first_number(self, kind: str) -> int:
+    def first_number(self, kind: object) -> int:
         """Return the number of the next call of a kind; `count` uses numbers up.
 
         A call that is refused on this rank is not counted, as others may not have made it. A join
@@ -145,13 +109,13 @@ class Caller:
             self._numbers.clear()
         return self._numbers[kind]
 
-    def count(self, kind: str, calls: int) -> None:
+    def count(self, kind: object, calls: int) -> None:
         """Use up the numbers of calls that were made."""
         self._numbers[kind] += calls
 
-    def name(self, kind: str, number: int) -> str:
-        """Return the name of a call."""
-        return f"pg.{self.group}.{kind}.{number}"
+    def name(self, kind: str) -> str:
+        """Return the name of the calls of a kind, which their numbers follow."""
+        return f"pg.{self.group}.{kind}"
 
     def enqueue(
         self,
@@ -167,54 +131,105 @@ class Caller:
         Raises `ValueError` before anything is sent. `kind` stands in the name.
         """
         runtime = self.checked_runtime()
-        expected = expected or [()] * len(tensors)
         kind = kind or collective
-        first = self.first_number(kind)
+        number = self.first_number(kind)
+        entries = []
+        for index, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
+            rows = expected[index] if expected else ()
+            known, splits = self._find(collective, kind, tensor, options)
+            entries.append(self._entry(known, splits, number + index, tensor, target, rows))
+        runtime.engine.enqueue(entries)
+        self.count(kind, len(entries))
+        return entries
+
+    def message(
+        self, kind: tuple[int, int, int], tensors: Sequence[torch.Tensor], peer: int, sends: bool
+    ) -> list[Entry]:
+        """Enqueue a message to or from a global rank for each tensor; return the entries.
+
+        Messages of one kind, which are source, destination and tag, keep their order. Raises
+        `ValueError` before anything is sent.
+        """
+        runtime = self.checked_runtime()
+        number = self.first_number(kind)
         entries = [
-            self._entry(collective, self.name(kind, first + index), *each, options)
-            for index, each in enumerate(zip(tensors, targets, expected, strict=True))
+            self._message(kind, number + index, tensor, peer, sends)
+            for index, tensor in enumerate(tensors)
         ]
         runtime.engine.enqueue(entries)
         self.count(kind, len(entries))
         return entries
 
+    def _message(
+        self, kind: tuple[int, int, int], number: int, tensor: torch.Tensor, peer: int, sends: bool
+    ) -> Entry:
+        latest = self._latest.get(kind)
+        if latest is not None:
+            place = ADAPTER.place(tensor, latest.call.spec)
+            if place is not None:
+                return latest.placed(number, tensor, place)
+        spec = ADAPTER.spec(tensor)
+        key = kind, spec
+        known = self._known.get(key)
+        if known is None:
+            name = self.name("send.{}.{}.{}".format(*kind))
+            request = message_request(self.runtime, spec, peer, name, sends=sends)
+            known = self._keep(key, PreparedCall.of(spec, None, request))
+        self._latest[kind] = known
+        place = ADAPTER.place(tensor, spec)
+        if place is not None:
+            return known.placed(number, tensor, place)
+        request = known.series.numbered(number)
+        entry = entry_of_transfer(request, ADAPTER, tensor, spec, sends=sends)
+        entry.series, entry.number = known.series, number
+        return entry
+
     def _entry(
         self,
-        collective: str,
-        name: str,
+        known: KnownCall,
+        splits: tuple[int, ...],
+        number: int,
         tensor: torch.Tensor,
         target: torch.Tensor,
         expected: Sequence[int],
-        options: CallOptions,
     ) -> Entry:
         """Return the entry of one tensor."""
-        call, splits = self._prepared(collective, name, tensor, options)
         if target is tensor:
-            place = ADAPTER.place(tensor, call.spec)
+            place = ADAPTER.place(tensor, known.call.spec)
             if place is not None:
-                return PlacedEntry(call, ADAPTER, tensor, place)
-        elif _overlap(tensor, target) and not self._is_own_part(tensor, target):
+                return known.placed(number, tensor, place)
+        elif overlap(tensor, target) and not self._is_own_part(tensor, target):
             tensor = tensor.clone()  # Others read it while this rank writes.
+        request = known.series.numbered(number)
         if expected:
-            return FittedEntry(call.request, tensor, target, splits, expected)
-        return TensorEntry(call.request, ADAPTER, tensor, target, splits)
+            entry: Entry = FittedEntry(request, tensor, target, splits, expected)
+        else:
+            entry = TensorEntry(request, ADAPTER, tensor, target, splits)
+        entry.series, entry.number = known.series, number
+        return entry
 
-    def _prepared(
-        self, collective: str, name: str, tensor: torch.Tensor, options: CallOptions
-    ) -> tuple[PreparedCall, tuple[int, ...]]:
-        """Return the call for a tensor, which is checked once for all like it."""
-        if options.splits is not None:
-            return prepared_once(self.runtime, ADAPTER, collective, name, tensor, options)
-        kind = collective, tensor.dtype, tensor.shape, tensor.device, tensor.layout, options
-        known = self._known.get(kind)
+    def _find(
+        self, collective: str, kind: str, tensor: torch.Tensor, options: CallOptions
+    ) -> tuple[KnownCall, tuple[int, ...]]:
+        """Return the call for a tensor, which is checked once for all like it, and its splits."""
+        key: object = kind, tensor.dtype, tensor.shape, tensor.device, tensor.layout, options
+        known = self._known.get(key) if options.splits is None else None
         if known is not None:
-            request = known.request._replace(name=name)
-            return known._replace(request=request, key=key_of(request)), ()
+            return known, ()
+        name = self.name(kind)
         call, splits = prepared_once(self.runtime, ADAPTER, collective, name, tensor, options)
+        if options.splits is not None:
+            key = call.request
+            known = self._known.get(key)
+        return known or self._keep(key, call), splits
+
+    def _keep(self, key: Any, call: PreparedCall) -> KnownCall:
+        """Remember a call that was checked."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
-        self._known[kind] = call
-        return call, splits
+            self._latest.clear()
+        known = self._known[key] = KnownCall(call, Series(call.request))
+        return known
 
     def _is_own_part(self, tensor: torch.Tensor, target: torch.Tensor) -> bool:
         """Return whether an input lies where the output gets its values anyway."""
@@ -227,8 +242,14 @@ class Caller:
     def signal(self, collective: str) -> list[Entry]:
         """Enqueue a collective without a tensor."""
         runtime = self.checked_runtime()
-        name = self.name(collective, self.first_number(collective))
-        entry = Entry(Request(self.process_set.process_set_id or 0, name, collective))
+        known = self._signals.get(collective)
+        if known is None:
+            set_id = self.process_set.process_set_id or 0
+            known = Series(Request(set_id, self.name(collective), collective))
+            self._signals[collective] = known
+        number = self.first_number(collective)
+        entry = Entry(known.numbered(number))
+        entry.series, entry.number = known, number
         runtime.engine.enqueue([entry])
         self.count(collective, 1)
         return [entry]
@@ -276,16 +297,3 @@ class Caller:
 def _reducing(process_set: ProcessSet, reduce_op: ReduceOp, factor: float) -> CallOptions:
     """Return the options of most calls, which come again and again."""
     return CallOptions(process_set, reduce_op=reduce_op, prescale_factor=factor)
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as one row, without copying a contiguous one."""
-    return tensor.detach().reshape(-1)
-
-
-def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors have memory in common, as a contiguous range."""
-    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
-        return False
-    start, other = first.data_ptr(), second.data_ptr()
-    return start < other + second.nbytes and other < start + first.nbytes

@@ -26,7 +26,7 @@ def writable(what: str, tensors: Sequence[torch.Tensor]) -> None:
 def readable(what: str, tensors: Sequence[torch.Tensor]) -> None:
     """Check that the tensors are on a device that hvdlite reaches."""
     for tensor in tensors:
-        if tensor.device.type not in devices():
+        if not tensor.is_cpu and tensor.device.type not in devices():
             raise ValueError(
                 f"{what}: a tensor is on {tensor.device.type!r}, and hvdlite reaches those on "
                 f"{' and '.join(devices())} only: move it with tensor.cpu()"

@@ -10,7 +10,7 @@ import torch
 from hvdlite.torch.process_group import checks
 from hvdlite.torch.process_group.arguments import Tensors, as_list, as_lists, root_of
 from hvdlite.torch.process_group.base import GroupBase
-from hvdlite.torch.process_group.calls import flat
+from hvdlite.torch.process_group.tensors import flat
 from hvdlite.torch.process_group.work import CollectiveWork
 
 

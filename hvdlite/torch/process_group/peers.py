@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.api.point_to_point import recv_async, send_async
 from hvdlite.common.base.errors import UnsupportedError
-from hvdlite.common.plain.entries import Entry
 from hvdlite.torch.process_group import checks
 from hvdlite.torch.process_group.arguments import Tensors, as_list
 from hvdlite.torch.process_group.base import GroupBase
-from hvdlite.torch.process_group.calls import ADAPTER
 from hvdlite.torch.process_group.work import CollectiveWork
 
 
@@ -21,11 +18,11 @@ class Peers(GroupBase):
 
     def send(self, tensors: torch.Tensor | Tensors, dst: int, tag: int = 0) -> CollectiveWork:
         """Send tensors to rank `dst` of the group, which calls `recv`."""
-        return self._message(send_async, "send", as_list(tensors), (self._rank, dst, tag), dst)
+        return self._message("send", as_list(tensors), (self._rank, dst, tag), dst)
 
     def recv(self, tensors: torch.Tensor | Tensors, src: int, tag: int = 0) -> CollectiveWork:
         """Receive tensors of as many elements from rank `src` of the group."""
-        return self._message(recv_async, "recv", as_list(tensors), (src, self._rank, tag), src)
+        return self._message("recv", as_list(tensors), (src, self._rank, tag), src)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> CollectiveWork:
         """Refuse: ranks agree on each message by its sender."""
@@ -35,7 +32,6 @@ class Peers(GroupBase):
 
     def _message(
         self,
-        start: Any,
         what: str,
         tensors: list[torch.Tensor],
         key: tuple[int, int, int],
@@ -47,12 +43,6 @@ class Peers(GroupBase):
         if peer == self._rank:
             raise ValueError(f"{what}: rank {peer} of the group is this rank itself: use copy_()")
         caller = self._caller
-        caller.checked_runtime()
-        kind = "send.{}.{}.{}".format(*key)  # Messages of one kind keep their order.
-        entries: list[Entry] = []
-        first = caller.first_number(kind)
-        for number, tensor in enumerate(tensors, first):
-            name = caller.name(kind, number)
-            entries += start(tensor, caller.members[peer], name, adapter=ADAPTER).entries
-        caller.count(kind, len(tensors))
-        return self._work(entries, tensors, writes=what == "recv")
+        sends = what == "send"
+        entries = caller.message(key, tensors, caller.members[peer], sends)
+        return self._work(entries, tensors, writes=not sends)

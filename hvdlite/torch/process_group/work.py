@@ -29,6 +29,11 @@ def do_nothing() -> None:
 class CollectiveWork(Work):
     """A call of a collective. Any thread may wait for it; the first one finishes it."""
 
+    finish: Callable[[], None] = staticmethod(do_nothing)
+    # Called when somebody has waited: see `GroupBase._keep`.
+    let_go: Callable[[], object] = staticmethod(do_nothing)
+    _finished = False
+
     def __init__(
         self,
         entries: Sequence[Entry],
@@ -48,15 +53,13 @@ class CollectiveWork(Work):
         super().__init__()
         self.entries = entries
         self.outputs = outputs
-        self.finish = finish
+        if finish is not do_nothing:
+            self.finish = finish
         self.writes = writes
         self.timeout = timeout
         self.members = members  # Global ranks, for messages.
         self._abort = Abort() if abort is None else abort
-        # Called when somebody has waited: see `GroupBase._keep`.
-        self.let_go: Callable[[], object] = do_nothing
         self._lock = threading.Lock()  # Guards `_finished`.
-        self._finished = False
 
     @untraced
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -67,13 +70,16 @@ class CollectiveWork(Work):
         when the group has been aborted.
         """
         limit = timeout if timeout is not None and timeout > timedelta(0) else self.timeout
-        until = time.monotonic() + limit.total_seconds()
+        began = time.monotonic()
         for entry in self.entries:
             handle = entry.handle
             if handle.poll():
                 continue
             if handle.queue is not None:
                 handle.queue.attend(handle)
+                if handle.poll():  # It was a short call.
+                    continue
+            until = began + limit.total_seconds()
             if not self._ended_within(handle, waitable(until - time.monotonic())):
                 raise self._unfinished(entry, limit)
         self._end()

@@ -18,10 +18,10 @@ from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.torch.process_group import checks, registration, rendezvous
 from hvdlite.torch.process_group.arguments import as_lists, op_of, root_of, timeout_of
-from hvdlite.torch.process_group.calls import _overlap
 from hvdlite.torch.process_group.deadlines import deadlines
 from hvdlite.torch.process_group.futures import Pool, future_of
 from hvdlite.torch.process_group.reduce_ops import translate
+from hvdlite.torch.process_group.tensors import overlap
 from hvdlite.torch.process_group.work import CollectiveWork
 
 MINUTE = timedelta(minutes=1)
@@ -93,10 +93,10 @@ def test_splits() -> None:
             checks.rows_of("x", rows, splits, ranks, "input")
 
 
-def test_tensors_that_overlap() -> None:
+def test_tensors_thatoverlap() -> None:
     whole = torch.zeros(8)
-    assert _overlap(whole[:4], whole) and _overlap(whole[2:5], whole[4:])
-    assert not _overlap(whole[:4], whole[4:]) and not _overlap(whole, whole.clone())
+    assert overlap(whole[:4], whole) and overlap(whole[2:5], whole[4:])
+    assert not overlap(whole[:4], whole[4:]) and not overlap(whole, whole.clone())
 
 
 def test_numbers_that_are_not_those_of_hvdlite() -> None:
