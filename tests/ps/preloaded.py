@@ -9,3 +9,5 @@ from tests.ps import digits
 
 torch.set_num_threads(1)  # Threads do not survive a fork.
 digits.data()
+# The first optimizer imports half of PyTorch.
+torch.optim.SGD(digits.network().parameters(), lr=1.0)
