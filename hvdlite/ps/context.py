@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.runtime import basics, lifecycle
-from hvdlite.ps.membership import ClusterPlan
 from hvdlite.ps.roles import run_scheduler
 from hvdlite.ps.settings import SCHEDULER, WORKER, ClusterSettings, read_settings
 from hvdlite.ps.worker import Worker
@@ -43,10 +42,7 @@ def init() -> None:
             "hvdlite-run --ps-servers 1, or give scheduler, server or worker"
         )
     if settings.role == SCHEDULER:
-        plan = ClusterPlan(
-            settings.num_servers, settings.num_workers, independent=settings.independent,
-        )  # fmt: skip
-        run_scheduler(settings, plan)
+        run_scheduler(settings)
         sys.exit(0)
     worker = None
     is_rank = settings.role == WORKER and not settings.independent

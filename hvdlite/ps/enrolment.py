@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.admission import proved
 from hvdlite.ps.client import Client, Connection
@@ -45,11 +45,12 @@ class Enrolment:
     def enter(self, seconds: float) -> Mapping[str, Any]:
         """Say hello, and wait until all have come; return the welcome.
 
-        Raises ConfigError with the scheduler's reason, or where it does not answer.
+        Raises ConfigError where the settings of this process are at fault, as the scheduler says,
+        and HorovodInternalError where not all have come, or the scheduler does not answer.
         """
         self._client.call(self._say_hello)
         if not self._welcome.ended_within(seconds):
-            raise ConfigError(
+            raise HorovodInternalError(
                 f"the scheduler at {self._settings.scheduler} (HVDLITE_SCHEDULER) has not let this "
                 f"{self._settings.role} in within {seconds:g} seconds: is it running, and are all "
                 "servers and workers started?"
@@ -98,7 +99,8 @@ class Enrolment:
                 done(message)
         elif message.kind == "refused":
             if not self._welcome.poll():
-                self._welcome.fail(ConfigError(f"the scheduler says: {message.body['why']}"))
+                kind = HorovodInternalError if message.body.get("failed") else ConfigError
+                self._welcome.fail(kind(f"the scheduler says: {message.body['why']}"))
         elif message.kind == "welcome":
             self.number = self._hello["number"] = message.body["number"]
             if not self._welcome.poll():

@@ -85,8 +85,10 @@ class Membership:
 
     def hello(self, peer: bytes, request: int, hello: Hello, now: float) -> list[Answer]:
         """Take a process in, or refuse it; all are welcome when the last one has come."""
-        if why := self._objection(hello) or self.failure:
+        if why := self._objection(hello):
             return [_refuse(peer, request, why)]
+        if self.failure:
+            return [_refuse(peer, request, self.failure, failed=True)]
         member = self._member_for(hello)
         if member is None:
             most = self.plan.most(hello.role)
@@ -118,7 +120,7 @@ class Membership:
     def tick(self, now: float) -> list[Answer]:
         """Give up whom nothing was heard of for too long."""
         if self.failure:
-            return []
+            return self._refuse_all()
         if not self.formed:
             if now - self.begin < self.plan.start_seconds:
                 return []
@@ -239,10 +241,14 @@ class Membership:
         return answers
 
     def _refuse_all(self) -> list[Answer]:
-        answers = [_refuse(peer, request, self.failure) for peer, request in self._hellos.items()]
+        answers = [
+            _refuse(peer, request, self.failure, failed=True)
+            for peer, request in self._hellos.items()
+        ]
         self._hellos.clear()
         return answers
 
 
-def _refuse(peer: bytes, request: int, why: str) -> Answer:
-    return Answer(peer, Message("refused", request, body={"why": why}))
+def _refuse(peer: bytes, request: int, why: str, *, failed: bool = False) -> Answer:
+    """Return a refusal; `failed`: the fault is not that of the process which is refused."""
+    return Answer(peer, Message("refused", request, body={"why": why, "failed": failed}))

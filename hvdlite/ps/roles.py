@@ -15,24 +15,36 @@ from hvdlite.ps.enrolment import Enrolment
 from hvdlite.ps.membership import ClusterPlan
 from hvdlite.ps.scheduler import Scheduler
 from hvdlite.ps.server import Server, TableDescription
-from hvdlite.ps.settings import ClusterSettings, address_towards
+from hvdlite.ps.settings import ANSWER_SECONDS, ClusterSettings, address_towards
 from hvdlite.ps.snapshots import SnapshotFolder
 from hvdlite.ps.tables import Updater
 
 # How long a cluster without workers goes on, so that last answers are not lost.
 LAST_SECONDS = 1.0
+STATE_FILE = "scheduler.json"
 # How long a scheduler tells all members why the cluster cannot go on.
 FAILURE_SECONDS = 5.0
 
 
-def run_scheduler(
-    settings: ClusterSettings, plan: ClusterPlan, state_file: Path | None = None
-) -> None:
-    """Be the scheduler until all workers have left and the servers have gone."""
+def plan_of(settings: ClusterSettings) -> ClusterPlan:
+    """Return what the cluster consists of."""
+    return ClusterPlan(
+        settings.num_servers, settings.num_workers, independent=settings.independent,
+        start_seconds=settings.start_seconds, worker_seconds=settings.worker_seconds,
+        server_seconds=settings.server_seconds,
+    )  # fmt: skip
+
+
+def run_scheduler(settings: ClusterSettings) -> None:
+    """Be the scheduler until all workers have left and the servers have gone.
+
+    What it has to know again after an end lies beside the snapshots, where there are any.
+    """
     context = new_context(settings.curve_token)
     port = settings.scheduler.rpartition(":")[2]
     listener = Listener(context, f"tcp://*:{port}")
-    scheduler = Scheduler(listener, plan, settings.token, state_file)
+    state_file = Path(settings.snapshots) / STATE_FILE if settings.snapshots else None
+    scheduler = Scheduler(listener, plan_of(settings), settings.token, state_file)
     failed_since: float | None = None
 
     def ended() -> bool:
@@ -55,9 +67,8 @@ def run_scheduler(
 
 
 def run_server(
-    settings: ClusterSettings, new_updater: Callable[[TableDescription], Updater], *,
-    number: int | None = None, snapshots: str | None = None, snapshot_every: int = 0,
-    start_seconds: float = 1800.0, killed: Callable[[], bool] = lambda: False,
+    settings: ClusterSettings, new_updater: Callable[[TableDescription], Updater],
+    killed: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
     """Be a server until all workers have left; end without a word when it is `killed`.
 
@@ -70,17 +81,15 @@ def run_server(
     identity = f"server {settings.node_id} {os.getpid()} {os.urandom(8).hex()}".encode()
     client = Client(identity, settings.curve_token)
     news: dict[str, Any] = {}
-    enrolment = Enrolment(
-        client, settings, number=number, address=listener.address, changed=news.update
-    )
+    enrolment = Enrolment(client, settings, address=listener.address, changed=news.update)
     folder: SnapshotFolder | None = None
     try:
-        welcome = enrolment.enter(start_seconds)
-        if snapshots and snapshot_every:
-            folder = SnapshotFolder(snapshots, welcome["number"])
+        welcome = enrolment.enter(settings.start_seconds + ANSWER_SECONDS)
+        if settings.snapshots:
+            folder = SnapshotFolder(settings.snapshots, welcome["number"])
         server = Server(
             listener, new_updater, incarnation=welcome["incarnation"],
-            workers=welcome["workers"], snapshots=folder, snapshot_every=snapshot_every,
+            workers=welcome["workers"], snapshots=folder, snapshot_every=settings.snapshot_every,
             token=settings.token,
         )  # fmt: skip
         end = _End(server, news)

@@ -9,9 +9,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.plain.config import Config
 
+START_SECONDS = 1800.0
+ANSWER_SECONDS = 5.0  # For which the scheduler may tell late who has not come.
 SCHEDULER, SERVER, WORKER = "scheduler", "server", "worker"
 _ROLES = {
     "scheduler": SCHEDULER, "server": SERVER, "worker": WORKER,
@@ -39,6 +43,11 @@ class ClusterSettings:
     token: bytes = b""
     independent: bool = False  # Workers are no ranks of a job.
     curve: bool = False  # All that is sent is encrypted, with keys from the token.
+    start_seconds: float = START_SECONDS  # Until all have come.
+    server_seconds: float = 300.0  # For which a server may be silent.
+    worker_seconds: float = 30.0  # For which an independent worker may be silent.
+    snapshots: str = ""  # The folder of snapshots; empty: none are made.
+    snapshot_every: int = 100  # Updates from one snapshot to the next.
 
     @property
     def address(self) -> str:
@@ -70,7 +79,27 @@ def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
         token=environ.get("HVDLITE_PS_TOKEN", "").encode(),
         independent=_independent(environ),
         curve=_curve(environ),
+        **_from_config(environ),
     )
+
+
+def _from_config(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what is a setting of hvdlite-run, too; MindSpore's names count where it is not set."""
+    aliases = {
+        "HVDLITE_START_TIMEOUT": environ.get("MS_TOPO_TIMEOUT") or f"{START_SECONDS:g}",
+        "HVDLITE_PS_TIMEOUT": environ.get("MS_NODE_TIMEOUT", ""),
+    }
+    if environ.get("MS_ENABLE_RECOVERY") == "1":
+        aliases["HVDLITE_PS_SNAPSHOT"] = environ.get("MS_RECOVERY_PATH", "")
+    given = {name: text for name, text in environ.items() if text}
+    config = Config.from_environ({**aliases, **given})
+    return {
+        "start_seconds": config.start_timeout_seconds,
+        "server_seconds": config.ps_timeout_seconds,
+        "worker_seconds": config.ps_worker_timeout_seconds,
+        "snapshots": config.ps_snapshot,
+        "snapshot_every": config.ps_snapshot_every,
+    }
 
 
 def _find(environ: Mapping[str, str], what: str) -> tuple[str, str]:

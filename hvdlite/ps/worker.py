@@ -20,13 +20,11 @@ from hvdlite.ps.messages import Message
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.remote_rows import RemoteRows
 from hvdlite.ps.server import describe_table
-from hvdlite.ps.settings import ClusterSettings
+from hvdlite.ps.settings import ANSWER_SECONDS, ClusterSettings
 from hvdlite.ps.shard import PsRolledBack, Shard
 from hvdlite.ps.table_shards import TableShards
 
-START_SECONDS = 1800.0
 WATCH_SECONDS = 1.0
-SILENCE_SECONDS = 300.0  # After which a server is lost for good.
 
 
 class Worker:
@@ -34,16 +32,15 @@ class Worker:
 
     def __init__(
         self, settings: ClusterSettings, *, number: int | None = None,
-        start_seconds: float = START_SECONDS, silence_seconds: float = SILENCE_SECONDS,
     ) -> None:  # fmt: skip
         self._client = Client(_identity(settings, number), settings.curve_token)
         self._token = settings.token
         self._servers: dict[int, ServerLink] = {}
-        self._silence_seconds = silence_seconds
+        self._silence_seconds = settings.server_seconds
         self.failure = ""
         self._enrolment = Enrolment(self._client, settings, number=number, changed=self._change)
         try:
-            self._enrolment.enter(start_seconds)
+            self._enrolment.enter(settings.start_seconds + ANSWER_SECONDS)
         except BaseException:
             self._client.close()
             raise

@@ -66,7 +66,8 @@ class Cluster:
         self.folder, self.every, self._updater = folder, every, updater
         self.settings = ClusterSettings(
             WORKER, "127.0.0.1:0", servers, workers, token=b"a secret", independent=True,
-            curve=curve,
+            curve=curve, start_seconds=LIMIT_SECONDS, server_seconds=LIMIT_SECONDS,
+            snapshots=str(folder / "snapshots") if every else "", snapshot_every=every or 1,
         )  # fmt: skip
         self._port: Any = "*"
         self.workers: list[Worker] = []
@@ -98,10 +99,7 @@ class Cluster:
             return self._updater()
 
         def body(ended: Callable[[], bool]) -> None:
-            run_server(
-                settings, new_updater, killed=ended, snapshots=str(self.folder / "snapshots"),
-                snapshot_every=self.every, start_seconds=LIMIT_SECONDS,
-            )  # fmt: skip
+            run_server(settings, new_updater, killed=ended)
 
         return Loop(body)
 
@@ -111,9 +109,7 @@ class Cluster:
 
     def worker(self, name: str, number: int | None = None, **words: Any) -> Worker:
         settings = replace(self.settings, node_id=name, **words)
-        made = Worker(
-            settings, number=number, start_seconds=LIMIT_SECONDS, silence_seconds=LIMIT_SECONDS
-        )
+        made = Worker(settings, number=number)
         self.workers.append(made)
         return made
 

@@ -172,6 +172,7 @@ ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "trees", "halving", "two_le
 LAUNCHERS = ("auto", "ssh", "srun", "jsrun", "mpirun")
 TRANSPORTS = ("auto", "tcp", "mpi")
 ADMISSIONS = ("ready", "wait")
+PS_WORKERS = ("mpi", "independent")
 NATIVE = ("auto", "on", "off")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
@@ -364,6 +365,47 @@ class Config:
         False, "ELASTIC_CHECK", boolean,
         "Elastic training: compare the state of all ranks after each reset, bit by bit.",
         alias=False,
+    )  # fmt: skip
+    ps_servers: int = setting(
+        0, "PS_SERVERS", number(int, 0, "servers"),
+        "Parameter server: how many servers hvdlite-run starts beside the workers; 0: none.",
+        flag="--ps-servers", yaml="parameter_server.servers", alias=False,
+    )  # fmt: skip
+    ps_workers: str = setting(
+        "mpi", "PS_WORKERS", choice(*PS_WORKERS),
+        "Parameter server: workers are the ranks of a job (mpi), or processes that may be lost, "
+        "return, come and leave, and have no collectives (independent). Processes that are started "
+        "by hand are independent where this is not set.",
+        flag="--ps-workers", yaml="parameter_server.workers", alias=False,
+    )  # fmt: skip
+    ps_snapshot: str = setting(
+        "", "PS_SNAPSHOT", str,
+        "Parameter server: the folder in which servers save their tables, and from which one that "
+        "is started again goes on.",
+        flag="--ps-snapshot", yaml="parameter_server.snapshot", alias=False,
+    )  # fmt: skip
+    ps_snapshot_every: int = setting(
+        100, "PS_SNAPSHOT_EVERY", number(int, 1, "updates"),
+        "Parameter server: a snapshot is made every so many updates; with 1, a server that is lost "
+        "changes nothing.",
+        flag="--ps-snapshot-every", yaml="parameter_server.snapshot_every", alias=False,
+    )  # fmt: skip
+    ps_restarts: int = setting(
+        3, "PS_RESTARTS", number(int, 0, "restarts"),
+        "Parameter server: how often hvdlite-run starts a server again that was killed, and an "
+        "independent worker.",
+        flag="--ps-restarts", yaml="parameter_server.restarts", alias=False,
+    )  # fmt: skip
+    ps_timeout_seconds: float = setting(
+        300.0, "PS_TIMEOUT", number(float, 1, "seconds"),
+        "Parameter server: how long a server may be silent before it is lost for good.",
+        flag="--ps-timeout", yaml="parameter_server.timeout", alias=False,
+    )  # fmt: skip
+    ps_worker_timeout_seconds: float = setting(
+        30.0, "PS_WORKER_TIMEOUT", number(float, 1, "seconds"),
+        "Parameter server: how long an independent worker may be silent before the others go on "
+        "without it.",
+        flag="--ps-worker-timeout", yaml="parameter_server.worker_timeout", alias=False,
     )  # fmt: skip
     mpi_threads_disable: bool = setting(
         False, "MPI_THREADS_DISABLE", boolean,
