@@ -63,7 +63,7 @@ class Cluster:
     ) -> None:  # fmt: skip
         words = {"independent": True, "worker_seconds": 30.0, "server_seconds": 30.0, **plan}
         self.plan = ClusterPlan(servers, workers, **words)
-        self.folder, self.every, self._updater = folder, every, updater
+        self.folder, self._updater = folder, updater
         self.settings = ClusterSettings(
             WORKER, "127.0.0.1:0", servers, workers, token=b"a secret", independent=True,
             curve=curve, start_seconds=LIMIT_SECONDS, server_seconds=LIMIT_SECONDS,
