@@ -78,10 +78,12 @@ class Forms(Generic[T]):
         if name is not None and len(tensors) == 1:
             runtime, adapter = find() or for_collective(), self._runner.adapter
             label = f"{collective}.{name}"
-            again = RepeatedCall.start(runtime, adapter, label, tensors[0], options)
+            again = RepeatedCall.start(runtime, adapter, label, tensors[0], options, waits=True)
             if again is not None:
                 return [again.wait()]
-        operation = self._runner.start(collective, tensors, name, options, in_place=True)
+        operation = self._runner.start(
+            collective, tensors, name, options, in_place=True, waits=True
+        )
         return operation.wait_for_tensors()
 
     def poll(self, handle: int) -> bool:
@@ -446,4 +448,4 @@ class Forms(Generic[T]):
         Calls are numbered: several threads may wait, and after an interrupt the next call meets
         the next one of the other ranks.
         """
-        Signal("barrier", process_set).wait()
+        Signal("barrier", process_set, waits=True).wait()

@@ -37,11 +37,19 @@ class RepeatedCall(Generic[T]):
 
     @classmethod
     def start(
-        cls, runtime: Runtime, adapter: Adapter[T], name: str, tensor: T, options: CallOptions
+        cls,
+        runtime: Runtime,
+        adapter: Adapter[T],
+        name: str,
+        tensor: T,
+        options: CallOptions,
+        *,
+        waits: bool = False,
     ) -> RepeatedCall[T] | None:
         """Enqueue a tensor in place, if it is like that of the last call under its name.
 
-        None for the first call, and for one that has other options, or a tensor of another kind.
+        `waits` says that the calling thread waits for it next. None for the first call, and
+        for one that has other options, or a tensor of another kind.
         """
         call = runtime.requests.get(name)
         if type(call) is not PreparedCall or call.options is not options:
@@ -57,7 +65,7 @@ class RepeatedCall(Generic[T]):
         else:
             entry = PlacedEntry(call, adapter, tensor, place)
             known = cls(runtime, adapter, name, call, entry)
-        runtime.engine.enqueue((entry,))
+        runtime.engine.enqueue((entry,), waits=waits)
         return known
 
     def poll(self) -> bool:

@@ -67,11 +67,17 @@ class EngineRunner(Runner[T]):
         options: CallOptions,
         *,
         in_place: bool = False,
+        waits: bool = False,
         shape_result: Shaping[T] = as_list,
     ) -> Operation[T]:
-        """Enqueue one collective on one tensor or on a group; never wait."""
+        """Enqueue one collective on one tensor or on a group; never wait.
+
+        `waits` says that the calling thread waits for it next.
+        """
         runtime, targets = for_collective(), tensors if in_place else None
-        entries = start(runtime, self.adapter, collective, name, tensors, options, targets)
+        entries = start(
+            runtime, self.adapter, collective, name, tensors, options, targets, waits=waits
+        )
         return Operation(entries, shape_result)
 
     def start_bucket(
@@ -92,7 +98,7 @@ class EngineRunner(Runner[T]):
         self, collective: str, tensors: Sequence[T], name: str | None, options: CallOptions
     ) -> CollectiveResult:
         """Start, and wait."""
-        operation = self.start(collective, tensors, name, options)
+        operation = self.start(collective, tensors, name, options, waits=True)
         return CollectiveResult(
             operation.wait_for_tensors(), [entry.rows for entry in operation.entries]
         )

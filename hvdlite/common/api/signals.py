@@ -23,14 +23,20 @@ class Signal:
     """A collective without a tensor, from its start on."""
 
     def __init__(
-        self, collective: str, process_set: ProcessSet, runtime: Runtime | None = None
+        self,
+        collective: str,
+        process_set: ProcessSet,
+        runtime: Runtime | None = None,
+        *,
+        waits: bool = False,
     ) -> None:
+        """Enqueue it; `waits` says that the calling thread calls `wait` next."""
         self._runtime = runtime or for_collective()
         self._process_set = process_set
         self._joins = SPECS[collective].effect is Effect.JOIN
         members_of(self._runtime, collective, process_set)
         entry = Entry(Request(process_set.process_set_id or 0, self._name(collective), collective))
-        self._runtime.engine.enqueue([entry])
+        self._runtime.engine.enqueue([entry], waits=waits)
         self.handle = entry.handle
 
     def _name(self, collective: str) -> str:

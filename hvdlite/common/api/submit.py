@@ -76,13 +76,19 @@ def start(
     tensors: Sequence[T],
     options: CallOptions,
     targets: Sequence[T] | None = None,
+    *,
+    waits: bool = False,
 ) -> list[TensorEntry[T]]:
     """Enqueue as `submit`, under the user's `name`, or the next number of the process set."""
     label = f"grouped_{collective}" if options.grouped else collective
-    if name is not None:
-        return submit(runtime, adapter, collective, f"{label}.{name}", tensors, options, targets)
-    with runtime.named(name, options.process_set) as known:
-        return submit(runtime, adapter, collective, f"{label}.{known}", tensors, options, targets)
+    if name is None:
+        with runtime.named(name, options.process_set) as known:
+            label = f"{label}.{known}"
+            return submit(
+                runtime, adapter, collective, label, tensors, options, targets, waits=waits
+            )
+    label = f"{label}.{name}"
+    return submit(runtime, adapter, collective, label, tensors, options, targets, waits=waits)
 
 
 def submit(
@@ -93,17 +99,20 @@ def submit(
     tensors: Sequence[T],
     options: CallOptions,
     targets: Sequence[T] | None = None,
+    *,
+    waits: bool = False,
 ) -> list[TensorEntry[T]]:
     """Enqueue one collective on one tensor or on a group; never waits.
 
-    `targets` are the tensors to write to (in place: the inputs). Raises `ValueError` for what
-    this rank can see to be wrong, `HorovodInternalError` when the engine has ended.
+    `targets` are the tensors to write to (in place: the inputs). `waits`: see `Engine.enqueue`.
+    Raises `ValueError` for what this rank can see to be wrong, `HorovodInternalError` when the
+    engine has ended.
     """
     if not options.grouped:
         target = None if targets is None else targets[0]
         make = _entry_with_splits if SPECS[collective].splits else _entry
         entries = [make(runtime, adapter, collective, name, tensors[0], options, target)]
-        runtime.engine.enqueue(entries)
+        runtime.engine.enqueue(entries, waits=waits)
         return entries
     specs = tuple(adapter.spec(tensor) for tensor in tensors)
     remembered = runtime.requests.get(name)

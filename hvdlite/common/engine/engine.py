@@ -105,12 +105,15 @@ class Engine:
         """Start the thread."""
         self._thread.start()
 
-    def enqueue(self, entries: Sequence[Entry]) -> None:
-        """Hand over entries without waiting. Raises as `PendingTable.add`."""
+    def enqueue(self, entries: Sequence[Entry], *, waits: bool = False) -> None:
+        """Hand over entries without waiting. Raises as `PendingTable.add`.
+
+        `waits` says that the calling thread waits for them next: one entry may be a short call.
+        """
         if self._timeline.enabled or self._executor.observers or self._debug:
             self._note(entries)
         self._pending.add(entries)
-        self._inbox.put(entries)
+        self._inbox.put(entries, waits=waits)
 
     def announce(self, entries: Sequence[Entry]) -> None:
         """Keep entries until `send` or `exchange`. Raises as `PendingTable.add`."""
@@ -306,12 +309,13 @@ class Engine:
 
     def _report_entries(self) -> None:
         """Report the entries of the inbox, and after them the departure if one is requested."""
-        entries = self._inbox.drain()
+        departs = self._shutdown_requested.is_set()
+        entries = self._inbox.drain(everything=departs)
         if entries:
             if self._short_calls is not None:
                 self._short_calls.decline(entries)
             self._control_plane.report(self._memory.reports(entries))
-        if self._shutdown_requested.is_set() and not self._departure_sent:
+        if departs and not self._departure_sent:
             self._departure_sent = True
             self._control_plane.depart(self.rank)
 

@@ -2,6 +2,10 @@
 
 Entries gather for a moment, since negotiating ten tensors together costs little more than one:
 until a thread waits for one of them, until they hold many bytes, or until the cycle time is over.
+
+The engine drains all that has gathered whenever it is awake, but for the entry of a thread that has
+said that it waits next: it may be a short call, and the ranks that wait for it would wait in vain.
+That entry is kept for the cycle time at most, as a KeyboardInterrupt may come before the wait.
 """
 
 from __future__ import annotations
@@ -63,14 +67,22 @@ class Inbox:
         self._engine = _Engine.AWAKE
         # Where a wake-up is scheduled: when half of the time until then is over.
         self._put_off_after = 0.0
+        # The entry that a thread waits for next, and until when it is kept from the engine.
+        self._kept: Entry | None = None
+        self._kept_until = 0.0
 
-    def put(self, entries: Sequence[Entry]) -> None:
-        """Hand entries to the engine; never waits."""
+    def put(self, entries: Sequence[Entry], *, waits: bool = False) -> None:
+        """Hand entries to the engine; never waits.
+
+        `waits` says that the calling thread waits for them next.
+        """
         with self._lock:
             self._entries.extend(entries)
             for entry in entries:
                 self._bytes += entry.size_bytes
                 entry.handle.queue = self
+            if waits and len(entries) == 1 and self._short_calls is not None:
+                self._kept, self._kept_until = entries[0], self._clock() + self._gather_seconds
             within = None
             if self._engine is not _Engine.AWAKE:
                 within = self._time_to_wake(first=len(self._entries) == len(entries))
@@ -84,7 +96,7 @@ class Inbox:
         come: it is put off, so that the engine sleeps while one short call follows the other.
         """
         if self._gather_seconds == 0 or self._bytes >= ENOUGH_BYTES:
-            self._engine = _Engine.AWAKE
+            self._engine, self._kept = _Engine.AWAKE, None
             return 0.0
         if self._engine is _Engine.WAKES_SOON and not first:
             return None
@@ -98,6 +110,7 @@ class Inbox:
     def hurry(self) -> None:
         """Wake the engine at once: a thread waits for an entry, so nothing more gathers."""
         with self._lock:
+            self._kept = None
             wake = self._engine is not _Engine.AWAKE and bool(self._entries)
             if wake:
                 self._engine = _Engine.AWAKE
@@ -133,6 +146,7 @@ class Inbox:
             if entry.handle is not handle or (len(self._entries) > 1 and entry.size_bytes):
                 return None
             self._bytes -= entry.size_bytes
+            self._kept = None
             return self._entries.pop()
 
     def _put_back(self, entry: Entry) -> None:
@@ -149,20 +163,44 @@ class Inbox:
             self._gather_seconds = seconds
 
     def may_sleep(self) -> bool:
-        """Return whether the inbox is empty; if so, the next entry wakes the engine."""
-        with self._lock:
-            self._engine = _Engine.AWAKE if self._entries else _Engine.ASLEEP
-            return not self._entries
+        """Return whether there is nothing to drain; if so, the next entry wakes the engine.
 
-    def drain(self) -> list[Entry]:
-        """Remove and return all entries, in the order in which they were enqueued."""
+        It wakes in time for an entry that is kept.
+        """
+        with self._lock:
+            if not self._entries:
+                self._engine = _Engine.ASLEEP
+                return True
+            left = self._kept_until - self._clock() if self._keeps(self._entries) else 0.0
+            if len(self._entries) > 1 or left <= 0:
+                self._engine = _Engine.AWAKE
+                return False
+            self._engine = _Engine.WAKES_SOON
+        self._wake(left)
+        return True
+
+    def drain(self, *, everything: bool = False) -> list[Entry]:
+        """Remove and return all entries, in the order in which they were enqueued.
+
+        An entry that is kept stays, unless others came after it, or `everything` is wanted.
+        """
         with self._lock:
             self._engine = _Engine.AWAKE
             entries, self._entries = self._entries, []
             self._bytes = 0
+            if not everything and self._keeps(entries) and self._clock() < self._kept_until:
+                self._entries.append(entries.pop())
+                self._bytes = self._entries[0].size_bytes
+            else:
+                self._kept = None
             return entries
+
+    def _keeps(self, entries: Sequence[Entry]) -> bool:
+        """Return whether the last of `entries` is kept: what came after it must not overtake it."""
+        return self._kept is not None and bool(entries) and entries[-1] is self._kept
 
     def remove(self, entries: Container[Entry]) -> None:
         """Remove entries that have failed."""
         with self._lock:
             self._entries = [entry for entry in self._entries if entry not in entries]
+            self._bytes = sum(entry.size_bytes for entry in self._entries)

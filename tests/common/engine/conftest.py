@@ -31,10 +31,10 @@ class _LongGathering(Inbox):
             self._engine = _Engine.ASLEEP
             return True
 
-    def drain(self) -> list[Entry]:
+    def drain(self, *, everything: bool = False) -> list[Entry]:
         with self._lock:
-            hurried, self._hurried = self._hurried, False
-            return super().drain() if hurried else []
+            hurried, self._hurried = self._hurried or everything, False
+            return super().drain(everything=everything) if hurried else []
 
 
 @pytest.fixture

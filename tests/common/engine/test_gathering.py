@@ -59,6 +59,72 @@ class ShortCalls:
         return not entry.handle.poll()
 
 
+class AwakeEngine:
+    """An inbox whose engine is awake, its alarms, and a clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.alarms: list[float] = []
+        self.inbox = Inbox(self._wake, SOON, ShortCalls(), clock=lambda: self.now)
+
+    def _wake(self, within: float) -> None:
+        self.alarms.append(self.now + within)
+
+    def put(self, name: str, *, waits: bool = False, size_bytes: int = 8) -> Entry:
+        entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
+        entry.size_bytes = size_bytes
+        self.inbox.put([entry], waits=waits)
+        return entry
+
+
+def test_an_engine_that_is_awake_leaves_the_entry_of_a_thread_that_waits_next() -> None:
+    engine = AwakeEngine()
+    other, kept = engine.put("other"), engine.put("kept", waits=True)
+    assert engine.inbox.drain() == [other]
+    assert engine.inbox.drain() == []
+    assert engine.inbox.may_sleep()
+    kept.handle.wait()  # It is a short call, or it would wait for ever.
+    assert engine.inbox.drain(everything=True) == []
+
+
+def test_an_entry_is_reported_though_a_signal_has_kept_its_thread_from_waiting() -> None:
+    engine = AwakeEngine()
+    kept = engine.put("kept", waits=True)
+    engine.now += SOON / 4
+    assert engine.inbox.drain() == []
+    assert engine.inbox.may_sleep()
+    (engine.now,) = engine.alarms
+    assert engine.now == pytest.approx(SOON)
+    assert engine.inbox.drain() == [kept]
+
+
+@pytest.mark.parametrize("then", ["another comes", "it is waited for with a limit", "all go"])
+def test_nothing_overtakes_an_entry_that_is_kept_and_nobody_waits_for_it_in_vain(then: str) -> None:
+    engine = AwakeEngine()
+    expected = [engine.put("kept", waits=True)]
+    if then == "another comes":
+        expected.append(engine.put("next"))
+    elif then == "it is waited for with a limit":
+        expected[0].handle.ended_within(0)
+    assert engine.inbox.may_sleep() == (then == "all go")
+    assert engine.inbox.drain(everything=then == "all go") == expected
+
+
+def test_an_entry_of_many_bytes_is_kept_from_nobody() -> None:
+    engine = AwakeEngine()
+    assert engine.inbox.may_sleep()
+    entry = engine.put("large", waits=True, size_bytes=ENOUGH_BYTES)
+    assert engine.alarms == [0.0]
+    assert engine.inbox.drain() == [entry]
+
+
+def test_the_entries_of_a_group_are_not_kept() -> None:
+    engine = AwakeEngine()
+    group = [Entry(Request(0, name, "allreduce", "float32", (1,))) for name in "ab"]
+    engine.inbox.put(group, waits=True)
+    assert engine.inbox.drain() == group
+
+
 def test_the_alarm_is_put_off_while_short_calls_follow_each_other() -> None:
     """The engine would wake for nothing; an entry that nobody waits for has its alarm in time."""
     now, alarms = 0.0, []
