@@ -70,6 +70,7 @@ class Traffic:
     trees_seconds: float = 0
     halving_seconds: float = 0
     two_level_seconds: float = 0
+    doubling_seconds: float = 0
     auto_seconds: float = 0
 
 

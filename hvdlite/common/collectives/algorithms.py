@@ -26,6 +26,7 @@ from hvdlite.common.collectives.host_costs import (
 )
 from hvdlite.common.collectives.paths import PATHS
 from hvdlite.common.collectives.pipeline import Pipeline, RingOrder
+from hvdlite.common.collectives.recursive_doubling import recursive_doubling
 from hvdlite.common.collectives.ring_pipeline import Plan
 from hvdlite.common.collectives.schedule import Schedule, Scheduler
 from hvdlite.common.collectives.schedule_run import ScheduledPlan
@@ -100,6 +101,7 @@ ALGORITHMS = {
         Algorithm("trees", two_trees, pipelined=True),
         Algorithm("halving", halving_doubling),
         Algorithm("two_level", two_level),
+        Algorithm("doubling", recursive_doubling),
     )
 }
 assert ALGORITHMS.keys() == COSTS.keys()

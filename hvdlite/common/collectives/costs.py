@@ -14,14 +14,17 @@ docs/scaling.md derives the formulas, and compares them with measurements. This 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from hvdlite.common.collectives.halving_doubling import halvings
+from hvdlite.common.collectives.recursive_doubling import doublings
 from hvdlite.common.collectives.trees import tree_depth
 from hvdlite.common.collectives.two_level import columns_of
 
 PIECE_BYTES = 252 << 10
+MOST_DOUBLED = 4 << 10  # in bytes, as many tensors are reduced together, and doubling sends most
 TREE_PIECES, LEAST_TREE_PIECE = 8, 16 << 10  # of each half of a segment; of a piece, in bytes
 
 
@@ -111,6 +114,17 @@ def two_level_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors
     return _cost(model, rounds, wire, work, hosts * tensors)
 
 
+def doubling_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
+    """Return the cost of doubling whole tensors, so small that nothing goes on at the same time."""
+    fold = hosts & (hosts - 1) > 0
+    times = doublings(hosts) + fold
+    wire = times * nbytes * model.far_byte
+    held = (1 + times / 2) * nbytes / slices  # What is sent is a copy.
+    work = _scheduled_work(model, held, times * nbytes / slices)
+    cost = _cost(model, times + fold, wire, work, tensors)
+    return replace(cost, steps=cost.steps + min(wire, work))
+
+
 def _cost(model: Model, rounds: int, wire: float, work: float, stretches: int) -> Cost:
     steps = model.call + rounds * model.message + stretches * model.stretch
     return Cost(rounds, steps, wire, work)
@@ -135,14 +149,17 @@ COSTS: dict[str, CostFunction] = {  # The first one wins a tie.
     "trees": trees_cost,
     "halving": halving_cost,
     "two_level": two_level_cost,
+    "doubling": doubling_cost,
 }
+_OF_TWO = ("ring", "doubling")  # Between two hosts the others do what the ring does.
 
 
 def cheapest(model: Model, hosts: int, slices: int, nbytes: int) -> str:
     """Return the algorithm that takes the least time, by name."""
-    if hosts <= 2:  # All are the same.
-        return "ring"
-    return min(COSTS, key=lambda name: COSTS[name](model, hosts, slices, nbytes).seconds)
+    names: Iterable[str] = _OF_TWO if hosts <= 2 else COSTS
+    if nbytes > MOST_DOUBLED:
+        names = [name for name in names if name != "doubling"]
+    return min(names, key=lambda name: COSTS[name](model, hosts, slices, nbytes).seconds)
 
 
 def inside_hosts(model: Model, ranks_per_host: int, nbytes: float) -> float:

@@ -27,9 +27,10 @@ class FlatBackend(HostsBackend):
     def supports(
         self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
     ) -> bool:
-        """Support everything but Adasum, among three hosts or more: two have nothing to choose."""
+        """Support all but Adasum, among three hosts or more; between two there is one choice."""
         hosts = members.topology.hosts
-        flat = len(hosts) > 2 and len(hosts) == members.size
+        fewest = 2 if collective == "allreduce" else 3
+        flat = len(hosts) == members.size >= fewest
         return flat and reduce_op != ReduceOp.ADASUM
 
     def allreduce(

@@ -25,6 +25,9 @@ class Move(NamedTuple):
     start: int  # the blocks at the places [start, stop) of the layout
     stop: int
     partial: bool  # whether they are partial sums, which the receiver adds
+    # Whether both ends send their sums and go on with the total: both add in the order of their
+    # numbers, and what both have sent, so that they have the same bits.
+    mutual: bool = False
 
 
 class Round(NamedTuple):

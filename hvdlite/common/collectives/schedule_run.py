@@ -100,7 +100,7 @@ class ScheduleRun:
                 receive = posted.popleft()
                 self._transport.wait([receive.pending])
                 if move.partial:
-                    self._merge(self._pieces[piece].sums(move.start, move.stop), receive.buffer)
+                    self._merge(move, self._pieces[piece], receive.buffer)
             self._finish(step, piece)
             if step + 1 < plan.steps:
                 self._send(step + 1, piece)
@@ -139,23 +139,29 @@ class ScheduleRun:
             body = piece.result(move.start, move.stop)
             if move.partial:
                 sums = piece.sums(move.start, move.stop)
-                if sums.dtype == body.dtype:
+                if sums.dtype == body.dtype and not move.mutual:
                     body = sums
                 else:
                     body = np.empty(sums.size, body.dtype)
                     convert(body, sums)
+                    if move.mutual:
+                        convert(sums, body)
             rank = self._plan.ring_order.ranks[move.peer]
             piece.sends.append(self._transport.isend(rank, body))
 
-    def _merge(self, sums: Array, buffer: Array) -> None:
+    def _merge(self, move: Move, piece: _Piece, buffer: Array) -> None:
         """Add partial sums that have come."""
-        values = buffer
+        sums, values = piece.sums(move.start, move.stop), buffer
         if buffer.dtype != sums.dtype:
             if self._wide is None or self._wide.size < buffer.size:
                 self._wide = np.empty(buffer.size, sums.dtype)
             values = self._wide[: buffer.size]
             convert(values, buffer)
-        self._arithmetic.merge(sums, values)
+        if move.mutual and move.peer < self._plan.ring_order.index:
+            self._arithmetic.merge(values, sums)
+            np.copyto(sums, values)
+        else:
+            self._arithmetic.merge(sums, values)
         block = buffer.base
         assert block is not None  # It is a view of what `_buffer` made.
         self._free.append(block)

@@ -79,7 +79,7 @@ class Engine:
             transport, config, timeline, self._memory, self.process_sets, clock
         )
         self._backends = build_backends(transport, config)
-        if self.rank == ROOT and len(self.topology.hosts) > 2:
+        if self.rank == ROOT and len(self.topology.hosts) > 1:
             model = chosen_model(config.network_model)
             if model != Model():
                 self._control_plane.announce(Figures(model.values))

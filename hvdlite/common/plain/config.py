@@ -168,7 +168,9 @@ def setting(default: Any, env: str, parse: Callable[[str], Any], help: str, **wh
 
 
 DATA_PLANES = ("auto", "shm", "ring", "mpi")
-ALLREDUCES = ("auto", "shm", "ring", "hierarchical", "trees", "halving", "two_level", "mpi")
+ALLREDUCES = (
+    "auto", "shm", "ring", "hierarchical", "trees", "halving", "two_level", "doubling", "mpi",
+)  # fmt: skip
 LAUNCHERS = ("auto", "ssh", "srun", "jsrun", "mpirun")
 TRANSPORTS = ("auto", "tcp", "mpi")
 ADMISSIONS = ("ready", "wait")
@@ -205,7 +207,7 @@ class Config:
     allreduce: str = setting(
         "auto", "ALLREDUCE", choice(*ALLREDUCES),
         "How allreduce moves bytes: auto, shm, ring, hierarchical (rings between hosts), trees, "
-        "halving or two_level (these between hosts), or mpi.",
+        "halving, two_level or doubling (these between hosts), or mpi.",
         flag="--allreduce", yaml="params.allreduce", alias=False,
     )  # fmt: skip
     network_model: str = setting(

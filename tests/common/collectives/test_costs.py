@@ -122,13 +122,16 @@ def test_only_what_goes_from_row_to_row_is_far() -> None:
 @pytest.mark.parametrize(
     ("hosts", "nbytes", "name"),
     [
-        (2, 4, "ring"),
+        (2, 4, "doubling"),
         (2, 64 << 20, "ring"),
         (3, 4, "trees"),
-        (8, 4, "trees"),
-        (8, 4 << 10, "halving"),
+        (4, 4, "doubling"),
+        (8, 4 << 10, "doubling"),
+        (7, 4 << 10, "doubling"),
+        (8, 8 << 10, "halving"),
         (8, 64 << 20, "ring"),
-        (2048, 4 << 10, "trees"),
+        (2048, 4 << 10, "doubling"),
+        (2048, 1 << 20, "trees"),
         (2048, 100 << 20, "two_level"),
     ],
 )

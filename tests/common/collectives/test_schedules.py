@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hvdlite.common.collectives.halving_doubling import doubling, halving, halving_doubling
+from hvdlite.common.collectives.recursive_doubling import recursive_doubling
 from hvdlite.common.collectives.schedule import Move, Schedule, Scheduler
 from hvdlite.common.collectives.trees import place_in_tree, tree_depth, two_trees
 from hvdlite.common.collectives.two_level import columns_of, rings, two_level
@@ -22,6 +23,7 @@ def ring(size: int, index: int) -> Schedule:
 
 SCHEDULERS: dict[str, Scheduler] = {
     "halving": halving_doubling, "trees": two_trees, "two_level": two_level, "ring": ring,
+    "doubling": recursive_doubling,
 }  # fmt: skip
 
 
@@ -85,7 +87,9 @@ class Machine:
         assert 0 < len(blocks) <= self.schedules[index].widest
         for place, value in zip(range(move.start, move.stop), body, strict=True):
             if partial:
-                self.sums[index][place] = (self.sums[index][place], value)
+                later = not (move.mutual and move.peer < index)
+                sums = self.sums[index][place], value
+                self.sums[index][place] = sums if later else sums[::-1]
             else:
                 self.results[index][place] = value
 
@@ -140,6 +144,8 @@ def test_the_halves_scatter_and_gather() -> None:
         ("two_level", lambda n: 2 * (columns_of(n) + n // columns_of(n) - 2),
          lambda n: 2 * (n - 1), lambda n: n),
         ("ring", lambda n: 2 * (n - 1), lambda n: 2 * (n - 1), lambda n: n),
+        ("doubling", lambda n: (n - 1).bit_length() + (n & (n - 1) > 0),
+         lambda n: (n - 1).bit_length(), lambda n: 1),
     ],
 )  # fmt: skip
 def test_price_in_rounds_and_bytes(
@@ -160,7 +166,8 @@ def test_price_in_rounds_and_bytes(
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("halving", 21), ("trees", 4), ("two_level", 4), ("ring", 2)]
+    ("name", "most"),
+    [("halving", 21), ("trees", 4), ("two_level", 4), ("ring", 2), ("doubling", 11)],
 )
 def test_peers_of_a_host_among_2048(name: str, most: int) -> None:
     peers = [len(SCHEDULERS[name](2048, index).peers) for index in range(0, 2048, 97)]
