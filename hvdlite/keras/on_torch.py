@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.reduced_copies import ReducedCopies
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients import reducer
-from hvdlite.common.gradients.buckets import buckets_of
+from hvdlite.common.gradients.batches import single_and_grouped
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.runtime.state import for_collective
 from hvdlite.common.segmentation.strategies import Gradient
@@ -59,24 +61,30 @@ class Reducer(reducer.Reducer):
 
     def _start(self, gradients: Gradients, groups: Sequence[Sequence[str]]) -> list[Wait]:
         dense = [name for name, gradient in gradients.items() if not gradient.is_sparse]
-        names = set(dense)
-        buckets = buckets_of(dense, [[name for name in group if name in names] for group in groups])
-        waits = [
-            self._start_dense({name: gradients[name] for name in bucket}) for bucket in buckets
-        ]
         sparse = [(name, gradient) for name, gradient in gradients.items() if gradient.is_sparse]
+        segments = self.segments
+        single, buckets = single_and_grouped(dense, groups, segmented=segments.strategy is not None)
+        parts = [(bucket, segments.options(bucket)) for bucket in buckets]
+        if single:
+            parts.append((single, segments.options(single[:1])))
+        alone = len(parts) == 1 and not sparse
+        waits = [
+            self._start_dense({name: gradients[name] for name in names}, options, alone)
+            for names, options in parts
+        ]
         return waits + [self._start_sparse(name, gradient) for name, gradient in sparse]
 
-    def _start_dense(self, bucket: Gradients) -> Wait:
+    def _start_dense(self, bucket: Gradients, options: CallOptions, alone: bool) -> Wait:
         compression = self.reduction.compression
         packed = [compression.compress(gradient.detach()) for gradient in bucket.values()]
-        names = list(bucket)
         tensors = [tensor for tensor, _ in packed]
-        options = self.segments.options(names)
-        operation = mpi_ops.runner.start("allreduce", tensors, names[0], options)
+        reduction = ReducedCopies(
+            for_collective(), mpi_ops.runner.adapter, list(bucket), tensors, options, _copies,
+            nbytes=sum(tensor.nbytes for tensor in tensors), alone=alone,
+        )  # fmt: skip
 
         def wait() -> Gradients:
-            results = operation.wait_for_tensors()
+            results = reduction.wait()
             contexts = [context for _, context in packed]
             return dict(zip(bucket, map(compression.decompress, results, contexts), strict=True))
 
@@ -102,6 +110,10 @@ class Reducer(reducer.Reducer):
     def divide(self, gradient: torch.Tensor, divisor: int) -> torch.Tensor:
         """Divide the gradient by a number."""
         return gradient / divisor
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
 
 
 def _wait_for_all(waits: Sequence[Wait]) -> dict[str, Any]:

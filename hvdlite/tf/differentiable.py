@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager.record import could_possibly_record
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import CollectiveResult, Runner
@@ -40,6 +41,8 @@ class TensorFlowRunner(Runner[tf.Tensor]):
         self, tensors: Sequence[tf.Tensor], forward: Function, adjoint: Function
     ) -> list[tf.Tensor]:
         """Return ``forward(tensors)``, with the gradient that `adjoint` makes."""
+        if tf.executing_eagerly() and not could_possibly_record():
+            return forward(list(tensors))  # No tape would see it: most steps need no more.
 
         @tf.custom_gradient
         def recorded(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Any]:

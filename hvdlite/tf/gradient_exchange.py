@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.gradients.buckets import ReductionConfig, buckets_of
+from hvdlite.common.gradients.batches import batches_of, single_and_grouped
+from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import Compressor
+from hvdlite.common.runtime.state import find
+from hvdlite.tf.bucket_call import BucketCall
 from hvdlite.tf.collective_call import TensorCall
 from hvdlite.tf.differentiable import TensorFlowRunner
 from hvdlite.tf.graph import name_in_graph, run_calls
@@ -30,7 +33,7 @@ class _DenseBucket:
         names: Sequence[str],
         gradients: Sequence[tf.Tensor],
         compression: type[Compressor],
-        segments: SegmentPlan,
+        options: Callable[[Sequence[str]], CallOptions],
     ) -> None:
         self.names = names
         self._compression = compression
@@ -38,7 +41,7 @@ class _DenseBucket:
         self._contexts = [context for _, context in packed]
         tensors = [tensor for tensor, _ in packed]
         keys = [_name(name) for name in names]
-        self.calls = [TensorCall("allreduce", tensors, keys[0], segments.options(keys))]
+        self.calls = [BucketCall(tensors, keys, options(keys))]
 
     def receive(self, outputs: Outputs) -> list[Gradient]:
         return [
@@ -75,8 +78,8 @@ def reduce_gradients(
     """Reduce the gradients over all ranks; None stays None.
 
     `names` identify them across ranks. Those of one of the `groups` (of names) are reduced
-    together, as `segments` say. All reductions run at the same time: in a graph each starts as soon
-    as its input is computed. Raises `tf.errors.OpError` when a reduction fails,
+    together, as `segments` say. All reductions run at the same time: in a graph those of some MiB
+    start as soon as their inputs are computed. Raises `tf.errors.OpError` when a reduction fails,
     `NotImplementedError` for `tf.IndexedSlices` with an op other than Average and Sum, and
     `ValueError` for a gradient that is ragged or a `tf.SparseTensor`.
     """
@@ -121,16 +124,38 @@ def _buckets(
     segments: SegmentPlan,
     groups: Sequence[Sequence[str]],
 ) -> list[_DenseBucket]:
-    present = [[name for name in group if name in gradients] for group in groups]
+    segmented = segments.strategy is not None
+    single, buckets = single_and_grouped(list(gradients), groups, segmented=segmented)
     return [
-        _DenseBucket(bucket, [gradients[name] for name in bucket], reduction.compression, segments)
-        for bucket in buckets_of(gradients, present)
+        _DenseBucket(names, [gradients[name] for name in names], reduction.compression, options)
+        for parts, options in (
+            (_batches(gradients, single), lambda keys: segments.options(keys[:1])),
+            (buckets, segments.options),
+        )
+        for names in parts
     ]
+
+
+def _batches(gradients: Mapping[str, tf.Tensor], names: Sequence[str]) -> list[list[str]]:
+    """Divide gradients that are reduced on their own into those that are handed over together."""
+    runtime = find()
+    if tf.executing_eagerly() or runtime is None:
+        return [[*names]] if names else []
+    sizes = {
+        name: (gradients[name].shape.num_elements() or 0) * gradients[name].dtype.size
+        for name in names
+    }
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    # Backward computes the gradients of the last layer first.
+    return batches_of([*names][::-1], sizes, runtime.topology, threads)
 
 
 def _run(parts: Sequence[_DenseBucket | _Slices]) -> Iterator[tuple[str, Gradient]]:
     """Run all reductions at the same time, and yield the reduced gradients by their names."""
-    outputs = iter(run_calls([call for part in parts for call in part.calls]))
+    calls = [call for part in parts for call in part.calls]
+    if len(calls) == 1 and isinstance(calls[0], BucketCall):
+        calls[0].alone = True
+    outputs = iter(run_calls(calls))
     for part in parts:
         received = part.receive([next(outputs) for _ in part.calls])
         yield from zip(part.names, received, strict=True)

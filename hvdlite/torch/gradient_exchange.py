@@ -19,6 +19,7 @@ import torch
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.gradients.batches import ENOUGH_BYTES, enough_bytes
 from hvdlite.common.gradients.buckets import BucketSchedule, ReductionConfig
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.runtime.state import for_collective
@@ -49,22 +50,11 @@ from hvdlite.torch.sparsity import Layouts
 #    at once when enough bytes are queued or somebody waits. A round costs about as much for a
 #    hundred tensors as for one, and not every tensor is a gradient of an optimizer.
 #
-# `ENOUGH_BYTES` is reduced in about a millisecond, so little is left to wait for at the end. Where
-# the ranks of the only host take all of its cores to compute, the engine has none of its own: its
-# work is hidden behind nothing, and each round interrupts backward, so that rounds are fewer. The
-# measurements are in docs/decisions/0006. Buckets of a segmentation do not gather here: they are
-# what the user, or the tuner, wants to be sent at once.
-ENOUGH_BYTES = 4 << 20
-CROWDED = 4  # times as much where the ranks of a host leave no core to the engine
-
-
-def enough_bytes(topology: Topology, threads: int, cores: int) -> int:
-    """Return how many bytes of gradients are sent together, at least, before backward ends.
-
-    Each rank computes with `threads`, on a host of `cores`. Ranks need not agree on it.
-    """
-    crowded = len(topology.hosts) == 1 and topology.size * threads >= cores
-    return CROWDED * ENOUGH_BYTES if crowded else ENOUGH_BYTES
+# `ENOUGH_BYTES` (common/gradients/batches.py) is reduced in about a millisecond, so little is left
+# to wait for at the end. Where the ranks of the only host take all of its cores to compute, the
+# engine has none of its own: its work is hidden behind nothing, and each round interrupts backward,
+# so that rounds are fewer. The measurements are in docs/decisions/0006. Buckets of a segmentation
+# do not gather here: they are what the user, or the tuner, wants to be sent at once.
 
 
 class GradientExchange:

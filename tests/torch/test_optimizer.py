@@ -16,9 +16,9 @@ from torch import nn
 
 import hvdlite.torch as hvd
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.gradients.batches import CROWDED, ENOUGH_BYTES, enough_bytes
 from hvdlite.common.runtime.state import current
 from hvdlite.torch import gradient_exchange as exchange
-from hvdlite.torch.gradient_exchange import ENOUGH_BYTES
 from tests.ranks import run_ranks
 
 SIZE = 3
@@ -843,9 +843,9 @@ def test_num_groups_is_deprecated() -> None:
 @pytest.mark.parametrize(
     ("hosts", "threads", "cores", "times"),
     [
-        ([[0, 1]], 1, 2, exchange.CROWDED),
+        ([[0, 1]], 1, 2, CROWDED),
         ([[0, 1]], 1, 3, 1),
-        ([[0, 1]], 4, 8, exchange.CROWDED),
+        ([[0, 1]], 4, 8, CROWDED),
         ([[0], [1]], 8, 2, 1),
     ],
 )
@@ -853,7 +853,7 @@ def test_more_gradients_gather_where_the_engine_has_no_core(
     hosts: list[list[int]], threads: int, cores: int, times: int
 ) -> None:
     topology = Topology(tuple(map(tuple, hosts)))
-    assert exchange.enough_bytes(topology, threads, cores) == times * ENOUGH_BYTES
+    assert enough_bytes(topology, threads, cores) == times * ENOUGH_BYTES
 
 
 def test_gradients_travel_while_backward_runs(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorE
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.plain.entries import Bundle
+from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.shared_handle import SharedHandle
 from hvdlite.common.runtime.runtime import Runtime
 
@@ -33,7 +34,7 @@ class PreparedBucket(Generic[T]):
         self.options = options
         # Whether the tensors of the last `start` are in flight.
         self.busy = False
-        self._adapter = adapter
+        self.adapter = adapter
         self._names = names
         self._calls: list[PreparedCall] = []
         self._entries: list[TensorEntry[T]] = []
@@ -63,18 +64,30 @@ class PreparedBucket(Generic[T]):
             runtime.engine.enqueue(self._entries)
         self.busy, self._handle, self._tensors = True, handle, tensors
 
+    @property
+    def handle(self) -> Handle:
+        """The handle of all tensors of the last `start`."""
+        return self._handle
+
     def wait(self) -> None:
         """Sleep until all are reduced. Raises the first error; nothing is in flight then."""
         try:
-            if self._unsent is not None and self._bundle is not None:
-                engine, self._unsent = self._unsent, None
-                self._bundle.renew()
-                engine.exchange(self._bundle)
+            self.exchange()
             self._handle.wait()
-            self._adapter.finish_all(self._tensors)
+            self.adapter.finish_all(self._tensors)
         finally:
             if self._handle.poll():  # otherwise a signal has ended the wait
-                self._release()
+                self.release()
+
+    def exchange(self) -> None:
+        """Exchange tensors that were started `alone` with ranks that do so now, or send them.
+
+        It may wait for these ranks for a moment, and never for the result.
+        """
+        if self._unsent is not None and self._bundle is not None:
+            engine, self._unsent = self._unsent, None
+            self._bundle.renew()
+            engine.exchange(self._bundle)
 
     def send(self) -> None:
         """Let the tensors be reduced though nobody will wait for them."""
@@ -82,14 +95,15 @@ class PreparedBucket(Generic[T]):
             engine, self._unsent = self._unsent, None
             engine.send(self._entries)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Drop the tensors, of which none is in flight any more."""
         for entry in self._entries:
             entry.release()
         self.busy, self._tensors = False, ()
 
     def _renew(self, tensors: Sequence[T], handle: SharedHandle) -> bool:
         """Give the entries these tensors; return False where a tensor has other properties."""
-        entries, place, addresses = self._entries, self._adapter.place, set()
+        entries, place, addresses = self._entries, self.adapter.place, set()
         if len(entries) != len(tensors):
             return False
         for index, (entry, tensor) in enumerate(zip(entries, tensors, strict=True)):
@@ -101,9 +115,9 @@ class PreparedBucket(Generic[T]):
                 addresses.add(found[0])
             else:  # not contiguous, or not on the host: its copies are made anew
                 call = self._calls[index]
-                if self._adapter.spec(tensor) != call.spec:
+                if self.adapter.spec(tensor) != call.spec:
                     return False
-                entries[index] = entry_of(call, self._adapter, tensor, tensor, handle)
+                entries[index] = entry_of(call, self.adapter, tensor, tensor, handle)
                 addresses.add(entries[index].target_address)
         if self.options.grouped and len(addresses) < len(tensors):
             check_targets(entries)
@@ -114,7 +128,7 @@ class PreparedBucket(Generic[T]):
         self._entries = []
         self._calls = self._check(runtime, tensors)
         entries = [
-            entry_of(call, self._adapter, tensor, tensor, handle)
+            entry_of(call, self.adapter, tensor, tensor, handle)
             for call, tensor in zip(self._calls, tensors, strict=True)
         ]
         if self.options.grouped:
@@ -122,7 +136,7 @@ class PreparedBucket(Generic[T]):
         self._entries, self._bundle = entries, bundle_of(entries)
 
     def _check(self, runtime: Runtime, tensors: Sequence[T]) -> list[PreparedCall]:
-        adapter, options = self._adapter, self.options
+        adapter, options = self.adapter, self.options
         if not options.grouped:
             return [
                 prepared(runtime, adapter, COLLECTIVE, f"{COLLECTIVE}.{name}", tensor, options)
@@ -149,7 +163,7 @@ def start_bucket(
     """Start to reduce tensors in place, as `PreparedBucket.start`; return their bucket."""
     key = options.grouped, tuple(names)
     bucket = runtime.buckets.get(key)
-    if bucket is None or bucket.busy or bucket.options != options:
+    if bucket is None or bucket.busy or (bucket.options, bucket.adapter) != (options, adapter):
         if len(runtime.buckets) >= _MOST_BUCKETS:
             runtime.buckets.clear()
         bucket = PreparedBucket(adapter, key[1], options)

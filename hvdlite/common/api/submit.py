@@ -133,6 +133,23 @@ def submit(
     return entries
 
 
+def submit_each(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    names: Sequence[str],
+    tensors: Sequence[T],
+    options: CallOptions,
+) -> list[TensorEntry[T]]:
+    """Enqueue one collective on each tensor, under its name, in one call; see `submit`."""
+    entries = [
+        _entry(runtime, adapter, collective, f"{collective}.{name}", tensor, options, None)
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
+    runtime.engine.enqueue(entries)
+    return entries
+
+
 def _entry(
     runtime: Runtime,
     adapter: Adapter[T],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 # Keras numbers layers of the same kind, over all models of a process: dense, dense_1, dense_2.
@@ -36,7 +37,7 @@ class Sources:
         The names are equal on all ranks that give the same sources in the same order.
         """
         return [
-            f"{prefix}.{index}.{_AUTOMATIC_NUMBER.sub('', path)}"
+            f"{prefix}.{index}.{_without_numbers(path)}"
             for index, path in enumerate(map(self.path_of, sources))
         ]
 
@@ -44,8 +45,18 @@ class Sources:
         """Return the name of a variable in its model; numbers in it may differ between ranks."""
         if not self.is_variable(source):
             return "tensor"
-        path: str = getattr(source, "path", None) or re.sub(r":\d+$", "", source.name)
+        path: str = getattr(source, "path", None) or _without_output(source.name)
         return path
+
+
+@lru_cache(maxsize=10_000)  # an eager tape asks in each step, as for the next
+def _without_numbers(path: str) -> str:
+    return _AUTOMATIC_NUMBER.sub("", path)
+
+
+@lru_cache(maxsize=10_000)
+def _without_output(name: str) -> str:
+    return re.sub(r":\d+$", "", name)
 
 
 class LocalSources:
@@ -78,6 +89,8 @@ class LocalSources:
 
     def pick(self, sources: Iterable[Any]) -> list[bool]:
         """Return for each of `sources` whether it is one of these."""
+        if not self:
+            return [False for _ in sources]
         key_of = self._sources.key_of
         weights = (weight for layer in self._layers for weight in layer.trainable_weights)
         local_keys = {key_of(weight) for weight in weights}.union(self._source_of)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,24 +22,11 @@ import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.tf.bucket_call import BucketCall
 from hvdlite.tf.collective_call import ADAPTER, Call, Started
 from hvdlite.tf.graph_order import graphs_around, in_any_order
-
-_READ, _READ_AND_WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
-
-_memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory.restype = ctypes.py_object
-_memory.argtypes = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-
-
-def array_at(address: int, shape: tuple[int, ...], dtype: Any, access: int) -> Array:
-    """Return the array at an address, which must not be used longer than the memory exists."""
-    size_bytes = math.prod(shape) * dtype.itemsize
-    if size_bytes == 0:
-        return np.empty(shape, dtype)
-    if not address:
-        raise MemoryError(f"no memory for a tensor of {size_bytes} bytes")
-    return np.frombuffer(_memory(address, size_bytes, access), dtype).reshape(shape)
+from hvdlite.tf.native.graph_buckets import BucketExecution, GraphBucket
+from hvdlite.tf.native.memory import READ, READ_AND_WRITE, array_at
 
 
 class Library:
@@ -78,6 +64,7 @@ class _Registered:
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.bucket = GraphBucket(call) if isinstance(call, BucketCall) else None
         self.in_place = len(call.outputs) if call.in_place else 0
         self.inputs = [_numpy_dtype(tensor) for tensor in call.inputs]
         self.outputs = [_numpy_dtype(output) for output in call.outputs]
@@ -120,6 +107,7 @@ def _start(library: Library, call: Call) -> tf.Tensor:
         call.inputs,
         call=number,
         in_place=registered.in_place,
+        filled=registered.bucket is not None,
         output_types=[output.dtype for output in call.outputs],
         name="HvdliteStart",
     )
@@ -144,51 +132,104 @@ def serve(library: Library) -> None:
 
 def _serve(library: Library) -> None:
     while True:
-        record = iter(library.next())
-        for pointer in record:
-            _GraphCollective(library, pointer, next(record)).start(record)
+        record = library.next()
+        position = 0
+        while position < len(record):
+            pointer, number, inputs, targets = record[position : position + 4]
+            position += 4
+            kind = _GraphCollective if inputs or not targets else _GraphReduction
+            position = kind(library, pointer, number).start(record, position, inputs, targets)
 
 
-class _GraphCollective(NumpyAdapter):
-    """One collective of a graph. As an adapter it allocates outputs in the memory of the graph."""
+class _Execution(NumpyAdapter):
+    """One execution of a call, from its start to the end of its operations in the graph."""
 
     def __init__(self, library: Library, pointer: int, number: int) -> None:
         self._library = library
         self._pointer = pointer
         self._registered = _registered.get(number)
+
+    def _find(self) -> _Registered:
+        if self._registered is None:
+            raise HorovodInternalError("the graph of this collective is no more")
+        return self._registered
+
+    def _tell(self, error: Exception | None) -> None:
+        """Let the graph go on, or fail."""
+        code, message = (0, b"") if error is None else (_code(error), str(error).encode())
+        waiting = self._library.end(self._pointer, code, message)
+        if waiting:
+            self._library.finish(waiting)
+
+
+class _GraphReduction(_Execution):
+    """One execution of a bucket, whose outputs have the values of its inputs."""
+
+    _execution: BucketExecution | None = None
+
+    def start(self, record: list[int], position: int, inputs: int, targets: int) -> int:
+        """Enqueue the tensors that the record describes; return where the next one begins."""
+        end = position + 1 + record[position]
+        shapes, addresses = record[position + 1 : end], record[end : end + targets]
+        end += targets
+        try:
+            bucket = self._find().bucket
+            assert bucket is not None
+            self._execution = bucket.start(shapes, addresses, is_last=end == len(record))
+        except Exception as error:
+            self._tell(error)
+        else:
+            self._execution.handle.on_end(self._ended)
+        return end
+
+    def _ended(self) -> None:
+        assert self._execution is not None
+        self._execution.release()
+        self._tell(self._execution.handle.error)
+
+
+class _GraphCollective(_Execution):
+    """One collective of a graph. As an adapter it allocates outputs in the memory of the graph."""
+
+    def __init__(self, library: Library, pointer: int, number: int) -> None:
+        super().__init__(library, pointer, number)
         self._inputs: list[Array] = []
         self._made: set[int] = set()  # The outputs that are in the memory of the graph.
         self._started: Started | None = None
         self._open: list[int] = []  # One item for each handle that is not complete.
 
-    def start(self, record: Iterator[int]) -> None:
-        """Enqueue the collective on the tensors that the record describes."""
+    def start(self, record: list[int], position: int, inputs: int, targets: int) -> int:
+        """Enqueue it on the tensors that the record describes; return where the next one begins."""
+        places: list[tuple[int, tuple[int, ...]]] = []
+        for _ in range(inputs):
+            address, rank = record[position : position + 2]
+            position += 2 + rank
+            places.append((address, tuple(record[position - rank : position])))
+        end = position + targets
         try:
-            started = self._enqueue(record)
+            started = self._enqueue(places, record[position:end])
         except Exception as error:
             self._end(error)
-            return
+            return end
         self._started = started
         handles = started.handles
         self._open = [*range(len(handles))]
         for handle in handles:
             handle.on_end(self._one_has_ended)
+        return end
 
-    def _enqueue(self, record: Iterator[int]) -> Started:
-        registered = self._registered
-        inputs, targets = next(record), next(record)
-        places = [_place(record) for _ in range(inputs)]
-        addresses = [next(record) for _ in range(targets)]
-        if registered is None:
-            raise HorovodInternalError("the graph of this collective is no more")
+    def _enqueue(
+        self, places: Sequence[tuple[int, tuple[int, ...]]], addresses: Sequence[int]
+    ) -> Started:
+        registered = self._find()
         self._inputs = [
-            array_at(address, shape, dtype, _READ)
+            array_at(address, shape, dtype, READ)
             for (address, shape), dtype in zip(places, registered.inputs, strict=True)
         ]
         if not registered.in_place:
             return registered.call.start(self._inputs, self)
         written = [
-            array_at(address, shape, dtype, _READ_AND_WRITE)
+            array_at(address, shape, dtype, READ_AND_WRITE)
             for address, (_, shape), dtype in zip(
                 addresses, places, registered.outputs, strict=False
             )
@@ -205,7 +246,7 @@ class _GraphCollective(NumpyAdapter):
         dims = (ctypes.c_int64 * len(shape))(*shape)
         address = self._library.allocate(self._pointer, number, len(shape), dims)
         self._made.add(number)
-        return array_at(address, shape, self._registered.outputs[number], _READ_AND_WRITE)
+        return array_at(address, shape, self._registered.outputs[number], READ_AND_WRITE)
 
     def _one_has_ended(self) -> None:
         if self._open.pop() == 0:  # pop() is atomic: exactly one thread sees the last item.
@@ -218,10 +259,7 @@ class _GraphCollective(NumpyAdapter):
                 self._fill()
         except Exception as failure:
             error = failure
-        code, message = (0, b"") if error is None else (_code(error), str(error).encode())
-        waiting = self._library.end(self._pointer, code, message)
-        if waiting:
-            self._library.finish(waiting)
+        self._tell(error)
 
     def _fill(self) -> None:
         """Copy the outputs that are not in the memory of the graph."""
@@ -231,11 +269,6 @@ class _GraphCollective(NumpyAdapter):
         for number, array in enumerate(self._started.arrays()):
             if number not in self._made:
                 self._make(number, array.shape)[...] = array
-
-
-def _place(record: Iterator[int]) -> tuple[int, tuple[int, ...]]:
-    address = next(record)
-    return address, tuple(next(record) for _ in range(next(record)))
 
 
 def _code(error: Exception) -> int:

@@ -12,6 +12,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -39,6 +40,7 @@ struct Gathering;
 struct Collective {
   int64_t call = 0;
   int in_place = 0;  // so many outputs are there from the start
+  bool filled = false;  // the outputs have the values of the inputs, which are not kept
   tensorflow::DataTypeVector output_types;
   std::vector<Tensor> inputs;
   std::vector<Tensor> outputs;
@@ -83,11 +85,20 @@ struct Ticket {
   bool Decode(const tensorflow::VariantTensorData&) { return false; }  // it stays in its process
 };
 
+void* data(const Tensor& tensor) { return const_cast<char*>(tensor.tensor_data().data()); }
+
+// Gives the output the values of an input of the same size, unless it has the input's memory.
+void fill(Tensor* output, const Tensor& input) {
+  const auto values = input.tensor_data();
+  if (data(*output) != values.data()) std::memcpy(data(*output), values.data(), values.size());
+}
+
 class Start : public tensorflow::OpKernel {
  public:
   explicit Start(tensorflow::OpKernelConstruction* construction) : OpKernel(construction) {
     OP_REQUIRES_OK(construction, construction->GetAttr("call", &call_));
     OP_REQUIRES_OK(construction, construction->GetAttr("in_place", &in_place_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("filled", &filled_));
     OP_REQUIRES_OK(construction, construction->GetAttr("output_types", &output_types_));
   }
 
@@ -95,6 +106,7 @@ class Start : public tensorflow::OpKernel {
     auto collective = std::make_shared<Collective>();
     collective->call = call_;
     collective->in_place = in_place_;
+    collective->filled = filled_;
     collective->output_types = output_types_;
     collective->outputs.resize(output_types_.size());
     // An input that nobody else will read becomes the output: no memory has to be found and touched.
@@ -104,7 +116,13 @@ class Start : public tensorflow::OpKernel {
                                   {i}, output_types_[i], context->input(i).shape(),
                                   &collective->outputs[i]));
     }
-    for (int i = 0; i < context->num_inputs(); ++i) collective->inputs.push_back(context->input(i));
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      if (filled_) {
+        fill(&collective->outputs[i], context->input(i));
+      } else {
+        collective->inputs.push_back(context->input(i));
+      }
+    }
     Tensor* ticket = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &ticket));
     ticket->scalar<tensorflow::Variant>()() = Ticket{collective};
@@ -124,6 +142,7 @@ class Start : public tensorflow::OpKernel {
  private:
   int64_t call_;
   int in_place_;
+  bool filled_;
   tensorflow::DataTypeVector output_types_;
 };
 
@@ -207,6 +226,7 @@ REGISTER_OP("HvdliteStart")
     .Output("ticket: variant")
     .Attr("call: int")      // the number of the collective in Python's table
     .Attr("in_place: int")  // so many inputs have an output of the same dtype and shape
+    .Attr("filled: bool = false")  // all inputs have one, and it has the values of the input
     .Attr("input_types: list(type) >= 0")
     .Attr("output_types: list(type) >= 1")
     .SetIsStateful()  // two with the same inputs are two collectives
@@ -223,9 +243,12 @@ REGISTER_OP("HvdliteTake")
 REGISTER_KERNEL_BUILDER(Name("HvdliteStart").Device(tensorflow::DEVICE_CPU), Start);
 REGISTER_KERNEL_BUILDER(Name("HvdliteTake").Device(tensorflow::DEVICE_CPU), Take);
 
-void* data(const Tensor& tensor) { return const_cast<char*>(tensor.tensor_data().data()); }
-
 int64_t number_of(const void* pointer) { return reinterpret_cast<int64_t>(pointer); }
+
+void append_shape(std::vector<int64_t>* record, const Tensor& tensor) {
+  record->push_back(tensor.dims());
+  for (int i = 0; i < tensor.dims(); ++i) record->push_back(tensor.dim_size(i));
+}
 
 }  // namespace
 }  // namespace hvdlite
@@ -245,6 +268,8 @@ void hvdlite_serve() {
 // Sleeps until something is in the queue, and takes all of it. For each collective in turn:
 //   collective, call, number of inputs, number of targets,
 //   for each input: address, number of dimensions, dimensions; for each target: address
+// A collective whose targets are filled has no inputs here, but
+//   length of what follows, for each target: number of dimensions, dimensions; for each target: address
 // The memory is good until the next call.
 const int64_t* hvdlite_next(int64_t* length) {
   static auto* taken = new std::vector<CollectivePointer>;
@@ -260,8 +285,13 @@ const int64_t* hvdlite_next(int64_t* length) {
                                    static_cast<int64_t>(collective->inputs.size()), collective->in_place});
     for (const auto& input : collective->inputs) {
       record->push_back(hvdlite::number_of(hvdlite::data(input)));
-      record->push_back(input.dims());
-      for (int i = 0; i < input.dims(); ++i) record->push_back(input.dim_size(i));
+      hvdlite::append_shape(record, input);
+    }
+    if (collective->filled) {
+      const size_t place = record->size();
+      record->push_back(0);
+      for (const auto& output : collective->outputs) hvdlite::append_shape(record, output);
+      (*record)[place] = static_cast<int64_t>(record->size() - place - 1);
     }
     for (int i = 0; i < collective->in_place; ++i) {
       record->push_back(hvdlite::number_of(hvdlite::data(collective->outputs[i])));

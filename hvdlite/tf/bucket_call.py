@@ -1,0 +1,102 @@
+"""Calls that reduce several gradients: one call in each step, eagerly or in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.reduced_copies import ReducedCopies
+from hvdlite.common.plain.handles import Handle
+from hvdlite.common.plain.numpy_adapter import ALIGNMENT_BYTES, Array, NumpyAdapter, aligned_empty
+from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import finder
+from hvdlite.tf.collective_call import ADAPTER
+
+
+@dataclass(frozen=True)
+class StartedBucket:
+    """A started bucket."""
+
+    reduction: ReducedCopies[Array]
+
+    @property
+    def handles(self) -> list[Handle]:
+        return self.reduction.handles
+
+    @property
+    def error(self) -> Exception | None:
+        return next((handle.error for handle in self.handles if handle.error), None)
+
+    def ended_within(self, seconds: float) -> bool:
+        return all(handle.ended_within(seconds) for handle in self.handles)
+
+    def arrays(self) -> list[Array]:
+        return self.reduction.wait()
+
+
+@dataclass
+class BucketCall:
+    """The allreduce of gradients, each under its own name, or all as one group."""
+
+    tensors: Sequence[tf.Tensor]
+    names: Sequence[str]
+    options: CallOptions
+    runtime: Callable[[], Runtime] = field(default_factory=finder)
+    # Whether nothing else is reduced together with it.
+    alone = False
+    collective = "allreduce"
+    in_place = True
+    in_order = False
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return self.options.process_set
+
+    @property
+    def inputs(self) -> Sequence[tf.Tensor]:
+        """The gradients."""
+        return self.tensors
+
+    @property
+    def outputs(self) -> list[tf.TensorSpec]:
+        """The dtypes and shapes of the gradients."""
+        return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self.tensors]
+
+    def start(
+        self,
+        arrays: Sequence[Array],
+        adapter: NumpyAdapter = ADAPTER,
+        targets: Sequence[Array] | None = None,
+    ) -> StartedBucket:
+        nbytes = sum(array.nbytes for array in arrays)
+        return StartedBucket(
+            ReducedCopies(
+                self.runtime(), adapter, self.names, arrays, self.options, aligned_copies,
+                nbytes=nbytes, alone=self.alone,
+            )
+        )  # fmt: skip
+
+
+def aligned_copies(arrays: Sequence[Array]) -> list[Array]:
+    """Return copies of the arrays, in one piece of memory, where TensorFlow can use each as it is.
+
+    The memory lives as long as one of them.
+    """
+    places = []
+    end = 0
+    for array in arrays:
+        places.append(end)
+        end += -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    memory = aligned_empty((end,), np.dtype(np.uint8))
+    copies = []
+    for array, place in zip(arrays, places, strict=True):
+        copy = memory[place : place + array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        copies.append(copy)
+    return copies

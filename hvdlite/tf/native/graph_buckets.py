@@ -1,0 +1,129 @@
+"""Buckets of gradients in a graph, which are reduced in the memory of the graph.
+
+A step gives the addresses of its tensors. All else was prepared when they had these shapes first:
+a step in which no shape has changed makes no object for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.api.prepared_bucket import PreparedBucket, start_bucket
+from hvdlite.common.plain.adapter import (
+    HOST_DEVICE,
+    Adapter,
+    CpuBuffer,
+    HostBuffer,
+    Place,
+    TensorSpec,
+)
+from hvdlite.common.plain.handles import Handle
+from hvdlite.common.plain.numpy_adapter import NumpyAdapter
+from hvdlite.common.runtime.state import for_collective
+from hvdlite.tf.bucket_call import BucketCall
+from hvdlite.tf.native.memory import READ_AND_WRITE, array_at
+
+
+class GraphTensor:
+    """A tensor of a graph: its memory in this step, and its properties."""
+
+    __slots__ = ("address", "dtype", "spec")
+
+    def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self.address = 0
+        self.dtype = dtype
+        self.spec = TensorSpec(dtype.name, shape, HOST_DEVICE)
+
+
+class _GraphTensors(NumpyAdapter):
+    """The adapter of such tensors, which are written in place."""
+
+    def spec(self, tensor: Any) -> TensorSpec:
+        """Return dtype, shape and device."""
+        spec: TensorSpec = tensor.spec
+        return spec
+
+    def place(self, tensor: Any, spec: TensorSpec) -> Place | None:
+        """Return the memory of a tensor of these properties."""
+        return (tensor.address, None) if tensor.spec == spec else None
+
+    def output(self, tensor: Any) -> HostBuffer:
+        """Return the memory of the tensor."""
+        shape = tensor.spec.shape
+        return CpuBuffer(array_at(tensor.address, shape, tensor.dtype, READ_AND_WRITE).reshape(-1))
+
+
+_ADAPTER: Adapter[Any] = _GraphTensors()
+
+
+class BucketExecution:
+    """One execution of a bucket."""
+
+    def __init__(
+        self,
+        unused: list[Sequence[GraphTensor]],
+        tensors: Sequence[GraphTensor],
+        bucket: PreparedBucket[Any],
+    ) -> None:
+        self._unused = unused
+        self._tensors = tensors
+        self._bucket = bucket
+        self.handle: Handle = bucket.handle
+
+    def release(self) -> None:
+        """Let the next execution use what was prepared: this one has ended."""
+        self._bucket.release()
+        self._unused.append(self._tensors)
+
+
+class GraphBucket:
+    """A bucket of a graph, which may be executed any number of times."""
+
+    def __init__(self, call: BucketCall) -> None:
+        self._call = call
+        self._dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in call.tensors]
+        # The shapes of the tensors, as a graph tells them, and tensors of these that no execution
+        # uses. Executions overlap where a user runs the graph in several threads.
+        self._shapes: list[int] = []
+        self._unused: list[Sequence[GraphTensor]] = []
+
+    def start(
+        self, shapes: list[int], addresses: Sequence[int], *, is_last: bool
+    ) -> BucketExecution:
+        """Start to reduce the tensors at these addresses.
+
+        `shapes` holds for each tensor its number of dimensions, and these. Where nothing else is
+        to be reduced, and this `is_last` of what has come, it may be a short call in this thread:
+        it waits for the other ranks for a moment. Raises as `PreparedBucket.start`.
+        """
+        call = self._call
+        tensors = self._tensors(shapes)
+        for tensor, address in zip(tensors, addresses, strict=True):
+            tensor.address = address
+        # Ranks that are threads of one process would wait for each other in this one thread.
+        alone = call.alone and is_last and call.runtime is for_collective
+        bucket = start_bucket(
+            call.runtime(), _ADAPTER, call.names, tensors, call.options, alone=alone
+        )
+        bucket.exchange()
+        return BucketExecution(self._unused, tensors, bucket)
+
+    def _tensors(self, shapes: list[int]) -> Sequence[GraphTensor]:
+        if shapes != self._shapes:
+            self._shapes, self._unused = shapes, []  # Those in flight come back to the old list.
+        try:
+            return self._unused.pop()
+        except IndexError:
+            return self._make(shapes)
+
+    def _make(self, shapes: list[int]) -> Sequence[GraphTensor]:
+        made = []
+        position = 0
+        for dtype in self._dtypes:
+            end = position + 1 + shapes[position]
+            made.append(GraphTensor(dtype, tuple(shapes[position + 1 : end])))
+            position = end
+        return made
