@@ -16,6 +16,7 @@ class TableShards:
 
     def __init__(self, client: Client, shards: Sequence[Shard]) -> None:
         self._client, self._shards = client, list(shards)
+        self.peers: Sequence[TableShards] = ()  # Tables whose steps are those of this one.
         self._rolled_back: PsRolledBack | None = None
         for shard in self._shards:
             shard.on_rollback = self._go_back
@@ -48,9 +49,15 @@ class TableShards:
 
     def _go_back(self, error: PsRolledBack) -> None:
         """Go back at all servers, as one has lost steps, in the client."""
-        self._rolled_back = error
-        for shard in self._shards:
-            shard.go_back(error)
+        for table in (self, *self.peers):
+            table._rolled_back = error
+            for shard in table._shards:
+                shard.go_back(error)
+
+    def forget_rollback(self) -> None:
+        """Take it that the user has heard of a rollback."""
+        for table in (self, *self.peers):
+            table._rolled_back = None
 
     def raise_if_rolled_back(self) -> None:
         """Raise the `PsRolledBack` that nobody has heard of yet."""

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import SparseAdam
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import check_names, check_passes
+from hvdlite.common.plain.handles import Handle
 from hvdlite.ps import context
 from hvdlite.ps.blocks import Array, TensorSpec
 from hvdlite.ps.clocks import Mode
 from hvdlite.ps.layout import PART_BYTES
+from hvdlite.ps.raw import new_store
 from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.roles import run_server
+from hvdlite.ps.remote_rows import RemoteRows
+from hvdlite.ps.row_store import NORMAL
 from hvdlite.ps.server import TableDescription
+from hvdlite.ps.serving import serve
+from hvdlite.ps.shard import PsRolledBack
+from hvdlite.ps.table_shards import TableShards
 from hvdlite.ps.tables import SKIP
+from hvdlite.ps.worker import RemoteTable
 from hvdlite.torch import optimizer as allreduce_optimizer
 from hvdlite.torch.ps.arrays import array_of
+from hvdlite.torch.ps.embedding import ROWS, PulledRows, serve_rows
+from hvdlite.torch.ps.row_updater import TorchRows
 from hvdlite.torch.ps.updater import TorchUpdater, numbers_of
 from hvdlite.torch.sharded_state.elementwise import check_elementwise
 
@@ -61,10 +70,12 @@ def DistributedOptimizer(  # noqa: N802
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"op is {op!r}: a server averages gradients or adds them up")
     check_passes(backward_passes_per_step)
-    if partition == "element":
-        check_elementwise(optimizer, type(optimizer))
     every = _names_of(optimizer, named_parameters)
     names = _chosen(every, parameters)
+    served = [hasattr(parameter, ROWS) for parameter in names]
+    is_for_rows = isinstance(optimizer, SparseAdam) and all(served)
+    if (partition == "element" or any(served)) and not is_for_rows:
+        check_elementwise(optimizer, type(optimizer))
     rest = {parameter: name for parameter, name in every.items() if parameter not in names}
     settings = context.current().settings
     if rest and settings.independent:
@@ -73,8 +84,19 @@ def DistributedOptimizer(  # noqa: N802
             "workers have no collectives: let all parameters go by the servers"
         )
     if context.role() == "server":
-        run_server(settings, lambda described: _updater(optimizer, names, described))
-        sys.exit(0)
+        groups = {  # The first table changes those of the optimizer.
+            names[parameter]: group
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if hasattr(parameter, ROWS) and parameter in names
+        }
+        serve(
+            lambda described: (
+                _updater(optimizer, names, described)
+                if described.rows is None
+                else _row_updater(optimizer, groups, described)
+            )
+        )
     options = TableOptions(
         chosen.name, chosen.staleness, op == ReduceOp.AVERAGE,
         PART_BYTES if partition == "element" else None,
@@ -92,11 +114,23 @@ def DistributedOptimizer(  # noqa: N802
     return wrapped
 
 
-def set_param_ps(module_or_parameter: torch.nn.Module | torch.nn.Parameter) -> None:
+def set_param_ps(
+    module_or_parameter: torch.nn.Module | torch.nn.Parameter, init_in_server: bool = False,
+    seed: int = 0, initializer: str = NORMAL, scale: float = 1.0,
+) -> None:  # fmt: skip
     """Let a parameter, or all of a module, go by the servers, and others by allreduce.
 
     Takes effect in the `DistributedOptimizer` that is made afterwards without `parameters`.
+
+    With `init_in_server`, the rows of each ``nn.Embedding`` of the module lie on the servers alone:
+    its weight becomes a tensor without rows (and may be on the device "meta" before), its forward
+    pulls the rows of the batch, and steps push their gradients. What a row begins with depends on
+    `seed`, the name of the weight and the number of the row; `initializer` is "normal" (`scale` is
+    the standard deviation), "uniform" (from -`scale` to `scale`) or "zeros". Raises `ValueError`
+    for a module without embeddings, and for embeddings with max_norm or scale_grad_by_freq.
     """
+    if init_in_server:
+        serve_rows(module_or_parameter, seed, initializer, scale)
     if isinstance(module_or_parameter, torch.nn.Module):
         for parameter in module_or_parameter.parameters():
             setattr(parameter, MARK, True)
@@ -154,7 +188,7 @@ def specs_of(
         )
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
-        if parameter in names
+        if parameter in names and not hasattr(parameter, ROWS)
     ]  # fmt: skip
 
 
@@ -172,6 +206,17 @@ def _updater(
     return TorchUpdater(optimizer, described)
 
 
+def _row_updater(
+    optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, Any]],
+    described: TableDescription,
+) -> TorchRows:  # fmt: skip
+    if described.name not in groups:
+        raise ValueError(
+            f"a worker has rows of {described.name!r}, and the server has none of them"
+        )
+    return TorchRows(new_store(described), optimizer, groups[described.name])
+
+
 class PushingMixin(torch.optim.Optimizer):
     """The mixin that comes before the class of the wrapped optimizer, in workers."""
 
@@ -182,10 +227,29 @@ class PushingMixin(torch.optim.Optimizer):
     _rest: Any = None  # The optimizer of the parameters that go by allreduce.
 
     def _set_up(self, names: Mapping[torch.Tensor, str], options: TableOptions) -> None:
-        self._list = [p for group in self.param_groups for p in group["params"] if p in names]
+        chosen = [
+            (parameter, number)
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if parameter in names
+        ]
+        self._list = [parameter for parameter, _ in chosen if not hasattr(parameter, ROWS)]
+        self._rows: list[tuple[PulledRows, RemoteRows, int]] = []
         self._numbers: Sequence[Mapping[str, Any]] = []
-        specs = specs_of(self, names)
-        self._table = context.worker().declare(TABLE, specs, options, self._values)
+        self._table: RemoteTable | None = None
+        if self._list:
+            specs = specs_of(self, names)
+            self._table = context.worker().declare(TABLE, specs, options, self._values)
+        for parameter, number in chosen:
+            if rows := getattr(parameter, ROWS, None):
+                table = rows.declare(names[parameter], number, options)
+                self._rows.append((rows, table, number))
+        self._tables: list[TableShards] = [table for _, table, _ in self._rows]
+        if self._table is not None:
+            self._tables.append(self._table)
+        for each in self._tables:
+            each.peers = [other for other in self._tables if other is not each]
+            each.align(self.finished_steps)
         self._pull()
 
     @torch.no_grad()
@@ -199,17 +263,45 @@ class PushingMixin(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        try:
+            self._push_and_pull()
+        except PsRolledBack:
+            self._tables[0].forget_rollback()
+            raise
+        return loss
+
+    def _push_and_pull(self) -> None:
         body: dict[str, Any] = {}
-        if self.found_inf is not None and self.found_inf.item():
-            self._table.push([], {SKIP: True})
+        skips = self.found_inf is not None and bool(self.found_inf.item())
+        if skips:
+            body[SKIP] = True
         else:
             numbers = [numbers_of(group) for group in self.param_groups]
             if numbers != self._numbers:
                 body["numbers"] = self._numbers = numbers
-            self._table.push(self._gradients(), body)
+        if self._table is not None:
+            self._table.push([] if skips else self._gradients(), body)
+        handles = [self._push_rows(*each, body) for each in self._rows]
+        if not skips:
             self._step_of_rest()
         self._pull()
-        return loss
+        for handle in handles:
+            handle.wait()
+
+    def _push_rows(
+        self, rows: PulledRows, table: RemoteRows, number: int, body: Mapping[str, Any]
+    ) -> Handle:
+        ids, gradients = rows.take(self.grad_scale)
+        if SKIP in body:
+            return table.skip()
+        numbers = {"numbers": [body["numbers"][number]]} if "numbers" in body else {}
+        return table.push(ids, gradients, numbers)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, those of rows as well."""
+        super().zero_grad(set_to_none)
+        for rows, _, _ in self._rows:
+            rows.forget()
 
     step.hooked = True  # type: ignore[attr-defined]  # The hooks are those of the server's step.
 
@@ -224,7 +316,7 @@ class PushingMixin(torch.optim.Optimizer):
     @property
     def finished_steps(self) -> int:
         """The number of steps that this worker has finished; not 0 for one that has returned."""
-        return self._table.clock
+        return min(table.clock for table in self._tables)
 
     def _values(self) -> list[Array]:
         return [_flat(parameter) for parameter in self._list]
@@ -233,6 +325,8 @@ class PushingMixin(torch.optim.Optimizer):
         found = []
         for parameter in self._list:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if gradient.is_sparse:  # Of nn.Embedding(sparse=True).
+                gradient = gradient.to_dense()
             if self.grad_scale is not None:
                 gradient = gradient / self.grad_scale.to(gradient.dtype)
             found.append(_flat(gradient))
@@ -240,6 +334,8 @@ class PushingMixin(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _pull(self) -> None:
+        if self._table is None:
+            return
         targets = [
             parameter.detach()
             if _is_plain(parameter)
