@@ -52,4 +52,4 @@ def raw_updater(described: TableDescription) -> Updater:
 def new_store(described: TableDescription) -> RowStore:
     """Return memory for the rows of a table that this server keeps."""
     assert described.rows is not None
-    return RowStore(described.name, described.rows.spec, described.rows.servers)
+    return RowStore(described.name, described.rows.spec)

@@ -84,6 +84,13 @@ class Registry:
             if mine != yours:
                 raise differ(f"the {field} of the table '{name}'", mine, yours)
 
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return the specs and options of a table; empty ones where nobody has declared it."""
+        known = self._tables.get(name)
+        if known is None:
+            return {"specs": [], "options": []}
+        return {"specs": _rows_of(known.specs), "options": list(known.options)}
+
     # -- a scheduler that comes again
 
     def state(self) -> dict[str, Any]:
@@ -91,7 +98,7 @@ class Registry:
         tables = [
             [
                 name, table.first_key, table.declared_by, list(table.options),
-                [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in table.specs],
+                _rows_of(table.specs),
             ]
             for name, table in self._tables.items()
         ]  # fmt: skip
@@ -105,3 +112,7 @@ class Registry:
             self._tables[name] = _Table(first_key, known, TableOptions(*options), worker)
         parts = tuple(Part(*part) for part in state["parts"])
         self.layout = Layout(parts, tuple(state["itemsizes"]), self.layout.num_servers)
+
+
+def _rows_of(specs: Sequence[TensorSpec]) -> list[list[Any]]:
+    return [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -93,12 +94,11 @@ class RowStore:
     (capacity, length), like `values`. `ids` and `values` beyond `len` are not initialized.
     """
 
-    def __init__(self, name: str, spec: RowsSpec, servers: int) -> None:
+    def __init__(self, name: str, spec: RowsSpec) -> None:
         self.spec = spec
-        self._name, self._servers = name, servers
+        self._name = name
         self._length = 0
-        # Of each row that this server may have: 1 + its place; 0: it was not asked for yet.
-        self._places = np.zeros(-(-spec.count // servers), np.int64)
+        self._places: dict[int, int] = {}  # Of rows: where they are. There may be 2^40 others.
         self._ids = np.empty(_FIRST_CAPACITY, np.int64)
         self._values = np.empty((_FIRST_CAPACITY, spec.length), dtype_of(spec.dtype))
         self._slots: dict[str, Array] = {}
@@ -129,17 +129,21 @@ class RowStore:
 
     def places(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where rows are in `values`; those that were never asked for are made."""
-        places = self._places[ids // self._servers]
-        new = ids[places == 0]
+        places = self._look_up(ids)
+        new = ids[places < 0]
         if len(new):
             new = np.unique(new)
             self._append(new, first_rows(self.spec, self._name, new))
-            places = self._places[ids // self._servers]
-        return places - 1
+            places = self._look_up(ids)
+        return places
+
+    def _look_up(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where rows are; -1 for those that were never asked for."""
+        return np.fromiter(map(self._places.get, ids.tolist(), repeat(-1)), np.int64, len(ids))
 
     def load(self, ids: NDArray[np.int64], values: Array, slots: Mapping[str, Array]) -> None:
         """Have these rows, and no others."""
-        self._places[:] = 0
+        self._places.clear()
         self._length = 0
         self._slots.clear()
         for key, slot in slots.items():
@@ -159,7 +163,7 @@ class RowStore:
         self._ids[first:last], self._values[first:last] = ids, values
         for key, slot in self._slots.items():
             slot[first:last] = self._fills[key]
-        self._places[ids // self._servers] = np.arange(first, last) + 1
+        self._places.update(zip(ids.tolist(), range(first, last), strict=True))
         self._length = last
 
 

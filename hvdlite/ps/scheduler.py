@@ -113,6 +113,8 @@ class Scheduler:
         member = self.membership.member_of(peer)
         if member is None:
             return [_answer(peer, message, "restarted")]
+        if "specs" not in message.body:
+            return [_answer(peer, message, "layout", **self.registry.describe(message.table))]
         specs = [TensorSpec(n, d, tuple(shape), g) for n, d, shape, g in message.body["specs"]]
         options = TableOptions(*message.body["options"])
         first_key, parts = self.registry.declare(member.number, message.table, specs, options)

@@ -69,7 +69,7 @@ class _Start:
     peer: bytes
     request: int
     clock: int | None  # Its next step; None: it has none, and takes the one that it is given.
-    version: int  # Of the values that it has; -1: of none.
+    version: int  # Of the values that it has; -1: first ones; -2: none, which others have.
     enters: int = 0  # It takes part from this step on, and not before.
 
 
@@ -161,9 +161,12 @@ class Table:
         if self._wanted in self._starts and self._wanted in workers:
             return []
         missing = set(workers) - self._starts.keys()
+        offers = [worker for worker, start in self._starts.items() if start.version >= -1]
         if not self._starts or (self._restored and missing):
             return []
-        best = max(self._starts, key=lambda worker: (self._starts[worker].version, -worker))
+        if not offers:  # They take part in what another worker begins.
+            return self._begin() if self._restored else []
+        best = max(offers, key=lambda worker: (self._starts[worker].version, -worker))
         is_older = self._starts[best].version <= self.version
         if self._restored and (is_older or self._goes_back):
             return self._begin()

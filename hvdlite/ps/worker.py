@@ -46,7 +46,7 @@ class Worker:
             raise
         self._client.every(WATCH_SECONDS, self._watch)
         self.size = settings.num_workers
-        self._tables: dict[str, RemoteTable] = {}
+        self.named: dict[str, RemoteTable | RemoteRows] = {}  # The tables of this worker.
 
     @property
     def number(self) -> int:
@@ -74,7 +74,7 @@ class Worker:
 
     def declare(
         self, name: str, specs: Sequence[TensorSpec], options: TableOptions,
-        values: Callable[[], Sequence[Array]],
+        values: Callable[[], Sequence[Array]], form: type[RemoteTable] | None = None,
     ) -> RemoteTable:  # fmt: skip
         """Return a table that all workers declare alike. `values` gives flat tensors to begin with.
 
@@ -85,11 +85,11 @@ class Worker:
         first_key = answer.body["first_key"]
         layout = Layout(parts, (), len(self._servers))
         blocks = [blocks_of(specs, first_key, layout, server) for server in self._servers]
-        table = RemoteTable(
+        table = (form or RemoteTable)(
             name, specs, first_key, blocks, options, values, self._client,
             [*self._servers.values()], self.number,
         )  # fmt: skip
-        self._tables[name] = table
+        self.named[name] = table
         return table
 
     def declare_rows(self, spec: TensorSpec, options: TableOptions) -> RemoteRows:
@@ -105,7 +105,17 @@ class Worker:
             link.add(shard)
             return shard
 
-        return RemoteRows(spec, options, self._client, len(self._servers), new_shard)
+        table = RemoteRows(spec, options, self._client, len(self._servers), new_shard)
+        self.named[spec.name] = table
+        return table
+
+    def find(self, name: str) -> tuple[list[TensorSpec], TableOptions] | None:
+        """Return what other workers have declared a table to be; None where nobody has."""
+        body = self._ask(Message("declare", 0, name)).body
+        if not body["specs"]:
+            return None
+        specs = [TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in body["specs"]]
+        return specs, TableOptions(*body["options"])
 
     def _declare(self, name: str, specs: Sequence[TensorSpec], options: TableOptions) -> Message:
         body = {
@@ -145,6 +155,8 @@ class Worker:
 class RemoteTable(TableShards):
     """A table on the servers, as one worker pushes to it and pulls from it."""
 
+    first_version = -1  # -2: another worker has the values to begin with.
+
     def __init__(
         self, name: str, specs: Sequence[TensorSpec], first_key: int,
         blocks: Sequence[Sequence[Block]], options: TableOptions,
@@ -152,7 +164,7 @@ class RemoteTable(TableShards):
         worker: int,
     ) -> None:  # fmt: skip
         self.name = name
-        self._first_key = first_key
+        self.specs, self._first_key = list(specs), first_key
         self._blocks = blocks
         shards: list[Shard] = []
         self._staging: list[list[Array]] = []
@@ -163,6 +175,7 @@ class RemoteTable(TableShards):
                 name, server, worker, described,
                 partial(self._cut_values, values, server), link.send,
             )  # fmt: skip
+            shard.version = self.first_version
             link.add(shard)
             shards.append(shard)
         super().__init__(client, shards)

@@ -59,7 +59,7 @@ def test_what_rows_cannot_be(words: Any, wanted: str) -> None:
 
 
 def test_a_store_makes_rows_once_and_keeps_what_belongs_to_them() -> None:
-    store = RowStore("e", RowsSpec(1000, 2), 4)
+    store = RowStore("e", RowsSpec(1000, 2))
     first = store.places(np.array([3, 7]))
     store.add_slot("m", 0.5, np.dtype(np.float32))
     store.values[first] = 9
@@ -70,7 +70,7 @@ def test_a_store_makes_rows_once_and_keeps_what_belongs_to_them() -> None:
     assert store.values[places[:2]].tolist() == [[9, 9]] * 2
     assert store.values[places[2:]].tolist() == first_rows(store.spec, "e", ids[2:]).tolist()
     assert store.slots["m"][places[:3]].tolist() == [[1, 2], [3, 4], [0.5, 0.5]]
-    other = RowStore("e", store.spec, 4)
+    other = RowStore("e", store.spec)
     other.load(store.ids, store.values, store.slots)
     assert other.slots["m"][other.places(np.array([7]))].tolist() == [[3, 4]]
 
@@ -100,7 +100,7 @@ class RowServer(RunningServer):
     """A server of rows to which pushes are added."""
 
     def _updater(self, described: Any) -> Any:
-        return AddedRows(RowStore(described.name, described.rows.spec, described.rows.servers))
+        return AddedRows(RowStore(described.name, described.rows.spec))
 
 
 class RowWorker:

@@ -38,7 +38,7 @@ class Servers:
         for _ in range(count):
             optimizer = new([nn.Parameter(torch.empty(0, 3))])
             group = optimizer.param_groups[0]
-            self.updaters.append(TorchRows(RowStore("e", SPEC, count), optimizer, group))
+            self.updaters.append(TorchRows(RowStore("e", SPEC), optimizer, group))
         for updater in self.updaters:
             updater.begin([])
 

@@ -1,0 +1,54 @@
+"""The parameter server for arrays of numpy: servers keep tensors, to which pushes are added.
+
+import hvdlite.numpy.ps as ps
+
+ps.init()
+ps.push("counts", counts)
+total = ps.pull("counts")
+"""
+
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.ps.access import (
+    poll,
+    pull,
+    pull_async,
+    pull_rows,
+    pull_rows_async,
+    push,
+    push_async,
+    push_rows,
+    push_rows_async,
+    start,
+    start_rows,
+    synchronize,
+)
+from hvdlite.ps.context import barrier, init, num_servers, rank, role, shutdown, size
+from hvdlite.ps.shard import PsRolledBack
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+
+__all__ = [
+    "Average",
+    "PsRolledBack",
+    "Sum",
+    "barrier",
+    "init",
+    "num_servers",
+    "poll",
+    "pull",
+    "pull_async",
+    "pull_rows",
+    "pull_rows_async",
+    "push",
+    "push_async",
+    "push_rows",
+    "push_rows_async",
+    "rank",
+    "role",
+    "shutdown",
+    "size",
+    "start",
+    "start_rows",
+    "synchronize",
+]

@@ -1,0 +1,80 @@
+"""Workers that push and pull by names, without any optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.numpy import ps
+from hvdlite.ps.row_store import RowsSpec, first_rows
+
+
+def main(_folder: Path) -> None:
+    ps.init()
+    rank = -1 if ps.role() == "server" else ps.rank()
+    if rank == 1:  # finds what the other begins
+        while True:
+            try:
+                assert ps.pull("begun").tolist() == [5, 6]
+                break
+            except HorovodInternalError as error:
+                assert "no worker has begun 'begun'" in str(error)
+    ps.start("begun", np.array([5, 6]))  # a server serves here, or above
+    handles = [ps.push_async("counts", np.full((2, 3), 10.0**rank)) for _ in range(5)]
+    others = ps.pull("counts")[1, 2] - 5 * 10.0**rank  # All of its own pushes are there.
+    assert others / 10.0 ** (1 - rank) in range(6)
+    assert all(ps.poll(handle) for handle in handles)
+    assert [ps.synchronize(handle) for handle in handles] == [None] * 5
+    ps.barrier()
+    assert ps.pull("counts").tolist() == [[55] * 3] * 2
+    with pytest.raises(ValueError, match="handle 3 was not created or has been cleared"):
+        ps.synchronize(3)
+    check_errors()
+    sums()
+    rows()
+    ps.barrier()
+    ps.shutdown()
+
+
+def check_errors() -> None:
+    words = r"'counts' is float64 of shape \(2, 3\) on the servers, and float32 of shape \(3,\)"
+    with pytest.raises(ValueError, match=words):
+        ps.push("counts", np.zeros(3, np.float32))
+    with pytest.raises(HorovodInternalError, match="no worker has begun rows 'nothing'"):
+        ps.pull_rows("nothing", [1])
+    with pytest.raises(ValueError, match="'counts' is no tensor of rows"):
+        ps.pull_rows("counts", [1])
+    with pytest.raises(ValueError, match="mode is 'later'"):
+        ps.start("x", np.zeros(3), mode="later")
+    ps.barrier()
+    if ps.rank() == 0:
+        ps.start("mine", np.zeros(3))
+    ps.barrier()
+    if ps.rank() == 1:
+        words = "workers disagree on the shape of 'raw.mine' .* worker 0 has .3.* worker 1 has .4"
+        with pytest.raises(HorovodInternalError, match=words):
+            ps.start("mine", np.zeros(4))
+
+
+def sums() -> None:
+    """A sync tensor is what all workers push in a step, averaged."""
+    ps.start("mean", np.ones(2), mode="sync", op=ps.Average)
+    for step in range(3):
+        ps.push_async("mean", np.full(2, float(ps.rank() + step)))
+        assert ps.pull("mean").tolist() == [1 + sum(each + 0.5 for each in range(step + 1))] * 2
+
+
+def rows() -> None:
+    spec = RowsSpec(2**33, 2, seed=4)
+    ps.start_rows("clicks", spec.count, 2, seed=4, mode="sync")
+    ids = np.array([2**33 - 1, 6, 2**33 - 1])
+    ps.push_rows("clicks", ids, np.ones((3, 2), np.float32))
+    wanted = first_rows(spec, "raw.clicks", ids[:2]) + np.float32([[4], [2]])
+    np.testing.assert_array_equal(ps.pull_rows("clicks", ids[:2]), wanted)
+    with pytest.raises(ValueError, match="'clicks' is a tensor of rows"):
+        ps.pull("clicks")
+    with pytest.raises(ValueError, match="has no row 8589934592"):
+        ps.pull_rows("clicks", [2**33])
