@@ -20,6 +20,7 @@ from hvdlite.ps.blocks import Array
 from hvdlite.ps.channel import Caller, new_context, poll
 from hvdlite.ps.door import Visit, is_here
 from hvdlite.ps.messages import Message
+from hvdlite.ps.records import OFF
 from hvdlite.ps.sharing import Sharing
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.1, 3.0
@@ -104,6 +105,7 @@ class Client:
         self._timers: list[_Timer] = []
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
+        self.records = OFF  # Of the pushes and pulls that this thread makes.
         self._visits: dict[Connection, Visit] = {}
         self.arena: Arena | None = None
         with contextlib.suppress(OSError):

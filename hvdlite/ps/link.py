@@ -50,6 +50,7 @@ class ServerLink:
 
     def add(self, shard: Shard) -> None:
         """Let a shard hear of answers."""
+        shard.records = self._client.records
         self._shards.append(shard)
 
     def remove(self, shard: Shard) -> None:
@@ -77,9 +78,10 @@ class ServerLink:
             connection.heard = now
             self.send(Message("beat"))
         elif now - connection.heard >= most_seconds:
+            address = self._address.partition(" ")[0]
             self.fail(
                 HorovodInternalError(
-                    f"server {self.server} ({self._address}) is lost: nothing was heard of it for "
+                    f"server {self.server} ({address}) is lost: nothing was heard of it for "
                     f"{most_seconds:g} seconds (--ps-timeout)"
                 )
             )

@@ -13,9 +13,10 @@ from hvdlite.ps.channel import Listener, new_context
 from hvdlite.ps.client import Client
 from hvdlite.ps.enrolment import Enrolment
 from hvdlite.ps.membership import ClusterPlan
+from hvdlite.ps.records import OFF, Records
 from hvdlite.ps.scheduler import Scheduler
 from hvdlite.ps.server import Server, TableDescription
-from hvdlite.ps.settings import ANSWER_SECONDS, ClusterSettings, address_towards
+from hvdlite.ps.settings import ANSWER_SECONDS, SERVER, ClusterSettings, address_towards
 from hvdlite.ps.snapshots import SnapshotFolder
 from hvdlite.ps.tables import Updater
 
@@ -83,14 +84,16 @@ def run_server(
     news: dict[str, Any] = {}
     enrolment = Enrolment(client, settings, address=listener.address, changed=news.update)
     folder: SnapshotFolder | None = None
+    records = OFF
     try:
         welcome = enrolment.enter(settings.start_seconds + ANSWER_SECONDS)
         if settings.snapshots:
             folder = SnapshotFolder(settings.snapshots, welcome["number"])
+        records = Records.by_settings(os.environ, SERVER, welcome["number"])
         server = Server(
             listener, new_updater, incarnation=welcome["incarnation"],
             workers=welcome["workers"], snapshots=folder, snapshot_every=settings.snapshot_every,
-            token=settings.token,
+            token=settings.token, records=records,
         )  # fmt: skip
         end = _End(server, news)
         server.serve(lambda: killed() or end())
@@ -102,6 +105,7 @@ def run_server(
     finally:
         if folder is not None:
             folder.close()
+        records.close()
         client.close()
         listener.close()
         context.term()

@@ -12,6 +12,7 @@ from hvdlite.ps.channel import Listener
 from hvdlite.ps.clocks import Mode
 from hvdlite.ps.layout import Part
 from hvdlite.ps.messages import Message
+from hvdlite.ps.records import OFF, Records
 from hvdlite.ps.row_store import RowsSpec
 from hvdlite.ps.row_tables import RowShare, RowTable
 from hvdlite.ps.snapshots import Snapshot, SnapshotFolder
@@ -74,7 +75,7 @@ class Server:
     def __init__(
         self, listener: Listener, new_updater: Callable[[TableDescription], Updater], *,
         incarnation: int, workers: Collection[int], snapshots: SnapshotFolder | None = None,
-        snapshot_every: int = 0, token: bytes | None = None,
+        snapshot_every: int = 0, token: bytes | None = None, records: Records = OFF,
     ) -> None:  # fmt: skip
         self.listener = listener
         self.tables: dict[str, Table] = {}
@@ -82,6 +83,7 @@ class Server:
         self._new_updater = new_updater
         self._incarnation = incarnation
         self._snapshots, self._every = snapshots, snapshot_every
+        self.records = records
         self._descriptions: dict[str, TableDescription] = {}
         self._saved: dict[str, int] = {}  # The version of the newest snapshot.
         self._worker_of: dict[bytes, int] = {}
@@ -109,6 +111,7 @@ class Server:
             name, described.blocks, described.mode, self._new_updater(described),
             average=described.average, incarnation=self._incarnation,
         )  # fmt: skip
+        table.records = self.records
         if self.listener.arena is not None:
             table.copy_of = self.listener.arena.copy
         if isinstance(table, RowTable) and described.rows:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.messages import Buffer, Message
+from hvdlite.ps.records import OFF
 
 
 class PsRolledBack(HorovodInternalError):  # noqa: N818 - the name that users of other servers know
@@ -55,6 +56,7 @@ class Shard:
         self._numbers: Any = None  # Hyperparameters that a server which forgot them must hear.
         self._extra: dict[str, Any] = {}  # What the next `start` says besides.
         self._error: Exception | None = None  # Why the server is lost for good.
+        self.records = OFF
         self.on_rollback: Callable[[PsRolledBack], None] = _nothing
 
     # -- what the worker asks for
@@ -81,6 +83,7 @@ class Shard:
         self._numbers = body.get("numbers") or self._numbers
         self.clock += 1
         self._push = _Request(message, done)
+        self.records.begin("push", self.table, self._peer)
         self._send_again("push")
 
     def pull(
@@ -90,6 +93,7 @@ class Shard:
         kind = f"pull{self._kinds}"
         message = Message(kind, 0, self.table, self.clock, payloads=payloads)
         self._pull = _Request(message, done)
+        self.records.begin("pull", self.table, self._peer)
         self._send_again("pull")
 
     def come_again(self) -> None:
@@ -133,6 +137,8 @@ class Shard:
         elif message.kind == "failed":
             self._end(kind, HorovodInternalError(self._words(message)))
         else:
+            if self.records.enabled:
+                self._record(kind, message)
             if message.kind == "values":
                 self._pulled, self.version = message.payloads, message.clock
                 if self._push is not None and self._push.message.clock < self.clock:
@@ -172,6 +178,20 @@ class Shard:
             self._fail_all(HorovodInternalError(self._words(message)))
 
     # -- parts
+
+    @property
+    def _peer(self) -> str:
+        return f"server {self.server}"
+
+    def _record(self, kind: str, message: Message) -> None:
+        request = self._push if kind == "push" else self._pull
+        if request is None:
+            return
+        payloads = request.message.payloads if kind == "push" else message.payloads
+        self.records.end(
+            kind, self.table, self._peer, version=message.clock, clock=request.message.clock,
+            stale=message.body.get("stale"), nbytes=sum(map(len, payloads)),
+        )  # fmt: skip
 
     def _say_start(self) -> None:
         body: dict[str, Any] = {

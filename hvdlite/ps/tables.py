@@ -17,7 +17,8 @@ import numpy as np
 
 from hvdlite.ps.blocks import Array, Block
 from hvdlite.ps.clocks import SYNC, Clocks, Mode
-from hvdlite.ps.messages import Message
+from hvdlite.ps.messages import Buffer, Message
+from hvdlite.ps.records import OFF
 from hvdlite.ps.sums import add_up
 
 SKIP = "skip"  # In the body of a push: a loss scaler has found an overflow; no update is made.
@@ -105,6 +106,8 @@ class Table:
         # returns may have to do a step again that other servers have not finished.
         self._sent: dict[int, list[Array]] = {}
         self._goes_back = False  # To a snapshot, though workers have newer values.
+        self.records = OFF
+        self._given: dict[int, int] = {}  # Worker -> the version of the values that it has.
         self.copy_of: Callable[[Array], Array] = np.copy  # Makes copies that are sent.
 
     @property
@@ -221,20 +224,26 @@ class Table:
             return [self._answer(peer, message.request, "restarted")]
         skips = bool(message.body.get(SKIP))
         gradients = None if skips else self._gradients_of(message)
+        # The updates since the values with which the gradients were computed.
+        stale = max(0, self.version - self._given.get(worker, self.version))
         if self.clocks.push(worker, message.clock):
+            self.records.begin("push", self.name, f"worker {worker}")
             if numbers := message.body.get("numbers"):
                 self._numbers = numbers
             if self.clocks.mode.name == SYNC:
                 self._gradients.setdefault(message.clock, {})[worker] = gradients
             else:
                 self._update(gradients)
-        return [self._answer(peer, message.request, "pushed"), *self._go_on()]
+            self._record("push", worker, message.clock, stale, message.payloads)
+        answer = self._answer(peer, message.request, "pushed", {"stale": stale})
+        return [answer, *self._go_on()]
 
     def pull(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Answer with the values when the mode allows it."""
         if not self.begun or worker not in self.clocks.finished:
             return [self._answer(peer, message.request, "restarted")]
         self._pulls[worker] = Pull(peer, message)
+        self.records.begin("pull", self.name, f"worker {worker}")
         return self._go_on()
 
     def leave(self, worker: int) -> list[Answer]:
@@ -257,8 +266,29 @@ class Table:
         answers = []
         for worker in ready:
             pull = self._pulls.pop(worker)
-            answers.append(self._values_for(pull))
+            answers.append(self._record_pull(worker, pull, self._values_for(pull)))
         return answers
+
+    # -- what is recorded
+
+    def _record(
+        self, kind: str, worker: int, clock: int, stale: int, payloads: Sequence[Buffer]
+    ) -> None:
+        if self.records.enabled:
+            self.records.end(
+                kind, self.name, f"worker {worker}", version=self.version, clock=clock,
+                stale=stale, nbytes=sum(map(len, payloads)),
+            )  # fmt: skip
+
+    def _record_pull(self, worker: int, pull: Pull, answer: Answer) -> Answer:
+        """Return the answer, which says how far the slowest worker is behind."""
+        message, clock = answer.message, pull.message.clock
+        self._given[worker] = message.clock
+        stale = max(0, clock - min(self.clocks.finished.values(), default=clock))
+        self._record("pull", worker, clock, stale, message.payloads)
+        return answer._replace(message=message._replace(body={**message.body, "stale": stale}))
+
+    # -- parts
 
     def _gradients_of(self, message: Message) -> list[Array]:
         return [block.view(data) for block, data in zip(self.blocks, message.payloads, strict=True)]
@@ -285,9 +315,11 @@ class Table:
         return self._totals[number]
 
     def _update(self, gradients: list[Array] | None) -> None:
+        self.records.begin("update", self.name)
         if gradients is not None:
             self.updater.step(gradients, self._numbers)
         self.clocks.update()
+        self.records.end("update", self.name, version=self.version)
 
     def _values_for(self, pull: Pull) -> Answer:
         """Answer with values in memory that the next update does not touch.

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.handles import Handle
+from hvdlite.common.runtime.state import find as find_runtime
 from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of, dtype_of
 from hvdlite.ps.client import Client
 from hvdlite.ps.clocks import Mode
@@ -17,10 +18,11 @@ from hvdlite.ps.enrolment import Enrolment
 from hvdlite.ps.layout import Layout, Part
 from hvdlite.ps.link import ServerLink
 from hvdlite.ps.messages import Message
+from hvdlite.ps.records import Records
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.remote_rows import RemoteRows
 from hvdlite.ps.server import describe_table
-from hvdlite.ps.settings import ANSWER_SECONDS, ClusterSettings
+from hvdlite.ps.settings import ANSWER_SECONDS, WORKER, ClusterSettings
 from hvdlite.ps.shard import PsRolledBack, Shard
 from hvdlite.ps.table_shards import TableShards
 
@@ -45,6 +47,10 @@ class Worker:
             self._client.close()
             raise
         self._client.every(WATCH_SECONDS, self._watch)
+        rank = None if settings.independent else find_runtime()
+        self._client.records = Records.by_settings(
+            os.environ, WORKER, self.number, None if rank is None else rank.timeline
+        )
         self.size = settings.num_workers
         self.named: dict[str, RemoteTable | RemoteRows] = {}  # The tables of this worker.
 
@@ -145,11 +151,12 @@ class Worker:
         for server in self._servers.values():
             self._client.ask(server.leave).ended_within(5.0)
         self._enrolment.leave()
-        self._client.close()
+        self.close()
 
     def close(self) -> None:
         """End the connections without a word."""
         self._client.close()
+        self._client.records.close()
 
 
 class RemoteTable(TableShards):

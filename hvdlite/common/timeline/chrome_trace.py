@@ -11,7 +11,7 @@ import os
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 ENGINE_TRACK = "[engine]"  # the track of the engine thread's states
@@ -217,6 +217,20 @@ class TraceWriter:
         if track.open:
             self._end_open(now, track)
             self._count_bytes(now, track, 0)
+
+    # ---- other spans
+
+    def span_start(self, now: int, track: str, name: str) -> None:
+        """See `Timeline.span_start`."""
+        found = self._track(track)
+        self._end_open(now, found)
+        self._begin(now, found, name)
+
+    def span_end(self, now: int, track: str, about: Mapping[str, Any]) -> None:
+        """See `Timeline.span_end`."""
+        found = self._track(track)
+        if found.open:
+            self._end(now, found, f', "args": {json.dumps(about)}')
 
     # ---- worlds of an elastic job
 

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import PurePath
 from typing import Any
@@ -220,6 +220,18 @@ class Timeline:
         """Record the end of the segment that began last."""
         if self.enabled:
             self._put(TraceWriter.segment_end)
+
+    # ---- other spans
+
+    def span_start(self, track: str, name: str) -> None:
+        """Record that `name` begins on the track `track`, and what was open there ends."""
+        if self.enabled:
+            self._put(TraceWriter.span_start, track, name)
+
+    def span_end(self, track: str, about: Mapping[str, Any]) -> None:
+        """Record that the span of the track ends; the file says `about` of it."""
+        if self.enabled:
+            self._put(TraceWriter.span_end, track, about)
 
     # ---- worlds of an elastic job
 

@@ -25,3 +25,31 @@ def tensor_of(array: Array) -> torch.Tensor:
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in contiguous memory of the host."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+class Target:
+    """Where the values of a parameter are written: its own memory, or a copy on the host."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._address = parameter.data_ptr()
+        plain = is_plain(parameter)
+        host = parameter.detach() if plain else torch.empty_like(parameter, device="cpu")
+        self._staged = None if plain else host
+        self.array = array_of(host)
+
+    def holds(self) -> bool:
+        """Return whether the parameter still lies where it lay."""
+        return self._parameter.data_ptr() == self._address
+
+    def finish(self) -> None:
+        """Bring the values to the parameter, after they were written."""
+        if self._staged is not None:
+            self._parameter.copy_(self._staged)
+        else:
+            torch.autograd.graph.increment_version(self._parameter)

@@ -28,13 +28,14 @@ from hvdlite.ps.table_shards import TableShards
 from hvdlite.ps.tables import SKIP
 from hvdlite.ps.worker import RemoteTable
 from hvdlite.torch import optimizer as allreduce_optimizer
-from hvdlite.torch.ps.arrays import array_of
+from hvdlite.torch.ps.arrays import Target, array_of, is_plain
 from hvdlite.torch.ps.embedding import ROWS, PulledRows, serve_rows
 from hvdlite.torch.ps.row_updater import TorchRows
 from hvdlite.torch.ps.updater import TorchUpdater, numbers_of
 from hvdlite.torch.sharded_state.elementwise import check_elementwise
 
 TABLE = "optimizer"
+_OF_NUMPY = (torch.float32, torch.float64, torch.float16)
 MARK = "_hvdlite_by_servers"  # An attribute of parameters.
 
 
@@ -235,6 +236,7 @@ class PushingMixin(torch.optim.Optimizer):
         ]
         self._list = [parameter for parameter, _ in chosen if not hasattr(parameter, ROWS)]
         self._rows: list[tuple[PulledRows, RemoteRows, int]] = []
+        self._targets: list[Target] = []
         self._numbers: Sequence[Mapping[str, Any]] = []
         self._table: RemoteTable | None = None
         if self._list:
@@ -336,23 +338,17 @@ class PushingMixin(torch.optim.Optimizer):
     def _pull(self) -> None:
         if self._table is None:
             return
-        targets = [
-            parameter.detach()
-            if _is_plain(parameter)
-            else torch.empty_like(parameter, device="cpu")
-            for parameter in self._list
-        ]
-        self._table.pull([array_of(target) for target in targets])
-        for parameter, target in zip(self._list, targets, strict=True):
-            if not _is_plain(parameter):
-                parameter.copy_(target)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not self._targets or not all(target.holds() for target in self._targets):
+            self._targets = [Target(parameter) for parameter in self._list]
+        self._table.pull([target.array for target in self._targets])
+        for target in self._targets:
+            target.finish()
 
 
 def _flat(tensor: torch.Tensor) -> Array:
+    if tensor.dtype in _OF_NUMPY and not tensor.requires_grad and is_plain(tensor):
+        array: Array = tensor.numpy().reshape(-1)  # In a fifth of the time of the way below.
+        return array
     return array_of(tensor.detach().to("cpu").contiguous())
 
 

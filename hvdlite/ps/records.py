@@ -1,0 +1,124 @@
+"""What one process of a cluster records of its pushes and pulls: a timeline, and a table of rows.
+
+How stale something was: of a push, the number of updates that the server has made between the
+values with which its gradients were computed and the push; of a pull, how many finished steps the
+slowest worker is behind the one that pulls.
+"""
+
+from __future__ import annotations
+
+import csv
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import NamedTuple, TextIO
+
+from hvdlite.common.timeline.recorder import Timeline
+
+TIMELINE, TRACE = "HVDLITE_TIMELINE", "HVDLITE_TRACE_ITERATIONS"
+DYNAMIC = "dynamic"
+
+
+class Row(NamedTuple):
+    """One push, pull or update; times are seconds since the epoch."""
+
+    kind: str
+    table: str
+    peer: str  # "server 0" in a worker, "worker 1" in a server; empty for an update.
+    clock: int | None  # Finished steps of the worker.
+    version: int  # Updates of the server, when it answered.
+    stale: int | None
+    start: float
+    end: float
+    bytes: int
+
+
+class Records:
+    """Where pushes, pulls and updates are written; both of its parts may be None.
+
+    Its methods are called by one thread, but `close`.
+    """
+
+    def __init__(self, timeline: Timeline | None = None, rows: TextIO | None = None) -> None:
+        self._timeline = timeline
+        self._file = rows
+        self._own_timeline = False
+        self._lock = threading.Lock()  # Guards the file.
+        self._since: dict[tuple[str, str, str], float] = {}
+        # Of the wall clock, which must not jump in between.
+        self._shift = time.time() - time.monotonic()
+        if rows is not None:
+            csv.writer(rows).writerow(Row._fields)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is written."""
+        return self._file is not None or (self._timeline is not None and self._timeline.enabled)
+
+    def begin(self, kind: str, table: str, peer: str = "") -> None:
+        """Note that a push, pull or update begins; one that is sent again has begun before."""
+        if self.enabled and (kind, table, peer) not in self._since:
+            self._since[kind, table, peer] = time.monotonic()
+            if self._timeline is not None:
+                self._timeline.span_start(_track(kind, table, peer), kind.upper())
+
+    def end(
+        self, kind: str, table: str, peer: str = "", *, version: int, clock: int | None = None,
+        stale: int | None = None, nbytes: int = 0,
+    ) -> None:  # fmt: skip
+        """Note that it is answered, or made."""
+        start = self._since.pop((kind, table, peer), None)
+        if start is None:
+            return
+        if self._timeline is not None:
+            about = {"clock": clock, "version": version, "stale": stale, "bytes": nbytes}
+            given = {word: value for word, value in about.items() if value is not None}
+            self._timeline.span_end(_track(kind, table, peer), given)
+        times = start + self._shift, time.monotonic() + self._shift
+        with self._lock:
+            if self._file is not None:
+                row = Row(kind, table, peer, clock, version, stale, *times, nbytes)
+                csv.writer(self._file).writerow(row)
+
+    def close(self) -> None:
+        """Complete the files."""
+        if self._own_timeline and self._timeline is not None:
+            self._timeline.close()
+        with self._lock:
+            file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    @classmethod
+    def by_settings(
+        cls, environ: Mapping[str, str], role: str, number: int, timeline: Timeline | None = None
+    ) -> Records:
+        """Return what the settings ask for; `timeline` is that of a rank, which is used then.
+
+        Raises OSError where a file cannot be written.
+        """
+        path, trace = environ.get(TIMELINE, ""), environ.get(TRACE, "")
+        owns = timeline is None and bool(path) and path.lower() != DYNAMIC
+        if owns:
+            timeline = Timeline.open(path_of_process(path, role, number), number)
+        rows = None
+        if trace:
+            name = str(PurePath(path_of_process(trace, role, number)).with_suffix(".csv"))
+            rows = open(name, "w", newline="", encoding="utf-8", buffering=1)  # noqa: SIM115
+        made = cls(timeline, rows)
+        made._own_timeline = owns
+        return made
+
+
+OFF = Records()
+
+
+def path_of_process(path: str, role: str, number: int) -> str:
+    """Return the file of a process: ``a.json`` -> ``a.server0.json``."""
+    pure = PurePath(path)
+    return str(pure.with_name(f"{pure.stem}.{role}{number}{pure.suffix}"))
+
+
+def _track(kind: str, table: str, peer: str) -> str:
+    return f"[{kind}] {table}, {peer}" if peer else f"[{kind}] {table}"
