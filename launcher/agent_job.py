@@ -66,6 +66,17 @@ class AgentJob:
             "terminals": terminals() if debugged else {},
         }
 
+    def for_server(self, key: int, number: int) -> dict[str, Any]:
+        """Return what the agent must know to start a server; `key` takes the place of a rank."""
+        variables = {
+            "HVDLITE_ROLE": "server", "HVDLITE_NODE_ID": f"server{number}",
+            "HVDLITE_NODE_NUMBER": str(number),
+        }  # fmt: skip
+        return {
+            "rank": key, "local_rank": 0, "command": list(self._options.command),
+            "variables": variables, "terminals": {},
+        }  # fmt: skip
+
     def _place(self, host: AgentHost, rank: int) -> dict[str, str]:
         """Return the variables that tell a rank its place in the job."""
         local_rank = host.ranks.index(rank)
@@ -81,6 +92,8 @@ class AgentJob:
         }
         prefixes = ("HVDLITE", "HOROVOD") if self._options.as_horovod else ("HVDLITE",)
         variables = {f"{prefix}_{name}": str(n) for prefix in prefixes for name, n in place.items()}
+        if self._options.cluster is not None:
+            variables |= {"HVDLITE_NODE_ID": f"worker{rank}", "HVDLITE_NODE_NUMBER": str(rank)}
         if self._options.torchrun_env:
             variables |= {
                 "RANK": str(rank),

@@ -6,13 +6,14 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
 from hvdlite.launcher.agent_hello import reason_to_refuse
 from hvdlite.launcher.agent_job import AgentJob
 from hvdlite.launcher.agent_remains import kill_groups, remove_here
 from hvdlite.launcher.agent_starters import AgentStarter, SpawnedAgents
+from hvdlite.launcher.cluster_processes import ClusterProcesses
 from hvdlite.launcher.group_agents import GroupAgents
 from hvdlite.launcher.groups import make_group
 from hvdlite.launcher.launcher_choice import GROUPS
@@ -21,6 +22,10 @@ from hvdlite.launcher.outcome import NOT_STARTED_CODE
 from hvdlite.launcher.runner import JobContext, StartFailure
 from hvdlite.launcher.unreachable import explain_agent, has_not_answered, spell_end
 
+if TYPE_CHECKING:
+    from hvdlite.ps.hosted_scheduler import HostedScheduler
+
+ABOUT_PROCESSES = {"started", "output", "raised", "part", "exit"}
 LAST_SECONDS = 1.0  # How long processes that have closed their output may take to end.
 
 
@@ -30,14 +35,20 @@ class Agents:
     name = "the agents"
 
     def __init__(
-        self, hosts: tuple[AgentHost, ...], job: JobContext, launcher_environ: Mapping[str, str]
-    ) -> None:
+        self, hosts: tuple[AgentHost, ...], job: JobContext, launcher_environ: Mapping[str, str],
+        scheduler: HostedScheduler | None = None,
+    ) -> None:  # fmt: skip
         self.job = job
         self.agents = [
             AgentConnection(host, job.loop, self._received, self._lost) for host in hosts
         ]
         self._starter = self._make_starter(launcher_environ)
         self._description = AgentJob(job, hosts)
+        self._cluster: ClusterProcesses | None = None  # Servers, and workers that are no ranks.
+        if scheduler is not None and job.options.cluster is not None:
+            self._cluster = ClusterProcesses(
+                job, job.options.cluster, scheduler, self.agents, self._description
+            )
         self._meeting = MergedMeeting(job.options.size)
         self._finished: list[int] = []  # Ranks that ended with code 0, which agents do not know.
         self._started = False
@@ -91,6 +102,8 @@ class Agents:
             for each in self.agents:
                 for rank in each.host.ranks:
                     each.send("start", rank, self._description.for_rank(each.host, rank))
+            if self._cluster is not None:
+                self._cluster.start_servers()
 
     def _refused(self, agent: AgentConnection, text: str) -> None:
         remedy = "make the same folder there, or share it between the hosts"
@@ -119,6 +132,8 @@ class Agents:
         if not self._started and (why := self._starter.failure()):
             self._fail(why)
         self._tell_of_failure()
+        if self._cluster is not None and not self._ending:
+            self._look_for_end()
         self._tell_who_is_missing()
         self._tell_who_has_finished()
         silence = self._description.silence_seconds
@@ -139,6 +154,11 @@ class Agents:
                 agent.channel.beat(now, self._description.silence_seconds)
 
     def _received(self, agent: AgentConnection, kind: str, fields: list[Any]) -> None:
+        cluster = self._cluster
+        if cluster is not None and kind in ABOUT_PROCESSES and cluster.owns(fields[0]):
+            cluster.received(kind, fields[0], fields[1:])
+            self._look_for_end()
+            return
         handler = self._handlers.get(kind)
         if handler is not None:
             handler(agent, *fields)
@@ -230,6 +250,12 @@ class Agents:
         heard = self.job.first_failure
         if not self._started or len(heard.codes.keys() | heard.lost) < self.job.options.num_proc:
             return
+        if (
+            self._cluster is not None
+            and not heard.trouble
+            and self._cluster.hold_up(time.monotonic())
+        ):
+            return
         self._ending = True
         for agent in self.agents:
             if heard.trouble:  # Child processes may have outlived their rank.
@@ -239,6 +265,8 @@ class Agents:
     def begin_end(self) -> None:
         """See `Runner`."""
         self._failing = True
+        if self._cluster is not None:
+            self._cluster.begin_end(str(self.job.first_failure.failure() or ""))
         self._tell_of_failure()
 
     def _tell_of_failure(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import Config, settings
 from hvdlite.launcher.allocation import SLURM, Allocation, find_allocation
+from hvdlite.launcher.cluster_options import ClusterOptions, cluster_options
 from hvdlite.launcher.config_file import read_config_file
 from hvdlite.launcher.cores import cores
 from hvdlite.launcher.debug import PATIENCE, check_debug_rank
@@ -68,6 +69,7 @@ class LaunchOptions:
     prefix_timestamp: bool = False
     verbose: bool = False
     notes: tuple[str, ...] = ()  # warnings for the user
+    cluster: ClusterOptions | None = None  # None: there is no parameter server
     elastic: ElasticOptions | None = None  # None: the ranks stay as they are
     launcher: str = MPIRUN  # SSH (agents, here and on other hosts), SRUN, JSRUN, MPIRUN
     call: str | None = None  # of hvdlite.run: the folder with the call, and for the answers
@@ -147,6 +149,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptio
         binding_args=_words(args.binding_args, "--binding-args"),
         notes=tuple(notes),
         elastic=elastic_options(args, config, num_proc) if elastic else None,
+        cluster=_cluster(args, config, launcher, elastic=elastic, in_pods=torch_pod is not None),
         **{name: getattr(args, name) for name in AS_GIVEN},
     )
     _check(options, config)
@@ -164,6 +167,13 @@ def _launcher(
         "--binding-args": args.binding_args is not None,
     }
     return choose_launcher(config, given, allocation, environ)
+
+
+def _cluster(
+    args: argparse.Namespace, config: Config, launcher: str, *, elastic: bool, in_pods: bool
+) -> ClusterOptions | None:
+    given = [entry.name for entry in settings() if getattr(args, entry.name, None) is not None]
+    return cluster_options(config, given, launcher, elastic=elastic, in_pods=in_pods)
 
 
 def _patience(config: Config) -> dict[str, str]:

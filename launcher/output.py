@@ -38,25 +38,35 @@ class Output:
         self.console = console or Console()
         # Is called when nobody reads our output any more; else BrokenPipeError is raised.
         self._note_broken_pipe = note_broken_pipe
+        self._names: dict[int, str] = {}  # Of processes that are no ranks.
         self._rest: dict[Key, bytes] = {}  # the start of a line that has not ended
         self._progress_at: dict[Key, float] = {}  # when a state of the line was printed last
         self._tails: dict[int, bytes] = {}
         self._files: dict[Key, BinaryIO] = {}
         self._warned = False
-        if directory is not None:
-            self._open_files(Path(directory), ranks)
+        self._directory = Path(directory) if directory is not None else None
+        if self._directory is not None:
+            self._open_files(self._directory, ranks)
 
     def _open_files(self, directory: Path, ranks: Sequence[int]) -> None:
         width = len(str(max(ranks)))
+        for rank in ranks:
+            self._open_file(rank, directory / f"rank.{rank:0{width}}")
+
+    def _open_file(self, rank: int, folder: Path) -> None:
         try:
-            for rank in ranks:
-                folder = directory / f"rank.{rank:0{width}}"
-                folder.mkdir(parents=True, exist_ok=True)
-                for stream in STREAMS:
-                    self._files[rank, stream] = (folder / stream).open("wb", buffering=0)
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream in STREAMS:
+                self._files[rank, stream] = (folder / stream).open("wb", buffering=0)
         except OSError as error:
             self.close()
             raise ConfigError(f"--output-filename: cannot write there: {error}") from None
+
+    def add(self, number: int, name: str) -> None:
+        """Let a process that is no rank have a name, such as "server 0", in place of a rank."""
+        self._names[number] = name
+        if self._directory is not None:
+            self._open_file(number, self._directory / name.replace(" ", "."))
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Take in what `rank` has written to `stream`; raises BrokenPipeError."""
@@ -115,7 +125,7 @@ class Output:
         """Say once that what a rank prints cannot be written to its file."""
         if not self._warned:
             self._warned = True
-            who = f"rank {self._label(rank)}"
+            who = self._names.get(rank) or f"rank {self._label(rank)}"
             text = f"hvdlite-run: --output-filename: {who}: {error}; the job goes on\n"
             self.write("stderr", text.encode(errors="replace"))
 
@@ -125,7 +135,8 @@ class Output:
 
     def _prefix(self, rank: int, stream: str) -> bytes:
         now = time.ctime() if self.timestamps else ""
-        return f"{now}[{self._label(rank)}]<{stream}>:".encode()
+        name = self._names.get(rank) or self._label(rank)
+        return f"{now}[{name}]<{stream}>:".encode()
 
     def finish(self) -> None:
         """Print the lines that were never ended."""

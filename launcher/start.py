@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agent_connection import AgentHost
 from hvdlite.launcher.agents import Agents
+from hvdlite.launcher.cluster_options import host_scheduler, variables_of
 from hvdlite.launcher.console import say
 from hvdlite.launcher.elastic.job import ElasticJob
 from hvdlite.launcher.environment import rank_environment
@@ -29,6 +32,11 @@ from hvdlite.launcher.runner import JobContext, Runner
 from hvdlite.launcher.signals import SignalInbox
 from hvdlite.launcher.start_check import check_before_start, print_report, use_networks
 from hvdlite.launcher.torchrun import torchrun_variables
+
+if TYPE_CHECKING:
+    from hvdlite.ps.hosted_scheduler import HostedScheduler
+
+TOKEN = "HVDLITE_PS_TOKEN"  # A secret that is not printed.
 
 
 def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
@@ -51,16 +59,40 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
     options = replace(options, command=_command(options, passed))
 
     def make_runner(job: JobContext) -> Runner:
-        return Mpirun(mpi, job) if mpi is not None else Agents(agent_hosts(options), job, environ)
+        if mpi is not None:
+            return Mpirun(mpi, job)
+        return Agents(agent_hosts(options), job, environ, scheduler)
 
-    with torchrun_variables(options, environ) as variables:
+    with (
+        torchrun_variables(options, environ) as variables,
+        _scheduler(options, passed) as scheduler,
+    ):
         passed |= variables
+        if scheduler is not None:
+            passed |= variables_of(scheduler.settings)
         if options.call is not None:
             passed[CALL_VARIABLE] = options.call  # Agents replace it by a folder of their own.
         job = Job(options, passed, make_runner)
         if options.verbose:
             _explain(job.runner, passed, environ, options.num_proc)
         return job.run()
+
+
+@contextlib.contextmanager
+def _scheduler(
+    options: LaunchOptions, environ: Mapping[str, str]
+) -> Iterator[HostedScheduler | None]:
+    """Run the scheduler of a parameter server, where the job has one."""
+    if options.cluster is None:
+        yield None
+        return
+    scheduler = host_scheduler(
+        options.cluster, options.num_proc, options.hosts, environ, options.start_timeout_seconds
+    )
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
 
 
 def _run_elastic(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
@@ -143,7 +175,7 @@ def _explain(
 
 def _changes(passed: Mapping[str, str], environ: Mapping[str, str]) -> str:
     """Return what ranks get beside the environment of the user."""
-    changed = {k: v for k, v in sorted(passed.items()) if v != environ.get(k)}
+    changed = {k: v for k, v in sorted(passed.items()) if v != environ.get(k) and k != TOKEN}
     return shlex.join(f"{name}={value}" for name, value in changed.items())
 
 

@@ -49,7 +49,7 @@ def init() -> None:
     if settings.role == WORKER:
         if is_rank:
             lifecycle.init()
-        worker = Worker(settings, number=basics.rank() if is_rank else None)
+        worker = Worker(settings, number=basics.rank() if is_rank else settings.number)
     _Held.context = Context(settings, worker, is_rank)
 
 

@@ -82,7 +82,9 @@ def run_server(
     identity = f"server {settings.node_id} {os.getpid()} {os.urandom(8).hex()}".encode()
     client = Client(identity, settings.curve_token)
     news: dict[str, Any] = {}
-    enrolment = Enrolment(client, settings, address=listener.address, changed=news.update)
+    enrolment = Enrolment(
+        client, settings, number=settings.number, address=listener.address, changed=news.update
+    )
     folder: SnapshotFolder | None = None
     records = OFF
     try:

@@ -46,6 +46,7 @@ class ClusterSettings:
     start_seconds: float = START_SECONDS  # Until all have come.
     server_seconds: float = 300.0  # For which a server may be silent.
     worker_seconds: float = 30.0  # For which an independent worker may be silent.
+    number: int | None = None  # Among those of its role; None: the scheduler chooses one.
     snapshots: str = ""  # The folder of snapshots; empty: none are made.
     snapshot_every: int = 100  # Updates from one snapshot to the next.
 
@@ -79,6 +80,7 @@ def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
         token=environ.get("HVDLITE_PS_TOKEN", "").encode(),
         independent=_independent(environ),
         curve=_curve(environ),
+        number=_number(environ),
         **_from_config(environ),
     )
 
@@ -114,6 +116,14 @@ def _count(environ: Mapping[str, str], what: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{name}={text}: give how many there are, 1 or more")
     return int(text)
+
+
+def _number(environ: Mapping[str, str]) -> int | None:
+    name = "HVDLITE_NODE_NUMBER"
+    text = environ.get(name, "")
+    if text and not text.isdecimal():
+        raise ConfigError(f"{name}={text}: give a number among those of this role, 0 or more")
+    return int(text) if text else None
 
 
 def _independent(environ: Mapping[str, str]) -> bool:
