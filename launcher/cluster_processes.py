@@ -153,8 +153,8 @@ class ClusterProcesses:
                 "call ps.init() and ps.DistributedOptimizer(...)"
             )
         if code < 0:
-            often = f"{process.restarts + 1} times, and no restart is left (--ps-restarts)"
-            return f"was killed by {signal.Signals(-code).name} {often}"
+            name = signal.Signals(-code).name
+            return f"was killed by {name}, and no restart is left (--ps-restarts)"
         cause = self._job.output.causes().get(process.key)
         return f"failed: {cause} (exit code {code})" if cause else f"failed with exit code {code}"
 

@@ -151,6 +151,12 @@ def test_no_command_is_an_error() -> None:
         (["-H", "localhost:1,far:2", "--debug-rank", "1"], "it runs on far"),
         (["--config-file", "/nonexistent.yaml"], "--config-file"),
         (["--start-timeout", "soon"], "--start-timeout"),
+        (["--ps-snapshot", "saved"], "--ps-snapshot needs --ps-servers"),
+        (["--ps-worker-timeout", "9"], "--ps-worker-timeout needs --ps-servers"),
+        (["--ps-servers", "1", "--mpi"], "--ps-servers contradicts --mpi"),
+        (["--ps-servers", "1", "--min-np", "1"], "--ps-servers contradicts --min-np"),
+        (["--ps-servers", "-1"], "--ps-servers"),
+        (["--ps-servers", "1", "--ps-workers", "slurm"], "--ps-workers"),
     ],
 )
 def test_contradictions_name_the_flag(words: list[str], named: str) -> None:
@@ -165,7 +171,7 @@ def test_garbage_in_a_variable_is_found_before_a_start() -> None:
 VALUES = {"allreduce": "ring", "data_plane": "mpi", "log_level": "info", "timeline": "t.json",
           "thread_affinity": "0,1,2,3", "segmentation": "size:80,20", "autotune_log": "a",
           "autotune_noise": "0.5", "launcher": "ssh", "transport": "tcp",
-          "trace_iterations": "t.csv"}  # fmt: skip
+          "trace_iterations": "t.csv", "ps_workers": "independent"}  # fmt: skip
 
 
 @pytest.mark.parametrize("entry", [e for e in settings() if e.flag], ids=lambda entry: entry.name)
@@ -178,8 +184,11 @@ def test_each_flag_sets_its_variable(entry) -> None:  # type: ignore[no-untyped-
         return
     text = VALUES.get(entry.name, "7")
     expected = text if entry.flag_scale == 1 else str(7 * entry.flag_scale)
-    elastic = ["--min-np", "1"] if entry.name == "elastic_timeout_seconds" else []
-    assert options("-np", "1", *elastic, entry.flag, text).variables == {entry.variable: expected}
+    more = ["--min-np", "1"] if entry.name == "elastic_timeout_seconds" else []
+    needed = {"HVDLITE_PS_SERVERS": "1"} if entry.name.startswith("ps_") else {}
+    more += ["--ps-servers", "1"] if needed else []
+    found = options("-np", "1", *more, entry.flag, text).variables
+    assert found == needed | {entry.variable: expected}
 
 
 CONFIG = """

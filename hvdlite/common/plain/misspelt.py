@@ -12,6 +12,8 @@ OF_A_JOB = (
     "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "HOST_NAME",
     "RENDEZVOUS", "RENDEZVOUS_SERVER", "SECRET", "INCARNATION", "ELASTIC", "ELASTIC_DRIVER",
     "WORKER", "RANK_PROCESS", "SPARK_DEVICES",
+    "ROLE", "SCHEDULER", "NUM_SERVERS", "NUM_WORKERS", "NODE_ID", "NODE_NUMBER", "PS_TOKEN",
+    "PS_CURVE",
 )  # fmt: skip
 # Beginnings of names that the launcher and tests give, without the prefix.
 RESERVED = ("LAUNCHER_", "TEST_")

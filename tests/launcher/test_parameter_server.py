@@ -1,0 +1,90 @@
+"""Jobs with servers: hvdlite-run starts the scheduler and servers, and starts lost ones again."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.jobs import launch, start
+
+pytest.importorskip("zmq", reason="the extra 'ps' is not installed")
+
+PROGRAM = (sys.executable, "-m", "tests.ps.scripts.raw_sums")
+SUMS = "sums {} {}".format(*(20 * (1.0 + 2.0), 20 * 2.0))
+
+
+def test_a_job_with_servers(tmp_path: Path) -> None:
+    flags = "-np", "2", "--ps-servers", "2", "--output-filename", str(tmp_path / "out")
+    done = launch(*flags, *PROGRAM, str(tmp_path), "20")
+    assert done.returncode == 0, done.stderr
+    assert "[server 1]<stdout>:server 1 is here" in done.stdout
+    assert [f"[{rank}]<stdout>:{SUMS}" in done.stdout for rank in range(2)] == [True, True]
+    assert "WARNING" not in done.stderr
+    assert (tmp_path / "out" / "server.0" / "stdout").read_text() == "server 0 is here\n"
+
+
+def test_a_killed_server_is_started_again_and_nothing_is_lost(tmp_path: Path) -> None:
+    flags = "-np", "2", "--ps-servers", "2", "--ps-snapshot", str(tmp_path / "saved")
+    words = *flags, "--ps-snapshot-every", "1", *PROGRAM, str(tmp_path), "20"
+    done = launch(*words, KILL="server 1 9")
+    assert done.returncode == 0, done.stderr
+    said = "server 1 was killed by SIGKILL: it is started again (1 of 3, --ps-restarts)"
+    assert said in done.stderr
+    assert done.stdout.count(SUMS) == 2
+    assert done.stdout.count("server 1 is here") == 2
+
+
+def test_a_server_that_is_lost_for_good_ends_the_job(tmp_path: Path) -> None:
+    flags = "-np", "2", "--ps-servers", "2", "--ps-restarts", "0"
+    done = launch(*flags, *PROGRAM, str(tmp_path), "20", KILL="server 1 9")
+    assert done.returncode == 1
+    assert "HorovodInternalError: server 1 was killed by SIGKILL, and no" in done.stderr
+
+
+def test_a_server_that_fails_ends_the_job_with_its_reason(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom hvdlite.ps import context\n"
+        "if os.environ['HVDLITE_ROLE'] == 'server': raise ValueError('no such data')\n"
+        "context.init()"
+    )
+    done = launch("-np", "2", "--ps-servers", "1", sys.executable, "-c", code)
+    assert done.returncode == 1
+    wanted = "the scheduler says: server 0 failed: ValueError: no such data (exit code 1)"
+    assert wanted in done.stderr
+
+
+def test_an_independent_worker_that_is_killed_returns(tmp_path: Path) -> None:
+    flags = "-np", "2", "--ps-servers", "1", "--ps-workers", "independent"
+    done = launch(*flags, *PROGRAM, str(tmp_path), "20", KILL="worker 1 9")
+    assert done.returncode == 0, done.stderr
+    assert "worker 1 was killed by SIGKILL: it is started again (1 of 3" in done.stderr
+    assert done.stdout.count(SUMS) == 2
+
+
+def test_independent_workers_go_on_without_one_that_fails(tmp_path: Path) -> None:
+    flags = "-np", "2", "--ps-servers", "1", "--ps-workers", "independent"
+    words = *flags, "--ps-worker-timeout", "1", *PROGRAM, str(tmp_path), "20"
+    done = launch(*words, FAIL="1")
+    assert done.returncode == 3, done.stderr
+    assert "worker 1 failed with exit code 3: the other workers go on" in done.stderr
+    assert f"[0]<stdout>:sums {5 * 3.0 + 15 * 1.0} {5 * 2.0 + 15 * 1.0}" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    """No process, no file, as `start` sees to, and no port."""
+    flags = "-np", "2", "--ps-servers", "2"
+    words = *flags, *PROGRAM, str(tmp_path), "100000000"
+    with start(*words) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        assert sum("is here" in line for line in lines) == 4
+        begin = time.monotonic()
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        assert process.returncode == 128 + number
+        assert time.monotonic() - begin < 10
