@@ -25,6 +25,8 @@ FLOORS = [
     ["hvdlite.tools", "hvdlite.bench"],
     ["hvdlite.keras"],
     ["hvdlite.torch", "hvdlite.tf", "hvdlite.numpy"],
+    ["hvdlite.ps.access"],
+    ["hvdlite.ps.serving"],
     ["hvdlite.ps.context"],
     ["hvdlite.ps"],
     ["hvdlite.checkpoint", "hvdlite.data"],
