@@ -25,6 +25,8 @@ from hvdlite.common.collectives.two_level import columns_of
 
 PIECE_BYTES = 252 << 10
 MOST_DOUBLED = 4 << 10  # in bytes, as many tensors are reduced together, and doubling sends most
+# What goes inside requests is added up as doubling does it; of one tensor, and of all its members.
+MOST_CARRIED, MOST_CARRIED_BY_ALL = 2 << 10, 64 << 10
 TREE_PIECES, LEAST_TREE_PIECE = 8, 16 << 10  # of each half of a segment; of a piece, in bytes
 
 
@@ -156,6 +158,8 @@ _OF_TWO = ("ring", "doubling")  # Between two hosts the others do what the ring 
 
 def cheapest(model: Model, hosts: int, slices: int, nbytes: int) -> str:
     """Return the algorithm that takes the least time, by name."""
+    if nbytes <= MOST_CARRIED:
+        return "doubling"
     names: Iterable[str] = _OF_TWO if hosts <= 2 else COSTS
     if nbytes > MOST_DOUBLED:
         names = [name for name in names if name != "doubling"]

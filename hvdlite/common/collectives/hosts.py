@@ -41,6 +41,11 @@ class HostsBackend(RingBackend):
         self._shm = shm
         self._choice = choice or Choice("ring")
 
+    def doubles(self, members: Members, nbytes: int) -> bool:
+        """Return whether a tensor of `nbytes` is reduced by recursive doubling."""
+        layers = Layers.of(members)
+        return self._choice.of(len(layers.hosts), layers.slices, nbytes).name == "doubling"
+
     def reducescatter(
         self,
         members: Members,

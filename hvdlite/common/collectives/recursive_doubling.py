@@ -2,8 +2,8 @@
 
 In each round a member and its partner send each other all that they have added up, and both add it
 in the order of their numbers, so that both have the same bits: a tree of sums without a root. See
-Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
-With 4 members:
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH"
+(2005). With 4 members:
 
     round 0     0 <-> 1     2 <-> 3     all have (0+1) or (2+3)
     round 1     0 <-> 2     1 <-> 3     all have (0+1)+(2+3)

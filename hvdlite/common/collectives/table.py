@@ -108,6 +108,7 @@ class CollectiveSpec:
     served_as: str = ""  # the collective of which it takes the backend; "": its own
     # Ranks of one host that wait for it may exchange small data without the coordinator.
     short: bool = False
+    carried: bool = False  # Small data may go inside requests: see carried.py.
     # It reduces the gradients of optimizers: they are split into segments, its speed is tuned, and
     # its backend has a setting of its own.
     carries_gradients: bool = False
@@ -265,6 +266,7 @@ SPECS = {
             reduces=True,
             fusable=True,
             short=True,
+            carried=True,
             carries_gradients=True,
         ),
         CollectiveSpec(

@@ -24,6 +24,7 @@ from hvdlite.common.decisions.request_readiness import RanksByRequest, RequestRe
 from hvdlite.common.decisions.set_changes import change_sets
 from hvdlite.common.plain.messages import (
     NO_BIT,
+    Carried,
     Departed,
     Eviction,
     Order,
@@ -44,6 +45,7 @@ class _LeaderSetState:
         self.requests = RequestReadiness(members)
         self.bits = BitReadiness(members)
         self.sizes = GroupSizes()
+        self.carried: dict[int, list[Carried]] = {}  # The data of bits that are held, by bit.
         # Bits and names that were passed on incomplete. Their later reports are passed on at once,
         # until the coordinator has answered.
         self.late: set[int | str] = set()
@@ -60,6 +62,18 @@ class _LeaderSetState:
     def passes_all(self) -> bool:
         """Whether nothing is held here until all ranks below have it."""
         return self.departed or self.joined
+
+    def keep(self, carried: Iterable[Carried]) -> None:
+        """Keep the data of bits until these are passed on. Those of unknown bits are dropped."""
+        for each in carried:
+            if each.bit in self.name_of:
+                self.carried.setdefault(each.bit, []).append(each)
+
+    def pop_carried(self, bits: NumberSet) -> tuple[Carried, ...]:
+        """Return the data of `bits`, which are passed on."""
+        if not self.carried:
+            return ()
+        return tuple(each for bit in bits for each in self.carried.pop(bit, ()))
 
     def add_bits(self, bits: NumberSet, ranks: int, now: float) -> list[Arrival]:
         """Count `bits`; return the arrivals to pass on.
@@ -97,6 +111,7 @@ class _LeaderSetState:
         self._known -= NumberSet.of((bit,))
         self.sizes.forget(bit)
         self.bits.discard(bit)
+        self.carried.pop(bit, None)
         self.late.discard(bit)
         name = self.name_of.pop(bit, None)
         if name is not None and self.bit_of[name] == bit:
@@ -130,6 +145,7 @@ class Aggregator:
             return
         ranks = mask_of(report.ranks)
         bits = NumberSet.of(report.bits)
+        state.keep(report.carried)
         self._pass_bits(state, report.process_set_id, state.add_bits(bits, ranks, now))
         for group in state.sizes.uneven(bits):
             self._pass_group(state, report.process_set_id, group)
@@ -207,7 +223,8 @@ class Aggregator:
         self, state: _LeaderSetState, process_set_id: int, arrivals: list[Arrival]
     ) -> None:
         for mask, bits in arrivals:
-            self._append(Report(process_set_id, state.ranks(mask), bits))
+            carried = state.pop_carried(bits)
+            self._append(Report(process_set_id, state.ranks(mask), bits, carried=carried))
 
     def _append(self, report: Report) -> None:
         """Add a report to the outgoing ones, merged into the last one if the ranks are the same.
@@ -221,7 +238,8 @@ class Aggregator:
             if same and not (last.requests and report.bits):
                 bits = NumberSet.of(last.bits) | NumberSet.of(report.bits)
                 requests = last.requests + report.requests
-                self._outgoing[-1] = last._replace(bits=bits, requests=requests)
+                carried = last.carried + report.carried
+                self._outgoing[-1] = last._replace(bits=bits, requests=requests, carried=carried)
                 return
         self._outgoing.append(report)
 

@@ -76,7 +76,7 @@ the times that are passed with them. Simulations and tests run it without a job.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from hvdlite.common.base.bitsets import NumberSet, lowest, mask_of, numbers_of
 from hvdlite.common.collectives.table import SPECS, Effect
@@ -103,6 +103,9 @@ from hvdlite.common.plain.process_set_table import ProcessSetTable, flatten
 
 _MOST_CUTS = 256  # That are remembered: each step has a few.
 
+# It adds up, for a request of these ranks, the data by rank.
+AddUp = Callable[[Request, Sequence[int], Mapping[int, bytes]], bytes]
+
 
 class Coordinator:
     """Reports in, orders out. Used by the engine thread of rank 0."""
@@ -115,8 +118,13 @@ class Coordinator:
         threshold_bytes: int,
         keep_groups: bool = False,
         sets: Iterable[tuple[int, ...]] = (),
+        add_up: AddUp | None = None,
     ) -> None:
-        """Begin with process `sets`; see `ProcessSetTable`."""
+        """Begin with process `sets`; see `ProcessSetTable`.
+
+        Data that came inside requests are added by `add_up`, or left to the ranks without it.
+        """
+        self._add_up = add_up
         self._capacity = cache_capacity
         self._threshold_bytes = threshold_bytes
         self._keep_groups = keep_groups
@@ -125,6 +133,7 @@ class Coordinator:
         # The next orders, until `pop_orders`. Segments are cut from the ready responses only then,
         # so that everything that came together can be fused.
         self._ready: list[Response] = []
+        self._answered: list[Segment] = []  # Those with results.
         self._evictions: list[Eviction] = []
         self._departures: list[Departed] = []
         self._retunes: list[Retune | Figures] = []
@@ -146,7 +155,10 @@ class Coordinator:
         ranks = mask_of(report.ranks)
         # An unknown bit has crossed its eviction: the ranks send the request again, in full.
         bits = state.cache.known(NumberSet.of(report.bits))
-        answers = len(self._ready)
+        answers = len(self._ready) + len(self._answered)
+        for each in report.carried:
+            if each.bit in bits:
+                state.carried.setdefault(each.bit, {})[each.rank] = each.data
         # Bits precede requests, because a join, which is a request, must come last.
         if bits and state.mask & self._departed:
             for bit in bits:
@@ -161,7 +173,7 @@ class Coordinator:
                 self._refuse(state, request)
             else:
                 self._receive_request(state, ranks, request, now)
-        if len(self._ready) > answers:
+        if len(self._ready) + len(self._answered) > answers:
             state.progress = now
 
     def depart(self, rank: int) -> None:
@@ -191,15 +203,18 @@ class Coordinator:
 
     def pop_orders(self) -> tuple[Order, ...]:
         """Return what all ranks execute next, in this sequence; each order is returned once."""
-        if not (self._ready or self._evictions or self._departures or self._retunes):
+        pending = self._ready, self._answered, self._evictions, self._departures, self._retunes
+        if not any(pending):
             return ()
-        orders = self._segments(self._ready)
+        # Nobody has joined, nor left the set, before a tensor for which all members had data.
+        orders: list[Order] = [*self._answered, *self._segments(self._ready)]
         # Evictions follow the segments, which may name the bits that are evicted. Departures follow
         # both, since the rank executes all orders before its own departure.
         orders += self._evictions
         orders += self._departures
         orders += self._retunes
         self._ready, self._evictions, self._departures, self._retunes = [], [], [], []
+        self._answered = []
         return tuple(orders)
 
     @property
@@ -294,12 +309,27 @@ class Coordinator:
         use, whole = state.cache.use, arrival.ranks == state.mask
         for bit in arrival.bits:
             response = use(bit)
+            data = state.carried.pop(bit, None) if state.carried else None
+            if data is not None and whole and self._answer_carried(state, response, data):
+                continue
             if not whole:
                 response = self._answer_partial(state, response, arrival.ranks)
             if response.request.group:
                 self._ready += state.groups.hold(response)
             else:
                 self._ready.append(response)
+
+    def _answer_carried(
+        self, state: ProcessSetState, response: Response, data: Mapping[int, bytes]
+    ) -> bool:
+        """Answer with the result, if the data of all members came with the requests."""
+        if self._add_up is None or len(data) < len(state.members) or response.request.group:
+            return False
+        if state.mask & state.bits.absent:
+            return False
+        result = self._add_up(response.request, state.members, data)
+        self._answered.append(self._segment([response])._replace(result=result))
+        return True
 
     def _complete(self, state: ProcessSetState, requests: RanksByRequest) -> None:
         """Answer a new tensor that all members have, except those that joined."""
@@ -389,6 +419,7 @@ class Coordinator:
         bit = state.cache.find(request.name)
         if bit is not None:
             state.bits.discard(bit)
+            state.carried.pop(bit, None)
         state.requests.pop(request.name)
         self._ready.append(Response(request, error=error))
 
@@ -412,6 +443,7 @@ class Coordinator:
             # A joined rank among them reports the tensor again, and its join after it.
             state.expect(arrival.ranks & state.bits.absent)
         self._cut.clear()
+        state.carried.pop(bit, None)
         state.evictions += 1
         state.cache.forget(bit)
         self._announced.discard((state.process_set_id, bit))

@@ -23,6 +23,8 @@ class ProcessSetState:
         self.bits = BitReadiness(self.mask)
         self.cache = CoordinatorCache(cache_capacity)
         self.groups = Groups(len(members))
+        # The data that ranks have sent with bits that are not complete: bit -> rank -> data.
+        self.carried: dict[int, dict[int, bytes]] = {}
         # The member whose join was counted last: the public join() returns it.
         self.last_joined = NO_RANK
         # Set while some members have joined, and not all.

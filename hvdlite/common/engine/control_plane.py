@@ -11,10 +11,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
+from hvdlite.common.collectives.carried import add_up
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator
@@ -33,6 +34,7 @@ from hvdlite.common.plain.messages import (
     Orders,
     Report,
     Reports,
+    Request,
     Retune,
     StackQuery,
     StackReply,
@@ -99,7 +101,13 @@ class ControlPlane:
                 threshold_bytes=config.fusion_threshold_bytes,
                 keep_groups=config.disable_group_fusion,
                 sets=sets,
+                add_up=self._add_up,
             )
+
+    def _add_up(self, request: Request, ranks: Sequence[int], data: Mapping[int, bytes]) -> bytes:
+        """Return the sum of what members have sent inside their requests."""
+        topology = self._transport.topology.restrict(tuple(ranks))
+        return add_up(request, ranks, topology, data)
 
     @property
     def finished(self) -> bool:

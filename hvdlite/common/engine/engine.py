@@ -25,6 +25,7 @@ from hvdlite.common.collectives.native.short_call import ShortExchange
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
 from hvdlite.common.decisions.set_changes import change_sets
+from hvdlite.common.engine.carried_data import CarriedData
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.executor import Executor
 from hvdlite.common.engine.inbox import Inbox
@@ -84,6 +85,10 @@ class Engine:
             if model != Model():
                 self._control_plane.announce(Figures(model.values))
         self._executor = Executor(self.rank, self.topology, self._backends, timeline)
+        # What the ranks choose by must not change while they report: autotuning changes it.
+        if len(self.topology.hosts) > 1 and not config.autotune:
+            carried = CarriedData(self.rank, self._executor, self.process_sets)
+            self._memory.data_of = carried.of
         self._debug = log.isEnabledFor(logging.DEBUG)
         # Set by `shutdown`. The engine thread then asks the coordinator once for the departure.
         self._shutdown_requested = threading.Event()
@@ -375,7 +380,7 @@ class Engine:
             self._answer(responses[0], entries[0])
         else:
             self._timeline.engine("EXECUTE")
-            self._executor.run(members, responses, entries)
+            self._executor.run(members, responses, entries, segment.result)
 
     def _log_slow(self, entries: Sequence[Entry | None]) -> None:
         """Log entries that have waited long for other ranks."""

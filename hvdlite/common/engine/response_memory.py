@@ -6,7 +6,7 @@ Owned by the engine thread. The theory of operation in coordinator.py explains b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,7 +17,15 @@ from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.response_cache import ResponseCache
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.plain.entries import Entry, Key, key_of
-from hvdlite.common.plain.messages import NO_BIT, Eviction, Report, Request, Response, Segment
+from hvdlite.common.plain.messages import (
+    NO_BIT,
+    Carried,
+    Eviction,
+    Report,
+    Request,
+    Response,
+    Segment,
+)
 
 log = logging.getLogger("hvdlite")
 
@@ -91,9 +99,23 @@ class ResponseMemory:
         self._rank = rank
         self._pending = pending
         self._sets: dict[int, _SetMemory] = {}
+        # Returns the data that an entry sends with its report, or None; None where none does.
+        self.data_of: Callable[[Entry], bytes | None] | None = None
 
-    def reports(self, entries: Iterable[Entry]) -> tuple[Report, ...]:
-        """Return the reports of `entries`: by bit where they were answered before."""
+    def reports(self, entries: Sequence[Entry]) -> tuple[Report, ...]:
+        """Return the reports of `entries`: by bit where they were answered before.
+
+        Only a tensor that is reported alone has its data with it: many are sooner reduced together.
+        """
+        reports = self._reports(entries)
+        if self.data_of is None or len(entries) != 1 or entries[0].sent_bit == NO_BIT:
+            return reports
+        data = self.data_of(entries[0])
+        if data is None:
+            return reports
+        return (reports[0]._replace(carried=(Carried(entries[0].sent_bit, self._rank, data),)),)
+
+    def _reports(self, entries: Iterable[Entry]) -> tuple[Report, ...]:
         sets: dict[int, tuple[list[int], list[Request]]] = {}
         last, find = -1, None
         for entry in entries:

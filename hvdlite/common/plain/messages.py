@@ -18,7 +18,7 @@ import msgpack
 from hvdlite.common.base.bitsets import NumberSet, runs_of
 from hvdlite.common.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 NO_BIT = -1
 NO_RANK = -1
 JOB_THRESHOLD = -1  # As `Request.fusion_bytes`: the fusion threshold of the job.
@@ -66,6 +66,7 @@ class Segment(NamedTuple):
 
     process_set_id: int
     items: tuple[Response | int, ...]  # An int is the bit of a remembered answer.
+    result: bytes = b""  # Of the only item, where its data came inside requests.
 
 
 class Eviction(NamedTuple):
@@ -100,6 +101,14 @@ class Figures(NamedTuple):
 Order: TypeAlias = Segment | Eviction | Departed | Retune | Figures
 
 
+class Carried(NamedTuple):
+    """The data of a tensor at one rank."""
+
+    bit: int
+    rank: int
+    data: bytes
+
+
 class Report(NamedTuple):
     """The tensors of one process set that all of `ranks` have ready."""
 
@@ -107,6 +116,7 @@ class Report(NamedTuple):
     ranks: Collection[int]  # Global ranks.
     bits: Collection[int] = ()
     requests: tuple[Request, ...] = ()
+    carried: tuple[Carried, ...] = ()  # The data of some bits.
 
 
 class Reports(NamedTuple):
@@ -185,7 +195,7 @@ def encode(message: Message) -> bytes:
     body: Any = message
     if isinstance(message, Reports):
         body = [
-            (r.process_set_id, runs_of(r.ranks), runs_of(r.bits), r.requests)
+            (r.process_set_id, runs_of(r.ranks), runs_of(r.bits), r.requests, r.carried)
             for r in message.reports
         ]
     elif isinstance(message, Orders):
@@ -292,6 +302,12 @@ def _piece(value: Any) -> int:
     return size
 
 
+def _bytes(value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise ValueError(f"{value!r} where bytes were expected")
+    return value
+
+
 def _request(value: Any) -> Request:
     return Request(*_checked(value, _FIELDS[Request]))
 
@@ -302,6 +318,7 @@ _FIELDS: dict[type, tuple[Any, ...]] = {
         _text, _natural, _text, _integer, _naturals,
     ),
     Response: (_request, _naturals, _integer, _text, _integer),
+    Carried: (_natural, _natural, _bytes),
     Eviction: (_natural, _natural),
     Departed: (_natural,),
     Retune: (_natural, _duration, _natural, _plane, _piece),
@@ -322,19 +339,23 @@ def _checked(values: Any, checks: tuple[Any, ...]) -> list[Any]:
 
 
 def _report(fields: Any) -> Report:
-    process_set_id, ranks, bits, requests = fields
+    process_set_id, ranks, bits, requests, carried = fields
     return Report(
-        _natural(process_set_id), _ranks(ranks), _numbers(bits), tuple(map(_request, requests))
+        _natural(process_set_id),
+        _ranks(ranks),
+        _numbers(bits),
+        tuple(map(_request, requests)),
+        tuple(Carried(*_checked(each, _FIELDS[Carried])) for each in carried),
     )
 
 
 def _order(kind: Any, fields: Any) -> Order:
     cls = _ORDERS[_natural(kind)]
     if cls is Segment:
-        process_set_id, items = fields
+        process_set_id, items, result = fields
         if type(items) is not tuple or set(map(type, items)) != {int}:
             items = tuple(map(_item, items))
-        return Segment(_natural(process_set_id), items)
+        return Segment(_natural(process_set_id), items, _bytes(result))
     order: Order = cls(*_checked(fields, _FIELDS[cls]))
     return order
 

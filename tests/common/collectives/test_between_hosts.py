@@ -149,12 +149,12 @@ def test_over_tcp(name: str, streams: int) -> None:
 
 
 def test_a_tensor_has_its_own_algorithm_whatever_it_is_fused_with() -> None:
-    # Far bytes and copies are dear, so that large tensors take the ring, and small ones the trees.
+    # Far bytes and copies are dear, so that large tensors take the ring, and small ones doubling.
     model = Model(message=1e-3, byte=1e-6, far_byte=2e-6, copied_byte=1e-6)
     sizes = [3, 40_000, 11, 30_000]
     for topology in (flat(6), Topology(LAYERED["2x5"])):
         together = reduced(topology, sizes, "float32", model)
-        phases = [phase for phase in together[0][1] if "TREES" in phase or "RING" in phase]
+        phases = [phase for phase in together[0][1] if "DOUBLING" in phase or "RING" in phase]
         assert len(phases) == 2, phases
         for number, size in enumerate(sizes):
             alone, _ = reduced(topology, [size], "float32", model)[0]

@@ -124,7 +124,8 @@ def test_only_what_goes_from_row_to_row_is_far() -> None:
     [
         (2, 4, "doubling"),
         (2, 64 << 20, "ring"),
-        (3, 4, "trees"),
+        (3, 4, "doubling"),
+        (3, 4 << 10, "trees"),
         (4, 4, "doubling"),
         (8, 4 << 10, "doubling"),
         (7, 4 << 10, "doubling"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlite.common.decisions.aggregator import Aggregator
-from hvdlite.common.plain.messages import Report, Request, Response, Segment
+from hvdlite.common.plain.messages import Carried, Eviction, Report, Request, Response, Segment
 from tests.common.decisions.requests import request
 
 
@@ -36,3 +36,31 @@ def test_requests_of_some_ranks_wait_for_those_below_and_releases_for_nobody() -
     leader.note(Segment(0, (Response(release),)))
     leader.receive(Report(1, (3, 4), (), (in_set,)), 0.0)
     assert leader.pop_reports() == ()
+
+
+def test_data_goes_on_with_its_bit_and_is_forgotten_with_it() -> None:
+    leader = Aggregator(6, range(2, 4))
+    leader.note(Segment(0, (Response(request("a"), bit=0), Response(request("b"), bit=1))))
+    data = {
+        (bit, rank): Carried(bit, rank, bytes([bit, rank])) for bit in (0, 1) for rank in (2, 3)
+    }
+    leader.receive(Report(0, (2,), (0, 1), (), (data[0, 2], data[1, 2])), 0.0)
+    leader.receive(Report(0, (3,), (1,), (), (data[1, 3],)), 0.0)
+    assert leader.pop_reports() == (Report(0, (2, 3), (1,), (), (data[1, 2], data[1, 3])),)
+    leader.note(Eviction(0, 0))
+    leader.receive(Report(0, (3,), (0,), (), (data[0, 3],)), 0.0)  # It has crossed the eviction.
+    assert leader.pop_reports() == ()
+    leader.note(Segment(0, (Response(request("a"), bit=2),)))
+    leader.receive(Report(0, (2, 3), (2,)), 0.0)
+    assert leader.pop_reports() == (Report(0, (2, 3), (2,)),)
+
+
+def test_what_is_late_takes_its_data_with_it() -> None:
+    leader = Aggregator(6, range(2, 4))
+    leader.note(Segment(0, (Response(request("a"), bit=0),)))
+    early, late = Carried(0, 2, b"x"), Carried(0, 3, b"y")
+    leader.receive(Report(0, (2,), (0,), (), (early,)), 0.0)
+    leader.flush(1.0)
+    leader.receive(Report(0, (3,), (0,), (), (late,)), 2.0)
+    first, second = leader.pop_reports()
+    assert (first.carried, second.carried) == ((early,), (late,))

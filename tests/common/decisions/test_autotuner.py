@@ -286,7 +286,7 @@ def test_all_ranks_switch_between_the_same_two_segments(
     outcomes = run_ranks(size, main, hosts=hosts)
     assert not turns
     assert all(outcome == outcomes[0] for outcome in outcomes)  # to the bit, and fused alike
-    planes = {None: {"RING", "SHM"}, 1: {"RING"}, 2: {"RING", "HIERARCHICAL"}}
+    planes = {None: {"RING", "SHM"}, 1: {"RING", "FLAT"}, 2: {"RING", "HIERARCHICAL"}}
     assert set(backends) == planes[None if hosts is None else len(hosts[0])]
     assert {1} < set(outcomes[0][1])
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hvdlite.common.base.bitsets import NumberSet, mask_of
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.plain.messages import (
+    Carried,
     Departed,
     Order,
     Orders,
@@ -55,6 +56,68 @@ def test_a_departed_rank_fails_what_waits_and_what_comes() -> None:
     for segment in segments:
         assert isinstance(segment, Segment) and isinstance(segment.items[0], Response)
         assert "rank 1 has been shut down" in segment.items[0].error
+
+
+class CarriedSums:
+    """A coordinator of two ranks that adds up data as text, and knows one tensor, by bit 0."""
+
+    def __init__(self) -> None:
+        def add_up(request: Request, ranks: Any, data: Any) -> bytes:
+            return b"+".join(data[rank] for rank in ranks)
+
+        self.coordinator = Coordinator(2, cache_capacity=8, threshold_bytes=0, add_up=add_up)
+        self.in_full(0, "t")
+        self.in_full(1, "t")
+        self.segments()
+
+    def in_full(self, rank: int, name: str, dtype: str = "float32") -> None:
+        self.coordinator.receive(Report(0, (rank,), (), (request(name, dtype=dtype),)), 0.0)
+
+    def by_bit(self, rank: int, data: bytes, bit: int = 0) -> None:
+        carried = (Carried(bit, rank, data),) if data else ()
+        self.coordinator.receive(Report(0, (rank,), (bit,), (), carried), 0.0)
+
+    def segments(self) -> list[Segment]:
+        return [each for each in self.coordinator.pop_orders() if isinstance(each, Segment)]
+
+
+def test_data_that_came_from_all_is_answered_with_its_sum() -> None:
+    job = CarriedSums()
+    for first, second in ((b"1", b"2"), (b"3", b"4")):
+        job.by_bit(1, second)
+        assert job.segments() == []
+        job.by_bit(0, first)
+        assert job.segments() == [Segment(0, (0,), first + b"+" + second)]
+
+
+def test_data_that_came_from_some_is_left_to_the_ranks_and_never_used_later() -> None:
+    job = CarriedSums()
+    for ranks in ((0, 1), (1, 0)):
+        job.by_bit(ranks[0], b"old")
+        job.by_bit(ranks[1], b"")
+        assert job.segments() == [Segment(0, (0,))]
+
+
+def test_data_of_an_evicted_bit_is_dropped() -> None:
+    job = CarriedSums()
+    job.by_bit(0, b"old")
+    job.in_full(1, "t", "float64")  # The bit is not valid any more.
+    assert job.segments() == []
+    job.by_bit(0, b"older")  # It has crossed the eviction.
+    job.in_full(0, "t", "float64")
+    ((answer,),) = [each.items for each in job.segments()]
+    assert isinstance(answer, Response) and answer.bit == 1
+    job.by_bit(1, b"y", 1)
+    job.by_bit(0, b"x", 1)
+    assert job.segments() == [Segment(0, (1,), b"x+y")]
+
+
+def test_without_a_way_to_add_up_data_is_left_to_the_ranks() -> None:
+    coordinator = new_coordinator(1, cache_capacity=8)
+    coordinator.receive(Report(0, (0,), (), (request("t"),)), 0.0)
+    coordinator.pop_orders()
+    coordinator.receive(Report(0, (0,), (0,), (), (Carried(0, 0, b"1"),)), 0.0)
+    assert coordinator.pop_orders() == (Segment(0, (0,)),)
 
 
 def reported(ranks: dict[int, Request], splits: list[frozenset[int]]) -> list[Report]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.plain.messages import (
     Abort,
+    Carried,
     ClockReply,
     Depart,
     Departed,
@@ -32,6 +33,8 @@ from hvdlite.common.plain.messages import (
 from tests.common.decisions.requests import request
 
 MESSAGES: list[Message] = [
+    Reports((Report(0, (1, 2), (4,), (), (Carried(4, 1, b"\x00\xff"), Carried(4, 2, b""))),)),
+    Orders((Segment(0, (4,), b"\x01\x80"),)),
     Reports((Report(3, (1, 2, 5), (0, 1, 2, 7), (request("a", 3, group="g", group_size=2),)),)),
     Orders(
         (Segment(0, (5, Response(request("a"), (1, 2), 4, "", 1))), Eviction(1, 2), Departed(3))
