@@ -1,4 +1,4 @@
-"""How long whole training steps take: hvdlite, DDP over gloo, and the same without communication.
+"""How long training steps of PyTorch take: hvdlite, DDP over gloo, and without communication.
 
     python benchmarks/training.py                            # all networks, on 1, 2, 4 and 8 ranks
     python benchmarks/training.py --quick                    # 20 seconds, 2 ranks
@@ -19,7 +19,7 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,20 +27,12 @@ from typing import Any
 
 import torch
 from jobs import LEFT_OUT, Record, add_job_options, finish, run_jobs
-from measuring import (
-    HVDLITE_RANKS,
-    Ranks,
-    Spread,
-    Way,
-    interleave,
-    make_parser,
-    parse,
-    table,
-)
+from measuring import HVDLITE_RANKS, Ranks, Way, interleave, make_parser, parse
 from peers import GlooRanks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from training_table import print_training
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WARM_STEPS = 2  # DDP arranges its buckets anew after the first
@@ -169,30 +161,6 @@ def check_same(entry: str, model: nn.Module, ranks: Ranks) -> None:
             raise ArithmeticError(f"{entry}: {name} is not the same on all ranks")
 
 
-def print_table(records: Sequence[Record], entries: Sequence[str]) -> None:
-    """Print a line for each network and number of ranks."""
-    lines: dict[tuple[str, int], dict[str, Spread]] = {}
-    for record in sorted(records, key=lambda each: each["ranks"]):
-        line = lines.setdefault((record["network"], record["ranks"]), {})
-        line[record["entry"]] = Spread(**record["seconds"])
-    rows = []
-    for (network, ranks), line in lines.items():
-        figures = [str(line[entry]) for entry in entries]
-        rows.append([network, str(ranks), *figures, *comparison(line)])
-    print()
-    print(table(["network", "ranks", *entries, "communication of DDP", "hvdlite / DDP"], rows))
-
-
-def comparison(line: dict[str, Spread]) -> tuple[str, str]:
-    """Return DDP's share of communication in a step, and the time of a step relative to DDP's."""
-    share = ratio = ""
-    if DDP in line and ALONE in line:
-        share = f"{1 - line[ALONE].median / line[DDP].median:.0%}"
-    if DDP in line and HVDLITE in line:
-        ratio = f"{line[HVDLITE].median / line[DDP].median:.2f}"
-    return share, ratio
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser("How long training steps take.", "training", [1, 2, 4, 8])
     entries = [ALONE, DDP, HVDLITE, HVDLITE_BF16]
@@ -211,7 +179,7 @@ def main() -> None:
         rank_main(args)
         return
     records, left_out = run_jobs(__file__, args, sys.argv[1:])
-    print_table(records, args.entries)
+    print_training(records, args.entries, ALONE, DDP, HVDLITE)
     finish(args.json, records, left_out)
 
 

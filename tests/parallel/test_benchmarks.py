@@ -128,6 +128,16 @@ def test_training(tmp_path: Path) -> None:
     assert [each["entry"] for each in records] == ["DDP gloo", "hvdlite"], output
 
 
+@pytest.mark.soak  # TensorFlow starts in four processes
+def test_training_of_tensorflow(tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
+    entries = ["MWMS", "hvdlite tape"]
+    words = ("--networks", "digits", "--entries", *entries, "--rounds", "1")
+    output, records = run(tmp_path / "t.json", "training_tf.py", *words)
+    assert [each["entry"] for each in records] == entries, output
+    assert "hvdlite tape / MWMS" in output
+
+
 def test_hosts(tmp_path: Path) -> None:
     with two_hosts(tmp_path, (1, 1)):  # skips where there can be none
         pass
