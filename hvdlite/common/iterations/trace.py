@@ -194,9 +194,9 @@ class IterationTrace:
     def _write(self) -> None:
         while True:
             self._wake.wait()
+            self._wake.clear()  # First: a stop from here on is seen below, or wakes it again.
             if self._stopping.wait(FLUSH_SECONDS):  # more iterations gather meanwhile
                 return
-            self._wake.clear()
             with self._lock:
                 self._make_rows()
 

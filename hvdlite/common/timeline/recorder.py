@@ -269,9 +269,9 @@ class Timeline:
     def _write(self, wake: threading.Event, stopping: threading.Event) -> None:
         while True:
             wake.wait()
+            wake.clear()  # First: a stop from here on is seen below, or wakes it again.
             if stopping.wait(FLUSH_SECONDS):  # more events gather meanwhile
                 return
-            wake.clear()
             self.flush()
 
     def _drain(self, trace: TraceWriter) -> None:

@@ -104,3 +104,27 @@ def test_a_file_that_cannot_be_completed_does_not_keep_a_rank_in_the_job(
     with caplog.at_level(logging.WARNING, "hvdlite"):
         run_ranks(1, lambda rank: block(trace_iterations(str(tmp_path / "t.parquet"))))
     assert "could not be completed" in caplog.text
+
+
+def test_a_stop_in_the_middle_of_a_flush_ends_the_writer() -> None:
+    """The writer clears its wake-up just after `stop` has set it."""
+
+    def main(rank: int) -> None:
+        trace = trace_iterations()
+        clear = trace._wake.clear
+
+        def stop_and_clear() -> None:
+            trace._stopping.set()
+            trace._wake.set()
+            clear()
+
+        trace._wake.clear = stop_and_clear  # type: ignore[method-assign]
+        with trace.iteration():
+            pass
+        trace._writer.join(20)
+        assert not trace._writer.is_alive()
+        trace._stopping.clear()
+        trace.stop()
+        assert len(trace.rows()) == 1
+
+    run_ranks(1, main)

@@ -454,3 +454,20 @@ def test_any_sequence_of_calls_gives_a_well_formed_file(
     timeline.close()
     report = check(load(path))
     assert report.problems == [] and report.open_spans == 0
+
+
+def test_a_close_in_the_middle_of_a_flush_ends_the_writer(timeline: Timeline) -> None:
+    """The writer clears its wake-up just after `close` has set it."""
+    wake, stopping, writer = timeline._wake, timeline._stopping, timeline._writer
+    clear = wake.clear
+
+    def close_and_clear() -> None:
+        stopping.set()
+        wake.set()
+        clear()
+
+    wake.clear = close_and_clear  # type: ignore[method-assign]
+    timeline.negotiate_start("a", "allreduce")
+    assert writer is not None
+    writer.join(20)
+    assert not writer.is_alive()
