@@ -32,6 +32,7 @@ class TableDescription:
             self.specs: Sequence[TensorSpec] = specs
             self.mode = Mode(body["mode"], body["staleness"])
             self.average = bool(body["average"])
+            self.first_key = int(body["first_key"])  # Of the parts of its first tensor.
             self.blocks = [
                 Block(dtype, group, tuple(Part(*part) for part in parts))
                 for dtype, group, parts in body["blocks"]
@@ -46,12 +47,13 @@ class TableDescription:
 
 def describe_table(
     specs: Sequence[TensorSpec], blocks: Sequence[Block], mode: Mode, *, average: bool,
-    rows: RowShare | None = None,
+    rows: RowShare | None = None, first_key: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Return what `TableDescription` reads."""
     return {
         "rows": rows and [rows.spec.fields, rows.server, rows.servers],
         "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
+        "first_key": first_key,
         "mode": mode.name,
         "staleness": mode.staleness,
         "average": average,

@@ -177,7 +177,9 @@ class RemoteTable(TableShards):
         self._staging: list[list[Array]] = []
         mode = Mode(options.mode, options.staleness)
         for server, link in enumerate(links):
-            described = describe_table(specs, blocks[server], mode, average=options.average)
+            described = describe_table(
+                specs, blocks[server], mode, average=options.average, first_key=first_key
+            )
             shard = Shard(
                 name, server, worker, described,
                 partial(self._cut_values, values, server), link.send,

@@ -36,6 +36,7 @@ class Cluster:
             "HVDLITE_SCHEDULER": f"127.0.0.1:{free_port()}", "HVDLITE_PS_TOKEN": "a secret",
             "HVDLITE_NUM_SERVERS": str(servers), "HVDLITE_NUM_WORKERS": str(workers), **variables,
         }  # fmt: skip
+        self._port = free_port()
         self._main, self._words = main, words
         self.processes: dict[str, ForkServerProcess] = {}
 
@@ -43,6 +44,11 @@ class Cluster:
         """Start a process; `variables` come on top of those of all."""
         name = f"{role}{number}"
         environ = self.variables | {"HVDLITE_ROLE": role, "HVDLITE_NODE_ID": name} | variables
+        if role == "worker" and environ.get("HVDLITE_PS_WORKERS") == "mpi":
+            environ |= {
+                "HVDLITE_RANK": str(number), "HVDLITE_SIZE": environ["HVDLITE_NUM_WORKERS"],
+                "HVDLITE_RENDEZVOUS": f"127.0.0.1:{self._port}", "HVDLITE_SECRET": "another",
+            }  # fmt: skip
         words = environ, self._log(name), self._main, self._words
         self.processes[name] = _FORKS.Process(target=_run, args=words)
         self.processes[name].start()
@@ -52,7 +58,9 @@ class Cluster:
         process = self.processes[name]
         process.join(LIMIT_SECONDS)
         sys.stdout.write(f"-- {name} --\n{self.said(name)}")
-        assert process.exitcode is not None, f"{name} goes on"
+        if process.exitcode is None:
+            said = "".join(f"-- {each} --\n{self.said(each)}" for each in self.processes)
+            raise AssertionError(f"{name} goes on\n{said}")
         return process.exitcode
 
     def wait_for_all(self) -> dict[str, int]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.ps.digits import accuracy, train_in_one
+from hvdlite.torch import ps
+from tests.ps.digits import OPTIMIZERS, accuracy, batch, loss_of, network, train_in_one
 from tests.ps.processes import cluster
-from tests.ps.scripts.torch_digits import main
+from tests.ps.scripts import torch_mixed
+from tests.ps.scripts.torch_digits import main, main_with_schedule
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -38,3 +41,93 @@ def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(tmp_path: Pa
         job.start("worker", 1)
         assert not job.wait_for_all()
     assert all(same(job.weights(number), train_in_one("sgd", 2, 60)) for number in range(2))
+
+
+def test_whole_tensors_are_stepped_over_in_their_shapes(tmp_path: Path) -> None:
+    words = tmp_path, "sync", None, "norms", 20, "tensor"
+    with cluster(tmp_path, 2, 2, main, *words) as job:
+        assert not job.wait_for_all()
+    assert same(job.weights(0), train_in_one("norms", 2, 20))
+
+
+def train_with_schedule(steps: int, overflow_step: int) -> dict[str, torch.Tensor]:
+    """Return what one process makes of `main_with_schedule`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = network()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for step in range(steps):
+        totals = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for worker in range(2):
+            model.zero_grad()
+            for part in range(2):
+                loss_of(model, *batch(2 * step + part, worker, 2)).backward()
+            totals = [
+                total + parameter.grad
+                for total, parameter in zip(totals, model.parameters(), strict=True)
+            ]
+        for total, parameter in zip(totals, model.parameters(), strict=True):
+            parameter.grad = total
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (step // 5)
+        if step != overflow_step:
+            optimizer.step()
+    torch.set_num_threads(threads)
+    return model.state_dict()
+
+
+def test_schedules_travel_and_an_overflow_skips_the_step_everywhere(tmp_path: Path) -> None:
+    """With two backward passes a step, and sums of the workers' gradients."""
+    with cluster(tmp_path, 2, 2, main_with_schedule, tmp_path, 12, 7) as job:
+        assert not job.wait_for_all()
+    wanted = train_with_schedule(12, 7)
+    assert all(same(job.weights(number), wanted) for number in range(2))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "mark", "clip"),
+    [(None, False, False), (["0.*"], False, True), (None, True, False)],
+    ids=["all by servers", "patterns", "set_param_ps"],
+)  # fmt: skip
+def test_servers_and_allreduce_make_the_same_steps(
+    tmp_path: Path, parameters: list[str] | None, mark: bool, clip: bool
+) -> None:
+    """Bitwise for two ranks, whichever parameters go by servers."""
+    words = tmp_path, parameters, mark, clip
+    with cluster(tmp_path, 1, 2, torch_mixed.main, *words, HVDLITE_PS_WORKERS="mpi") as job:
+        assert not job.wait_for_all()
+    for worker in range(2):
+        found = torch.load(tmp_path / f"worker{worker}.pt")
+        assert same(found["mixed"], found["reduced"])
+    untrained = torch_mixed.model().state_dict()
+    assert not any(torch.equal(found["mixed"][name], untrained[name]) for name in untrained)
+
+
+WEIGHT = torch.nn.Parameter(torch.ones(3))
+SGD = torch.optim.SGD([WEIGHT], lr=0.1)
+NAMED = [("weight", WEIGHT)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named", "words", "said"),
+    [
+        (SGD, NAMED, {"mode": "fast"}, "mode is 'fast', which is none of sync, async, ssp"),
+        (SGD, NAMED, {"staleness": 2}, "staleness=2 bounds how far workers are apart in mode ssp"),
+        (SGD, NAMED, {"mode": "ssp"}, "mode ssp needs a number of steps"),
+        (SGD, NAMED, {"mode": "ssp", "staleness": True}, "staleness is True"),
+        (SGD, NAMED, {"mode": "ssp", "staleness": -1}, "staleness is -1"),
+        (SGD, NAMED, {"partition": "row"}, "partition is 'row'"),
+        (SGD, NAMED, {"op": 4}, "a server averages gradients or adds them up"),
+        (SGD, NAMED, {"backward_passes_per_step": 0}, "must be > 0, not 0"),
+        (SGD, NAMED, {"parameters": ["bias*"]}, "parameters='bias\\*' matches no name"),
+        (SGD, NAMED * 2, {}, "must be unique. Found duplicates: weight"),
+        (SGD, [WEIGHT], {}, "should be a sequence of tuples"),
+        (SGD, [("other", torch.ones(2))], {}, "named_parameters lacks 1 of the 1 parameters"),
+        (torch.optim.LBFGS([WEIGHT]), NAMED, {"partition": "tensor"}, "LBFGS looks at all"),
+        (OPTIMIZERS["norms"]([WEIGHT]), NAMED, {}, "Give partition='tensor'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_at_the_call(
+    optimizer: torch.optim.Optimizer, named: Any, words: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        ps.DistributedOptimizer(optimizer, named, **words)

@@ -8,11 +8,14 @@ optimizer = ps.DistributedOptimizer(optimizer, model.named_parameters(), mode="a
 
 from hvdlite.ps.context import barrier, init, num_servers, rank, role, shutdown, size
 from hvdlite.ps.shard import PsRolledBack
+from hvdlite.torch.mpi_ops import Average, Sum
 from hvdlite.torch.ps.optimizer import DistributedOptimizer, set_param_ps
 
 __all__ = [
+    "Average",
     "DistributedOptimizer",
     "PsRolledBack",
+    "Sum",
     "barrier",
     "init",
     "num_servers",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,15 +27,20 @@ from hvdlite.ps.shard import PsRolledBack
 from hvdlite.ps.table_shards import TableShards
 from hvdlite.ps.tables import SKIP
 from hvdlite.ps.worker import RemoteTable
-from hvdlite.torch import optimizer as allreduce_optimizer
 from hvdlite.torch.ps.arrays import Target, array_of, is_plain
 from hvdlite.torch.ps.embedding import ROWS, PulledRows, serve_rows
+from hvdlite.torch.ps.reduced import ReducedParameters
 from hvdlite.torch.ps.row_updater import TorchRows
 from hvdlite.torch.ps.updater import TorchUpdater, numbers_of
 from hvdlite.torch.sharded_state.elementwise import check_elementwise
 
 TABLE = "optimizer"
 _OF_NUMPY = (torch.float32, torch.float64, torch.float16)
+_REMEDY = (
+    "servers step over flat pieces of many parameters, and need an optimizer that treats each "
+    "element on its own, as SGD, Adam and AdamW do. Give partition='tensor', which keeps tensors "
+    "whole"
+)
 MARK = "_hvdlite_by_servers"  # An attribute of parameters.
 
 
@@ -61,6 +66,7 @@ def DistributedOptimizer(  # noqa: N802
       None: those of `set_param_ps`, or all.
     - `partition`: "element": tensors are cut; "tensor": they stay whole, for optimizers that look
       at more than one element at a time.
+    - `backward_passes_per_step`: how many gradients add up in the parameters before a step.
     - `op`: of sync: Average or Sum.
 
     Raises `ValueError` for arguments that contradict each other.
@@ -76,7 +82,12 @@ def DistributedOptimizer(  # noqa: N802
     served = [hasattr(parameter, ROWS) for parameter in names]
     is_for_rows = isinstance(optimizer, SparseAdam) and all(served)
     if (partition == "element" or any(served)) and not is_for_rows:
-        check_elementwise(optimizer, type(optimizer))
+        check_elementwise(optimizer, type(optimizer), _REMEDY)
+    if any(cls.__name__ == "LBFGS" for cls in type(optimizer).__mro__):
+        raise ValueError(
+            "LBFGS looks at all gradients at once, and calls the model again within a step: no "
+            "server has either"
+        )
     rest = {parameter: name for parameter, name in every.items() if parameter not in names}
     settings = context.current().settings
     if rest and settings.independent:
@@ -93,7 +104,7 @@ def DistributedOptimizer(  # noqa: N802
         }
         serve(
             lambda described: (
-                _updater(optimizer, names, described)
+                _updater(optimizer, names, described, whole=partition == "tensor")
                 if described.rows is None
                 else _row_updater(optimizer, groups, described)
             )
@@ -110,7 +121,9 @@ def DistributedOptimizer(  # noqa: N802
         for name, value in vars(optimizer).items()
         if not callable(getattr(cls, name, None))
     )
-    wrapped._rest = _reduced(optimizer, rest) if rest else None
+    wrapped._rest = (
+        ReducedParameters(optimizer, rest, op, backward_passes_per_step) if rest else None
+    )
     wrapped._set_up(names, options)
     return wrapped
 
@@ -150,18 +163,6 @@ def _chosen(
     return {tensor: name for tensor, name in every.items() if name in names}
 
 
-def _reduced(optimizer: torch.optim.Optimizer, rest: Mapping[torch.Tensor, str]) -> Any:
-    """Return an optimizer of the parameters that go by allreduce."""
-    alone = copy.copy(optimizer)
-    alone.param_groups = [
-        {**group, "params": [each for each in group["params"] if each in rest]}
-        for group in optimizer.param_groups
-    ]
-    return allreduce_optimizer.DistributedOptimizer(
-        alone, [(name, tensor) for tensor, name in rest.items()]
-    )
-
-
 def _names_of(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[torch.Tensor, str]:
@@ -195,7 +196,7 @@ def specs_of(
 
 def _updater(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str],
-    described: TableDescription,
+    described: TableDescription, *, whole: bool,
 ) -> TorchUpdater:  # fmt: skip
     own = specs_of(optimizer, names)
     for there, here in zip(described.specs, own, strict=False):
@@ -204,7 +205,7 @@ def _updater(
     if len(described.specs) != len(own):
         counts = len(described.specs), len(own)
         raise ValueError("a worker has {} parameters, and the server {}".format(*counts))
-    return TorchUpdater(optimizer, described)
+    return TorchUpdater(optimizer, described, whole=whole)
 
 
 def _row_updater(
@@ -223,9 +224,7 @@ class PushingMixin(torch.optim.Optimizer):
 
     # A GradScaler then calls `step` after an overflow, too, and leaves it to unscale.
     _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
-    _rest: Any = None  # The optimizer of the parameters that go by allreduce.
+    _rest: ReducedParameters | None = None  # The parameters that go by allreduce.
 
     def _set_up(self, names: Mapping[torch.Tensor, str], options: TableOptions) -> None:
         chosen = [
@@ -274,7 +273,7 @@ class PushingMixin(torch.optim.Optimizer):
 
     def _push_and_pull(self) -> None:
         body: dict[str, Any] = {}
-        skips = self.found_inf is not None and bool(self.found_inf.item())
+        skips = self._overflow()
         if skips:
             body[SKIP] = True
         else:
@@ -284,8 +283,10 @@ class PushingMixin(torch.optim.Optimizer):
         if self._table is not None:
             self._table.push([] if skips else self._gradients(), body)
         handles = [self._push_rows(*each, body) for each in self._rows]
-        if not skips:
-            self._step_of_rest()
+        if self._rest is not None and skips:
+            self._rest.synchronize()
+        elif self._rest is not None:  # While the servers make their steps.
+            self._rest.step(self, self._scale)
         self._pull()
         for handle in handles:
             handle.wait()
@@ -293,7 +294,7 @@ class PushingMixin(torch.optim.Optimizer):
     def _push_rows(
         self, rows: PulledRows, table: RemoteRows, number: int, body: Mapping[str, Any]
     ) -> Handle:
-        ids, gradients = rows.take(self.grad_scale)
+        ids, gradients = rows.take(self._scale)
         if SKIP in body:
             return table.skip()
         numbers = {"numbers": [body["numbers"][number]]} if "numbers" in body else {}
@@ -307,13 +308,26 @@ class PushingMixin(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # The hooks are those of the server's step.
 
-    def _step_of_rest(self) -> None:
-        """Make the step of what goes by allreduce, while the servers make theirs."""
-        if self._rest is None:
-            return
-        for group, own in zip(self._rest.param_groups, self.param_groups, strict=True):
-            group.update((key, value) for key, value in own.items() if key != "params")
-        self._rest.step()
+    def _overflow(self) -> bool:
+        """Return whether a loss scaler has found an overflow, on any rank where these reduce."""
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return False
+        return bool(found_inf.item()) if self._rest is None else self._rest.agree(found_inf)
+
+    @property
+    def _scale(self) -> torch.Tensor | None:
+        """What gradients are to be divided by: a GradScaler sets it for the time of a step."""
+        return getattr(self, "grad_scale", None)
+
+    def synchronize(self) -> None:
+        """Wait for the gradients that go by allreduce; those for servers stay this worker's own."""
+        if self._rest is not None:
+            self._rest.synchronize()
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Let `step` find gradients that `synchronize` has reduced, and that may have changed."""
+        return nullcontext() if self._rest is None else self._rest.skip_synchronize()
 
     @property
     def finished_steps(self) -> int:
@@ -324,13 +338,13 @@ class PushingMixin(torch.optim.Optimizer):
         return [_flat(parameter) for parameter in self._list]
 
     def _gradients(self) -> list[Array]:
-        found = []
+        found, scale = [], self._scale
         for parameter in self._list:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if gradient.is_sparse:  # Of nn.Embedding(sparse=True).
                 gradient = gradient.to_dense()
-            if self.grad_scale is not None:
-                gradient = gradient / self.grad_scale.to(gradient.dtype)
+            if scale is not None:
+                gradient = gradient / scale.to(gradient.dtype)
             found.append(_flat(gradient))
         return found
 

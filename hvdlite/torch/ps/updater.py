@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,35 +22,59 @@ class TorchUpdater:
     Nothing of it is sent or unpickled: the server runs the same script as the workers.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, described: TableDescription) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, described: TableDescription, *, whole: bool = False
+    ) -> None:
+        """Let `whole` tensors keep their shapes; else each block is one flat parameter."""
         self._optimizer = optimizer
         self._blocks = described.blocks
+        self._shapes: list[list[tuple[int, ...]]] = [[(-1,)] for _ in described.blocks]
+        if whole:
+            shapes = [spec.shape for spec in described.specs]
+            first = described.first_key
+            self._shapes = [
+                [shapes[part.key - first] for part in block.parts] for block in described.blocks
+            ]
+        self._memory: list[torch.Tensor] = []  # Of each block.
         self._parameters: list[torch.nn.Parameter] = []
         self._copies: dict[int, Array] = {}
 
     def begin(self, values: Sequence[Array]) -> None:
         """See `Updater`."""
-        self._parameters = [torch.nn.Parameter(tensor_of(array)) for array in values]
+        self._memory = [tensor_of(array) for array in values]
+        self._parameters = []
+        for group in self._optimizer.param_groups:
+            group["params"] = []
         self._optimizer.state.clear()
-        for number, group in enumerate(self._optimizer.param_groups):
-            group["params"] = [
-                parameter
-                for parameter, block in zip(self._parameters, self._blocks, strict=True)
-                if block.group == number
-            ]
+        for number, block in enumerate(self._blocks):
+            for tensor in self._cut(number, self._memory[number]):
+                self._parameters.append(torch.nn.Parameter(tensor))
+                group = self._optimizer.param_groups[block.group]
+                group["params"].append(self._parameters[-1])
+
+    def _cut(self, number: int, block: torch.Tensor) -> list[torch.Tensor]:
+        """Return what a block consists of, in memory that they share."""
+        shapes = self._shapes[number]
+        if shapes == [(-1,)]:
+            return [block]
+        pieces = torch.split(block, [prod(shape) for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def values(self) -> list[Array]:
         """See `Updater`."""
-        return [array_of(parameter) for parameter in self._parameters]
+        return [array_of(block) for block in self._memory]
 
     def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
         """See `Updater`."""
         for group, given in zip(self._optimizer.param_groups, numbers, strict=False):
             group.update(given)
-        for number, (parameter, gradient) in enumerate(
-            zip(self._parameters, gradients, strict=True)
-        ):
-            parameter.grad = self._own(number, gradient)
+        pieces = [
+            piece
+            for number, gradient in enumerate(gradients)
+            for piece in self._cut(number, self._own(number, gradient))
+        ]
+        for parameter, piece in zip(self._parameters, pieces, strict=True):
+            parameter.grad = piece
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
@@ -63,12 +88,15 @@ class TorchUpdater:
         return tensor_of(gradient)
 
     def state(self) -> dict[str, Array]:
-        """See `Updater`: names are ``BLOCK.KEY``; numbers that are no tensors have 0 dimensions."""
+        """See `Updater`: names are ``NUMBER.KEY``, with the numbers of parameters.
+
+        Numbers that are no tensors have 0 dimensions.
+        """
         found = {}
         for number, parameter in enumerate(self._parameters):
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{number}.{key}"] = array_of(value)
+                    found[f"{number}.{key}"] = array_of(value).reshape(value.shape)
                 elif isinstance(value, NUMBERS):
                     found[f"{number}.{key}.number"] = np.array(value, np.float64)
         return found

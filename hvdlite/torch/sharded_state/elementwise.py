@@ -44,7 +44,9 @@ _EXPLANATION = (
 )
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, wrapped: type) -> None:
+def check_elementwise(
+    optimizer: torch.optim.Optimizer, wrapped: type, remedy: str = _EXPLANATION
+) -> None:
     """Raise `ValueError` for an optimizer that is known, or found, to look beyond one element.
 
     A few steps with small tensors of its own are made by the class `wrapped`, for each group.
@@ -52,12 +54,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer, wrapped: type) -> None:
     for cls in wrapped.__mro__:
         if cls.__name__.lower() in _KNOWN:
             raise ValueError(
-                f"{wrapped.__name__} looks at {_KNOWN[cls.__name__.lower()]}: {_EXPLANATION}"
+                f"{wrapped.__name__} looks at {_KNOWN[cls.__name__.lower()]}: {remedy}"
             )
     for number, group in enumerate(optimizer.param_groups):
         reason = _objection(optimizer, wrapped, group)
         if reason:
-            raise ValueError(f"{wrapped.__name__}, group {number}: {reason}: {_EXPLANATION}")
+            raise ValueError(f"{wrapped.__name__}, group {number}: {reason}: {remedy}")
 
 
 def _objection(optimizer: torch.optim.Optimizer, wrapped: type, group: Group) -> str:

@@ -14,13 +14,16 @@ from hvdlite.torch import ps
 from tests.ps.digits import OPTIMIZERS, batch, loss_of, network
 
 
-def main(folder: Path, mode: str, staleness: int | None, name: str, steps: int) -> None:
+def main(
+    folder: Path, mode: str, staleness: int | None, name: str, steps: int,
+    partition: str = "element",
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     ps.init()
     model = network()
     optimizer = ps.DistributedOptimizer(
         OPTIMIZERS[name](model.parameters()), model.named_parameters(), mode=mode,
-        staleness=staleness,
+        staleness=staleness, partition=partition,
     )  # fmt: skip
     slow = float(os.environ.get("SLOW", "0")) if ps.rank() == ps.size() - 1 else 0.0
     for step in range(optimizer.finished_steps, steps):
@@ -31,6 +34,34 @@ def main(folder: Path, mode: str, staleness: int | None, name: str, steps: int) 
         loss_of(model, *batch(step, ps.rank(), ps.size())).backward()
         time.sleep(slow)
         optimizer.step()
+    torch.save(model.state_dict(), folder / f"worker{ps.rank()}.pt")
+    ps.shutdown()
+
+
+def main_with_schedule(folder: Path, steps: int, overflow_step: int) -> None:
+    """Train with a schedule, two backward passes a step and a loss scaler.
+
+    Worker 1 has an infinite gradient in one step.
+    """
+    torch.set_num_threads(1)
+    ps.init()
+    model = network()
+    optimizer = ps.DistributedOptimizer(
+        OPTIMIZERS["sgd"](model.parameters()), model.named_parameters(), op=ps.Sum,
+        backward_passes_per_step=2,
+    )  # fmt: skip
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss = loss_of(model, *batch(2 * step + part, ps.rank(), ps.size()))
+            scaler.scale(loss).backward()
+        if step == overflow_step and ps.rank() == 1:
+            model[0].weight.grad[3, 4] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
     torch.save(model.state_dict(), folder / f"worker{ps.rank()}.pt")
     ps.shutdown()
 
