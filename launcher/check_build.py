@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import entry_points, packages_distributions, version
 from typing import NamedTuple
 
 from hvdlite.common.plain.config import DATA_PLANES, Config
@@ -42,6 +42,8 @@ COMPILED_PATHS = (
     ),
     CompiledPath("TensorFlow operations", "tf_native", "hvdlite.tf.native.trial", "tensorflow"),
 )
+DEVICE_PATHS = (CompiledPath("PyTorch", "devices", "hvdlite.torch.accelerators.trial", "torch"),)
+DEVICE_PLUG_INS = "hvdlite.devices"  # The group of entry points.
 
 
 def report(environ: Mapping[str, str]) -> str:
@@ -58,6 +60,9 @@ def report(environ: Mapping[str, str]) -> str:
         "Data planes": [
             _mark(_works(plane, no_mpi), plane) for plane in DATA_PLANES if plane != "auto"
         ],
+        "Collectives on accelerators (without them tensors go through host memory)": list(
+            _devices(environ, installed)
+        ),
         "Compiled code (without it Python does the same, slower)": [
             _compiled(path, environ, installed) for path in COMPILED_PATHS
         ],
@@ -66,6 +71,19 @@ def report(environ: Mapping[str, str]) -> str:
     for title, rows in sections.items():
         lines += ["", f"{title}:", *(f"    {row}" for row in rows)]
     return "\n".join(lines)
+
+
+def _devices(environ: Mapping[str, str], installed: Mapping[str, list[str]]) -> Iterator[str]:
+    for path in DEVICE_PATHS:
+        if path.package not in installed:
+            yield _mark(False, f"{path.name}: {path.package} is not installed")
+        elif getattr(Config.from_environ(environ), path.setting) == "off":
+            yield _mark(False, f"{path.name}: HVDLITE_{path.setting.upper()}=off")
+        else:
+            works, text = _try(path.trial, environ)
+            yield _mark(works, f"{path.name}: {text}")
+    for point in entry_points(group=DEVICE_PLUG_INS):
+        yield _mark(True, f"plug-in {point.name} ({point.value})")
 
 
 def _launchers(environ: Mapping[str, str], mpis: Sequence[Mpi]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from hvdlite.common.meeting.host_identity import BOOT_ID, boot_id
 from hvdlite.launcher.cores import count_cores_script
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM
+from hvdlite.launcher.visible_devices import SHELL as VISIBLE_DEVICES
 
 # Finds out whether this is the launcher's host, and connects the rank.
 CONNECT = """\
@@ -184,6 +185,7 @@ class RankShell:
                 prefixes=" ".join(self.prefixes),
             ),
             TORCHRUN if self.torchrun else "",
+            VISIBLE_DEVICES,
             THREADS.format(
                 count_cores=count_cores_script(),
                 most_local_ranks=self.most_local_ranks,

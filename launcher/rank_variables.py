@@ -10,6 +10,7 @@ from hvdlite.launcher.agent_folder import AgentFolder
 from hvdlite.launcher.cores import cores
 from hvdlite.launcher.passed_variables import CALL_VARIABLE, home_directory, of_another_job
 from hvdlite.launcher.slurm_step import without_step
+from hvdlite.launcher.visible_devices import visible_devices
 
 MEETING = {False: "HVDLITE_RENDEZVOUS", True: "HVDLITE_ELASTIC_DRIVER"}
 
@@ -40,6 +41,7 @@ class RankVariables:
         mine: dict[str, str] = self._environ | rank["variables"]
         events = f"{self._job['token']} {rank['rank']} {self._folder.events}"
         mine["HVDLITE_LAUNCHER_EVENTS"] = events
+        mine |= visible_devices(mine, rank["local_rank"])
         if not mine.get("OMP_NUM_THREADS"):
             mine["OMP_NUM_THREADS"] = str(self._threads(rank))
         return mine

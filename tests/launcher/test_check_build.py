@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from importlib import import_module
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def lines(text: str) -> dict[str, bool]:
 def compiled(folder: Path, monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[str, bool]:
     """What it says of the compiled allreduce, with an empty cache in `folder`."""
     monkeypatch.setattr(check_build, "COMPILED_PATHS", check_build.COMPILED_PATHS[:1])
+    monkeypatch.setattr(check_build, "DEVICE_PATHS", ())
     environ = {**clean_environment(), "XDG_CACHE_HOME": str(folder / "cache"), **variables}
     ((text, works),) = (
         item for item in lines(check_build.report(environ)).items() if item[0].startswith(NATIVE)
@@ -47,6 +49,7 @@ def test_every_framework_is_listed_with_its_version(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_build, "COMPILED_PATHS", ())
+    monkeypatch.setattr(check_build, "DEVICE_PATHS", ())
     listed = lines(check_build.report(os.environ))
     if find_spec(package) is None:
         assert listed[name] is False
@@ -59,6 +62,7 @@ def test_without_mpi_it_says_what_works_and_what_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_build, "COMPILED_PATHS", ())
+    monkeypatch.setattr(check_build, "DEVICE_PATHS", ())
     monkeypatch.setattr(check_build, "find_all", lambda environ: iter(()))
     listed = lines(check_build.report({"PATH": str(tmp_path)}))
     works = {text for text, is_there in listed.items() if is_there}
@@ -137,3 +141,26 @@ def test_a_trial_that_does_not_end_is_ended(
     assert not works
     assert "has not ended within" in text
     assert processes(str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("trial", "expected"),
+    [
+        ("import sys; print('noise'); print('NCCL for 2 of cuda')", "[X] PyTorch: NCCL for 2 of"),
+        ("import sys; print('torch sees no accelerator'); sys.exit(1)", "[ ] PyTorch: torch sees"),
+    ],
+)
+def test_the_libraries_of_accelerators(
+    trial: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "trial_of_devices.py").write_text(trial)
+    path = check_build.DEVICE_PATHS[0]._replace(trial="trial_of_devices", package="numpy")
+    monkeypatch.setattr(check_build, "DEVICE_PATHS", (path,))
+    monkeypatch.setattr(check_build, "COMPILED_PATHS", ())
+    point = EntryPoint("mlu", "hvdlite_mlu:library", check_build.DEVICE_PLUG_INS)
+    monkeypatch.setattr(check_build, "entry_points", lambda group: [point])
+    text = check_build.report({**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert expected in text
+    assert "[X] plug-in mlu (hvdlite_mlu:library)" in text
+    without = check_build.report({**os.environ, "HVDLITE_DEVICES": "off"})
+    assert "[ ] PyTorch: HVDLITE_DEVICES=off" in without
