@@ -37,6 +37,7 @@ FLOORS = [
     ["hvdlite.common.runtime"],
     ["hvdlite.common.engine"],
     ["hvdlite.common.decisions"],
+    ["hvdlite.common.devices"],
     ["hvdlite.common.collectives"],
     ["hvdlite.common.transport"],
     ["hvdlite.common.membership"],

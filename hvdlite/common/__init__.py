@@ -9,6 +9,7 @@ A package imports from itself and from packages below it, never upwards:
     runtime         init and shutdown, rank and size, process sets: the module-level state
     engine          the engine thread: drain, negotiate, run, complete
     decisions       coordinator, aggregator, response cache, fusion: pure functions of messages
+    devices         collectives in the memory of accelerators, by their vendors' libraries
     collectives     the table of collectives, and the backends that run them
     transport       control messages, shared memory and arrays between ranks
     membership      the driver of an elastic job and its workers: who is in which world

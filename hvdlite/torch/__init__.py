@@ -23,6 +23,7 @@ with without_collecting():
     from hvdlite.common.runtime.lifecycle import add_process_set, remove_process_set
     from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
     from hvdlite.torch import checkpoint, elastic
+    from hvdlite.torch.accelerators import register_libraries
     from hvdlite.torch.compression import Compression
     from hvdlite.torch.functions import (
         allgather_object,
@@ -97,6 +98,7 @@ with without_collecting():
 
 
 register()
+register_libraries()
 
 
 def _check_has_gpu() -> bool:

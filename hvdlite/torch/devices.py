@@ -1,11 +1,15 @@
 """The devices of tensors: the host, or an accelerator that is reached through pinned host memory.
 
-    input    training thread   device --copy--> pinned host memory, then a ready event
-    wait     engine thread     sleep until the ready event
+    input    training thread   device --copy--> pinned host memory, then a staged event
+    wait     engine thread     sleep until the staged event
     commit   engine thread     pinned host memory --copy--> device, then a done event
     finish   training thread   the current stream waits for the done event; the thread does not
 
 Both copies run on a stream of their own, so that they overlap with computation on the device.
+
+Where a library reduces this kind of device in its own memory (common/devices), `input` only notes
+the ready event, and no copy is made. A collective that the library does not run is staged then by
+the engine thread.
 """
 
 from __future__ import annotations
@@ -17,10 +21,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, numpy_dtype
+from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.result_memory import result_memory
+from hvdlite.common.runtime.state import find
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_array, as_tensor
 
 
@@ -103,6 +110,9 @@ class Event(Protocol):
     def record(self, stream: Any) -> None:
         """Mark the work that is queued on `stream` so far."""
 
+    def query(self) -> bool:
+        """Return whether that work is complete."""
+
     def synchronize(self) -> None:
         """Sleep until that work is complete."""
 
@@ -113,8 +123,9 @@ class Streams(Protocol):
     def Stream(self, device: Any) -> Any:  # noqa: N802
         """Return a new queue of work on `device`."""
 
-    # Returns an `Event`. With ``blocking=True``, where that is known, waiting threads sleep.
-    Event: Callable[..., Any]
+    @property
+    def Event(self) -> Callable[..., Any]:  # noqa: N802
+        """The class of events. With ``blocking=True``, where it is known, threads sleep."""
 
     def current_stream(self, device: Any) -> Any:
         """Return the stream that the calling thread uses."""
@@ -134,26 +145,50 @@ def new_event(streams: Streams) -> Event:
 
 
 class StagedDevice:
-    """An accelerator with streams: tensors pass through pinned memory of the host."""
+    """An accelerator with streams: tensors pass through pinned memory of the host, or stay there.
 
-    def __init__(self, name: str, streams: Streams, *, pin: bool = True) -> None:
+    `is_direct` returns whether libraries run this kind of device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        streams: Streams,
+        *,
+        pin: bool = True,
+        is_direct: Callable[[str], bool] = lambda kind: False,
+    ) -> None:
         self.name = name
         self._streams = streams
         self._pin = pin
+        self._is_direct = is_direct
         self._lock = threading.Lock()  # guards `_copy_streams`
         self._copy_streams: dict[torch.device, Any] = {}
-        # By output: the event after its copy to the device. Set by the engine thread in `commit`,
-        # removed by `finish`.
+        # The device of the first tensor, where libraries work for this rank.
+        self._home: torch.device | None = None
+        # By output: the event after which it is written. Set by the engine thread, removed by
+        # `finish`.
         self._done: Any = WeakTensorKeyDictionary()
 
     def input(self, tensor: torch.Tensor) -> HostBuffer:
-        """Start to copy the tensor to the host, behind the work that computes it."""
-        stream = self._behind_current(tensor)
-        host = self._staging(tensor)
-        with self._streams.stream(stream):
-            host.copy_(tensor, non_blocking=True)
-        self.keep_until_done(tensor, stream)
-        return _StagedInput(host, self._event_on(stream))
+        """Note when the tensor is ready; start to copy it to the host, unless libraries run it."""
+        if self._home is None:
+            self._home = tensor.device
+        direct = self._is_direct(self.name)
+        staged = _DeviceInput(self, tensor, self.at_home(tensor) if direct else None)
+        if not direct:
+            staged.stage()
+        return staged
+
+    def at_home(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as flat memory of the device on which this rank communicates.
+
+        It is the tensor's own memory, if it is there and contiguous. A copy is behind the work that
+        is queued on the current stream.
+        """
+        if tensor.device != self._home:
+            tensor = tensor.to(self._home, non_blocking=True)
+        return tensor.detach().contiguous().data.view(-1)
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a new tensor, whose memory belongs to the copy stream until `finish`."""
@@ -161,18 +196,40 @@ class StagedDevice:
             return new_tensor(like, shape)
 
     def output(self, tensor: torch.Tensor) -> HostBuffer:
-        """Return pinned memory that `commit` starts to copy into the tensor."""
-        return _StagedOutput(self, tensor, self._staging(tensor))
+        """Return a buffer whose pinned memory `commit` starts to copy into the tensor."""
+        return _DeviceOutput(self, tensor)
+
+    def output_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return flat memory at home for the values of a tensor: its own where possible."""
+        home = self._home or tensor.device
+        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if plain and tensor.device == home:
+            return tensor.data.view(-1)
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device=home)
+
+    def copy_in(self, tensor: torch.Tensor, ready: Event) -> tuple[torch.Tensor, Event]:
+        """Start to copy a tensor to pinned memory when it is ready; return that, and an event."""
+        stream = self._copy_stream(tensor.device)
+        stream.wait_event(ready)
+        host = self.staging(tensor)
+        with self._streams.stream(stream):
+            host.copy_(tensor, non_blocking=True)
+        self.keep_until_done(tensor, stream)
+        return host, self._event_on(stream)
 
     def copy_out(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Start to copy pinned memory to the device. Engine thread."""
         stream = self._copy_stream(tensor.device)
         with self._streams.stream(stream):
             tensor.data.copy_(host, non_blocking=True)
-        self._done[tensor] = self._event_on(stream)
+        self.written_by(tensor, self._event_on(stream))
+
+    def written_by(self, tensor: torch.Tensor, event: Event) -> None:
+        """Remember when a tensor may be read."""
+        self._done[tensor] = event
 
     def finish(self, tensor: torch.Tensor) -> None:
-        """Let the current stream wait for the copy. The calling thread does not wait."""
+        """Let the current stream wait for the tensor. The calling thread does not wait."""
         event = self._done.pop(tensor, None)
         if event is not None:
             current = self._streams.current_stream(tensor.device)
@@ -181,10 +238,16 @@ class StagedDevice:
 
     def keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:
         """Keep the allocator from reusing the tensor's memory before `stream` is done with it."""
-        tensor.record_stream(stream)
+        if not tensor.is_cpu:
+            tensor.record_stream(stream)
 
-    def _staging(self, tensor: torch.Tensor) -> torch.Tensor:
+    def staging(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory of the host for the values of a tensor."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
+
+    def ready_event(self, tensor: torch.Tensor) -> Event:
+        """Return an event after the caller's work that is queued so far."""
+        return self._event_on(self._streams.current_stream(tensor.device))
 
     def _copy_stream(self, device: torch.device) -> Any:
         with self._lock:
@@ -192,51 +255,139 @@ class StagedDevice:
                 self._copy_streams[device] = self._streams.Stream(device)
             return self._copy_streams[device]
 
-    def _behind_current(self, tensor: torch.Tensor) -> Any:
-        """Return the copy stream, which waits for the caller's work that is queued so far."""
-        stream = self._copy_stream(tensor.device)
-        stream.wait_event(self._event_on(self._streams.current_stream(tensor.device)))
-        return stream
-
     def _event_on(self, stream: Any) -> Event:
         event = new_event(self._streams)
         event.record(stream)
         return event
 
 
-class _StagedInput(CpuBuffer):
-    """A copy in pinned memory, complete when its ready event has occurred."""
+class _DeviceInput:
+    """A tensor on a device: itself for libraries (`DeviceInput`), and its copy on the host."""
 
-    __slots__ = ("_ready",)
+    __slots__ = ("_device", "_flat", "_host", "_staged", "_tensor", "ready")
 
-    def __init__(self, host: torch.Tensor, ready: Event) -> None:
-        super().__init__(as_array(host))
-        self._ready = ready
+    def __init__(
+        self, device: StagedDevice, tensor: torch.Tensor, flat: torch.Tensor | None
+    ) -> None:
+        self._device = device
+        self._tensor = tensor
+        self._flat = flat
+        self._host: torch.Tensor | None = None
+        self._staged: Event | None = None
+        self.ready = device.ready_event(tensor)
+
+    @property
+    def on_device(self) -> _DeviceInput:
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        if self._flat is None:  # Libraries have come after the call.
+            self.ready.synchronize()
+            self._flat = self._device.at_home(self._tensor)
+        return self._flat
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.numel() * self._tensor.element_size()
+
+    def new_result(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, HostBuffer]:
+        result = new_tensor(self._tensor, shape)
+        return result, self._device.output(result)
+
+    def stage(self) -> None:
+        """Start to copy the tensor to the host."""
+        self._host, self._staged = self._device.copy_in(self._tensor, self.ready)
 
     def wait(self) -> None:
-        self._ready.synchronize()
+        if self._staged is None:
+            self.stage()
+        assert self._staged is not None
+        self._staged.synchronize()
 
-
-class _StagedOutput(CpuBuffer):
-    """Pinned memory that `commit` copies to the device."""
-
-    __slots__ = ("_device", "_host", "_target")
-
-    def __init__(self, device: StagedDevice, target: torch.Tensor, host: torch.Tensor) -> None:
-        super().__init__(as_array(host))
-        self._device = device
-        self._target = target
-        self._host = host
+    @property
+    def array(self) -> NDArray[Any]:
+        assert self._host is not None, "wait() has not been called"
+        return as_array(self._host)
 
     def commit(self) -> None:
-        self._device.copy_out(self._host, self._target)
+        """Do nothing: it is not written."""
+
+
+class _DeviceOutput:
+    """A tensor on a device: libraries write it (`DeviceOutput`), or `commit` from the host."""
+
+    __slots__ = ("_buffer", "_device", "_host", "_target")
+
+    def __init__(self, device: StagedDevice, target: torch.Tensor) -> None:
+        self._device = device
+        self._target = target
+        self._host: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def on_device(self) -> _DeviceOutput:
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return self._target.numel() * self._target.element_size()
+
+    @property
+    def address(self) -> int:
+        return self._target.data_ptr()
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        if self._buffer is None:
+            self._buffer = self._device.output_buffer(self._target)
+        return self._buffer
+
+    def unpack(self) -> None:
+        if self.buffer.data_ptr() != self._target.data_ptr():
+            # See [Note: views and version counters] in torch/flat_gradients.py.
+            self._target.data.copy_(self.buffer.view(self._target.shape), non_blocking=True)
+
+    def written_by(self, event: Event) -> None:
+        self._device.written_by(self._target, event)
+
+    def wait(self) -> None:
+        """Do nothing: it is not read."""
+
+    @property
+    def array(self) -> NDArray[Any]:
+        if self._host is None:
+            self._host = self._device.staging(self._target)
+        return as_array(self._host)
+
+    def commit(self) -> None:
+        if self._host is not None:
+            self._device.copy_out(self._host, self._target)
+
+
+def runs_on_device(kind: str) -> bool:
+    """Return whether libraries run collectives on this kind of device in the caller's job."""
+    runtime = find()
+    return runtime is not None and kind in runtime.engine.devices.agreement.kinds
+
+
+HOST_AS_DEVICE = "host"  # The kind of tensors on the CPU that take the way of an accelerator.
 
 
 def find_device(kind: str) -> Device:
     """Return the device for a torch device type. Raises `ValueError` for unsupported types."""
     if kind == HOST_DEVICE:
-        return HostDevice()
-    return StagedDevice(kind, streams_of(kind), pin=pins(kind))
+        if Config.from_environ().devices != "gloo":
+            return HostDevice()
+        from hvdlite.torch.accelerators.host_streams import HostStreams
+
+        host: Any = HostStreams()
+        return StagedDevice(HOST_AS_DEVICE, host, pin=False, is_direct=runs_on_device)
+    return StagedDevice(kind, streams_of(kind), pin=pins(kind), is_direct=runs_on_device)
 
 
 _NEEDED = ("Stream", "Event", "current_stream", "stream")

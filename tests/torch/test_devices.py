@@ -45,6 +45,10 @@ class FakeStream:
                 work, self._work[index] = self._work[index], _nothing
                 work()
 
+    def has_done(self, until: int) -> bool:
+        with self._lock:
+            return all(work is _nothing for work in self._work[:until])
+
 
 def _nothing() -> None:
     """Work that was done."""
@@ -58,6 +62,9 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self._stream.run(self._until)
+
+    def query(self) -> bool:
+        return self._stream.has_done(self._until)
 
 
 class FakeStreams:

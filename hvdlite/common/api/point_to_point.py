@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from typing import Any, TypeVar
 
-from hvdlite.common.api.submit import DTYPES, Operation, check_text
+from hvdlite.common.api.submit import Operation, check_text
 from hvdlite.common.api.tensor_entries import TensorEntry, entry_of_transfer
-from hvdlite.common.plain.adapter import Adapter, TensorSpec
+from hvdlite.common.plain.adapter import DTYPES, Adapter, TensorSpec
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.numpy_adapter import NumpyAdapter
 from hvdlite.common.plain.process_set_table import GLOBAL_ID

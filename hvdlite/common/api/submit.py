@@ -16,20 +16,14 @@ from hvdlite.common.api.tensor_entries import PreparedCall, TensorEntry, entry_o
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.adapter import Adapter, TensorSpec
+from hvdlite.common.plain.adapter import COMPLEX, DTYPES, EXACT, FLOATS, Adapter, TensorSpec
 from hvdlite.common.plain.messages import NO_RANK, Request
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 
 T = TypeVar("T")
 
-_FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
-_COMPLEX = frozenset(("complex64", "complex128"))
-_EXACT = frozenset(
-    ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-)
 _MOST_REQUESTS = 10_000  # that are remembered
-DTYPES = _EXACT | _FLOATS | _COMPLEX
 
 
 def as_list(operation: Operation[T], results: list[T]) -> Any:
@@ -45,8 +39,8 @@ class Operation(Generic[T]):
     shape_result: Callable[[Operation[T], list[T]], Any] = as_list
 
     def poll(self) -> bool:
-        """Return whether all entries have ended."""
-        return all(entry.handle.poll() for entry in self.entries)
+        """Return whether all entries have ended, also on their device."""
+        return all(entry.handle.is_computed() for entry in self.entries)
 
     def wait(self) -> Any:
         """Sleep until all entries have ended; return the result, or raise the first error."""
@@ -385,7 +379,7 @@ def _check(
 
 
 def _check_reduction(what: str, dtype: str, reduce_op: ReduceOp) -> None:
-    if reduce_op in (ReduceOp.MIN, ReduceOp.MAX) and dtype in _COMPLEX:
+    if reduce_op in (ReduceOp.MIN, ReduceOp.MAX) and dtype in COMPLEX:
         raise ValueError(
             f"{what}: {reduce_op.name.capitalize()} of {dtype} has no meaning: complex numbers "
             "have no order. Reduce the real and imaginary parts, or the absolute values"
@@ -395,12 +389,12 @@ def _check_reduction(what: str, dtype: str, reduce_op: ReduceOp) -> None:
             f"{what}: the Average of bool has no meaning. Use op=Sum or Max for 'on any rank', "
             "Product or Min for 'on all ranks', or convert to a number type"
         )
-    if reduce_op in BITWISE and dtype not in _EXACT:
+    if reduce_op in BITWISE and dtype not in EXACT:
         raise ValueError(
             f"{what}: {reduce_op.name} of {dtype} has no meaning: bits are combined of integers "
             "and bool. View the tensor as integers of the same size"
         )
-    if reduce_op is ReduceOp.ADASUM and dtype not in _FLOATS:
+    if reduce_op is ReduceOp.ADASUM and dtype not in FLOATS:
         raise ValueError(f"{what}: Adasum needs a floating-point tensor, this is {dtype}")
 
 

@@ -19,7 +19,7 @@ from hvdlite.common.plain.adapter import (
     numpy_dtype,
 )
 from hvdlite.common.plain.entries import Entry, Key, Series, key_of
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.plain.handles import Event, Handle
 from hvdlite.common.plain.messages import NO_BIT, Request
 
 T = TypeVar("T")
@@ -49,7 +49,8 @@ class TensorEntry(Entry, Generic[T]):
             self._input: HostBuffer = self._output
         else:
             self._input = adapter.input(tensor)
-        self.size_bytes = self._input.array.nbytes
+        self.device_input = self._input.on_device
+        self.size_bytes = self._input.nbytes
 
     def wait(self) -> None:
         """Sleep until the input may be read."""
@@ -70,21 +71,43 @@ class TensorEntry(Entry, Generic[T]):
         self._written = True
         return self._output.array
 
+    def device_output(self, shape: tuple[int, ...]) -> Any:
+        """Return the output of this shape as a `DeviceOutput`."""
+        if self._output is not None and self._output.on_device.buffer.numel() != math.prod(shape):
+            self._refuse(shape, self._output.on_device.buffer.numel())
+            return self._input.on_device.new_result(shape)[1].on_device
+        if self._output is None:
+            self.result, self._output = self._input.on_device.new_result(shape)
+        return self._output.on_device
+
+    def complete_on_device(self, event: Event | None) -> None:
+        """Complete the handle: the device has the result when `event` occurs; None: it has."""
+        if self._error:
+            self.handle.fail(HorovodInternalError(self._error, job_goes_on=True))
+        else:
+            self.handle.complete(event=event)
+
     def _unfit(self, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return memory that nobody reads: the others shall have their results all the same."""
         assert self._output is not None
+        self._refuse(shape, self._output.array.size)
+        return np.empty(math.prod(shape), numpy_dtype(self.request.dtype))
+
+    def _refuse(self, shape: tuple[int, ...], room: int) -> None:
+        """Let the entry fail after its run, as the target has no room for the result."""
         request = self.request
         self._error = (
-            f"{request.collective} '{request.name}': the target has {self._output.array.size} "
+            f"{request.collective} '{request.name}': the target has {room} "
             f"elements, and the result has {math.prod(shape)}, of the shape {list(shape)}"
         )
         self._output = None
-        return np.empty(math.prod(shape), numpy_dtype(request.dtype))
 
     @property
     def target_address(self) -> int:
         """Where the memory begins that is written in place, in bytes; in place only."""
         assert self._output is not None
+        if self._output.on_device is not None:
+            return int(self._output.on_device.address)
         address: int = self._output.array.__array_interface__["data"][0]
         return address
 

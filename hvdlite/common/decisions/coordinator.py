@@ -90,6 +90,7 @@ from hvdlite.common.decisions.stall_inspector import Waiting
 from hvdlite.common.plain.messages import (
     NO_BIT,
     Departed,
+    DeviceRuns,
     Eviction,
     Figures,
     Order,
@@ -136,7 +137,7 @@ class Coordinator:
         self._answered: list[Segment] = []  # Those with results.
         self._evictions: list[Eviction] = []
         self._departures: list[Departed] = []
-        self._retunes: list[Retune | Figures] = []
+        self._retunes: list[Retune | Figures | DeviceRuns] = []
         # The (process set id, bit) that members know: later segments name only the bit.
         self._announced: set[tuple[int, int]] = set()
         # The segments of answers that were cut before, by the ids of these, which are kept. Only
@@ -197,9 +198,9 @@ class Coordinator:
                 self._evict(state, bit)
         self._retunes.append(retune)
 
-    def announce(self, figures: Figures) -> None:
-        """Order all ranks to choose algorithms by these figures."""
-        self._retunes.append(figures)
+    def announce(self, order: Figures | DeviceRuns) -> None:
+        """Order all ranks to choose algorithms, or devices, by what rank 0 knows."""
+        self._retunes.append(order)
 
     def pop_orders(self) -> tuple[Order, ...]:
         """Return what all ranks execute next, in this sequence; each order is returned once."""

@@ -20,14 +20,17 @@ from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.stall_inspector import StallInspector
+from hvdlite.common.devices.agreement import Ballot
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import (
     Abort,
+    Capabilities,
     ClockQuery,
     ClockReply,
     Depart,
     Departed,
+    DeviceRuns,
     Figures,
     Message,
     Order,
@@ -93,6 +96,7 @@ class ControlPlane:
             "rank %d reports to %s; to it report %s", self._rank,
             "nobody" if self._tree.is_root else self._tree.parent, self._tree.children,
         )  # fmt: skip
+        self._ballot = Ballot(size)
         self._coordinator: Coordinator | None = None
         if self._tree.is_root:
             self._coordinator = Coordinator(
@@ -158,6 +162,10 @@ class ControlPlane:
         """Order all ranks to choose algorithms by these figures. Rank 0 only."""
         assert self._coordinator is not None
         self._coordinator.announce(figures)
+
+    def tell_capabilities(self, runs: tuple[str, ...]) -> None:
+        """Tell rank 0 what the device libraries of this rank run."""
+        self._on_capabilities(Capabilities(self._rank, runs))
 
     def pass_on(self) -> None:
         """Send what the coordinator or the aggregator of this rank has decided."""
@@ -235,6 +243,16 @@ class ControlPlane:
     def _on_depart(self, message: Depart) -> None:
         self.depart(message.rank)
 
+    def _on_capabilities(self, message: Capabilities) -> None:
+        if self._coordinator is None:
+            self._send_up(message)
+            return
+        common = self._ballot.receive(message.rank, message.runs)
+        if common is not None:
+            log.debug("all ranks run on devices: %s", "; ".join(common) or "nothing")
+            self._coordinator.announce(DeviceRuns(common))
+            self.pass_on()  # Before the segments of requests that came after it.
+
     def _on_stack_query(self, message: StackQuery) -> None:
         self._send_down(message)
         if self._rank in message.ranks:
@@ -273,6 +291,7 @@ class ControlPlane:
         StackReply: _on_stack_reply,
         ClockQuery: _on_clock_query,
         ClockReply: _on_clock_reply,
+        Capabilities: _on_capabilities,
     }
 
     def _send_up(self, message: Message) -> None:
@@ -348,6 +367,22 @@ class ControlPlane:
         except Exception as second:  # A second failure adds nothing to the first.
             log.debug("rank %d: %s, while waiting for the reason of a loss", self._rank, second)
         return HorovodInternalError(str(lost), rank=lost.rank)
+
+    def reason_for(self, error: HorovodInternalError) -> HorovodInternalError:
+        """Return why a device library has failed on this rank: mostly that another rank has.
+
+        So wait a moment for the news of that. Without any, the error of the library names this
+        rank.
+        """
+        deadline = self._clock() + BLAME_SECONDS
+        try:
+            while (left := deadline - self._clock()) > 0:
+                self.receive(left)
+        except PeerLostError as lost:
+            return self.blame(lost)
+        except HorovodInternalError as reason:
+            return reason
+        return HorovodInternalError(str(error), rank=self._rank)
 
     def abort(self, error: HorovodInternalError) -> None:
         """Tell the ranks above and below that the job fails. Never raises."""

@@ -25,6 +25,10 @@ from hvdlite.common.collectives.native.short_call import ShortExchange
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
 from hvdlite.common.decisions.set_changes import change_sets
+from hvdlite.common.devices.agreement import capabilities
+from hvdlite.common.devices.host_paths import HostPaths
+from hvdlite.common.devices.libraries import find_libraries
+from hvdlite.common.devices.plane import DevicePlane
 from hvdlite.common.engine.carried_data import CarriedData
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.executor import Executor
@@ -32,9 +36,18 @@ from hvdlite.common.engine.inbox import Inbox
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.engine.short_calls import ShortCalls
+from hvdlite.common.plain.adapter import DTYPES
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Bundle, Entry, Observer
-from hvdlite.common.plain.messages import Eviction, Figures, Order, Response, Retune, Segment
+from hvdlite.common.plain.messages import (
+    DeviceRuns,
+    Eviction,
+    Figures,
+    Order,
+    Response,
+    Retune,
+    Segment,
+)
 from hvdlite.common.plain.process_set_table import FormedSet, ProcessSetTable
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.common.transport.base import Transport
@@ -84,7 +97,24 @@ class Engine:
             model = chosen_model(config.network_model)
             if model != Model():
                 self._control_plane.announce(Figures(model.values))
-        self._executor = Executor(self.rank, self.topology, self._backends, timeline)
+        libraries = find_libraries(config.devices)
+        # The tensors on devices that are reduced there.
+        self.devices = DevicePlane(
+            self.rank,
+            self.topology.local_rank(self.rank),
+            libraries,
+            HostPaths(self._backends),
+            completes_on_host=config.device_completion == "host",
+            negotiate=self._negotiate_meanwhile,
+            on_error=self._note_device_error,
+        )
+        self._capabilities = capabilities(libraries, DTYPES)
+        # Set by the finalizer thread of a device, whose library has failed.
+        self._device_error: HorovodInternalError | None = None
+        self._executor = Executor(
+            self.rank, self.topology, self._backends, timeline, self.devices,
+            shows_at_launch=config.autotune,
+        )  # fmt: skip
         # What the ranks choose by must not change while they report: autotuning changes it.
         if len(self.topology.hosts) > 1 and not config.autotune:
             carried = CarriedData(self.rank, self._executor, self.process_sets)
@@ -238,6 +268,8 @@ class Engine:
             self._pin()
             log.debug("rank %d: the engine starts; hosts %s", self.rank, self.topology.hosts)
             self._control_plane.ask_clock()
+            if self._capabilities:
+                self._control_plane.tell_capabilities(self._capabilities)
             while not self._control_plane.finished:
                 self._cycle()
             self._close(HorovodInternalError(SHUT_DOWN))
@@ -279,6 +311,7 @@ class Engine:
 
         One order at a time lets messages that came meanwhile be answered between two segments.
         """
+        self._check_devices()
         timeout = self._timeout()
         with self._timeline.receiving(sleeps=timeout != 0):
             self._control_plane.receive(timeout)
@@ -309,8 +342,20 @@ class Engine:
         see a segment half done, and must not wait.
         """
         self._control_plane.receive(0)
+        self._check_devices()
         self._report_entries()
         self._control_plane.pass_on()
+
+    def _note_device_error(self, error: HorovodInternalError) -> None:
+        """Let the engine thread fail. Any thread, never waits."""
+        self._device_error = error
+        self._transport.wake()
+
+    def _check_devices(self) -> None:
+        """Raise `HorovodInternalError` where a device library has failed."""
+        error, self._device_error = self._device_error, None
+        if error is not None:
+            raise self._control_plane.reason_for(error)
 
     def _report_entries(self) -> None:
         """Report the entries of the inbox, and after them the departure if one is requested."""
@@ -347,6 +392,8 @@ class Engine:
             self._retune(order)
         elif isinstance(order, Figures):
             self._backends.choice.set_model(Model(*order.values))
+        elif isinstance(order, DeviceRuns):
+            self.devices.agreement.follow(order.runs)
         elif order.rank == self.rank:
             log.debug("rank %d takes part in nothing any more", self.rank)
             self._pending.close(HorovodInternalError(SHUT_DOWN))
@@ -380,7 +427,8 @@ class Engine:
             self._answer(responses[0], entries[0])
         else:
             self._timeline.engine("EXECUTE")
-            self._executor.run(members, responses, entries, segment.result)
+            ran = self._executor.run(members, responses, entries, segment.result)
+            self._pending.ran(launched=ran)
 
     def _log_slow(self, entries: Sequence[Entry | None]) -> None:
         """Log entries that have waited long for other ranks."""
@@ -448,6 +496,7 @@ class Engine:
     def _close(self, error: HorovodInternalError) -> None:
         try:
             self._pending.close(error)
+            self.devices.close(error if self.failed else None)
         finally:
             if self._short_calls is not None:  # A thread that waits for others shall not any more.
                 self._short_calls.close()

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
-from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, choose
 from hvdlite.common.collectives.base import Backend, Members
 from hvdlite.common.collectives.table import SPECS, CollectiveRun, Operand, reduction_of
 from hvdlite.common.decisions.fusion import size_bytes
+from hvdlite.common.devices.neutral import neutral_value
+from hvdlite.common.devices.plane import DevicePlane
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.entries import Entry, Observer, SegmentRun
 from hvdlite.common.plain.messages import Request, Response
 from hvdlite.common.timeline.recorder import Timeline
 
 Array = NDArray[Any]
+T = TypeVar("T")
 log = logging.getLogger("hvdlite")
 
 
@@ -46,46 +47,33 @@ class JoinedOperand:
         shape = request.shape
         if SPECS[request.collective].varying_rows:
             shape = (0, *shape[1:])
-        return np.full(shape, neutral(request), numpy_dtype(request.dtype)).reshape(-1)
+        return np.full(shape, neutral_value(request), numpy_dtype(request.dtype)).reshape(-1)
 
     def output(self, shape: tuple[int, ...]) -> Array:
         """Return memory that nobody reads."""
         return np.empty(shape, numpy_dtype(self.response.request.dtype)).reshape(-1)
 
 
-def neutral(request: Request) -> Any:
-    """Return the value that does not change a reduction after it was multiplied by the prescale.
-
-    0 for a sum; for Min, Max and Product the identity, divided by the prescale factor; all bits for
-    BAnd.
-    """
-    dtype, reduce_op = numpy_dtype(request.dtype), ReduceOp(request.reduce_op)
-    prescale = request.prescale_factor
-    if reduce_op is ReduceOp.BAND:
-        return True if dtype.kind == "b" else ~dtype.type(0)
-    if reduce_op not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT) or prescale == 0:
-        return 0
-    exact = dtype.kind in "iu"
-    if reduce_op is ReduceOp.PRODUCT:
-        return math.ceil(1 / prescale) if exact else 1 / prescale
-    highest = (reduce_op is ReduceOp.MIN) == (prescale > 0)
-    if dtype.kind == "b":
-        return highest
-    if exact:
-        limits = np.iinfo(dtype)
-        # The negative of the least integer does not exist in two's complement.
-        lowest = max(limits.min, -limits.max) if prescale < 0 else limits.min
-        limit = int(limits.max if highest else lowest)
-        return limit if abs(prescale) <= 1 else math.trunc(limit / abs(prescale))
-    return np.inf if highest else -np.inf
-
-
 class Executor:
     """Runs segments by the backends of one rank, shown in the timeline and to observers."""
 
     def __init__(
-        self, rank: int, topology: Topology, backends: Backends, timeline: Timeline
+        self,
+        rank: int,
+        topology: Topology,
+        backends: Backends,
+        timeline: Timeline,
+        devices: DevicePlane | None = None,
+        *,
+        shows_at_launch: bool = False,
     ) -> None:
+        """Run what is on devices by `devices`.
+
+        Observers see that when the devices have done it, in another thread; with `shows_at_launch`
+        when it is queued.
+        """
+        self._devices = devices
+        self._shows_at_launch = shows_at_launch
         self._rank = rank
         self._topology = topology
         self._backends = backends
@@ -120,16 +108,20 @@ class Executor:
         responses: Sequence[Response],
         entries: Sequence[Entry | None],
         result: bytes = b"",
-    ) -> None:
+    ) -> bool:
         """Run a segment among `ranks`. An entry is None where this rank has joined.
 
-        Of one tensor the `result` may be there already: see [Note: data inside requests]. Raises
+        Of one tensor the `result` may be there already: see [Note: data inside requests].
+
+        Returns whether a device does it, so that the entries have not ended yet. Raises
         `HorovodInternalError` when the job cannot go on.
         """
         members = self.members_of(ranks)
         request = responses[0].request
         spec = SPECS[request.collective]
         present = [entry for entry in entries if entry is not None]
+        if self._launch(members, responses, entries):
+            return True
         operands: Sequence[Operand] = present
         if len(present) < len(entries):
             operands = [
@@ -141,7 +133,7 @@ class Executor:
         except (ConfigError, HorovodInternalError) as error:  # All ranks fail alike: they go on.
             for entry in present:
                 entry.handle.fail(HorovodInternalError(str(error), job_goes_on=True))
-            return
+            return False
         names: list[str] = []  # Only who watches needs them.
         if self._timeline.enabled:
             names = [response.request.name for response in responses]
@@ -158,14 +150,51 @@ class Executor:
                 run = CollectiveRun(backend, members, operands, self._activity(names))
                 self._run(request, run)
         if self.observers:
-            nbytes = sum(entry.size_bytes for entry in present)
-            ready = max((entry.enqueued for entry in present), default=0.0)
-            times = start, time.monotonic()
-            run_names = tuple(response.request.name for response in responses)
-            self.show(SegmentRun(run_names, spec.name, nbytes, *times, ranks, ready))
+            self._show_run(members, responses, present, start)
         # A thread that waits for the first handle finds all others complete when it wakes.
         for entry in reversed(present):
             entry.complete()
+        return False
+
+    def _launch(
+        self, members: Members, responses: Sequence[Response], entries: Sequence[Entry | None]
+    ) -> bool:
+        """Queue a segment on a device; return whether one runs it. Raises as `run`."""
+        devices = self._devices
+        if devices is None or responses[0].request.device not in devices.agreement.kinds:
+            return False
+        present = [entry for entry in entries if entry is not None]
+        names: list[str] = []
+        if self._timeline.enabled:
+            names = [response.request.name for response in responses]
+        start = time.monotonic()
+
+        def end(error: HorovodInternalError | None) -> None:
+            if self.observers and error is None and not self._shows_at_launch:
+                self._show_run(members, responses, present, start)
+
+        with _Recorded(self._timeline, names, responses):
+            launched = self._blaming(
+                responses[0].request, lambda: devices.run(members, responses, entries, end)
+            )
+        if launched and self.observers and self._shows_at_launch:
+            self._show_run(members, responses, present, start)
+        return launched
+
+    def _show_run(
+        self,
+        members: Members,
+        responses: Sequence[Response],
+        present: Sequence[Entry],
+        start: float,
+    ) -> None:
+        """Show observers a segment that began at `start` and ends now."""
+        nbytes = sum(entry.size_bytes for entry in present)
+        ready = max((entry.enqueued for entry in present), default=0.0)
+        names = tuple(response.request.name for response in responses)
+        collective = responses[0].request.collective
+        times = start, time.monotonic()
+        self.show(SegmentRun(names, collective, nbytes, *times, members.ranks, ready))
 
     def show(self, run: SegmentRun) -> None:
         """Show observers what has run."""
@@ -190,8 +219,12 @@ class Executor:
         """Run a collective. Raises `HorovodInternalError`, which names the rank at fault."""
         run_collective = SPECS[request.collective].run
         assert run_collective is not None  # The engine answers collectives without a `run` itself.
+        self._blaming(request, lambda: run_collective(run))
+
+    def _blaming(self, request: Request, work: Callable[[], T]) -> T:
+        """Return ``work()``. Raises `HorovodInternalError`, which names the rank at fault."""
         try:
-            run_collective(run)
+            return work()
         except Exception as error:
             # An error that names a rank has its reason already: a lost peer, or the Abort of
             # another rank, which came while this one waited.

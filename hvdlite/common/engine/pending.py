@@ -80,6 +80,15 @@ class PendingTable:
                 self._joined.discard(self._running[0].request.process_set_id)
         return entries
 
+    def ran(self, *, launched: bool) -> None:
+        """Forget the entries popped last if they were launched: the watch over a device ends them.
+
+        Others have ended.
+        """
+        if launched:
+            with self._lock:
+                self._running = []
+
     @property
     def joined(self) -> bool:
         """Whether this rank has called join() in some process set, which has not returned."""

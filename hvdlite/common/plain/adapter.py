@@ -17,6 +17,12 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 
 HOST_DEVICE = "cpu"
+FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
+COMPLEX = frozenset(("complex64", "complex128"))
+EXACT = frozenset(
+    ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+)
+DTYPES = EXACT | FLOATS | COMPLEX  # The names of all dtypes that are communicated.
 
 
 class TensorSpec(NamedTuple):
@@ -36,7 +42,20 @@ Place: TypeAlias = tuple[int, object]
 class HostBuffer(Protocol):
     """A tensor's bytes on the host, as a flat contiguous array of the tensor's dtype."""
 
-    array: NDArray[Any]
+    @property
+    def array(self) -> NDArray[Any]:
+        """The bytes. For a tensor on a device they exist from the first time that they are asked.
+
+        Those of an input may be asked for after `wait`.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the array."""
+
+    @property
+    def on_device(self) -> Any:
+        """A tensor on a device itself: a `DeviceInput` or `DeviceOutput` of common/devices."""
 
     def wait(self) -> None:
         """Sleep until `array` may be read (a ready event of the device). Engine thread."""
@@ -49,9 +68,15 @@ class CpuBuffer:
     """Host memory itself, which is always ready and needs no copy."""
 
     __slots__ = ("array",)
+    on_device: Any = None
 
     def __init__(self, array: NDArray[Any]) -> None:
         self.array = array
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the array."""
+        return self.array.nbytes
 
     def wait(self) -> None:
         """Return at once: host memory is always ready."""

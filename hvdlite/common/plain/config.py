@@ -176,6 +176,7 @@ TRANSPORTS = ("auto", "tcp", "mpi")
 ADMISSIONS = ("ready", "wait")
 PS_WORKERS = ("mpi", "independent")
 NATIVE = ("auto", "on", "off")
+COMPLETIONS = ("auto", "stream", "host")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
@@ -419,6 +420,25 @@ class Config:
         (), "THREAD_AFFINITY", core_list,
         "Core of the engine thread, one number for each local rank.",
         flag="--thread-affinity", yaml="library_options.thread_affinity",
+    )  # fmt: skip
+    devices: str = setting(
+        "auto", "DEVICES", str,
+        "Which library runs collectives in the memory of accelerators: auto (the vendor's, where "
+        "all ranks have it), off (all tensors go through host memory), or the name of one; gloo "
+        "lets tensors on the CPU take the way of an accelerator, for tests.",
+        flag="--devices", yaml="params.devices", alias=False,
+    )  # fmt: skip
+    gpus_per_rank: int = setting(
+        0, "GPUS_PER_RANK", number(int, 0, "devices"),
+        "hvdlite-run lets each rank see so many accelerators of its host, by CUDA_VISIBLE_DEVICES "
+        "and its kin: they are 0, 1 ... for the rank; 0: each rank sees all.",
+        flag="--gpus-per-rank", alias=False,
+    )  # fmt: skip
+    device_completion: str = setting(
+        "auto", "DEVICE_COMPLETION", choice(*COMPLETIONS),
+        "Who waits for collectives on accelerators: stream (the current stream of the device), "
+        "host (the thread, which so learns of errors at once), or auto: host in elastic jobs.",
+        alias=False,
     )  # fmt: skip
     native: str = setting(
         "auto", "NATIVE", choice(*NATIVE),

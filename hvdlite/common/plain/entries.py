@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.plain.handles import Event, Handle
 from hvdlite.common.plain.messages import NO_BIT, Request, Response
 
 Array = NDArray[Any]
@@ -62,6 +62,8 @@ class Entry:
     # Where its request is one of many, and which.
     series: Series | None = None
     number = 0
+    # Where the tensor is on a device: its `DeviceInput` (common/devices/interface.py).
+    device_input: Any = None
     response: Response  # Set when the coordinator has answered, before the entry is run.
 
     def __init__(self, request: Request, handle: Handle | None = None) -> None:
@@ -84,9 +86,17 @@ class Entry:
         """Return the output of this shape as a flat array."""
         raise TypeError(f"{self.request.collective} has no tensor")
 
+    def device_output(self, shape: tuple[int, ...]) -> Any:
+        """Return the output of this shape as a `DeviceOutput`, where there is a device input."""
+        raise TypeError(f"{self.request.collective} '{self.request.name}' is not on a device")
+
     def complete(self, value: Any = None) -> None:
         """Complete the handle: the entry has run."""
         self.handle.complete(value)
+
+    def complete_on_device(self, event: Event | None) -> None:
+        """Complete the handle: the device has the result when `event` occurs; None: it has."""
+        self.handle.complete(event=event)
 
 
 class Bundle(Entry):

@@ -23,13 +23,20 @@ class Queue(Protocol):
         """
 
 
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Return whether the work before it is done; never wait."""
+
+
 class Handle:
     """The result of one collective, which the engine completes or fails once.
 
     Any thread may wait for it; a waiting thread sleeps.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_value", "queue")
+    __slots__ = ("_callbacks", "_done", "_error", "_event", "_gate", "_value", "queue")
 
     def __init__(self) -> None:
         self._gate = threading.Lock()  # Is locked until the result is there.
@@ -37,19 +44,29 @@ class Handle:
         self._done = False
         self._value: Any = None
         self._error: Exception | None = None
+        # Where the result is still computed by a device: the event after which it is there.
+        self._event: Event | None = None
         self._callbacks: list[Callable[[], None]] = []
         # Is told when a thread begins to wait.
         self.queue: Queue | None = None
 
-    def complete(self, value: Any = None) -> None:
-        """Give the result."""
+    def complete(self, value: Any = None, event: Event | None = None) -> None:
+        """Give the result, which a device has computed when `event` occurs."""
         self._value = value
+        self._event = event
         self._end()
 
     def fail(self, error: Exception) -> None:
         """Give the error that waiting threads raise."""
         self._error = error
         self._end()
+
+    def spoil(self, error: Exception) -> None:
+        """Give an error; also after a result, which the device will never compute."""
+        if self._done:
+            self._error = error
+        else:
+            self.fail(error)
 
     def _end(self) -> None:
         # Whoever sees that it is done may renew the handle at once.
@@ -63,7 +80,7 @@ class Handle:
         """Stand for the next collective. Nobody waits for the last one, which has ended."""
         self._gate, self._callbacks = threading.Lock(), []
         self._gate.acquire()
-        self._value = self._error = None
+        self._value = self._error = self._event = None
         self._done = False
 
     def on_end(self, callback: Callable[[], None]) -> None:
@@ -78,8 +95,12 @@ class Handle:
             self.queue.hurry()
 
     def poll(self) -> bool:
-        """Return whether the result, or an error, is there. Never waits."""
+        """Return whether `wait` would not sleep. Never waits."""
         return self._done
+
+    def is_computed(self) -> bool:
+        """Return whether the result, or an error, is there, also on its device. Never waits."""
+        return self._done and (self._event is None or self._event.query())
 
     @property
     def error(self) -> Exception | None:

@@ -98,7 +98,13 @@ class Figures(NamedTuple):
     values: tuple[float, ...]  # In the order of `costs.Model`.
 
 
-Order: TypeAlias = Segment | Eviction | Departed | Retune | Figures
+class DeviceRuns(NamedTuple):
+    """The order to run these collectives on devices: what the libraries of all ranks can."""
+
+    runs: tuple[str, ...]  # Each in the words of devices/agreement.py.
+
+
+Order: TypeAlias = Segment | Eviction | Departed | Retune | Figures | DeviceRuns
 
 
 class Carried(NamedTuple):
@@ -144,6 +150,13 @@ class Depart(NamedTuple):
     rank: int
 
 
+class Capabilities(NamedTuple):
+    """What the device libraries of `rank` can run; answered by `DeviceRuns` when all have told."""
+
+    rank: int
+    runs: tuple[str, ...]
+
+
 class StackQuery(NamedTuple):
     """The request for the Python stacks of the main threads of `ranks`."""
 
@@ -173,7 +186,15 @@ class ClockReply(NamedTuple):
 
 
 Message: TypeAlias = (
-    Reports | Orders | Abort | Depart | StackQuery | StackReply | ClockQuery | ClockReply
+    Reports
+    | Orders
+    | Abort
+    | Depart
+    | StackQuery
+    | StackReply
+    | ClockQuery
+    | ClockReply
+    | Capabilities
 )
 _MESSAGES: tuple[type, ...] = (
     Reports,
@@ -184,8 +205,9 @@ _MESSAGES: tuple[type, ...] = (
     StackReply,
     ClockQuery,
     ClockReply,
+    Capabilities,
 )
-_ORDERS: tuple[type, ...] = (Segment, Eviction, Departed, Retune, Figures)
+_ORDERS: tuple[type, ...] = (Segment, Eviction, Departed, Retune, Figures, DeviceRuns)
 _KIND = {kind: number for number, kind in enumerate(_MESSAGES)}
 _ORDER_KIND = {kind: number for number, kind in enumerate(_ORDERS)}
 
@@ -271,6 +293,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    if type(value) is not tuple:
+        raise ValueError(f"{value!r} where texts were expected")
+    return tuple(map(_text, value))
+
+
 def _real(value: Any) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"{value!r} where a number was expected")
@@ -323,6 +351,8 @@ _FIELDS: dict[type, tuple[Any, ...]] = {
     Departed: (_natural,),
     Retune: (_natural, _duration, _natural, _plane, _piece),
     Figures: (_durations,),
+    DeviceRuns: (_texts,),
+    Capabilities: (_natural, _texts),
     Abort: (_integer, _text),
     Depart: (_natural,),
     StackQuery: (_naturals,),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdlite.common.plain.handles import Handle
+from hvdlite.common.plain.handles import Event, Handle
 
 
 class SharedHandle(Handle):
@@ -13,15 +13,17 @@ class SharedHandle(Handle):
     The engine completes or fails it once for each entry; waiting threads raise the first error.
     """
 
-    __slots__ = ("_first", "_left")
+    __slots__ = ("_first", "_last", "_left")
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self._left = count
         self._first: Exception | None = None
+        self._last: Event | None = None
 
-    def complete(self, value: Any = None) -> None:
-        """Count an entry that has run."""
+    def complete(self, value: Any = None, event: Event | None = None) -> None:
+        """Count an entry that has run; the event of the last one is the last to occur."""
+        self._last = event
         self._left -= 1
         if self._left == 0:
             self._finish()
@@ -35,6 +37,6 @@ class SharedHandle(Handle):
 
     def _finish(self) -> None:
         if self._first is None:
-            super().complete()
+            super().complete(event=self._last)
         else:
             super().fail(self._first)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
@@ -77,6 +78,9 @@ class Runtime:
         # The sets that only their members have made, which end with this world.
         self.formed_sets = FormedSets(self)
         try:
+            if self._lasts and config.device_completion == "auto":
+                # A rank may die at any time: no step may use what a device has not computed.
+                config = self.config = replace(config, device_completion="host")
             self.engine = Engine(transport, config, self.timeline, sets=sets)
             self.engine.start()
         except BaseException:

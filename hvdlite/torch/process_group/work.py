@@ -110,7 +110,8 @@ class CollectiveWork(Work):
 
     def is_completed(self) -> bool:
         """Return whether `wait` would not sleep."""
-        return self._abort.is_called or self._pending() is None
+        computed = all(entry.handle.is_computed() for entry in self.entries)
+        return self._abort.is_called or computed
 
     def _pending(self) -> Entry | None:
         """Return the first entry that has not ended; None if all have."""

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.plain.messages import (
     Abort,
+    Capabilities,
     Carried,
     ClockReply,
     Depart,
     Departed,
+    DeviceRuns,
     Eviction,
     Figures,
     Message,
@@ -41,6 +43,8 @@ MESSAGES: list[Message] = [
     ),
     Orders((Retune(1 << 20, 2.5, 0, "ring", 1 << 18),)),
     Orders((Figures((0.5, 1e-9)),)),
+    Orders((DeviceRuns(("cuda NCCL broadcast float32 -",)),)),
+    Capabilities(2, ("cuda NCCL allreduce float32 SUM",)),
     Abort(-1, "reason"),
     Depart(2),
     StackQuery((1, 2)),

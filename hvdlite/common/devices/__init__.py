@@ -1,0 +1,1 @@
+"""Collectives in the memory of accelerators, by the libraries of their vendors."""

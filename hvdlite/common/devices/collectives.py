@@ -1,0 +1,286 @@
+"""The collectives on device memory: pack, call the library, unpack; see collectives/table.py.
+
+    sources --copy, scale--> fusion buffer --library--> fusion buffer --scale, copy--> outputs
+
+A segment of one tensor needs no fusion buffer where the library can read and write the tensor
+itself. Parts of unequal sizes are padded to the largest, as libraries know equal parts only.
+Nothing here waits for the device: all work is queued on the communication stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hvdlite.common.collectives.base import Members, Reduction
+from hvdlite.common.collectives.table import SPECS
+from hvdlite.common.devices.interface import Buffer, Communicator, Context, Stream
+from hvdlite.common.plain.lists import split_rows
+from hvdlite.common.plain.messages import Response
+
+
+class DeviceOperand(Protocol):
+    """One tensor of a segment at one rank."""
+
+    response: Response
+    splits: tuple[int, ...]
+    received_splits: tuple[int, ...]
+
+    @property
+    def source(self) -> Buffer:
+        """The input, flat."""
+
+    def target(self, shape: tuple[int, ...]) -> Buffer:
+        """Return the output of this shape, flat; may be the input's memory."""
+
+
+@dataclass(frozen=True)
+class DeviceRun:
+    """Everything that one segment needs to run on the device of one rank."""
+
+    context: Context
+    communicator: Communicator
+    stream: Stream
+    members: Members
+    operands: Sequence[DeviceOperand]
+    reduction: Reduction
+    # Returns so many elements of the fusion buffer with this name, of the dtype of the segment.
+    buffer: Callable[[str, int], Buffer]
+    # Sends a count to each member and returns theirs, by way of the host.
+    exchange_counts: Callable[[Sequence[int]], list[int]]
+
+    def scale(self, buffer: Buffer, factor: float) -> None:
+        """Multiply all elements, unless by 1."""
+        if factor != 1:
+            self.context.scale(buffer, factor)
+
+    def copy(self, targets: Sequence[Buffer], sources: Sequence[Buffer]) -> None:
+        """Copy what is not the same memory."""
+        pairs = [
+            (target, source)
+            for target, source in zip(targets, sources, strict=True)
+            if target.numel() and target.data_ptr() != source.data_ptr()
+        ]
+        if pairs:
+            self.context.copy([target for target, _ in pairs], [source for _, source in pairs])
+
+    def shape_of(self, index: int) -> tuple[int, ...]:
+        """Return the shape of a tensor of this rank, or of the first rank if they differ."""
+        return self.operands[index].response.request.shape
+
+
+Work = Callable[[], None]
+
+
+def _allreduce(run: DeviceRun) -> Work:
+    """Reduce in the output itself, or in one fusion buffer for several tensors."""
+    shapes = [operand.response.request.shape for operand in run.operands]
+    sources = [operand.source for operand in run.operands]
+    targets = [operand.target(shape) for operand, shape in zip(run.operands, shapes, strict=True)]
+    whole, parts = _fused(run, targets)
+
+    def work() -> None:
+        run.copy(parts, sources)
+        run.scale(whole, run.reduction.prescale)
+        run.communicator.allreduce(whole, whole, run.reduction.reduce_op, run.stream)
+        run.scale(whole, run.reduction.postscale)
+        run.copy(targets, parts)
+
+    return work
+
+
+def _reduce(run: DeviceRun) -> Work:
+    root = _root(run)
+    sources = [operand.source for operand in run.operands]
+    targets: list[Buffer] = []
+    if root == run.members.index:
+        targets = [operand.target(operand.response.request.shape) for operand in run.operands]
+    whole, parts = _packed(run, "in", [source.numel() for source in sources])
+
+    def work() -> None:
+        run.copy(parts, sources)
+        run.scale(whole, run.reduction.prescale)
+        run.communicator.reduce(whole, whole, run.reduction.reduce_op, root, run.stream)
+        if targets:
+            run.scale(whole, run.reduction.postscale)
+            run.copy(targets, parts)
+
+    return work
+
+
+def _broadcast(run: DeviceRun) -> Work:
+    root = _root(run)
+    gives = root == run.members.index
+    sources = [operand.source for operand in run.operands] if gives else []
+    targets = [operand.target(operand.response.request.shape) for operand in run.operands]
+    whole, parts = _fused(run, targets)
+
+    def work() -> None:
+        if gives:
+            run.copy(parts, sources)
+        run.communicator.broadcast(whole, root, run.stream)
+        run.copy(targets, parts)
+
+    return work
+
+
+def _point_to_point(run: DeviceRun) -> Work:
+    """Broadcast among two: the sender needs no output."""
+    (operand,) = run.operands
+    root = _root(run)
+    gives = root == run.members.index
+    buffer = operand.source if gives else operand.target(operand.response.request.shape)
+    return lambda: run.communicator.broadcast(buffer, root, run.stream)
+
+
+def _allgather(run: DeviceRun) -> Work:
+    """Gather what each member has of all tensors, in parts as large as the largest."""
+    counts = []
+    for operand in run.operands:
+        request, first_dims = operand.response.request, operand.response.first_dims
+        counts.append([rows * math.prod(request.shape[1:]) for rows in first_dims])
+    totals = [sum(of_tensor) for of_tensor in zip(*counts, strict=True)]
+    most = max(totals)
+    sources = [operand.source for operand in run.operands]
+    targets = [_gathered(run, operand) for operand in run.operands]
+    if len(targets) == 1 and min(totals) == most:
+        source, target = sources[0], targets[0]
+        return lambda: run.communicator.allgather(source, target, run.stream)
+    mine, places = _packed(run, "in", [source.numel() for source in sources], most)
+    theirs = run.buffer("out", most * run.members.size)
+    received, wanted = _columns(theirs, most, counts), _pieces(targets, counts)
+
+    def work() -> None:
+        run.copy(places, sources)
+        run.communicator.allgather(mine, theirs, run.stream)
+        run.copy(wanted, received)
+
+    return work
+
+
+def _gathered(run: DeviceRun, operand: DeviceOperand) -> Buffer:
+    request, first_dims = operand.response.request, operand.response.first_dims
+    return operand.target(SPECS[request.collective].result_shape(request, run.members, first_dims))
+
+
+def _reducescatter(run: DeviceRun) -> Work:
+    """Give each member its rows of all tensors, in parts as large as the largest."""
+    counts, targets = [], []
+    for operand in run.operands:
+        request = operand.response.request
+        rows, *rest = request.shape
+        counts.append([part * math.prod(rest) for part in split_rows(rows, run.members.size)])
+        shape = SPECS[request.collective].result_shape(request, run.members, ())
+        targets.append(operand.target(shape))
+    totals = [sum(of_tensor) for of_tensor in zip(*counts, strict=True)]
+    most = max(totals)
+    sources = [operand.source for operand in run.operands]
+    whole = run.buffer("in", most * run.members.size)
+    mine, places = _packed(run, "out", [target.numel() for target in targets], most)
+    given, sent = _columns(whole, most, counts), _pieces(sources, counts)
+
+    def work() -> None:
+        run.copy(given, sent)
+        run.scale(whole, run.reduction.prescale)
+        op = run.reduction.reduce_op
+        run.communicator.reducescatter(whole, mine, op, run.stream)
+        run.scale(mine, run.reduction.postscale)
+        run.copy(targets, places)
+
+    return work
+
+
+def _alltoall(run: DeviceRun) -> Work:
+    """Tell the counts by way of the host, then send the rows."""
+    (operand,) = run.operands
+    request = operand.response.request
+    row = math.prod(request.shape[1:])
+    rows = run.exchange_counts(operand.splits)
+    operand.received_splits = tuple(rows)
+    source = operand.source
+    target = operand.target(SPECS[request.collective].result_shape(request, run.members, rows))
+    sent, received = [count * row for count in operand.splits], [count * row for count in rows]
+    if not row:
+        return lambda: None
+    return lambda: run.communicator.alltoall(source, sent, target, received, run.stream)
+
+
+def _root(run: DeviceRun) -> int:
+    """Return the position of the root among the members."""
+    return run.members.ranks.index(run.operands[0].response.request.root_rank)
+
+
+def _fused(run: DeviceRun, targets: Sequence[Buffer]) -> tuple[Buffer, Sequence[Buffer]]:
+    """Return the memory that is exchanged, and its part for each tensor."""
+    if len(targets) == 1:
+        return targets[0], targets
+    return _packed(run, "in", [target.numel() for target in targets])
+
+
+def _packed(
+    run: DeviceRun, name: str, sizes: Sequence[int], room: int = 0
+) -> tuple[Buffer, list[Buffer]]:
+    """Return a fusion buffer of `room` elements or more, and its parts of these sizes."""
+    whole = run.buffer(name, max(room, sum(sizes)))
+    return whole, _cut(whole, sizes)
+
+
+def _cut(whole: Buffer, sizes: Sequence[int], start: int = 0) -> list[Buffer]:
+    parts = []
+    for size in sizes:
+        parts.append(whole[start : start + size])
+        start += size
+    return parts
+
+
+def _columns(whole: Buffer, most: int, counts: Sequence[Sequence[int]]) -> list[Buffer]:
+    """Return the parts of a buffer by member and tensor; each member has `most` elements."""
+    by_member = zip(*counts, strict=True)
+    return [
+        part for index, sizes in enumerate(by_member) for part in _cut(whole, sizes, index * most)
+    ]
+
+
+def _pieces(tensors: Sequence[Buffer], counts: Sequence[Sequence[int]]) -> list[Buffer]:
+    """Return the parts of tensors that belong to members, in the order of `_columns`."""
+    by_tensor = [_cut(tensor, sizes) for tensor, sizes in zip(tensors, counts, strict=True)]
+    return [part for of_member in zip(*by_tensor, strict=True) for part in of_member]
+
+
+@dataclass(frozen=True)
+class DeviceCollective:
+    """How a collective of the table runs on a device."""
+
+    prepare: Callable[[DeviceRun], Work]  # Allocates; returns what is queued on the stream.
+    method: str  # Of `Communicator`; libraries are asked whether they support it.
+
+
+COLLECTIVES: dict[str, DeviceCollective] = {
+    "allreduce": DeviceCollective(_allreduce, "allreduce"),
+    "reduce": DeviceCollective(_reduce, "reduce"),
+    "broadcast": DeviceCollective(_broadcast, "broadcast"),
+    "point_to_point": DeviceCollective(_point_to_point, "broadcast"),
+    "allgather": DeviceCollective(_allgather, "allgather"),
+    "reducescatter": DeviceCollective(_reducescatter, "reducescatter"),
+    "alltoall": DeviceCollective(_alltoall, "alltoall"),
+}
+
+
+def scales(dtype: str, factors: Sequence[float]) -> bool:
+    """Return whether a device multiplies a dtype as the host does: no integers, which truncate."""
+    return all(factor == 1 for factor in factors) or dtype.startswith(("float", "bfloat"))
+
+
+def nothing_to_move(run: DeviceRun) -> bool:
+    """Return whether no tensor of a segment has elements, at any member."""
+    return not any(_elements(operand.response) for operand in run.operands)
+
+
+def _elements(response: Response) -> int:
+    request = response.request
+    rows: Any = request.shape[:1]
+    if response.first_dims:
+        rows = (sum(response.first_dims),)
+    return math.prod((*rows, *request.shape[1:]))

@@ -1,0 +1,97 @@
+"""The finalizer of a device: a thread that watches segments until the device has done them.
+
+    engine thread   launch --Launched--> queue
+    finalizer       event occurred: end the segment | the library reports an error: fail the engine
+
+Segments of a device end in the order in which they were launched, as they share one stream.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.devices.interface import Communicator, Event
+
+SHORTEST_SLEEP, LONGEST_SLEEP = 50e-6, 2e-3  # Seconds between two looks at an event.
+DRAIN_SECONDS = 5.0  # How long the end of a job waits for work that nobody waited for.
+
+
+class Launched(NamedTuple):
+    """A segment whose work is queued on a stream."""
+
+    event: Event
+    communicator: Communicator
+    what: str  # For errors: the collective and the name of its first tensor.
+    end: Callable[[HorovodInternalError | None], None]  # Is called once, with the error if any.
+
+
+class Finalizer:
+    """Ends segments, in a thread that begins with the first one."""
+
+    def __init__(self, name: str, on_error: Callable[[HorovodInternalError], None]) -> None:
+        """Report an error of a library by `on_error`, which never waits."""
+        self._name = name
+        self._on_error = on_error
+        self._queue: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        # Set by `fail` where the job has failed: nothing is waited for any more.
+        self._failure: HorovodInternalError | None = None
+        self._reported = False
+
+    def add(self, launched: Launched) -> None:
+        """Watch a segment. Engine thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._queue.put(launched)
+
+    def fail(self, error: HorovodInternalError) -> None:
+        """Let all segments fail that are not known to be done. Called before anything is aborted."""
+        self._failure = error
+
+    def close(self) -> None:
+        """End the thread: at once after `fail`, else when all is done, or after a while."""
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(DRAIN_SECONDS)
+            if self._thread.is_alive() and self._failure is None:
+                self._failure = HorovodInternalError("hvdlite has been shut down")
+                self._thread.join(DRAIN_SECONDS)
+
+    def _run(self) -> None:
+        while (launched := self._queue.get()) is not None:
+            launched.end(self._outcome(launched))
+
+    def _outcome(self, launched: Launched) -> HorovodInternalError | None:
+        """Sleep until a segment is done; return why it is not, if so."""
+        pause = SHORTEST_SLEEP
+        while True:
+            # An event also occurs when the library has given up: that is asked afterwards.
+            done = launched.event.query()
+            if self._failure is not None:
+                return self._failure
+            reason = launched.communicator.async_error()
+            if reason:
+                self._report(launched, reason)
+                return self._await_failure(launched, reason)
+            if done:
+                return None
+            time.sleep(pause)
+            pause = min(pause * 2, LONGEST_SLEEP)
+
+    def _report(self, launched: Launched, reason: str) -> None:
+        if not self._reported and self._failure is None:
+            self._reported = True
+            self._on_error(HorovodInternalError(f"{launched.what}: {reason}"))
+
+    def _await_failure(self, launched: Launched, reason: str) -> HorovodInternalError:
+        """Return the error by which the engine fails, which names the rank at fault."""
+        until = time.monotonic() + DRAIN_SECONDS
+        while self._failure is None and time.monotonic() < until:
+            time.sleep(LONGEST_SLEEP)
+        return self._failure or HorovodInternalError(f"{launched.what}: {reason}")

@@ -1,0 +1,120 @@
+"""The contexts of devices that torch knows: streams, events, memory and copies; see devices.md."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hvdlite.common.devices.interface import Event
+from hvdlite.common.meeting.host_identity import host_identity
+from hvdlite.torch.accelerators.host_streams import HostStream, HostStreams
+from hvdlite.torch.devices import Streams, new_event
+from hvdlite.torch.dtypes import DTYPE_NAMES
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class TorchContext:
+    """A device of a kind that has a module like ``torch.cuda``."""
+
+    threads_wait = False
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self.device = device
+        self.identity = f"{host_identity()} {_identity(device)}"
+        self._streams = streams
+
+    def new_stream(self) -> Any:
+        """Return a stream for communication."""
+        return self._streams.Stream(self.device)
+
+    def free_stream(self, stream: Any) -> None:
+        """Do nothing: torch frees it with the last reference."""
+
+    def run(self, stream: Any, work: Callable[[], None]) -> None:
+        """Queue what `work` does on a stream."""
+        with self._streams.stream(stream):
+            work()
+
+    def allocating(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which new tensors belong to a stream."""
+        return self._streams.stream(stream)
+
+    def record(self, stream: Any) -> Event:
+        """Return an event after all work that is queued on a stream."""
+        event = new_event(self._streams)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """Let a stream wait for an event."""
+        stream.wait_event(event)
+
+    def empty(self, count: int, dtype: str) -> torch.Tensor:
+        """Allocate memory without values."""
+        return torch.empty(count, dtype=DTYPES[dtype], device=self.device)
+
+    def fill(self, buffer: torch.Tensor, value: Any) -> None:
+        """Set all elements."""
+        buffer.fill_(value)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy each source to its target, in one kernel where torch has one."""
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+    def scale(self, buffer: torch.Tensor, factor: float) -> None:
+        """Multiply all elements."""
+        buffer.mul_(factor)
+
+    def keep(self, buffer: torch.Tensor, stream: Any) -> None:
+        """Keep the allocator from giving the memory away before `stream` is done."""
+        buffer.record_stream(stream)
+
+
+def _identity(device: torch.device) -> str:
+    """Return what tells the device from others of this host, also in other processes.
+
+    Numbers count what a process sees, which CUDA_VISIBLE_DEVICES and its kin change.
+    """
+    module: Any = getattr(torch, device.type, None)
+    properties = getattr(module, "get_device_properties", None)
+    uuid = getattr(properties(device), "uuid", None) if properties is not None else None
+    if uuid is not None:
+        return f"{device.type} {uuid}"
+    seen = [f"{key}={value}" for key, value in sorted(os.environ.items()) if _restricts(key)]
+    return " ".join([str(device), *seen])
+
+
+def _restricts(variable: str) -> bool:
+    return variable.endswith(("_VISIBLE_DEVICES", "_AFFINITY_MASK"))
+
+
+class HostContext(TorchContext):
+    """The CPU as a device: its streams are threads, and a thread that needs a result waits."""
+
+    threads_wait = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.identity = f"{host_identity()} {os.getpid()} {threading.get_ident()}"
+        self._streams = HostStreams()
+
+    def free_stream(self, stream: HostStream) -> None:
+        """End the thread."""
+        stream.close()
+
+    def run(self, stream: HostStream, work: Callable[[], None]) -> None:
+        """Let the thread do `work`."""
+        stream.add(work)
+
+    def allocating(self, stream: HostStream) -> AbstractContextManager[None]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def keep(self, buffer: torch.Tensor, stream: HostStream) -> None:
+        """Do nothing: the work itself holds the memory."""

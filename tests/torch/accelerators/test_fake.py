@@ -1,0 +1,337 @@
+"""A vendor's plug-in, played by tests/fake_accelerator: order, overlap, errors, what is staged.
+
+Its streams do their work in threads, so that they can be held: what a test asserts while a stream
+is held happens without waiting for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite.torch as hvd
+from fake_accelerator import FakeLibrary
+from fake_accelerator.streams import FakeModule
+from hvdlite.common.api.forms import Forms
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.common.devices import libraries
+from hvdlite.common.plain.config import Config
+from hvdlite.common.runtime.state import current
+from hvdlite.torch.adapter import TorchAdapter
+from hvdlite.torch.autograd import TorchRunner
+from tests.ranks import run_ranks
+from tests.torch.accelerators.direct import CountingDevice
+
+Tensor = torch.Tensor
+FAKE = Config(devices="fake")
+ON_HOST = Config(devices="fake", device_completion="host")
+
+
+class Rank:
+    """A rank with a fake device."""
+
+    def __init__(self, rank: int, library: FakeLibrary) -> None:
+        self.rank = rank
+        self.library = library
+        self.device = CountingDevice("fake", library.module)
+        self.forms = Forms(TorchRunner(TorchAdapter(lambda kind: self.device)))
+
+    @property
+    def journal(self) -> list[str]:
+        """What the device has done."""
+        return self.library.journal
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Queue work of the user's."""
+        self.library.module.current_stream().add(work)
+
+    def hold(self) -> Callable[[], None]:
+        """Stop the user's stream until the returned function is called."""
+        return self.library.module.current_stream().hold()
+
+    def read(self, tensor: Tensor) -> list[Any]:
+        """The values that the user's stream sees."""
+        seen: list[Any] = []
+        done = threading.Event()
+        self.compute(lambda: seen.extend(tensor.tolist()))
+        self.compute(done.set)
+        assert done.wait(20), "the stream stands still"
+        return seen
+
+
+def on_fake(
+    main: Callable[[Rank], Any],
+    ranks: Sequence[FakeLibrary],
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config = FAKE,
+) -> list[Any]:
+    """Run ``main(rank)`` on ranks that have these libraries; return the results."""
+    monkeypatch.setattr(libraries, "installed_plug_ins", lambda: ())
+
+    def of_this_rank() -> FakeLibrary:
+        return ranks[int(threading.current_thread().name.removeprefix("rank-"))]
+
+    registered = libraries._Registered(of_this_rank, by_name_only=True)
+    monkeypatch.setitem(libraries._registered, "fake", registered)
+
+    def body(number: int) -> Any:
+        current()._agree([], None)
+        (library,) = current().engine.devices._libraries.values()
+        assert isinstance(library, FakeLibrary)
+        return main(Rank(number, library))
+
+    return run_ranks(len(ranks), body, config=config)
+
+
+def test_the_device_waits_for_events_and_the_threads_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def main(here: Rank) -> None:
+        tensor = torch.zeros(4)
+        here.read(here.forms.allreduce(torch.ones(1), name="connect"))
+        go_on = here.hold()
+        here.compute(lambda: tensor.add_(here.rank + 1))
+        handle = here.forms.allreduce_async(tensor, op=hvd.Sum)
+        here.compute(lambda: tensor.mul_(1))
+        result = here.forms.synchronize(handle)  # Returns, though nothing was computed.
+        assert tensor.tolist() == [0.0] * 4
+        doubled = torch.empty(4)
+        here.compute(lambda: doubled.copy_(result * 2))
+        go_on()
+        assert here.read(doubled) == [6.0] * 4
+        assert here.device.staged == 0
+
+    on_fake(main, [FakeLibrary(), FakeLibrary()], monkeypatch)
+
+
+def test_poll_asks_the_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(here: Rank) -> None:
+        go_on = here.hold()
+        handle = here.forms.allreduce_async_(torch.ones(2), name="x")
+        assert not here.forms.poll(handle)
+        go_on()
+        here.read(here.forms.synchronize(handle))
+        hvd.barrier()
+
+    on_fake(main, [FakeLibrary(), FakeLibrary()], monkeypatch)
+
+
+def test_communication_begins_before_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second gradient is not computed yet when the first one is reduced."""
+
+    def main(here: Rank) -> None:
+        first, second = torch.ones(2), torch.zeros(2)
+        here.compute(lambda: first.mul_(here.rank + 1))
+        one = here.forms.allreduce_async_(first, name="first", op=hvd.Sum)
+        here.forms.synchronize(one)
+        go_on = here.hold()
+        here.compute(lambda: second.fill_(here.rank + 1))
+        two = here.forms.allreduce_async_(second, name="second", op=hvd.Sum)
+        wait_for(lambda: "allreduce done" in here.journal)
+        assert first.tolist() == [3.0, 3.0], "the first is there"
+        assert not here.forms.poll(two)
+        assert here.journal.count("allreduce") == 1, "the second waits for its event"
+        go_on()
+        assert here.read(here.forms.synchronize(two)) == [3.0, 3.0]
+
+    on_fake(main, [FakeLibrary(), FakeLibrary()], monkeypatch)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Sleep until a condition holds."""
+    pause = threading.Event()
+    for _ in range(4000):
+        if condition():
+            return
+        pause.wait(0.005)
+    raise AssertionError("it never came")
+
+
+def test_the_order_on_the_communication_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a group are packed, scaled, reduced together, scaled and unpacked."""
+
+    def main(here: Rank) -> None:
+        tensors = [torch.full((n,), here.rank + 1.0) for n in (3, 5)]
+        here.forms.grouped_allreduce_(tensors, op=hvd.Average, prescale_factor=2.0)
+        assert [here.read(tensor) for tensor in tensors] == [[3.0] * 3, [3.0] * 5]
+        assert here.journal == ["copy 2", "scale", "allreduce", "allreduce done", "scale", "copy 2"]
+        here.journal.clear()
+        one = torch.ones(4)
+        here.forms.allreduce_(one, op=hvd.Sum)
+        assert here.read(one) == [2.0] * 4
+        assert here.journal == ["allreduce", "allreduce done"], "one tensor is reduced where it is"
+
+    on_fake(main, [FakeLibrary(), FakeLibrary()], monkeypatch)
+
+
+def test_every_collective_in_slow_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has slow streams: results are right, as each stream waits for what it needs."""
+
+    def main(here: Rank) -> None:
+        rank, forms = here.rank, here.forms
+        row = torch.tensor([rank, 1])
+        assert here.read(forms.allreduce(row, op=hvd.Sum)) == [1, 2]
+        assert here.read(forms.allgather(row)) == [0, 1, 1, 1]
+        assert here.read(forms.allgather(torch.full((rank + 1,), rank))) == [0, 1, 1]
+        assert here.read(forms.broadcast(row, 1)) == [1, 1]
+        assert here.read(forms.alltoall(row)) == [[0, 1], [1, 1]][rank]
+        assert here.read(forms.reducescatter(torch.arange(3), op=hvd.Sum)) == [[0, 2], [4]][rank]
+        matrix = torch.zeros(2, 2, dtype=torch.int64)
+        matrix[:, 0] = rank
+        forms.broadcast_(matrix[:, 0], 1)
+        assert here.read(matrix) == [[1, 0], [1, 0]]
+        assert here.device.staged == 0
+
+    slow = FakeLibrary(FakeModule(delay_seconds=0.001))
+    on_fake(main, [FakeLibrary(), slow], monkeypatch)
+
+
+def test_a_library_that_fails_ends_the_job_and_names_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1's second collective fails while the others wait for it on their devices."""
+    monkeypatch.setattr("hvdlite.common.engine.control_plane.BLAME_SECONDS", 0.1)
+    made = [FakeLibrary(), FakeLibrary(failures={2: "link 3 is down"}), FakeLibrary()]
+
+    def main(here: Rank) -> str:
+        assert here.read(here.forms.allreduce(torch.ones(1), op=hvd.Sum)) == [3.0]
+        tensor = torch.ones(2)
+        here.forms.synchronize(here.forms.allreduce_async_(tensor, op=hvd.Sum))
+        here.read(tensor)  # The stream goes on, as the communicators are aborted.
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            here.forms.allreduce(torch.ones(1))
+        return str(caught.value)
+
+    texts = on_fake(main, made, monkeypatch)
+    assert all("rank 1" in text and "link 3 is down" in text for text in texts), texts
+    assert all(each.is_aborted for library in made for each in library.communicators)
+
+
+def test_with_host_completion_the_call_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlite.common.engine.control_plane.BLAME_SECONDS", 0.1)
+
+    def main(here: Rank) -> None:
+        result = here.forms.allreduce(torch.ones(1), op=hvd.Sum)
+        assert result.tolist() == [2.0], "the thread has waited for the device"
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 0.*out of memory"):
+            here.forms.allreduce_(torch.ones(1))
+
+    failing = FakeLibrary(failures={2: "out of memory"})
+    on_fake(main, [failing, FakeLibrary()], monkeypatch, ON_HOST)
+
+
+def test_a_lost_rank_is_named_and_its_peers_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is lost while rank 0's device waits for it: the news comes by the host."""
+
+    def main(here: Rank) -> None:
+        here.read(here.forms.allreduce(torch.ones(1)))
+        if here.rank == 1:
+            go_on = here.hold()
+            here.compute(lambda: None)
+            here.forms.allreduce_async(torch.ones(1), name="x")
+            here.forms.barrier()
+            current().engine.abandon(hvd.HorovodInternalError("rank 1 was killed", rank=1))
+            go_on()
+            return
+        handle = here.forms.allreduce_async_(torch.ones(1), name="x")
+        here.forms.barrier()
+        wait_for(lambda: current().engine.finished)
+        with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+            here.forms.synchronize(handle)
+            here.forms.allreduce(torch.ones(1))
+
+    on_fake(main, [FakeLibrary(), FakeLibrary()], monkeypatch)
+
+
+def test_what_one_rank_cannot_is_staged_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(here: Rank) -> None:
+        assert here.read(here.forms.allreduce(torch.ones(1), op=hvd.Sum)) == [2.0]
+        assert here.device.staged == 0
+        assert here.read(here.forms.allreduce(torch.ones(1).int(), op=hvd.Sum)) == [2]
+        assert here.device.staged == 2, "rank 1 has no int32"
+        product = here.forms.allreduce(torch.full((1,), 3.0), op=hvd.Product)
+        assert here.read(product) == [9.0]
+        assert here.read(here.forms.allreduce(torch.ones(1).double(), op=hvd.Sum)) == [2.0]
+        assert here.device.staged == 6
+
+    made = [FakeLibrary(), FakeLibrary(dtypes=frozenset(("float32",)))]
+    on_fake(main, made, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        ([FakeLibrary(device=0), FakeLibrary(device=0)], "ranks 0 and 1 use the same device"),
+        ([FakeLibrary(), FakeLibrary(refusal="no driver")], "cannot connect rank 1: .*no driver"),
+    ],
+)
+def test_ranks_that_cannot_be_connected_are_staged(
+    made: list[FakeLibrary],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def main(here: Rank) -> None:
+        for _ in range(2):
+            assert here.read(here.forms.allreduce(torch.ones(1), op=hvd.Sum)) == [2.0]
+        assert here.device.staged == 4
+
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        on_fake(main, made, monkeypatch)
+    warnings = [each.message for each in caplog.records if "host memory" in each.message]
+    assert len(warnings) == 1
+    assert re.search(reason, warnings[0])
+
+
+def test_sums_of_integers_have_the_bits_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randint(-1000, 1000, (3, 501), dtype=torch.int32)
+
+    def main(here: Rank) -> list[Any]:
+        tensors = [values[here.rank, :200].clone(), values[here.rank, 200:].clone()]
+        return [here.read(each) for each in here.forms.grouped_allreduce(tensors, op=hvd.Sum)]
+
+    expected = values.sum(0).tolist()
+    for first, second in on_fake(main, [FakeLibrary() for _ in range(3)], monkeypatch):
+        assert first + second == expected
+
+
+def test_joined_ranks_give_neutral_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(here: Rank) -> None:
+        if here.rank == 0:
+            assert here.read(here.forms.allreduce(torch.full((2,), -5), op=hvd.Max)) == [-5, -5]
+            assert here.read(here.forms.allreduce(torch.ones(2), op=hvd.Sum)) == [1.0, 1.0]
+            assert here.device.staged == 0
+        here.forms.join()
+
+    on_fake(main, [FakeLibrary(), FakeLibrary()], monkeypatch)
+
+
+def test_everything_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(here: Rank) -> FakeLibrary:
+        pair = hvd.add_process_set([0, 1])
+        if here.rank < 2:
+            here.forms.allreduce_async(torch.ones(1), process_set=pair)
+        here.forms.allreduce(torch.ones(1))
+        return here.library
+
+    for library in on_fake(main, [FakeLibrary() for _ in range(3)], monkeypatch):
+        wait_for(lambda made=library: all(each.is_closed for each in made.communicators))  # type: ignore[misc]
+        assert library.communicators
+
+
+def test_plug_ins_are_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = EntryPoint("fake", "fake_accelerator:library", libraries.ENTRY_POINTS)
+    bad = EntryPoint("broken", "fake_accelerator:nothing", libraries.ENTRY_POINTS)
+    monkeypatch.setattr(libraries, "installed_plug_ins", lambda: (good, bad))
+    assert [each.name for each in libraries.find_libraries("auto")] == ["FCCL"]
+    assert [each.name for each in libraries.find_libraries("fake")] == ["FCCL"]
+    assert libraries.find_libraries("off") == []
+    with pytest.raises(ConfigError, match=r"HVDLITE_DEVICES=nccl3: .*these are: .*fake"):
+        libraries.find_libraries("nccl3")
