@@ -15,6 +15,7 @@ the engine thread.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite.common.plain.adapter import HOST_DEVICE, CpuBuffer, HostBuffer, numpy_dtype
-from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.result_memory import result_memory
 from hvdlite.common.runtime.state import find
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_array, as_tensor
@@ -369,6 +369,17 @@ class _DeviceOutput:
             self._device.copy_out(self._host, self._target)
 
 
+def accelerator_kind() -> str | None:
+    """Return the device type of the accelerator that this process can use, None without one."""
+    current = getattr(getattr(torch, "accelerator", None), "current_accelerator", None)
+    if current is None:  # Before torch 2.6.
+        return "cuda" if torch.cuda.is_available() else None
+    accelerator = current()
+    if accelerator is None or not torch.accelerator.is_available():
+        return None
+    return str(accelerator.type)
+
+
 def runs_on_device(kind: str) -> bool:
     """Return whether libraries run collectives on this kind of device in the caller's job."""
     runtime = find()
@@ -381,7 +392,7 @@ HOST_AS_DEVICE = "host"  # The kind of tensors on the CPU that take the way of a
 def find_device(kind: str) -> Device:
     """Return the device for a torch device type. Raises `ValueError` for unsupported types."""
     if kind == HOST_DEVICE:
-        if Config.from_environ().devices != "gloo":
+        if os.environ.get("HVDLITE_DEVICES", "") != "gloo":  # `init` checks the setting.
             return HostDevice()
         from hvdlite.torch.accelerators.host_streams import HostStreams
 

@@ -51,7 +51,7 @@ class Finalizer:
         self._queue.put(launched)
 
     def fail(self, error: HorovodInternalError) -> None:
-        """Let all segments fail that are not known to be done. Called before anything is aborted."""
+        """Let all segments fail that are not known to be done. Call it before an abort."""
         self._failure = error
 
     def close(self) -> None:

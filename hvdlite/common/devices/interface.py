@@ -141,8 +141,10 @@ class DeviceLibrary(Protocol):
     def unique_id(self) -> bytes:
         """Return what `connect` needs, at the first member of a communicator."""
 
-    def connect(self, unique_id: bytes, index: int, size: int, context: Context) -> Communicator:
+    def connect(self, unique_id: bytes, index: int, size: int, context: Any) -> Communicator:
         """Connect the member at `index` with the others, which call this too; may wait for them.
+
+        `context` is what the method `context` has returned.
 
         Called in a thread of its own, for one communicator of a rank at a time.
         """

@@ -43,6 +43,7 @@ from hvdlite.common.devices.interface import (
 from hvdlite.common.devices.neutral import neutral
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request, Response
+from hvdlite.common.transport.base import do_nothing
 
 log = logging.getLogger("hvdlite")
 # Called once when the device has done a segment, or with why it never will.
@@ -271,6 +272,8 @@ class DevicePlane:
         self._communicators.clear()
         self._buffers.clear()
         self._devices.clear()
+        self._negotiate = do_nothing  # The engine refers to this plane.
+        self._on_error = _ignore
 
 
 def _unpack(outputs: Sequence[DeviceOutput]) -> None:
@@ -290,6 +293,10 @@ def _ending(present: Sequence[Entry], end: End, *, waits: bool) -> End:
                 entry.complete_on_device(None)
 
     return ended
+
+
+def _ignore(error: HorovodInternalError) -> None:
+    """Do nothing: the engine has ended."""
 
 
 def _quietly(step: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from hvdlite.common.devices.interface import DeviceLibrary
 from hvdlite.common.devices.libraries import register
+from hvdlite.torch.devices import accelerator_kind
 
 
 def register_libraries() -> None:
@@ -16,6 +17,8 @@ def register_libraries() -> None:
 
 
 def _of_accelerator() -> DeviceLibrary | None:
+    if accelerator_kind() is None:
+        return None
     from hvdlite.torch.accelerators.c10d import of_accelerator
 
     return of_accelerator()

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
-from hvdlite.common.devices.interface import Communicator, Context
+from hvdlite.common.devices.interface import Communicator
 from hvdlite.common.plain.config import Config
 from hvdlite.torch.accelerators.context import HostContext, TorchContext
 from hvdlite.torch.accelerators.store import StoreClient, StoreServer
-from hvdlite.torch.devices import HOST_AS_DEVICE, streams_of
+from hvdlite.torch.devices import HOST_AS_DEVICE, accelerator_kind, streams_of
 
 GLOO = "gloo"
 TIMEOUT = timedelta(days=1)  # hvdlite itself notices lost and late ranks.
@@ -71,7 +71,7 @@ class C10dLibrary:
             return dtype in _BITS.get(self._backend, ())
         return dtype in _REDUCED.get(self._backend, _LEAST)
 
-    def context(self, device: Any, local_rank: int) -> Context:
+    def context(self, device: Any, local_rank: int) -> TorchContext:
         """Return the context of `device`, or of the one that the local rank has."""
         if self.device_kind == HOST_AS_DEVICE:
             return HostContext()
@@ -87,11 +87,15 @@ class C10dLibrary:
         self._servers[server.offer] = server
         return server.offer
 
-    def connect(self, unique_id: bytes, index: int, size: int, context: Context) -> Communicator:
+    def connect(
+        self, unique_id: bytes, index: int, size: int, context: TorchContext
+    ) -> Communicator:
         """Make the group, by the store of its first member."""
         store = StoreClient(unique_id, Config.from_environ().start_timeout_seconds)
         with _quiet_nccl:
             group = self._make(store, index, size, TIMEOUT)
+            if self._backend == "nccl":  # Which otherwise connects in the first collective.
+                group.eager_connect_single_device(context.device)
         kept = store, self._servers.pop(unique_id, None)
         return C10dCommunicator(group, *kept, waits=self._backend == GLOO)
 
@@ -300,17 +304,6 @@ def of_accelerator() -> C10dLibrary | None:
     backend = dist.Backend.default_device_backend_map.get(kind, "")
     make = _maker(backend) if backend not in ("", GLOO, "hvdlite") else None
     return None if make is None else C10dLibrary(kind, backend, make)
-
-
-def accelerator_kind() -> str | None:
-    """Return the device type of the accelerator that this process can use, None without one."""
-    current = getattr(getattr(torch, "accelerator", None), "current_accelerator", None)
-    if current is None:  # Before torch 2.6.
-        return "cuda" if torch.cuda.is_available() else None
-    accelerator = current()
-    if accelerator is None or not torch.accelerator.is_available():
-        return None
-    return str(accelerator.type)
 
 
 def of_host() -> C10dLibrary | None:

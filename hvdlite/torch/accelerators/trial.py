@@ -9,7 +9,8 @@ import sys
 
 import torch
 
-from hvdlite.torch.accelerators.c10d import accelerator_kind, of_accelerator
+from hvdlite.torch.accelerators.c10d import of_accelerator
+from hvdlite.torch.devices import accelerator_kind
 
 
 def main() -> int:

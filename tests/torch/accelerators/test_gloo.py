@@ -156,8 +156,9 @@ def test_a_tensor_that_does_not_fit_fails_alone() -> None:
     on_devices(2, main)
 
 
-def test_a_rank_that_fails_is_named_by_the_others() -> None:
+def test_a_rank_that_fails_is_named_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library of a rank fails within a collective; nobody waits for ever."""
+    monkeypatch.setattr("hvdlite.common.engine.control_plane.BLAME_SECONDS", 0.1)
 
     def main(rank: int, forms: Forms[Tensor], device: CountingDevice) -> str:
         forms.allreduce(torch.ones(1), name="before")
