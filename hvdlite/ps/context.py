@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from dataclasses import dataclass
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.runtime import basics, lifecycle
+from hvdlite.common.runtime.state import this_process
 from hvdlite.ps.roles import run_scheduler
 from hvdlite.ps.settings import SCHEDULER, WORKER, ClusterSettings, read_settings
 from hvdlite.ps.worker import Worker
+
+NO_COLLECTIVES = (
+    "independent workers have no collectives: they may be lost, and others would wait for them. "
+    "Give hvdlite-run --ps-workers mpi, or push to the servers"
+)
 
 
 @dataclass
@@ -49,7 +56,10 @@ def init() -> None:
     if settings.role == WORKER:
         if is_rank:
             lifecycle.init()
+        else:
+            this_process.no_rank = NO_COLLECTIVES
         worker = Worker(settings, number=basics.rank() if is_rank else settings.number)
+        atexit.register(_leave_at_exit)
     _Held.context = Context(settings, worker, is_rank)
 
 
@@ -73,6 +83,23 @@ def shutdown() -> None:
     context, _Held.context = _Held.context, None
     if context is not None and context.worker is not None:
         context.worker.leave()
+
+
+def _leave_at_exit() -> None:
+    """Let the others go on without a worker whose program has ended without `shutdown`."""
+    if _Held.context is not None and _Held.context.worker is not None:
+        if _Held.context.worker.failure:
+            _Held.context.worker.close()
+        else:
+            shutdown()
+
+
+def leave() -> None:
+    """Let the other workers go on without this one, which has no more data.
+
+    In sync, what it has pushed counts, and the next version is made of the others' gradients alone.
+    """
+    shutdown()
 
 
 def role() -> str:

@@ -17,6 +17,21 @@ LIMIT_SECONDS = 60
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.ps.preloaded"])
 
+# What other parameter servers call the role, the scheduler's host and port, and the counts.
+DIALECTS = {
+    "MindSpore": (
+        ("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_SERVER_NUM", "MS_WORKER_NUM"),
+        {"scheduler": "MS_SCHED", "server": "MS_PSERVER", "worker": "MS_WORKER"},
+    ),
+    "ps-lite": (
+        (
+            "DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER",
+            "DMLC_NUM_WORKER",
+        ),
+        {"scheduler": "scheduler", "server": "server", "worker": "worker"},
+    ),
+}  # fmt: skip
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -29,7 +44,7 @@ class Cluster:
 
     def __init__(
         self, folder: Path, servers: int, workers: int, main: Callable[..., None], *words: object,
-        **variables: str,
+        dialect: str = "", **variables: str,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.variables = {
@@ -37,6 +52,7 @@ class Cluster:
             "HVDLITE_NUM_SERVERS": str(servers), "HVDLITE_NUM_WORKERS": str(workers), **variables,
         }  # fmt: skip
         self._port = free_port()
+        self.dialect = dialect
         self._main, self._words = main, words
         self.processes: dict[str, ForkServerProcess] = {}
 
@@ -49,9 +65,21 @@ class Cluster:
                 "HVDLITE_RANK": str(number), "HVDLITE_SIZE": environ["HVDLITE_NUM_WORKERS"],
                 "HVDLITE_RENDEZVOUS": f"127.0.0.1:{self._port}", "HVDLITE_SECRET": "another",
             }  # fmt: skip
-        words = environ, self._log(name), self._main, self._words
+        words = self._spelt(environ), self._log(name), self._main, self._words
         self.processes[name] = _FORKS.Process(target=_run, args=words)
         self.processes[name].start()
+
+    def _spelt(self, environ: dict[str, str]) -> dict[str, str]:
+        """Return the environment with the names of another parameter server alone."""
+        if not self.dialect:
+            return environ
+        names, roles = DIALECTS[self.dialect]
+        host, _, port = environ["HVDLITE_SCHEDULER"].partition(":")
+        own = (
+            roles[environ["HVDLITE_ROLE"]], host, port, environ["HVDLITE_NUM_SERVERS"],
+            environ["HVDLITE_NUM_WORKERS"],
+        )  # fmt: skip
+        return dict(zip(names, own, strict=True))
 
     def wait(self, name: str) -> int:
         """Return the exit code of a process when it has ended; it is negative for a signal."""
@@ -94,10 +122,10 @@ def _run(
 @contextlib.contextmanager
 def cluster(
     folder: Path, servers: int, workers: int, main: Callable[..., None], *words: object,
-    **variables: str,
+    dialect: str = "", **variables: str,
 ) -> Iterator[Cluster]:  # fmt: skip
     """Start a scheduler, servers and workers; what is left of them is killed at the end."""
-    made = Cluster(folder, servers, workers, main, *words, **variables)
+    made = Cluster(folder, servers, workers, main, *words, dialect=dialect, **variables)
     try:
         made.start("scheduler")
         for number in range(servers):

@@ -28,6 +28,15 @@ def test_sync_is_bitwise_one_process(tmp_path: Path, name: str, workers: int) ->
     assert all(same(job.weights(number), wanted) for number in range(workers))
 
 
+@pytest.mark.parametrize("dialect", ["MindSpore", "ps-lite"])
+def test_processes_are_started_with_the_names_of_others(tmp_path: Path, dialect: str) -> None:
+    """A scheduler, a server and a worker, as an operator for MindSpore starts them."""
+    words = tmp_path, "sync", None, "adam", 40
+    with cluster(tmp_path, 1, 1, main, *words, dialect=dialect) as job:
+        assert not job.wait_for_all()
+    assert same(job.weights(0), train_in_one("adam", 1, 40))
+
+
 def test_a_slow_worker_holds_nobody_up_in_async(tmp_path: Path) -> None:
     words = tmp_path, "async", None, "sgd", 300
     with cluster(tmp_path, 2, 2, main, *words, SLOW="0.003") as job:

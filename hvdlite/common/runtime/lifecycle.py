@@ -46,7 +46,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     `HorovodInternalError` when a rank is lost or has other settings.
     """
     sets = _checked_sets(process_sets)
-    if this_process.forked_from is not None:
+    if this_process.forked_from is not None or this_process.no_rank:
         raise HorovodInternalError(not_initialized())
     with this_process.initializing:
         if this_process.runtime is None:

@@ -36,6 +36,8 @@ class ProcessState:
         self.shut_down: list[Runtime] = []
         # In a forked child of a rank: the number of that rank.
         self.forked_from: int | None = None
+        # Why this process is no rank and cannot be one; empty: it may be.
+        self.no_rank = ""
         # Set by the first init of a worker of an elastic job, for the life of the process.
         self.worker: ElasticWorker | None = None
         # Whether init has looked for misspelt variables.
@@ -77,7 +79,7 @@ def for_collective() -> Runtime:
 def not_initialized() -> str:
     """Return why the caller is no rank, and the remedy."""
     if this_process.forked_from is None:
-        return _NOT_INITIALIZED
+        return this_process.no_rank or _NOT_INITIALIZED
     return (
         f"this process was forked from rank {this_process.forked_from} after init() and is no rank "
         "itself: call collectives in the parent, or start the child with spawn"
