@@ -71,6 +71,19 @@ def test_digits_are_read(script: str, framework: Framework, ranks: int, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("mode", "workers"),
+    [("sync", "mpi"), pytest.param("async", "independent", marks=RARELY)],
+)
+def test_digits_are_read_from_servers(mode: str, workers: str) -> None:
+    needs("sklearn", "torch", "zmq")
+    flags = ("--ps-servers", "1", "--ps-workers", workers)
+    words = "torch_ps_digits.py", "--mode", mode
+    output = run(2, *words, launcher=flags, HVDLITE_LAUNCHER="ssh", **TORCH[1])
+    found = re.findall(r"test accuracy ([\d.]+)%, \d+ steps/s, workers 2", output)
+    assert len(found) == 1 and float(found[0]) > 93, output
+
+
+@pytest.mark.parametrize(
     "script, framework, ranks",
     [
         pytest.param("elastic_torch_digits.py", TORCH, 1, marks=RARELY),
