@@ -19,12 +19,19 @@ VARIANTS = {
     "auto": {"HVDLITE_SEGMENTATION": "auto"},
     "autotune": {"HVDLITE_AUTOTUNE": "1", "HVDLITE_AUTOTUNE_STEPS_PER_SAMPLE": "2"},
     "small cache": {"HVDLITE_CACHE_CAPACITY": "4"},
+    "devices": {"HVDLITE_DEVICES": "gloo"},  # Communicators are aborted and made anew.
 }
 
 
 @pytest.mark.parametrize(
     ("variant", "hosts"),
-    [("threshold", ""), ("small cache", ""), ("auto", "a,b,b,a"), ("autotune", "a,b,b,a")],
+    [
+        ("threshold", ""),
+        ("small cache", ""),
+        ("auto", "a,b,b,a"),
+        ("autotune", "a,b,b,a"),
+        ("devices", ""),
+    ],
 )
 def test_weights_stay_equal_while_worlds_change(tmp_path: Path, variant: str, hosts: str) -> None:
     """4, 3, 4 and 3 ranks; newcomers know nothing of what the others have tuned."""
