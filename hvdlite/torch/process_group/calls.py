@@ -6,10 +6,12 @@ of names. The group is part of the name, as two groups of the same ranks are one
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
+from hashlib import sha1
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +37,7 @@ from hvdlite.torch.process_group.reduce_ops import translate
 from hvdlite.torch.process_group.registration import BACKEND
 from hvdlite.torch.process_group.tensors import ADAPTER, FittedEntry, KnownCall, overlap
 
+_HASHED = re.compile("[0-9a-f]{40}")
 MOST_KNOWN = 1000  # calls of a group that are remembered
 # How many groups of each name and members a runtime has had. The next one of a name, after
 # destroy_process_group(), must not meet calls of the last one that are still pending somewhere.
@@ -68,9 +71,12 @@ class Caller:
         """Take the name that torch gives.
 
         After destroy_process_group() torch begins with the same names, also for other members: how
-        often a group was made is the same on its members only.
+        often a group was made is the same on its members only. With ``use_local_synchronization``
+        it hashes the number of groups of each rank, too, which may differ among members.
         """
         self.torch_name = group
+        if _HASHED.fullmatch(group):
+            group = f"of_{sha1(repr(self.members).encode()).hexdigest()[:12]}"
         made = _made.setdefault(self.runtime, Counter())
         key = group, *self.members
         made[key] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 import hvdlite.torch as hvd
 from tests.parallel.process_group.check_calls import all_gather_single, reduce_scatter_single
@@ -93,6 +95,17 @@ def ranks_disagree() -> None:
     else:
         with pytest.raises(hvd.HorovodInternalError, match=r"\[2, 2.*\[2, 5"):
             dist.all_gather(parts, own)
+    job_goes_on()
+
+
+@feature()
+def made_again_after_an_error_inside_of_a_coalescing() -> None:
+    """torch goes on collecting the calls of the group, whatever its backend."""
+    with contextlib.suppress(KeyError), _coalescing_manager():
+        dist.all_reduce(torch.ones(2))
+        raise KeyError
+    dist.destroy_process_group()
+    hvd.init_process_group()
     job_goes_on()
 
 

@@ -104,6 +104,21 @@ def hundred_groups() -> None:
 
 
 @feature()
+def groups_that_their_members_make_alone() -> None:
+    """Members may have made different numbers of groups, which torch hashes into their names."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.new_group([0])
+    totals = []
+    for _ in range(2):
+        if rank in (0, size - 1):
+            group = dist.new_group([0, size - 1], use_local_synchronization=True)
+            tensor = torch.tensor([float(rank + 1)])
+            dist.all_reduce(tensor, group=group)
+            totals.append(tensor.item())
+    assert totals == [size + 1] * len(totals)
+
+
+@feature()
 def destroyed_and_made_again() -> None:
     for _ in range(3):
         dist.destroy_process_group()
