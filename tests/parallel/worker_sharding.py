@@ -206,6 +206,43 @@ def check_parameter_plan() -> None:
         raise AssertionError(wrong)
 
 
+def check_middle_operators() -> None:
+    """What a submodule is called with is cut as its strategy says, whatever comes to it."""
+    size = hvd.size()
+    model, batch = block(9), batches(size)[0]
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    expected = own(model(batch)).detach()
+    sharding.set_strategy(model[0], ((1, 1), (1, size)))
+    sharding.set_strategy(model[1], ((size, 1),))
+    mesh, found = sharding.mesh(), []
+    sharding.shard(model, mesh=mesh, example=own(batch))
+    model[1].register_forward_hook(lambda _, __, output: found.append(list(output.placements)))
+    output = model(own(batch))
+    assert found == [sharding.placements((size, 1), mesh)], found
+    assert torch.allclose(output, expected, atol=1e-5)
+    output.sum().backward()
+    assert model[0].weight.grad is not None
+    inside = torch.nn.Sequential(MadeInside())
+    sharding.set_strategy(inside[0], ((size, 1),))
+    try:
+        sharding.shard(inside, mesh=mesh, example=own(batch))
+    except ValueError as error:
+        assert "works on a tensor that 0 makes itself" in str(error)
+    else:
+        raise AssertionError("a strategy that cannot be kept was taken")
+
+
+class MadeInside(torch.nn.Module):
+    """A module whose own operator works on what its submodule has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        return torch.relu(self.inner(x))
+
+
 def check_convolutions() -> None:
     """DTensor's own are wrong where the width is cut; here they run on whole images."""
     torch.manual_seed(4)
@@ -227,6 +264,7 @@ if __name__ == "__main__":
     check_bytes()
     check_functions()
     check_parameter_plan()
+    check_middle_operators()
     check_convolutions()
     check_inference(Path(sys.argv[1]))
     for check in sharding_edges.CHECKS:

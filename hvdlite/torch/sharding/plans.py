@@ -33,7 +33,8 @@ class Plan(dict[str, Planned]):
     """What `plan` returns: by the names of operators, then of parameters; prints as a table.
 
     `layouts` are those of parameters and buffers by name, `inputs` of the inputs in order, and
-    `outputs` of those outputs that a strategy was given for, by their numbers.
+    `outputs` of those outputs that a strategy was given for, by their numbers. `entering` are those
+    of the tensors that a submodule with a strategy is called with, by its name; None: any.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class Plan(dict[str, Planned]):
         layouts: dict[str, Layout],
         inputs: list[Layout],
         outputs: dict[int, Layout],
+        entering: dict[str, list[Layout | None]],
     ) -> None:
         super().__init__(planned)
         self.layouts = layouts
         self.inputs = inputs
         self.outputs = outputs
+        self.entering = entering
 
     @property
     def bytes(self) -> int:
@@ -116,7 +119,29 @@ def plan(
         for index in range(len(output_names))
         if f"output{index}" in choices
     }
-    return Plan(planned, layouts, entering, leaving)
+    submodules = {
+        name: _entering(name, operators, choices[name].inputs, recorder) for name in given if name
+    }
+    return Plan(planned, layouts, entering, leaving, submodules)
+
+
+def _entering(
+    name: str, operators: Sequence[Operator], layouts: Sequence[Layout], recorder: Trace
+) -> list[Layout | None]:
+    """Return how the tensors that a submodule is called with are cut for its operator.
+
+    Raises `ValueError` where the operator works on others, which cannot be cut from outside.
+    """
+    operator = next(each for each in operators if each.name == name)
+    wanted = {each.tensor: at for each, at in zip(operator.inputs, layouts, strict=True)}
+    arguments = recorder.given.get(name, [])
+    made = [each for each in wanted if each.startswith("%") and each not in arguments]
+    if made:
+        raise ValueError(
+            f"set_strategy: the first operator of {name} works on a tensor that {name} makes "
+            "itself: give the strategy to the submodule that has the operator"
+        )
+    return [wanted.get(each) for each in arguments]
 
 
 def refuse_keras(target: Any) -> None:

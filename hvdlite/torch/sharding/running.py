@@ -71,9 +71,10 @@ def shard(
     - `example`: an input, or a tuple of inputs, of this rank: a module with parameters needs it, as
       they are cut before an optimizer takes them. Meta tensors do.
 
-    The plan decides how parameters, inputs and outputs are cut; in between DTensor goes on from
-    there. `search` is "propagation". `device` and `level` have no effect. Raises `TypeError` and
-    `ValueError` for strategies that do not fit, a function in its first call.
+    The plan decides how parameters, inputs and outputs are cut, and what submodules with a strategy
+    of `set_strategy` are called with; in between DTensor goes on from there. `search` is
+    "propagation". `device` and `level` have no effect. Raises `TypeError` and `ValueError` for
+    strategies that do not fit, a function in its first call.
     """
     check_search(search)
     if device is not None or level is not None:
@@ -214,8 +215,28 @@ class _Runner:
             given = cuts if isinstance(cuts, Layout) else from_cuts(cuts, ranks)
             found.layouts |= {n: given for n in names if names[n][0] == names[name][0]}
         self._distribute(found)
+        for name, layouts in found.entering.items():
+            self._module.get_submodule(name).register_forward_pre_hook(
+                self._cut_anew(layouts), with_kwargs=True
+            )
         self._plan = found
         return found
+
+    def _cut_anew(self, layouts: Sequence[Layout | None]) -> Callable[..., Any]:
+        """Return a hook that cuts what a submodule is called with as its strategy says."""
+
+        def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            left = iter(layouts)
+
+            def place(value: Any) -> Any:
+                layout = next(left, None) if isinstance(value, torch.Tensor) else None
+                if layout is None or not isinstance(value, DTensor):
+                    return value
+                return value.redistribute(self._mesh, self._placements(layout, value.shape))
+
+            return tree_map(place, (args, kwargs))
+
+        return enter
 
     def _distribute(self, found: Plan) -> None:
         cut: dict[int, Any] = {}

@@ -29,6 +29,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The weights that a Linear holds as [out, in], while its strategy is for [in, out].
         self.transposed: set[str] = set()
         self.path: list[str] = []
+        # By the path of a submodule: the names of the tensors that its first call was given.
+        self.given: dict[str, list[str]] = {}
         # The first operator that runs in no submodule.
         self.first: str | None = None
         self._names = dict(names)
@@ -175,7 +177,7 @@ def trace(module: torch.nn.Module, example: Sequence[Any]) -> tuple[Trace, list[
     names = {id(each): name for name, each in stand_ins.items()}
     names |= {id(each): f"input{index}" for index, each in enumerate(leaves)}
     recorder = Trace(names)
-    with _unsharded(module), _paths(module, recorder.path), torch.inference_mode(), recorder:
+    with _unsharded(module), _paths(module, recorder), torch.inference_mode(), recorder:
         outputs = torch.func.functional_call(module, stand_ins, inputs)
     out = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor)]
     return recorder, [f"input{i}" for i in range(len(leaves))], [recorder.name(e) for e in out]
@@ -202,19 +204,23 @@ def _meta(value: Any) -> Any:
 class _paths:  # noqa: N801 - reads as a function
     """Keeps the path of the submodule that runs at the end of a list."""
 
-    def __init__(self, module: torch.nn.Module, path: list[str]) -> None:
-        self._module, self._path = module, path
+    def __init__(self, module: torch.nn.Module, recorder: Trace) -> None:
+        self._module, self._path, self._recorder = module, recorder.path, recorder
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
         for name, submodule in self._module.named_modules():
             if name:
-                enter = submodule.register_forward_pre_hook(self._entering(name))
+                enter = submodule.register_forward_pre_hook(self._entering(name), with_kwargs=True)
                 leave = submodule.register_forward_hook(self._leaving, always_call=True)
                 self._handles += [enter, leave]
 
     def _entering(self, name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
+        def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [
+                each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+            ]
+            self._recorder.given.setdefault(name, [self._recorder.name(each) for each in tensors])
             self._path.append(name)
 
         return enter
