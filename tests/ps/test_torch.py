@@ -45,7 +45,7 @@ def test_a_slow_worker_holds_nobody_up_in_async(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2, 2, main, tmp_path, "sync", None, "sgd", 60, DIE="1:20") as job:
+    with cluster(tmp_path, 2, 2, main, tmp_path, "sync", None, "sgd", 60, DIE="worker1:20") as job:
         assert job.wait("worker1") == -signal.SIGKILL
         job.start("worker", 1)
         assert not job.wait_for_all()
