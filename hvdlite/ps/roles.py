@@ -22,6 +22,7 @@ from hvdlite.ps.tables import Updater
 
 # How long a cluster without workers goes on, so that last answers are not lost.
 LAST_SECONDS = 1.0
+NAME_SECONDS = 0.5  # Until the name of the scheduler is looked up again.
 STATE_FILE = "scheduler.json"
 # How long a scheduler tells all members why the cluster cannot go on.
 FAILURE_SECONDS = 5.0
@@ -77,7 +78,7 @@ def run_server(
     cannot go on.
     """
     context = new_context(settings.curve_token)
-    listener = Listener(context, f"tcp://{address_towards(settings.scheduler)}:*")
+    listener = Listener(context, f"tcp://{_own_address(settings)}:*")
     listener.open_door()
     identity = f"server {settings.node_id} {os.getpid()} {os.urandom(8).hex()}".encode()
     client = Client(identity, settings.curve_token)
@@ -111,6 +112,23 @@ def run_server(
         client.close()
         listener.close()
         context.term()
+
+
+def _own_address(settings: ClusterSettings) -> str:
+    """Return the address of this host on the way to the scheduler, whose name may come late.
+
+    Raises `HorovodInternalError` where it does not come within the time for the start.
+    """
+    end = time.monotonic() + settings.start_seconds
+    while True:
+        try:
+            return address_towards(settings.scheduler)
+        except OSError as error:
+            if time.monotonic() >= end:
+                where = f"{settings.scheduler} (HVDLITE_SCHEDULER)"
+                why = f"the scheduler's host has no address: {where}: {error}"
+                raise HorovodInternalError(why) from error
+        time.sleep(NAME_SECONDS)
 
 
 class _End:

@@ -14,6 +14,7 @@ import yaml
 from hvdlite.common.meeting.address import Address
 from hvdlite.common.meeting.detection import detect
 from hvdlite.launcher.flags import parse_args
+from hvdlite.ps.settings import read_settings
 from tests.deploy.schemas import errors
 
 ROOT = Path(__file__).parent.parent.parent
@@ -135,6 +136,9 @@ def test_the_parts_of_a_pod_fit(manifest: dict[str, Any]) -> None:
             mounts = container.get("volumeMounts", [])
             assert {mount["name"] for mount in mounts} == volumes.keys()
             for mount in mounts:
+                if mount["mountPath"] == "/snapshots":  # On the disk of the node.
+                    assert volumes[mount["name"]]["emptyDir"] == {}
+                    continue
                 assert mount["mountPath"] == "/dev/shm"
                 assert volumes[mount["name"]]["emptyDir"]["medium"] == "Memory"
             ports = {port["name"] for port in container.get("ports", [])}
@@ -149,6 +153,8 @@ def test_the_commands_can_be_run(manifest: dict[str, Any]) -> None:
         words = parse_args(args[1:]).command if args[0] == "hvdlite-run" else args
         if words[0] == "/usr/sbin/sshd":
             assert words == ["/usr/sbin/sshd", "-De", "-f", "/home/mpiuser/.sshd_config"]
+        elif words[0] == "hvdlite-ps":
+            assert words == ["hvdlite-ps", "scheduler"]
         else:
             program, script = words[:2]
             assert program in ("python", "torchrun")
@@ -188,18 +194,41 @@ def test_the_indexed_job_meets_at_its_first_pod() -> None:
     _meets(container, f"{name}-0.{subdomain}", spec)
 
 
-def test_the_workers_of_the_jobset_meet_at_their_first_pod() -> None:
+def test_the_roles_of_the_jobset_form_a_cluster() -> None:
     (jobset,) = of_kind("JobSet")
     spec = jobset["spec"]
     roles = {job["name"]: job for job in spec["replicatedJobs"]}
     assert list(roles) == ["scheduler", "server", "worker"]
-    # What has no part to play yet starts no pod.
-    assert [job["replicas"] for job in roles.values()] == [0, 0, 1]
-    assert "HVDLITE_ROLE" not in (FOLDER / "jobset.yaml").read_text()
+    assert spec["successPolicy"]["targetReplicatedJobs"] == ["worker"]
+    prefix, subdomain = jobset["metadata"]["name"], spec["network"]["subdomain"]
+    found = {}
+    for name, role in roles.items():
+        assert role["replicas"] == 1
+        job = role["template"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        given = variables(container)
+        assert given["HVDLITE_PS_TOKEN"]["secretKeyRef"]["key"] == "secret"
+        texts = {key: text for key, text in given.items() if isinstance(text, str)}
+        settings = read_settings({"HVDLITE_ROLE": "scheduler", **texts})
+        assert settings is not None and settings.role == name and not settings.independent
+        found[name] = (settings.scheduler, settings.num_servers, settings.num_workers)
+        assert job["completions"] == job["parallelism"]
+    host = f"{prefix}-scheduler-0-0.{subdomain}"
+    servers, workers = (
+        roles[name]["template"]["spec"]["completions"] for name in ("server", "worker")
+    )
+    (scheduler,) = roles["scheduler"]["template"]["spec"]["template"]["spec"]["containers"]
+    (port,) = (port["containerPort"] for port in scheduler["ports"])
+    assert set(found.values()) == {(f"{host}:{port}", servers, workers)}
+    assert scheduler["args"] == ["hvdlite-ps", "scheduler"]
     job = roles["worker"]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    first = f"{jobset['metadata']['name']}-worker-0-0.{spec['network']['subdomain']}"
-    _meets(container, first, job)
+    _meets(container, f"{prefix}-worker-0-0.{subdomain}", job)
+    server = roles["server"]["template"]["spec"]["template"]["spec"]
+    assert server["restartPolicy"] == "OnFailure"
+    (container,) = server["containers"]
+    (mount,) = container["volumeMounts"]
+    assert mount["mountPath"] == variables(container)["HVDLITE_PS_SNAPSHOT"]
 
 
 def _meets(container: dict[str, Any], host: str, job: dict[str, Any]) -> None:
@@ -221,7 +250,8 @@ def _meets(container: dict[str, Any], host: str, job: dict[str, Any]) -> None:
 def test_no_manifest_holds_a_secret(manifest: dict[str, Any]) -> None:
     for entries in find(manifest, "env"):
         for entry in entries:
-            assert entry["name"] != "HVDLITE_SECRET" or "value" not in entry
+            secret = entry["name"] in ("HVDLITE_SECRET", "HVDLITE_PS_TOKEN")
+            assert not secret or "value" not in entry
 
 
 def test_the_jobs_of_trainer_have_their_runtimes() -> None:
