@@ -1,12 +1,14 @@
-"""Allreduce between many simulated hosts, by each algorithm: the network model, and the truth.
+"""Collectives between many simulated hosts: the network model, and the truth.
 
     python benchmarks/between_hosts.py                       # 4, 8 and 16 hosts of one rank
+    python benchmarks/between_hosts.py --tensors 10 161      # and steps of so many tensors
     python benchmarks/between_hosts.py --hosts 8 --ranks-per-host 2 --delay-ms 2
 
 Hosts are network namespaces on this machine, joined by a `switch` that delays every packet. Their
 ranks share its cores, so that only figures count in which the delay and the limit of the links
 take most of the time. In each job the ranks measure the model as ``python -m hvdlite.bench model``
-does, then every algorithm at every size. It needs root, iproute2 and the extra test.
+does, then allreduce by every algorithm at every size, of one tensor and of steps of many, and the
+other collectives by the way that the model chooses. It needs root, iproute2 and the extra test.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from measuring import duration, make_parser, say, table, write
 from simulated_hosts import ROOT, add_qdisc, ip
 from switch import switch
 
+ONE, STEP, OTHER = "one allreduce", "a step of tensors", "another collective"
 SIZES = (512, 64 << 10, 1 << 20, 4 << 20)
 NETWORK = "10.213.78"
 
@@ -60,18 +63,40 @@ def hosts(number: int, delay_ms: float, mbit: float) -> Iterator[list[tuple[str,
 def rank_main(args: argparse.Namespace) -> None:
     """Measure as one rank; rank 0 writes the records."""
     import hvdlite.numpy as hvd
-    from hvdlite.common.api.network_model import compared_algorithms, measured_model
+    from hvdlite.common.api.network_model import (
+        compared_algorithms,
+        compared_collectives,
+        compared_steps,
+        measured_model,
+    )
     from hvdlite.common.collectives.costs import COSTS
 
     hvd.init()
     model = measured_model()
     compared = compared_algorithms(model, args.sizes, args.calls)
+    steps = {
+        (tensors, size): compared_steps(model, tensors, size, args.calls)
+        for tensors in args.tensors for size in args.tensor_sizes
+    }  # fmt: skip
+    others = {size: compared_collectives(model, size, args.calls) for size in args.sizes}
     if hvd.rank() == 0:
-        records = [
-            {"bytes": size, "algorithm": name, "model": predicted, "seconds": measured,
+        records: list[dict[str, Any]] = [
+            {"kind": ONE, "bytes": size, "algorithm": name, "model": predicted, "seconds": measured,
              "chosen": chosen, "figures": dict(zip(model.names(), model.values, strict=True))}
             for size, times, chosen in compared
             for name, (predicted, measured) in zip(COSTS, times, strict=True)
+        ]  # fmt: skip
+        records += [
+            {"kind": STEP, "tensors": tensors, "bytes": size, "algorithm": name,
+             "model": predicted, "seconds": measured}
+            for (tensors, size), times in steps.items()
+            for name, (predicted, measured) in times.items()
+        ]  # fmt: skip
+        records += [
+            {"kind": OTHER, "bytes": size, "algorithm": collective, "way": way,
+             "model": predicted, "seconds": measured}
+            for size, found in others.items()
+            for collective, (way, predicted, measured) in found.items()
         ]  # fmt: skip
         args.rank_file.write_text(json.dumps(records))
     hvd.shutdown()
@@ -115,6 +140,22 @@ def print_table(records: list[dict[str, Any]]) -> None:
     print(table(["hosts", "size", *names, "chosen"], lines))
 
 
+def print_others(records: list[dict[str, Any]], kind: str) -> None:
+    """Print a line for each step, or size of other collectives: measured, and the same ratio."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for record in (each for each in records if each["kind"] == kind):
+        size = f"{record['bytes'] / 1024:g} KiB"
+        of = f"{record['tensors']} x {size}" if kind == STEP else size
+        ratio = record["seconds"] / record["model"]
+        way = f", {record['way']}" if kind == OTHER else ""
+        cell = f"{duration(record['seconds'])} ({ratio:.2f}{way})"
+        rows.setdefault((str(record["hosts"]), of), {})[record["algorithm"]] = cell
+    if rows:
+        names = [*next(iter(rows.values()))]
+        print()
+        print(table(["hosts", kind, *names], [[*key, *row.values()] for key, row in rows.items()]))
+
+
 def main() -> None:
     parser = make_parser("Algorithms of allreduce between simulated hosts.", "between_hosts")
     add = parser.add_argument
@@ -123,6 +164,8 @@ def main() -> None:
     add("--delay-ms", type=float, default=5, help="each way")
     add("--mbit", type=float, default=200, help="a second, out of each host; 0: no limit")
     add("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
+    add("--tensors", type=int, nargs="*", default=(), help="of a step, which is one segment")
+    add("--tensor-sizes", type=int, nargs="+", default=(4 << 10, 64 << 10), help="bytes of each")
     add("--calls", type=int, default=3, help="of each algorithm and size")
     add("--rank-file", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -136,7 +179,9 @@ def main() -> None:
     link = f"{args.mbit:g} Mbit/s" if args.mbit else "no limit"
     print(f"\n{link}, {args.delay_ms:g} ms each way, {args.ranks_per_host} ranks a host: "
           "measured (measured / model)\n")  # fmt: skip
-    print_table(records)
+    print_table([each for each in records if each["kind"] == ONE])
+    print_others(records, STEP)
+    print_others(records, OTHER)
     write(args.json, records)
 
 

@@ -38,7 +38,7 @@ from measuring import Spread, duration, make_parser, parse, say, table, write
 
 from hvdlite.common.base.bitsets import NumberSet
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.collectives.costs import COSTS, Model, cheapest, inside_hosts
+from hvdlite.common.collectives.costs import COSTS, Model, cheapest, step_seconds
 from hvdlite.common.collectives.model_file import DEFAULT, chosen_model
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
@@ -237,10 +237,9 @@ class Job:
         if self._hosts == 1:
             return
         auto = cheapest(self._model, self._hosts, HOST, TENSOR_BYTES)
-        for name, cost in COSTS.items():
-            found = cost(self._model, self._hosts, HOST, tensors * TENSOR_BYTES, tensors)
-            inside = inside_hosts(self._model, HOST, tensors * TENSOR_BYTES)
-            seconds = found.steps + max(found.wire, found.work + inside)
+        hosts = (HOST,) * self._hosts
+        for name in COSTS:
+            seconds = step_seconds(self._model, name, hosts, tensors * TENSOR_BYTES, tensors)
             for each in (name, *(["auto"] * (name == auto))):
                 field = f"{each}_seconds"
                 setattr(traffic, field, getattr(traffic, field) + seconds)

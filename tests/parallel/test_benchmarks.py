@@ -332,11 +332,20 @@ def test_between_hosts(tmp_path: Path) -> None:
         pass
     if not os.access("/dev/net/tun", os.W_OK):
         pytest.skip("there are no TUN devices")
-    words = ("--hosts", "3", "--sizes", "512", "--calls", "1", "--delay-ms", "1", "--mbit", "0")
+    words = ("--hosts", "3", "--sizes", "512", "--calls", "1", "--delay-ms", "1", "--mbit", "0",
+             "--tensors", "3", "--tensor-sizes", "1024")  # fmt: skip
     path, script = tmp_path / "b.json", str(BENCHMARKS / "between_hosts.py")
     done = run_command([sys.executable, script, *words, "--json", str(path)], timeout=60)
     assert done.returncode == 0, done.stdout
-    records = json.loads(path.read_text())["records"]
+    every = json.loads(path.read_text())["records"]
+    assert {each["algorithm"] for each in every if each["kind"] == "another collective"} == {
+        "gather", "scatter", "broadcast"
+    }  # fmt: skip
+    steps = [each for each in every if each["kind"] == "a step of tensors"]
+    assert {(each["tensors"], each["bytes"]) for each in steps} == {(3, 1024)}
+    assert all(0.5e-3 < each["seconds"] < 1 for each in every), done.stdout
+    assert all(1e-3 < each["model"] < 1 for each in every), done.stdout
+    records = [each for each in every if each["kind"] == "one allreduce"]
     rounds = {"ring": 4, "trees": 2, "halving": 4, "two_level": 4, "doubling": 2}
     assert [each["algorithm"] for each in records] == [*rounds]
     for each in records:  # Each round takes the delay; of 3 by doubling, no rank waits for all.

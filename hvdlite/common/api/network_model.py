@@ -15,7 +15,12 @@ from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives import measure
-from hvdlite.common.collectives.costs import COSTS, Model, cheapest, inside_hosts
+from hvdlite.common.collectives.costs import COSTS, Model, cheapest, step_seconds
+from hvdlite.common.collectives.host_costs import (
+    COLLECTIVES,
+    collective_seconds,
+    collective_way,
+)
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime import state
 from hvdlite.common.runtime.probe import run_on_engine
@@ -64,7 +69,7 @@ def compared_algorithms(
     found = []
     for size in sizes:
         times = [
-            (predicted_seconds(model, runtime.topology, name, size),
+            (step_seconds(model, name, ranks_of_hosts(runtime.topology), size),
              _measured_seconds(name, size, calls))
             for name in COSTS
         ]  # fmt: skip
@@ -72,16 +77,48 @@ def compared_algorithms(
     return found
 
 
-def predicted_seconds(model: Model, topology: Topology, name: str, nbytes: int) -> float:
-    """Return what an allreduce by the algorithm `name` takes by the model, with hosts like these.
+def compared_steps(
+    model: Model, tensors: int, nbytes: int, calls: int
+) -> dict[str, tuple[float, float]]:
+    """Return what `tensors` of `nbytes` each take as one segment, by algorithm.
 
-    What goes on inside hosts goes on at the same time as what goes on between them.
+    By the model, and measured.
     """
-    slices = min(len(host) for host in topology.hosts)
-    most = max(len(host) for host in topology.hosts)
-    between = COSTS[name](model, len(topology.hosts), slices, nbytes)
-    inside = inside_hosts(model, most, nbytes)
-    return between.steps + max(between.wire, between.work + inside)
+    hosts = ranks_of_hosts(state.current().topology)
+    return {
+        name: (
+            step_seconds(model, name, hosts, tensors * nbytes, tensors),
+            _measured_seconds(name, nbytes, calls, tensors),
+        )
+        for name in COSTS
+    }
+
+
+def compared_collectives(
+    model: Model, nbytes: int, calls: int
+) -> dict[str, tuple[str, float, float]]:
+    """Return, by collective, its way, and what it takes by the model, and measured."""
+    runtime = state.current()
+    hosts, found = ranks_of_hosts(runtime.topology), {}
+    transport, backends = runtime.transport, runtime.engine.backends
+    for each in COLLECTIVES:
+        run = partial(measure.collective_seconds, transport, backends, each, model, nbytes, calls)
+        found[each] = (
+            collective_way(each, model, hosts, nbytes),
+            collective_seconds(each, model, hosts, nbytes),
+            _slowest(_on_all(run)),
+        )
+    return found
+
+
+def ranks_of_hosts(topology: Topology) -> tuple[int, ...]:
+    """Return how many ranks each host has."""
+    return tuple(map(len, topology.hosts))
+
+
+def _slowest(times: Sequence[Sequence[float]]) -> float:
+    """Return the median of the batches, each on the rank where it took longest."""
+    return float(median(max(each) for each in zip(*times, strict=True)))
 
 
 def _call_and_message() -> tuple[float, float]:
@@ -97,12 +134,14 @@ def _call_and_message() -> tuple[float, float]:
     return start, slope
 
 
-def _measured_seconds(name: str, nbytes: int, calls: int) -> float:
+def _measured_seconds(name: str, nbytes: int, calls: int, tensors: int = 1) -> float:
     """Return the time of an allreduce by an algorithm, on the slowest rank."""
-    runtime, array = state.current(), np.zeros(max(1, nbytes // 4), np.float32)
+    runtime = state.current()
+    arrays = [np.zeros(max(1, nbytes // 4), np.float32) for _ in range(tensors)]
     transport, backends = runtime.transport, runtime.engine.backends
-    every = _on_all(lambda: measure.allreduce_seconds(transport, backends, name, array, calls))
-    return float(median(max(each) for each in zip(*every, strict=True)))
+    return _slowest(
+        _on_all(lambda: measure.allreduce_seconds(transport, backends, name, arrays, calls))
+    )
 
 
 def _far_seconds(nbytes: int, call: float, message: float) -> float:

@@ -171,3 +171,16 @@ def inside_hosts(model: Model, ranks_per_host: int, nbytes: float) -> float:
     if ranks_per_host == 1:
         return 0.0
     return 4 * model.local_message + 2 * nbytes * model.local_byte
+
+
+def step_seconds(
+    model: Model, name: str, hosts: tuple[int, ...], nbytes: float, tensors: int = 1
+) -> float:
+    """Return what `tensors` of `nbytes` together take by the algorithm `name`.
+
+    `hosts` are the ranks of each. What goes on inside them goes on at the same time as what goes on
+    between them.
+    """
+    between = COSTS[name](model, len(hosts), min(hosts), nbytes, tensors)
+    inside = inside_hosts(model, max(hosts), nbytes)
+    return between.steps + max(between.wire, between.work + inside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdlite.common.collectives.costs import Cost, Model, tree_piece_bytes
+from hvdlite.common.collectives.costs import Cost, Model, inside_hosts, tree_piece_bytes
 from hvdlite.common.collectives.halving_doubling import halvings
 from hvdlite.common.collectives.trees import tree_depth
 
@@ -75,6 +75,8 @@ SCATTER_COSTS: Costs = {"ring": ring_scatter_cost, "halving": halving_scatter_co
 BROADCAST_COSTS: PathCosts = {
     "chain": chain_cost, "tree": tree_cost, "trees": root_and_trees_cost,
 }  # fmt: skip
+_HALVES = {"gather": GATHER_COSTS, "scatter": SCATTER_COSTS}
+COLLECTIVES = (*_HALVES, "broadcast")
 
 
 def cheapest_path(model: Model, hosts: int, nbytes: int) -> str:
@@ -87,6 +89,27 @@ def cheapest_path(model: Model, hosts: int, nbytes: int) -> str:
 def cheapest_of(costs: Costs, model: Model, hosts: int, slices: int, nbytes: int) -> str:
     """Return the gather or scatter that takes the least time, by name."""
     return min(costs, key=lambda name: costs[name](model, hosts, slices, nbytes).seconds)
+
+
+def collective_way(collective: str, model: Model, hosts: tuple[int, ...], nbytes: int) -> str:
+    """Return the cheapest way of a "gather", "scatter" or "broadcast", by name."""
+    if collective == "broadcast":
+        return cheapest_path(model, len(hosts), nbytes)
+    return cheapest_of(_HALVES[collective], model, len(hosts), min(hosts), nbytes)
+
+
+def collective_seconds(collective: str, model: Model, hosts: tuple[int, ...], nbytes: int) -> float:
+    """Return what a collective takes by the cheapest way; `hosts` are the ranks of each.
+
+    Inside the hosts it does one half of the work of an allreduce, at the same time.
+    """
+    way = collective_way(collective, model, hosts, nbytes)
+    if collective == "broadcast":
+        cost = BROADCAST_COSTS[way](model, len(hosts), nbytes)
+    else:
+        cost = _HALVES[collective][way](model, len(hosts), min(hosts), nbytes)
+    inside = inside_hosts(model, max(hosts), nbytes) / 2
+    return cost.steps + max(cost.wire, cost.work + inside)
 
 
 def bundle_is_cheaper(model: Model, here: int, there: int, nbytes: int) -> bool:

@@ -18,11 +18,11 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.algorithms import Choice
 from hvdlite.common.collectives.base import Array, Backend, Members, Reduction
 from hvdlite.common.collectives.chained_view import even_chain
-from hvdlite.common.collectives.costs import PIECE_BYTES
+from hvdlite.common.collectives.costs import PIECE_BYTES, Model
 from hvdlite.common.collectives.flat import FlatBackend
 from hvdlite.common.collectives.hierarchical import HierarchicalBackend
+from hvdlite.common.collectives.hosts import HostsBackend
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.base import Transport
 
@@ -162,23 +162,69 @@ def local_byte_seconds(transport: Transport, backends: Sequence[Backend], nbytes
 
 
 def allreduce_seconds(
-    transport: Transport, backends: Sequence[Backend], name: str, array: Array, calls: int
+    transport: Transport,
+    backends: Sequence[Backend],
+    name: str,
+    arrays: Sequence[Array],
+    calls: int,
 ) -> list[float]:
-    """Return the mean seconds of `calls` allreduces by one algorithm, in each of `BATCHES`.
+    """Return the mean seconds of `calls` allreduces by one algorithm, in each of `BATCHES`."""
+    members, backend = _all_hosts(transport, backends, Choice(name))
+    return _batches(calls, lambda: backend.allreduce(members, arrays, arrays, SUM, _quiet))
+
+
+def collective_seconds(
+    transport: Transport,
+    backends: Sequence[Backend],
+    collective: str,
+    model: Model,
+    nbytes: int,
+    calls: int,
+) -> list[float]:
+    """Return the mean seconds of `calls` collectives that are chosen by `model`, as above.
+
+    `collective` is one of `host_costs.COLLECTIVES`; `nbytes` are those of all blocks.
+    """
+    members, backend = _all_hosts(transport, backends, Choice(model=model))
+    part = np.zeros(max(1, nbytes // 4 // members.size), np.float32)
+    whole = np.zeros(part.size * members.size, np.float32)
+    counts = [[part.size] * members.size]
+
+    def there_and_back() -> None:  # A root would begin the next one before others have this one.
+        for root in (0, members.size - 1):
+            backend.broadcast(members, [whole], root, _quiet)
+
+    calls_of: dict[str, Callable[[], None]] = {
+        "gather": lambda: backend.allgather(members, [part], [whole], counts, _quiet),
+        "scatter": lambda: backend.reducescatter(members, [whole], [part], counts, SUM, _quiet),
+        "broadcast": there_and_back,
+    }
+    runs = 2 if collective == "broadcast" else 1
+    return [seconds / runs for seconds in _batches(calls, calls_of[collective])]
+
+
+def _all_hosts(
+    transport: Transport, backends: Sequence[Backend], choice: Choice
+) -> tuple[Members, HostsBackend]:
+    """Return all ranks, and the backend for them with a choice of its own."""
+    topology = transport.topology
+    members = Members(tuple(range(topology.size)), transport.rank, topology)
+    if len(topology.hosts) == topology.size:
+        return members, FlatBackend(transport, choice)
+    shm = next(each for each in backends if isinstance(each, ShmBackend))
+    return members, HierarchicalBackend(transport, shm, choice=choice)
+
+
+def _batches(calls: int, run: Callable[[], None]) -> list[float]:
+    """Return the mean seconds of `calls` runs, in each of `BATCHES`.
 
     Ranks do not wait for each other between calls, but none can end one that another has not begun.
     """
-    topology = transport.topology
-    members = Members(tuple(range(topology.size)), transport.rank, topology)
-    backend: RingBackend = FlatBackend(transport, Choice(name))
-    if len(topology.hosts) < topology.size:
-        shm = next(each for each in backends if isinstance(each, ShmBackend))
-        backend = HierarchicalBackend(transport, shm, choice=Choice(name))
     times = []
     for number in (1, *[calls] * BATCHES):  # The first one makes connections, and is not counted.
         start = time.perf_counter()
         for _ in range(number):
-            backend.allreduce(members, [array], [array], SUM, _quiet)
+            run()
         times.append((time.perf_counter() - start) / number)
     return times[1:]
 
