@@ -34,6 +34,7 @@ class Enrolment:
             "role": settings.role, "number": number, "address": address,
             "node_id": settings.node_id or os.urandom(8).hex(),
             "num_servers": settings.num_servers, "num_workers": settings.num_workers,
+            "joins": settings.joins,
         }  # fmt: skip
         self.connection: Connection = client.connect(settings.address)
         self.connection.receive = self._receive

@@ -50,12 +50,14 @@ class ServerLink:
 
     def add(self, shard: Shard) -> None:
         """Let a shard hear of answers."""
+        self._shards = [each for each in self._shards if not each.retired]
         shard.records = self._client.records
         self._shards.append(shard)
 
-    def remove(self, shard: Shard) -> None:
-        """Let a shard hear of nothing more."""
-        self._shards.remove(shard)
+    @property
+    def is_used(self) -> bool:
+        """Whether the server keeps something of this worker's tables."""
+        return any(not shard.retired for shard in self._shards)
 
     def leave(self, done: Callable[[Message], None]) -> None:
         """Tell the server that this worker goes."""

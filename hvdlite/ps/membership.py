@@ -34,7 +34,7 @@ class ClusterPlan:
     server_seconds: float = 300.0  # For which a server may be silent.
 
     def most(self, role: str) -> int:
-        """Return how many processes may have a role."""
+        """Return how many processes may have a role, besides those that join."""
         if role == SERVER:
             return self.num_servers
         return max(self.num_workers, self.most_workers if self.independent else 0)
@@ -54,6 +54,7 @@ class Hello:
     num_workers: int
     number: int | None = None  # That it must have, as a rank has; None: any.
     address: str = ""  # Of a server, for workers.
+    joins: bool = False  # It is one more, where all that are needed are there.
 
 
 @dataclass
@@ -79,7 +80,12 @@ class Membership:
     members: dict[tuple[str, int], Member] = field(default_factory=dict)
     formed: bool = False
     failure: str = ""  # Why the cluster cannot go on: the same for all who ask.
+    servers_in_use: int = 0  # Servers with higher numbers keep nothing yet, or nothing any more.
     _hellos: dict[bytes, int] = field(default_factory=dict)  # Peer -> the request to be answered.
+
+    def __post_init__(self) -> None:
+        """All servers of the plan are in use."""
+        self.servers_in_use = self.servers_in_use or self.plan.num_servers
 
     # -- events
 
@@ -134,6 +140,9 @@ class Membership:
             if member.role == WORKER and self.plan.independent:
                 member.lost |= silence >= self.plan.worker_seconds
             elif member.role == SERVER and silence >= self.plan.server_seconds:
+                if member.number >= self.servers_in_use:
+                    member.lost = True
+                    continue
                 address = member.address.partition(" ")[0]
                 self.failure = (
                     f"server {member.number} ({address}) is lost: nothing was heard of it for "
@@ -198,7 +207,10 @@ class Membership:
                     f"the cluster has {own} {word}, and this {hello.role} was told of {given}: "
                     f"give all processes the same HVDLITE_NUM_{word.upper()}"
                 )
-        if hello.number is not None and not 0 <= hello.number < self.plan.most(hello.role):
+        most = max(
+            [self.plan.most(hello.role), *(n + 1 for r, n in self.members if r == hello.role)]
+        )
+        if hello.number is not None and not 0 <= hello.number < most:
             return f"there is no {hello.role} {hello.number}: their numbers begin with 0"
         return ""
 
@@ -223,6 +235,12 @@ class Membership:
                 member.node_id = hello.node_id
                 member.incarnation += 1
                 return member
+        if hello.joins and self.formed and (hello.role == SERVER or self.plan.independent):
+            number = 1 + max((n for role, n in self.members if role == hello.role), default=-1)
+            self.members[hello.role, number] = Member(
+                hello.role, number, hello.node_id, hello.address
+            )
+            return self.members[hello.role, number]
         return None
 
     def member_of(self, peer: bytes) -> Member | None:

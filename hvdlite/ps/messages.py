@@ -6,6 +6,9 @@
 | declare | worker -> scheduler | layout |
 | beat | any -> scheduler | beat: who is alive, and the version of the layout |
 | leave, barrier | worker -> scheduler | done |
+| clocks | worker -> scheduler | done: it holds its pushes back, and says the step of each table |
+| plan, ready, scale | server, server, worker -> scheduler | plan: what to send and take; done |
+| take | server -> server | taken: parts of a table that the other one keeps in the next layout |
 | start | worker -> server | started: version, clock of the worker; or wanted |
 | offer | worker -> server | started: it brings the values that were wanted |
 | push | worker -> server | pushed: version |
@@ -36,8 +39,8 @@ KINDS = frozenset(
         "hello", "challenge", "welcome", "refused", "declare", "layout", "beat", "leave",
         "barrier", "done",
         "start", "wanted", "offer", "started", "push", "pushed", "pull", "values", "push_rows",
-        "pull_rows", "failed", "moved", "restarted", "rolled_back",
-        "unmapped",
+        "pull_rows", "clocks", "plan", "ready", "scale", "take", "taken", "failed", "moved",
+        "restarted", "rolled_back", "unmapped",
     }
 )  # fmt: skip
 MOST_HEAD_BYTES = 64 << 20
@@ -52,7 +55,8 @@ class Message(NamedTuple):
     request: int = 0
     table: str = ""
     clock: int = 0  # Of the worker in requests; the version in answers.
-    incarnation: int = 0  # How often the server has started: in its answers.
+    # How often the server has started: in its answers. The version of the layout: in requests.
+    incarnation: int = 0
     body: Mapping[str, Any] = {}
     payloads: Sequence[Buffer] = ()
 

@@ -9,7 +9,8 @@ import numpy as np
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.blocks import Array, dtype_of
 from hvdlite.ps.messages import Message
-from hvdlite.ps.turns import Turns, joined
+from hvdlite.ps.shard import Shard
+from hvdlite.ps.turns import Turns, joined, until_settled
 from hvdlite.ps.worker import RemoteTable
 
 
@@ -19,36 +20,42 @@ class RawTable(RemoteTable):
     def push_async(self, array: Array) -> Handle:
         """Push a flat array as a step. Raises `PsRolledBack`."""
         self.raise_if_rolled_back()
-        turns = self._take_turns()
+        self.gate.let_pass()
         handles = []
         for server, shard in enumerate(self._shards):
             begin = partial(shard.push, {}, self._cut([array], server))
-            handles.append(self._client.ask(partial(turns[server].add, begin)))
-        return joined(handles, lambda _: None)
+            handles.append(self._client.ask(partial(self._turns_of(shard).add, begin)))
+        handle = joined(handles, lambda _: None)
+        handle.on_end(self.gate.answered)
+        return handle
 
     def pull_async(self) -> Handle:
         """Return a handle of the tensor, which has all that was pushed here before."""
         self.raise_if_rolled_back()
-        turns = self._take_turns()
+        return until_settled(self._pull_once)
+
+    def _pull_once(self) -> Handle:
+        # A table that moves has its blocks first, then its shards, then fails the old ones.
+        shards = self._shards
+        every = self._blocks
         handles = [
-            self._client.ask(partial(turns[server].add, shard.pull))
-            for server, shard in enumerate(self._shards)
+            self._client.ask(partial(self._turns_of(shard).add, shard.pull)) for shard in shards
         ]
         (spec,) = self.specs
 
         def finish(answers: list[Message]) -> Array:
             found = np.empty(spec.size, dtype_of(spec.dtype))
-            for blocks, answer in zip(self._blocks, answers, strict=True):
+            for blocks, answer in zip(every, answers, strict=True):
                 for block, data in zip(blocks, answer.payloads, strict=True):
                     block.scatter(block.view(data), [found], self._first_key)
             return found.reshape(spec.shape)
 
         return joined(handles, finish)
 
-    def _take_turns(self) -> list[Turns]:
+    def _turns_of(self, shard: Shard) -> Turns:
         if not hasattr(self, "_turns"):
-            self._turns = [Turns() for _ in self._shards]
-        return self._turns
+            self._turns: dict[Shard, Turns] = {}
+        return self._turns.setdefault(shard, Turns())
 
 
 class FoundTable(RawTable):

@@ -36,6 +36,7 @@ class Registry:
 
     def __init__(self, num_servers: int) -> None:
         self.layout = Layout((), (), num_servers)
+        self.version = 1  # Of the layout: another number of servers makes another one.
         self._tables: dict[str, _Table] = {}
 
     def declare(
@@ -59,6 +60,26 @@ class Registry:
         count = len(known.specs) if known.options.rows is None else 0
         keys = range(known.first_key, known.first_key + count)
         return known.first_key, [part for part in self.layout.parts if part.key in keys]
+
+    def modes(self) -> dict[str, str]:
+        """Return the mode of each table."""
+        return {name: table.options.mode for name, table in self._tables.items()}
+
+    def change_to(self, layout: Layout) -> None:
+        """Let another layout count from now on."""
+        self.layout = layout
+        self.version += 1
+
+    def parts_of(self, server: int, layout: Layout) -> list[list[Any]]:
+        """Return the parts of each table that a server keeps in a layout: [name, parts]."""
+        parts = layout.parts_of(server)
+        found: list[list[Any]] = []
+        for name, table in self._tables.items():
+            count = len(table.specs) if table.options.rows is None else 0
+            keys = range(table.first_key, table.first_key + count)
+            own = [[p.key, p.start, p.stop, p.server] for p in parts if p.key in keys]
+            found.append([name, table.first_key, count, own])
+        return found
 
     def _compare(
         self, worker: int, name: str, known: _Table, specs: Sequence[TensorSpec],
@@ -103,7 +124,10 @@ class Registry:
             for name, table in self._tables.items()
         ]  # fmt: skip
         parts = [[part.key, part.start, part.stop, part.server] for part in self.layout.parts]
-        return {"tables": tables, "parts": parts, "itemsizes": list(self.layout.itemsizes)}
+        return {
+            "tables": tables, "parts": parts, "itemsizes": list(self.layout.itemsizes),
+            "servers": self.layout.num_servers, "version": self.version,
+        }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` has returned."""
@@ -111,7 +135,8 @@ class Registry:
             known = tuple(TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in specs)
             self._tables[name] = _Table(first_key, known, TableOptions(*options), worker)
         parts = tuple(Part(*part) for part in state["parts"])
-        self.layout = Layout(parts, tuple(state["itemsizes"]), self.layout.num_servers)
+        self.layout = Layout(parts, tuple(state["itemsizes"]), state["servers"])
+        self.version = state["version"]
 
 
 def _rows_of(specs: Sequence[TensorSpec]) -> list[list[Any]]:

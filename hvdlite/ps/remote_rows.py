@@ -13,6 +13,7 @@ from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.blocks import Array, TensorSpec, dtype_of
 from hvdlite.ps.client import Client
 from hvdlite.ps.clocks import Mode
+from hvdlite.ps.link import ServerLink
 from hvdlite.ps.messages import Message
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.row_store import RowsSpec
@@ -21,27 +22,44 @@ from hvdlite.ps.server import describe_table
 from hvdlite.ps.shard import Shard
 from hvdlite.ps.table_shards import TableShards
 from hvdlite.ps.tables import SKIP
-from hvdlite.ps.turns import Done, Turns, joined
+from hvdlite.ps.turns import Done, Turns, joined, until_settled
 
 
 class RemoteRows(TableShards):
     """A table of rows on the servers. `new_shard` connects a shard with its server."""
 
     def __init__(
-        self, spec: TensorSpec, options: TableOptions, client: Client, servers: int,
-        new_shard: Callable[[int, Mapping[str, Any]], Shard],
+        self, answer: Message, spec: TensorSpec, options: TableOptions, client: Client,
+        links: Callable[[int], Sequence[ServerLink]], worker: int, declaration: Message,
     ) -> None:  # fmt: skip
         assert options.rows is not None
         self.name, self.spec = spec.name, RowsSpec(*options.rows)
-        self._servers = servers
-        self._turns = [Turns() for _ in range(servers)]
-        shards = []
-        mode = Mode(options.mode, options.staleness)
-        for server in range(servers):
+        self._tensor, self._options, self._links, self._worker = spec, options, links, worker
+        shards = self._new_shards(answer)
+        self._turns = [Turns() for _ in shards]
+        super().__init__(client, shards, options.mode, declaration, answer.body["layout"])
+
+    def _new_shards(self, answer: Message) -> list[Shard]:
+        shards, servers = [], answer.body["servers"]
+        mode, average = Mode(self._options.mode, self._options.staleness), self._options.average
+        for server, link in enumerate(self._links(servers)):
             share = RowShare(self.spec, server, servers)
-            about = describe_table([spec], [], mode, average=options.average, rows=share)
-            shards.append(new_shard(server, about))
-        super().__init__(client, shards)
+            about = describe_table([self._tensor], [], mode, average=average, rows=share)
+            layout = answer.body["layout"]
+            shard = Shard(self.name, server, self._worker, about, list, link.send, "_rows", layout)
+            link.add(shard)
+            shards.append(shard)
+        return shards
+
+    def move(self, answer: Message) -> None:
+        """See `TableShards`."""
+        old = self._shards
+        shards = self._new_shards(answer)
+        for server, shard in enumerate(shards):
+            before = old[min(server, len(old) - 1)]
+            shard.take_over(before, before.version, ())
+        self._turns = [Turns() for _ in shards]
+        self._replace_shards(shards, answer.body["layout"])
 
     def push(self, ids: Any, rows: Any, body: Mapping[str, Any] | None = None) -> Handle:
         """Push the gradients of rows, an array of shape (len(ids), length), as one step.
@@ -59,24 +77,26 @@ class RemoteRows(TableShards):
                 f"{self.spec.dtype} of shape {shape} belong to {len(ids)} ids"
             )
         unique, merged = merge_repeated(ids, rows)
-        return self._push_parts(
-            [
-                [_bytes(unique[of_server]), _bytes(merged[of_server])]
-                for of_server in self._of_servers(unique)
-            ],
-            body or {},
-        )
+        self.gate.let_pass()
+        parts = [
+            [_bytes(unique[of_server]), _bytes(merged[of_server])]
+            for of_server in _of_servers(unique, len(self._shards))
+        ]
+        return self._push_parts(parts, body or {})
 
     def skip(self) -> Handle:
         """Push a step that all workers skip."""
-        return self._push_parts([()] * self._servers, {SKIP: True})
+        self.gate.let_pass()
+        return self._push_parts([()] * len(self._shards), {SKIP: True})
 
     def _push_parts(self, parts: Sequence[Sequence[memoryview]], body: Mapping[str, Any]) -> Handle:
         handles = [
-            self._ask(server, partial(self._shards[server].push, body, payloads))
-            for server, payloads in enumerate(parts)
+            self._ask(turns, partial(shard.push, body, payloads))
+            for shard, turns, payloads in zip(self._shards, self._turns, parts, strict=True)
         ]
-        return joined(handles, lambda _: None)
+        handle = joined(handles, lambda _: None)
+        handle.on_end(self.gate.answered)
+        return handle
 
     def pull(self, ids: Any) -> Handle:
         """Return a handle of the rows that the next step needs: an array of (len(ids), length).
@@ -85,19 +105,27 @@ class RemoteRows(TableShards):
         """
         self.raise_if_rolled_back()
         unique, inverse = np.unique(self.checked_ids(ids), return_inverse=True)
-        of_servers = self._of_servers(unique)
+        settled = until_settled(partial(self._pull_once, unique))
+        return joined([settled], lambda found: found[0][inverse.reshape(-1)])
+
+    def _pull_once(self, ids: NDArray[np.int64]) -> Handle:
+        """Return a handle of rows, or of `MovedError` where other servers keep them now."""
+        # A table that moves has its turns first, then its shards, then fails the old ones.
+        shards = self._shards
+        every_turns = self._turns
+        of_servers = _of_servers(ids, len(shards))
         handles = [
-            self._ask(server, partial(_pull, self._shards[server], [_bytes(unique[of_server])]))
-            for server, of_server in enumerate(of_servers)
+            self._ask(turns, partial(_pull, shard, [_bytes(ids[of_server])]))
+            for shard, turns, of_server in zip(shards, every_turns, of_servers, strict=False)
         ]
 
         def finish(answers: list[Message]) -> Array:
             dtype = dtype_of(self.spec.dtype)
-            found = np.empty((len(unique), self.spec.length), dtype)
+            found = np.empty((len(ids), self.spec.length), dtype)
             for of_server, answer in zip(of_servers, answers, strict=True):
                 rows = np.frombuffer(answer.payloads[0], dtype)
                 found[of_server] = rows.reshape(-1, self.spec.length)
-            return found[inverse.reshape(-1)]
+            return found
 
         return joined(handles, finish)
 
@@ -123,13 +151,14 @@ class RemoteRows(TableShards):
 
     # -- parts
 
-    def _of_servers(self, ids: NDArray[np.int64]) -> list[NDArray[np.intp]]:
-        """Return where the rows of each server are in `ids`."""
-        owners = ids % self._servers
-        return [np.flatnonzero(owners == server) for server in range(self._servers)]
+    def _ask(self, turns: Turns, begin: Callable[[Done], object]) -> Handle:
+        return self._client.ask(lambda done: turns.add(begin, done))
 
-    def _ask(self, server: int, begin: Callable[[Done], object]) -> Handle:
-        return self._client.ask(lambda done: self._turns[server].add(begin, done))
+
+def _of_servers(ids: NDArray[np.int64], servers: int) -> list[NDArray[np.intp]]:
+    """Return where the rows of each server are in `ids`."""
+    owners = ids % servers
+    return [np.flatnonzero(owners == server) for server in range(servers)]
 
 
 def _pull(shard: Shard, payloads: Sequence[memoryview], done: Done) -> None:

@@ -13,6 +13,7 @@ from hvdlite.ps.channel import Listener, new_context
 from hvdlite.ps.client import Client
 from hvdlite.ps.enrolment import Enrolment
 from hvdlite.ps.membership import ClusterPlan
+from hvdlite.ps.migration import Migration
 from hvdlite.ps.records import OFF, Records
 from hvdlite.ps.scheduler import Scheduler
 from hvdlite.ps.server import Server, TableDescription
@@ -96,9 +97,10 @@ def run_server(
         server = Server(
             listener, new_updater, incarnation=welcome["incarnation"],
             workers=welcome["workers"], snapshots=folder, snapshot_every=settings.snapshot_every,
-            token=settings.token, records=records,
+            token=settings.token, records=records, layout=welcome["layout"],
         )  # fmt: skip
-        end = _End(server, news)
+        migration = Migration(server, welcome["number"], client, enrolment.request, settings.token)
+        end = _End(server, migration, welcome["number"], news)
         server.serve(lambda: killed() or end())
         if not killed():
             enrolment.leave()
@@ -132,10 +134,14 @@ def _own_address(settings: ClusterSettings) -> str:
 
 
 class _End:
-    """Says whether a server has done its part; lets it hear of workers that come and go."""
+    """Says whether a server has done its part; lets it hear of others that come and go."""
 
-    def __init__(self, server: Server, news: Mapping[str, Any]) -> None:
-        self._server, self._news = server, news
+    def __init__(
+        self, server: Server, migration: Migration, number: int, news: Mapping[str, Any]
+    ) -> None:
+        self._server, self._migration = server, migration
+        self._number, self._news = number, news
+        self._is_used = False  # Whether it keeps something, or has.
         self._empty_since: float | None = None
 
     def __call__(self) -> bool:
@@ -143,7 +149,10 @@ class _End:
             raise HorovodInternalError(failure)
         workers = self._news.get("workers", self._server.workers)
         self._server.set_workers(workers)
-        if workers:
+        self._migration.look(self._news)
+        keeps = self._number < self._news.get("layout_servers", 0)
+        self._is_used |= keeps
+        if workers and (keeps or not self._is_used):
             self._empty_since = None
         elif self._empty_since is None:
             self._empty_since = time.monotonic()

@@ -17,9 +17,11 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.admission import Door
 from hvdlite.ps.blocks import TensorSpec
 from hvdlite.ps.channel import Listener
-from hvdlite.ps.membership import WORKER, ClusterPlan, Hello, Membership
+from hvdlite.ps.layout import rebalance
+from hvdlite.ps.membership import SERVER, WORKER, ClusterPlan, Hello, Membership
 from hvdlite.ps.messages import Message
 from hvdlite.ps.registry import Registry, TableOptions
+from hvdlite.ps.scaling import Change
 from hvdlite.ps.tables import Answer
 
 LOOK_SECONDS = 0.5
@@ -42,12 +44,18 @@ class Scheduler:
         self._news: dict[str, Any] = {}  # That all members were told last.
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "hello": self._hello, "beat": self._beat, "leave": self._leave,
-            "declare": self._declare, "barrier": self._meet,
+            "declare": self._declare, "barrier": self._meet, "clocks": self._report,
+            "plan": self._plan, "ready": self._ready, "scale": self._scale,
         }  # fmt: skip
+        self._change: Change | None = None  # Of the number of servers, which is under way.
+        self._wanted = plan.num_servers
+        self._incarnations: dict[int, int] = {}  # Of servers, when the change was begun.
         if state_file is not None and state_file.exists():
             state = json.loads(state_file.read_text())
             self.membership.load(state["membership"], time.monotonic())
             self.registry.load(state["registry"])
+            self._wanted = state["wanted"]
+            self.membership.servers_in_use = self.registry.layout.num_servers
 
     def serve(self, ended: Callable[[], bool]) -> None:
         """Answer until `ended`, which is called at least twice a second."""
@@ -56,6 +64,7 @@ class Scheduler:
             answers = self.membership.tick(time.monotonic())
             if received is not None:
                 answers += self.answer(*received)
+            self._look_at_change()
             for answer in [*answers, *self._tell()]:
                 self.listener.send(*answer)
 
@@ -73,12 +82,86 @@ class Scheduler:
 
     def _tell(self) -> list[Answer]:
         """Return what all members have to hear at once, where something has changed."""
-        news = self.membership.describe()
+        news = self._describe()
         if news == self._news:
             return []
         self._news = news
         peers = [member.peer for member in self.membership.members.values() if member.peer]
         return [Answer(peer, Message("beat", body=news)) for peer in peers]
+
+    def _describe(self) -> dict[str, Any]:
+        """Return what members have to know."""
+        return self.membership.describe() | {
+            "layout": self.registry.version, "layout_servers": self.registry.layout.num_servers,
+            "change": None if self._change is None else self._change.describe(),
+        }  # fmt: skip
+
+    # -- servers that come and go
+
+    def _look_at_change(self) -> None:
+        """Begin a change of the number of servers, go on with it, or give it up."""
+        members = self.membership.members
+        servers = {n: members[SERVER, n] for role, n in members if role == SERVER}
+        incarnations = {number: member.incarnation for number, member in servers.items()}
+        for number in [n for n, member in servers.items() if member.lost]:
+            del members[SERVER, number]  # It has come, and was lost before it had anything.
+            self._change, self._wanted = None, self.registry.layout.num_servers
+        change = self._change
+        if change is not None and incarnations != self._incarnations:
+            change = self._change = None  # What a server had taken is lost with it.
+        layout = self.registry.layout
+        if change is None:
+            wanted = self._wanted
+            if wanted == layout.num_servers or any(n not in servers for n in range(wanted)):
+                return
+            self._incarnations = incarnations
+            self._change = Change(
+                time.time_ns(), rebalance(layout, wanted), layout, self.registry.modes()
+            )
+        elif change.look(self.membership.workers()):
+            self.registry.change_to(change.layout)
+            self.membership.servers_in_use = change.layout.num_servers
+            self._change = None
+            self._keep()
+
+    def _changing(self, message: Message) -> Change | None:
+        """Return the change that a message is about, unless it was given up."""
+        change = self._change
+        return change if change and change.identity == message.body["change"] else None
+
+    def _report(self, peer: bytes, message: Message) -> list[Answer]:
+        member, change = self.membership.member_of(peer), self._changing(message)
+        if member is not None and change is not None:
+            change.report(member.number, message.body["clocks"])
+        return [_answer(peer, message, "done")]
+
+    def _plan(self, peer: bytes, message: Message) -> list[Answer]:
+        member, change = self.membership.member_of(peer), self._changing(message)
+        if member is None or change is None:
+            return [_answer(peer, message, "failed", why="the change was given up")]
+        moves = [
+            [move.key, move.start, move.stop, move.source, move.target]
+            for move in change.moves_of(member.number)
+        ]
+        tables = self.registry.parts_of(member.number, change.layout)
+        return [_answer(peer, message, "plan", moves=moves, tables=tables)]
+
+    def _ready(self, peer: bytes, message: Message) -> list[Answer]:
+        member, change = self.membership.member_of(peer), self._changing(message)
+        if member is not None and change is not None:
+            change.ready.add(member.number)
+        return [_answer(peer, message, "done")]
+
+    def _scale(self, peer: bytes, message: Message) -> list[Answer]:
+        wanted, present = message.body["servers"], self.registry.layout.num_servers
+        if type(wanted) is not int or not 1 <= wanted <= present:
+            raise ValueError(
+                f"{wanted!r} servers cannot be left of {present}: give 1 to {present}, and start a "
+                "server with HVDLITE_PS_JOIN=1 to have one more"
+            )
+        self._wanted = wanted
+        self._keep()
+        return [_answer(peer, message, "done")]
 
     # -- requests
 
@@ -91,13 +174,22 @@ class Scheduler:
             return [_answer(peer, message, "refused", why=why)]
         hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
         answers = self.membership.hello(peer, message.request, hello, time.monotonic())
+        answers = [
+            Answer(to, each._replace(body={**each.body, **self._describe()}))
+            if each.kind == "welcome"
+            else Answer(to, each)
+            for to, each in answers
+        ]
+        member = self.membership.member_of(peer)
+        if hello.joins and member is not None and member.role == SERVER:
+            self._wanted = max(self._wanted, member.number + 1)
         self._keep()
         return answers
 
     def _beat(self, peer: bytes, message: Message) -> list[Answer]:
         if not self.membership.beat(peer, time.monotonic()):
             return [_answer(peer, message, "restarted")]
-        return [_answer(peer, message, "beat", **self.membership.describe())]
+        return [_answer(peer, message, "beat", **self._describe())]
 
     def _leave(self, peer: bytes, message: Message) -> list[Answer]:
         member = self.membership.member_of(peer)
@@ -115,12 +207,15 @@ class Scheduler:
             return [_answer(peer, message, "restarted")]
         if "specs" not in message.body:
             return [_answer(peer, message, "layout", **self.registry.describe(message.table))]
+        if self._change is not None and message.table not in self.registry.modes():
+            return []  # A new table is asked for again when the next layout counts.
         specs = [TensorSpec(n, d, tuple(shape), g) for n, d, shape, g in message.body["specs"]]
         options = TableOptions(*message.body["options"])
         first_key, parts = self.registry.declare(member.number, message.table, specs, options)
         self._keep()
         rows = [[part.key, part.start, part.stop, part.server] for part in parts]
-        return [_answer(peer, message, "layout", first_key=first_key, parts=rows)]
+        about = {"layout": self.registry.version, "servers": self.registry.layout.num_servers}
+        return [_answer(peer, message, "layout", first_key=first_key, parts=rows, **about)]
 
     def _meet(self, peer: bytes, message: Message) -> list[Answer]:
         member = self.membership.member_of(peer)
@@ -144,7 +239,10 @@ class Scheduler:
         """Write down what must be known again; a file that is half written is never seen."""
         if self._state_file is None:
             return
-        state = {"membership": self.membership.state(), "registry": self.registry.state()}
+        state = {
+            "membership": self.membership.state(), "registry": self.registry.state(),
+            "wanted": self._wanted,
+        }  # fmt: skip
         temporary = self._state_file.with_suffix(".unfinished")
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(state, file)

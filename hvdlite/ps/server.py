@@ -16,9 +16,11 @@ from hvdlite.ps.records import OFF, Records
 from hvdlite.ps.row_store import RowsSpec
 from hvdlite.ps.row_tables import RowShare, RowTable
 from hvdlite.ps.snapshots import Snapshot, SnapshotFolder
-from hvdlite.ps.tables import Answer, Table, Updater
+from hvdlite.ps.tables import Answer, Saved, Table, Updater
 
 LOOK_SECONDS = 0.5
+# Requests that depend on who keeps what.
+OF_LAYOUT = frozenset({"start", "offer", "push", "pull", "push_rows", "pull_rows"})
 
 
 class TableDescription:
@@ -78,15 +80,19 @@ class Server:
         self, listener: Listener, new_updater: Callable[[TableDescription], Updater], *,
         incarnation: int, workers: Collection[int], snapshots: SnapshotFolder | None = None,
         snapshot_every: int = 0, token: bytes | None = None, records: Records = OFF,
+        layout: int = 1,
     ) -> None:  # fmt: skip
         self.listener = listener
+        self.layout = layout  # Its version, by which requests for an older one are known.
+        # Hears that a worker knows a later one.
+        self.hear_of_layout: Callable[[int], None] = lambda _layout: None
         self.tables: dict[str, Table] = {}
         self.workers = set(workers)  # That take part, as the scheduler says.
         self._new_updater = new_updater
         self._incarnation = incarnation
         self._snapshots, self._every = snapshots, snapshot_every
         self.records = records
-        self._descriptions: dict[str, TableDescription] = {}
+        self.descriptions: dict[str, TableDescription] = {}
         self._saved: dict[str, int] = {}  # The version of the newest snapshot.
         self._worker_of: dict[bytes, int] = {}
         self._early: set[int] = set()  # Who has started before the scheduler said that it is there.
@@ -95,9 +101,9 @@ class Server:
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "start": self._start, "offer": self._offer, "push": self._push, "pull": self._pull,
             "push_rows": self._push, "pull_rows": self._pull, "leave": self._leave,
-            "beat": self._beat,
+            "beat": self._beat, "hello": self._welcome,
         }  # fmt: skip
-        for snapshot in snapshots.newest() if snapshots else ():
+        for snapshot in snapshots.newest(layout) if snapshots else ():
             table = self._new_table(TableDescription(snapshot.table, snapshot.description))
             table.restore(
                 snapshot.values, snapshot.state, snapshot.version, snapshot.finished,
@@ -107,7 +113,7 @@ class Server:
 
     def _new_table(self, described: TableDescription) -> Table:
         name = described.name
-        self._descriptions[name] = described
+        self.descriptions[name] = described
         table_class = RowTable if described.rows else Table
         self.tables[name] = table = table_class(
             name, described.blocks, described.mode, self._new_updater(described),
@@ -135,12 +141,14 @@ class Server:
         """
         if self._door is not None and peer not in self._admitted:
             return [self._at_the_door(self._door, peer, message)]
-        if message.kind == "hello":  # It was sent again.
-            return [Answer(peer, Message("welcome", message.request))]
         handler = self._handlers.get(message.kind)
         if handler is None:
             return []
+        if message.kind in OF_LAYOUT and message.incarnation != self.layout:
+            self.hear_of_layout(message.incarnation)
         try:
+            if message.kind in OF_LAYOUT and message.incarnation != self.layout:
+                return self._of_another_layout(peer, message)
             answers = handler(peer, message)
         except (ProtocolError, ValueError) as error:
             return [self._failed(peer, message, str(error))]
@@ -148,6 +156,12 @@ class Server:
             return [self._failed(peer, message, f"the request cannot be understood: {error!r}")]
         self._save(message.table)
         return answers
+
+    def _of_another_layout(self, peer: bytes, message: Message) -> list[Answer]:
+        """Say that other servers keep the table, or nothing where this one will know of it soon."""
+        if message.incarnation > self.layout:
+            return []  # It is sent again.
+        return [Answer(peer, Message("moved", message.request, message.table))]
 
     def _at_the_door(self, door: Door, peer: bytes, message: Message) -> Answer:
         """Let a peer in that has proved that it knows the token, and ask others for a proof."""
@@ -172,13 +186,45 @@ class Server:
         if table.version - self._saved.get(name, -self._every) < self._every:
             return
         self._saved[name] = table.version
-        values, state, version, finished, numbers = table.copy()
-        description = self._descriptions[name].body
-        snapshot = Snapshot(name, description, version, finished, values, state, numbers)
+        snapshot = self._snapshot(self.descriptions[name], table.copy(), self.layout)
         if self._every == 1:
             self._snapshots.write(snapshot)
         else:
             self._snapshots.write_soon(snapshot)
+
+    @staticmethod
+    def _snapshot(described: TableDescription, saved: Saved, layout: int) -> Snapshot:
+        values, state, version, finished, numbers = saved
+        about = described.name, described.body
+        return Snapshot(*about, version, finished, values, state, numbers, layout)
+
+    # -- another number of servers
+
+    def set_handler(self, kind: str, handler: Callable[[bytes, Message], list[Answer]]) -> None:
+        """Let messages of a kind be answered by `handler`."""
+        self._handlers[kind] = handler
+
+    def save_next(self, described: TableDescription, saved: Saved) -> None:
+        """Save a table as it is in the next layout, where snapshots are made."""
+        if self._snapshots is not None:
+            self._snapshots.write(self._snapshot(described, saved, self.layout + 1))
+
+    def forget_next_snapshots(self) -> None:
+        """Remove what `save_next` has saved: the next layout does not come."""
+        if self._snapshots is not None:
+            self._snapshots.remove(self.layout + 1)
+
+    def switch(self, layout: int, tables: Sequence[tuple[TableDescription, Saved]]) -> None:
+        """Keep these tables from now on, and no others."""
+        for table in self.tables.values():
+            for answer in table.moved():
+                self.listener.send(*answer)
+        self.tables.clear()
+        self._saved.clear()
+        self.layout = layout
+        for described, saved in tables:
+            self._new_table(described).adopt(saved)
+            self._saved[described.name] = saved.version
 
     def set_workers(self, workers: Collection[int]) -> None:
         """Take part with these workers from now on, as the scheduler says."""
@@ -213,7 +259,7 @@ class Server:
         snapshot = None if folder is None else folder.go_back(table.name, version)
         if snapshot is None:
             return table
-        older = self._new_table(self._descriptions[table.name])
+        older = self._new_table(self.descriptions[table.name])
         older.restore(
             snapshot.values, snapshot.state, snapshot.version, snapshot.finished, snapshot.numbers,
             goes_back=True,
@@ -246,6 +292,9 @@ class Server:
             for table in self.tables.values():
                 answers += table.leave(worker)
         return answers
+
+    def _welcome(self, peer: bytes, message: Message) -> list[Answer]:
+        return [Answer(peer, Message("welcome", message.request))]  # It was sent again.
 
     def _beat(self, peer: bytes, message: Message) -> list[Answer]:
         return [Answer(peer, Message("beat", message.request, "", 0, self._incarnation))]

@@ -49,6 +49,7 @@ class ClusterSettings:
     number: int | None = None  # Among those of its role; None: the scheduler chooses one.
     snapshots: str = ""  # The folder of snapshots; empty: none are made.
     snapshot_every: int = 100  # Updates from one snapshot to the next.
+    joins: bool = False  # It is one more server or worker, where all others are there.
 
     @property
     def address(self) -> str:
@@ -81,6 +82,7 @@ def read_settings(environ: Mapping[str, str]) -> ClusterSettings | None:
         independent=_independent(environ),
         curve=_curve(environ),
         number=_number(environ),
+        joins=_joins(environ),
         **_from_config(environ),
     )
 
@@ -131,6 +133,13 @@ def _independent(environ: Mapping[str, str]) -> bool:
     if text not in ("mpi", "independent"):
         raise ConfigError(f"HVDLITE_PS_WORKERS={text}: give mpi or independent")
     return text == "independent"
+
+
+def _joins(environ: Mapping[str, str]) -> bool:
+    text = environ.get("HVDLITE_PS_JOIN", "0")
+    if text not in ("0", "1"):
+        raise ConfigError(f"HVDLITE_PS_JOIN={text}: give 1 to join a job that runs, or 0")
+    return text == "1"
 
 
 def _curve(environ: Mapping[str, str]) -> bool:

@@ -25,6 +25,10 @@ class PsRolledBack(HorovodInternalError):  # noqa: N818 - the name that users of
         self.version = version
 
 
+class MovedError(HorovodInternalError):
+    """Other servers keep the table now: the request is to be made anew."""
+
+
 @dataclass
 class _Request:
     message: Message
@@ -37,11 +41,13 @@ class Shard:
     def __init__(
         self, table: str, server: int, worker: int, description: Mapping[str, Any],
         values: Callable[[], Sequence[Buffer]], send: Callable[[Message], int], kinds: str = "",
+        layout: int = 1,
     ) -> None:  # fmt: skip
         self._kinds = kinds  # "_rows" where it is a table of rows.
         self.table, self.server, self._worker = table, server, worker
         self.version = -1  # Of the last values that were pulled.
         self.clock = 0  # Of the next step.
+        self.layout = layout  # Its version, in which the server is to know the table.
         self._description = dict(description)
         self._first_values = values
         self._pulled: Sequence[Buffer] | None = None
@@ -102,6 +108,37 @@ class Shard:
         if self._is_used:
             self._say_start()
 
+    def take_over(self, other: Shard, version: int, pulled: Sequence[Buffer] | None) -> None:
+        """Stand where `other` is, which is a shard of an older layout, with the values `pulled`."""
+        self.clock, self._numbers, self._is_used = other.clock, other._numbers, True
+        self.version, self._pulled = (version, pulled) if pulled is not None else (-1, None)
+
+    def retire(self) -> None:
+        """End what waits here: all pushes have come, and pulls are to be made anew."""
+        self._ids.clear()
+        self._error = MovedError()
+        self._is_used = False
+        first, self._on_start = self._on_start, None
+        if first is not None:
+            first(MovedError())
+        self._end("push", Message("pushed", table=self.table))
+        self._end("pull", MovedError())
+
+    @property
+    def pulled(self) -> Sequence[Buffer] | None:
+        """The values that were pulled last."""
+        return self._pulled
+
+    @property
+    def retired(self) -> bool:
+        """Whether a shard of a later layout has taken its place."""
+        return isinstance(self._error, MovedError)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the server is lost for good."""
+        return self._error is not None
+
     @property
     def waits(self) -> bool:
         """Whether somebody waits for the server."""
@@ -118,6 +155,8 @@ class Shard:
 
     def fail(self, error: Exception) -> None:
         """Fail all that waits for the server, or will."""
+        if self.retired:
+            return
         self._error = error
         self._fail_all(error)
 
@@ -128,8 +167,10 @@ class Shard:
         kind = self._ids.pop(message.request, "")
         if not kind:
             return
-        if kind == "start":
+        if kind == "start" and (message.kind != "moved" or self._on_start is not None):
             self._receive_start(message)
+        elif message.kind == "moved":
+            pass  # The worker hears of the layout from the scheduler, and retires this shard.
         elif message.kind == "restarted":
             if self._started:
                 self._started = False
@@ -142,6 +183,7 @@ class Shard:
             if message.kind == "values":
                 self._pulled, self.version = message.payloads, message.clock
                 if self._push is not None and self._push.message.clock < self.clock:
+                    self._end("push", message)
                     self._push = None
             self._end(kind, message)
 
@@ -175,7 +217,9 @@ class Shard:
             self._fail_all(error)
             self.on_rollback(error)
         elif message.kind == "failed":
-            self._fail_all(HorovodInternalError(self._words(message)))
+            self.fail(HorovodInternalError(self._words(message)))
+        elif message.kind == "moved":
+            self._fail_all(MovedError())
 
     # -- parts
 
@@ -213,7 +257,7 @@ class Shard:
             self._note(word, request.message)
 
     def _note(self, word: str, message: Message) -> None:
-        self._ids[self._send(message)] = word
+        self._ids[self._send(message._replace(incarnation=self.layout))] = word
 
     def _end(self, word: str, result: Message | Exception) -> None:
         request = self._push if word == "push" else self._pull

@@ -40,6 +40,7 @@ class Snapshot:
     values: Sequence[Array]
     state: Mapping[str, Array]
     numbers: Sequence[Mapping[str, Any]] = ()  # Hyperparameters of the parameter groups.
+    layout: int = 1  # The version of the layout.
 
 
 class SnapshotFolder:
@@ -59,7 +60,7 @@ class SnapshotFolder:
         """Write a snapshot; it is on disk when this returns."""
         folder = self._path / quote(snapshot.table, safe="")
         folder.mkdir(exist_ok=True)
-        target = folder / f"{snapshot.version:012}{SUFFIX}"
+        target = folder / _name_of(snapshot.layout, snapshot.version)
         temporary = target.with_suffix(".unfinished")
         try:
             with open(temporary, "wb") as file:
@@ -97,11 +98,14 @@ class SnapshotFolder:
                 self._error = error
             self._idle.set()
 
-    def newest(self) -> list[Snapshot]:
-        """Return the newest snapshot of each table. Raises HorovodInternalError: it is damaged."""
+    def newest(self, layout: int = 1) -> list[Snapshot]:
+        """Return the newest snapshot of each table in a layout.
+
+        Raises HorovodInternalError for one that is damaged.
+        """
         found = []
         for folder in sorted(self._path.iterdir()):
-            files = sorted(folder.glob(f"*{SUFFIX}"))
+            files = sorted(folder.glob(f"{layout:06}-*{SUFFIX}"))
             if files:
                 found.append(self._read(unquote(folder.name), files[-1]))
         return found
@@ -111,13 +115,20 @@ class SnapshotFolder:
         self._idle.wait()
         folder = self._path / quote(table, safe="")
         files = sorted(folder.glob(f"*{SUFFIX}"))
-        wanted = folder / f"{version:012}{SUFFIX}"
-        if wanted not in files:
+        wanted = next(
+            (file for file in files if file.name.endswith(_name_of(0, version)[6:])), None
+        )
+        if wanted is None:
             return None
         snapshot = self._read(table, wanted)
         for newer in files[files.index(wanted) + 1 :]:
             newer.unlink()
         return snapshot
+
+    def remove(self, layout: int) -> None:
+        """Remove all snapshots of a layout that does not count."""
+        for file in self._path.glob(f"*/{layout:06}-*{SUFFIX}"):
+            file.unlink()
 
     def _read(self, table: str, path: Path) -> Snapshot:
         try:
@@ -138,6 +149,7 @@ class SnapshotFolder:
             arrays[:count],
             dict(zip(about["state"], arrays[count:], strict=True)),
             about["numbers"],
+            about["layout"],
         )
 
     @staticmethod
@@ -155,6 +167,10 @@ class SnapshotFolder:
             self._thread = None
 
 
+def _name_of(layout: int, version: int) -> str:
+    return f"{layout:06}-{version:012}{SUFFIX}"
+
+
 def _pieces_of(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
     """Yield a file of safetensors piece by piece, without a copy: servers go on meanwhile.
 
@@ -170,6 +186,7 @@ def _pieces_of(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
         "blocks": len(snapshot.values),
         "state": list(snapshot.state),
         "numbers": snapshot.numbers,
+        "layout": snapshot.layout,
         "arrays": [
             [str(number), array.dtype.name, shape, zlib.crc32(raw)]
             for number, (array, raw, shape) in enumerate(zip(arrays, raws, shapes, strict=True))

@@ -6,21 +6,41 @@ from collections.abc import Sequence
 from functools import partial
 
 from hvdlite.ps.client import Client
-from hvdlite.ps.shard import PsRolledBack, Shard
+from hvdlite.ps.clocks import SYNC
+from hvdlite.ps.gate import Gate
+from hvdlite.ps.messages import Message
+from hvdlite.ps.shard import MovedError, PsRolledBack, Shard
 
 MOST_SKEW = 2  # How far the clocks may be apart that servers give to a worker that joins.
 
 
 class TableShards:
-    """Takes part in a table at all servers when it is made."""
+    """Takes part in a table at all servers when it is made.
 
-    def __init__(self, client: Client, shards: Sequence[Shard]) -> None:
+    Raises `MovedError` where other servers keep it already. `declaration` asks the scheduler where
+    the table is.
+    """
+
+    name = ""
+
+    def __init__(
+        self, client: Client, shards: Sequence[Shard], mode: str,
+        declaration: Message, layout: int,
+    ) -> None:  # fmt: skip
         self._client, self._shards = client, list(shards)
         self.peers: Sequence[TableShards] = ()  # Tables whose steps are those of this one.
+        self.declaration, self.layout = declaration, layout
+        self.is_sync = mode == SYNC
+        self.gate = Gate(lambda: self.clock, lambda: any(each.failed for each in self._shards))
         self._rolled_back: PsRolledBack | None = None
         for shard in self._shards:
             shard.on_rollback = self._go_back
-        self._start()
+        try:
+            self._start()
+        except MovedError:
+            for shard in self._shards:
+                client.call(shard.retire)
+            raise
 
     def _start(self) -> None:
         """Take part at the same step at all servers.
@@ -64,6 +84,20 @@ class TableShards:
         error, self._rolled_back = self._rolled_back, None
         if error is not None:
             raise error
+
+    def move(self, answer: Message) -> None:
+        """Go to the servers of the next layout, in the client; nothing is pushed meanwhile."""
+        raise NotImplementedError
+
+    def _replace_shards(self, shards: Sequence[Shard], layout: int) -> None:
+        """Use other shards; what waited for the old ones asks the new ones."""
+        old, self._shards, self.layout = self._shards, list(shards), layout
+        for shard in self._shards:
+            shard.on_rollback = self._go_back
+        for shard in old:
+            shard.retire()
+        for shard in self._shards:
+            shard.come_again()
 
     def align(self, clock: int) -> None:
         """Do steps again that this table has, and another one has not."""

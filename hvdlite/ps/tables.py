@@ -132,6 +132,20 @@ class Table:
         self.clocks.finished = {worker: min(clock, most) for worker, clock in finished.items()}
         self._restored = True
 
+    def adopt(self, saved: Saved) -> None:
+        """Begin with what this table was on other servers; no worker has to be heard of before."""
+        self.updater.begin([array.copy() for array in saved.values])
+        self.updater.load(saved.state)
+        self.clocks.version, self.clocks.finished = saved.version, dict(saved.finished)
+        self._numbers = list(saved.numbers)
+        self.begun = True
+
+    def moved(self) -> list[Answer]:
+        """Return what workers hear that wait for this table, when other servers keep it."""
+        waiting = [(each.peer, each.request) for each in self._starts.values()]
+        waiting += [(pull.peer, pull.message.request) for pull in self._pulls.values()]
+        return [self._answer(peer, request, "moved") for peer, request in waiting]
+
     def copy(self) -> Saved:
         """Return what `restore` takes. The values are those that are sent, too: never change them.
 

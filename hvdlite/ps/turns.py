@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.messages import Message
+from hvdlite.ps.shard import MovedError
 
 Done = Callable[[Message | Exception], None]
 Begin = Callable[[Done], object]
@@ -40,6 +41,26 @@ class Turns:
         done(result)
         self._busy = False
         self._next()
+
+
+def until_settled(attempt: Callable[[], Handle]) -> Handle:
+    """Return a handle of what `attempt` begins, again where other servers keep the table now."""
+    result = Handle()
+
+    def begin() -> None:
+        handle = attempt()
+        handle.on_end(lambda: end(handle))
+
+    def end(handle: Handle) -> None:
+        if isinstance(handle.error, MovedError):
+            begin()
+        elif handle.error is not None:
+            result.fail(handle.error)
+        else:
+            result.complete(handle.wait())
+
+    begin()
+    return result
 
 
 def joined(handles: Sequence[Handle], finish: Callable[[list[Any]], Any]) -> Handle:

@@ -6,7 +6,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.handles import Handle
@@ -15,6 +17,7 @@ from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of, dtype_of
 from hvdlite.ps.client import Client
 from hvdlite.ps.clocks import Mode
 from hvdlite.ps.enrolment import Enrolment
+from hvdlite.ps.follower import LayoutFollower
 from hvdlite.ps.layout import Layout, Part
 from hvdlite.ps.link import ServerLink
 from hvdlite.ps.messages import Message
@@ -23,10 +26,13 @@ from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.remote_rows import RemoteRows
 from hvdlite.ps.server import describe_table
 from hvdlite.ps.settings import ANSWER_SECONDS, WORKER, ClusterSettings
-from hvdlite.ps.shard import PsRolledBack, Shard
+from hvdlite.ps.shard import MovedError, PsRolledBack, Shard
 from hvdlite.ps.table_shards import TableShards
+from hvdlite.ps.turns import joined
 
 WATCH_SECONDS = 1.0
+
+AnyTable = TypeVar("AnyTable", bound=TableShards)
 
 
 class Worker:
@@ -41,6 +47,7 @@ class Worker:
         self._silence_seconds = settings.server_seconds
         self.failure = ""
         self._enrolment = Enrolment(self._client, settings, number=number, changed=self._change)
+        self._follower = LayoutFollower(self._enrolment.request)
         try:
             self._enrolment.enter(settings.start_seconds + ANSWER_SECONDS)
         except BaseException:
@@ -67,6 +74,11 @@ class Worker:
                 link = ServerLink(self._client, number, lambda: self.number, self._token)
                 self._servers[number] = link
             self._servers[number].follow(address)
+        self._follower.hear(body)
+        there = {number for number, _, _ in body["servers"]}
+        for number in [each for each in self._servers if each not in there]:
+            if number >= body["layout_servers"] and not self._servers[number].is_used:
+                self._servers.pop(number).close()
         if body["failure"]:
             self.failure = body["failure"]
             for link in self._servers.values():
@@ -86,16 +98,14 @@ class Worker:
 
         Raises `HorovodInternalError` where workers disagree.
         """
-        answer = self._declare(name, specs, options)
-        parts = tuple(Part(*part) for part in answer.body["parts"])
-        first_key = answer.body["first_key"]
-        layout = Layout(parts, (), len(self._servers))
-        blocks = [blocks_of(specs, first_key, layout, server) for server in self._servers]
-        table = (form or RemoteTable)(
-            name, specs, first_key, blocks, options, values, self._client,
-            [*self._servers.values()], self.number,
-        )  # fmt: skip
-        self.named[name] = table
+        declaration = _declaration(name, specs, options)
+
+        def make(answer: Message) -> RemoteTable:
+            return (form or RemoteTable)(
+                answer, specs, options, values, self._client, self._links, self.number, declaration
+            )
+
+        table = self.named[name] = self._follow(declaration, make)
         return table
 
     def declare_rows(self, spec: TensorSpec, options: TableOptions) -> RemoteRows:
@@ -103,16 +113,14 @@ class Worker:
 
         Raises `HorovodInternalError` where workers disagree.
         """
-        self._declare(spec.name, [spec], options)
+        declaration = _declaration(spec.name, [spec], options)
 
-        def new_shard(server: int, about: Mapping[str, Any]) -> Shard:
-            link = self._servers[server]
-            shard = Shard(spec.name, server, self.number, about, list, link.send, "_rows")
-            link.add(shard)
-            return shard
+        def make(answer: Message) -> RemoteRows:
+            return RemoteRows(
+                answer, spec, options, self._client, self._links, self.number, declaration
+            )
 
-        table = RemoteRows(spec, options, self._client, len(self._servers), new_shard)
-        self.named[spec.name] = table
+        table = self.named[spec.name] = self._follow(declaration, make)
         return table
 
     def find(self, name: str) -> tuple[list[TensorSpec], TableOptions] | None:
@@ -123,15 +131,31 @@ class Worker:
         specs = [TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in body["specs"]]
         return specs, TableOptions(*body["options"])
 
-    def _declare(self, name: str, specs: Sequence[TensorSpec], options: TableOptions) -> Message:
-        body = {
-            "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
-            "options": list(options),
-        }
-        answer = self._ask(Message("declare", 0, name, body=body))
-        if answer.kind == "failed":
-            raise HorovodInternalError(answer.body["why"], job_goes_on=True)
-        return answer
+    def _follow(self, declaration: Message, make: Callable[[Message], AnyTable]) -> AnyTable:
+        """Return a table that is where the scheduler says, and follows it wherever it goes."""
+        while True:
+            answer = self._ask(declaration)
+            try:
+                table = make(answer)
+            except MovedError:
+                continue
+            if self._client.ask(partial(self._add, table)).wait().kind == "done":
+                return table
+
+    def _add(self, table: TableShards, done: Callable[[Message | Exception], None]) -> None:
+        done(Message("done" if self._follower.add(table) else "moved"))
+
+    def _links(self, servers: int) -> list[ServerLink]:
+        return [self._servers[number] for number in range(servers)]
+
+    def scale_servers(self, servers: int) -> None:
+        """Let the cluster have fewer servers: those with the highest numbers end.
+
+        Returns when the scheduler has taken note of it. Raises `HorovodInternalError` for a number
+        that is not lower than the present one; a server that is started with HVDLITE_PS_JOIN=1 is
+        one more.
+        """
+        self._ask(Message("scale", body={"servers": servers}))
 
     def barrier(self) -> None:
         """Wait until all workers have come here."""
@@ -148,7 +172,7 @@ class Worker:
 
     def leave(self) -> None:
         """Let the others go on without this worker, and end its connections."""
-        for server in self._servers.values():
+        for server in [each for each in self._servers.values() if each.is_used]:
             self._client.ask(server.leave).ended_within(5.0)
         self._enrolment.leave()
         self.close()
@@ -160,34 +184,69 @@ class Worker:
 
 
 class RemoteTable(TableShards):
-    """A table on the servers, as one worker pushes to it and pulls from it."""
+    """A table on the servers, as one worker pushes to it and pulls from it.
+
+    `answer` is the scheduler's to `declaration`, and says where the parts are.
+    """
 
     first_version = -1  # -2: another worker has the values to begin with.
 
     def __init__(
-        self, name: str, specs: Sequence[TensorSpec], first_key: int,
-        blocks: Sequence[Sequence[Block]], options: TableOptions,
-        values: Callable[[], Sequence[Array]], client: Client, links: Sequence[ServerLink],
-        worker: int,
+        self, answer: Message, specs: Sequence[TensorSpec], options: TableOptions,
+        values: Callable[[], Sequence[Array]], client: Client,
+        links: Callable[[int], Sequence[ServerLink]], worker: int, declaration: Message,
     ) -> None:  # fmt: skip
-        self.name = name
-        self.specs, self._first_key = list(specs), first_key
-        self._blocks = blocks
-        shards: list[Shard] = []
+        self.name = answer.table
+        self.specs, self._options, self._values = list(specs), options, values
+        self._links, self._worker = links, worker
+        self._first_key = answer.body["first_key"]
+        self._blocks = self._blocks_of(answer)
         self._staging: list[list[Array]] = []
-        mode = Mode(options.mode, options.staleness)
-        for server, link in enumerate(links):
+        shards = self._new_shards(answer)
+        super().__init__(client, shards, options.mode, declaration, answer.body["layout"])
+
+    def _blocks_of(self, answer: Message) -> list[list[Block]]:
+        servers = answer.body["servers"]
+        layout = Layout(tuple(Part(*part) for part in answer.body["parts"]), (), servers)
+        return [blocks_of(self.specs, self._first_key, layout, n) for n in range(servers)]
+
+    def _new_shards(self, answer: Message) -> list[Shard]:
+        shards = []
+        mode, average = Mode(self._options.mode, self._options.staleness), self._options.average
+        for server, link in enumerate(self._links(answer.body["servers"])):
             described = describe_table(
-                specs, blocks[server], mode, average=options.average, first_key=first_key
+                self.specs, self._blocks[server], mode, average=average, first_key=self._first_key
             )
             shard = Shard(
-                name, server, worker, described,
-                partial(self._cut_values, values, server), link.send,
+                self.name, server, self._worker, described,
+                partial(self._cut_values, self._values, server), link.send,
+                layout=answer.body["layout"],
             )  # fmt: skip
             shard.version = self.first_version
             link.add(shard)
             shards.append(shard)
-        super().__init__(client, shards)
+        return shards
+
+    def move(self, answer: Message) -> None:
+        """See `TableShards`. What was pulled last stays known, should a server be lost."""
+        pulled = self._pulled_tensors()
+        version, old = self.version, self._shards
+        self._blocks = self._blocks_of(answer)
+        shards = self._new_shards(answer)
+        for server, shard in enumerate(shards):
+            values = None if pulled is None else self._cut(pulled, server)
+            shard.take_over(old[min(server, len(old) - 1)], version, values)
+        self._replace_shards(shards, answer.body["layout"])
+
+    def _pulled_tensors(self) -> list[Array] | None:
+        """Return the values that were pulled last, as flat tensors; None before the first pull."""
+        tensors = [np.empty(spec.size, dtype_of(spec.dtype)) for spec in self.specs]
+        for blocks, shard in zip(self._blocks, self._shards, strict=True):
+            if shard.pulled is None:
+                return None
+            for block, data in zip(blocks, shard.pulled, strict=True):
+                block.scatter(block.view(data), tensors, self._first_key)
+        return tensors
 
     @property
     def version(self) -> int:
@@ -200,11 +259,12 @@ class RemoteTable(TableShards):
         Raises `PsRolledBack`.
         """
         self.raise_if_rolled_back()
+        self.gate.let_pass()
         handles = []
         for server, shard in enumerate(self._shards):
             payloads = self._cut(tensors, server) if tensors else []
-            ask = _push(shard, body, payloads)
-            handles.append(self._client.ask(ask))
+            handles.append(self._client.ask(_push(shard, body, payloads)))
+        joined(handles, lambda _: None).on_end(self.gate.answered)
         return handles
 
     def pull(self, tensors: Sequence[Array]) -> None:
@@ -213,13 +273,20 @@ class RemoteTable(TableShards):
         Raises `PsRolledBack`, and `HorovodInternalError` where a server is lost for good.
         """
         self.raise_if_rolled_back()
-        handles = [self._client.ask(shard.pull) for shard in self._shards]
-        for blocks, handle in zip(self._blocks, handles, strict=True):
+        while True:
+            # A table that moves has its blocks first, then its shards, then fails the old ones.
+            shards = self._shards
+            every = self._blocks
+            handles = [self._client.ask(shard.pull) for shard in shards]
             try:
-                answer = handle.wait()
+                answers = [handle.wait() for handle in handles]
+                break
+            except MovedError:
+                continue
             except PsRolledBack:
                 self._rolled_back = None
                 raise
+        for blocks, answer in zip(every, answers, strict=True):
             for block, data in zip(blocks, answer.payloads, strict=True):
                 block.scatter(block.view(data), tensors, self._first_key)
 
@@ -233,6 +300,14 @@ class RemoteTable(TableShards):
             block.gather(tensors, self._first_key, array)
             payloads.append(memoryview(array.view("u1").data))
         return payloads
+
+
+def _declaration(name: str, specs: Sequence[TensorSpec], options: TableOptions) -> Message:
+    body = {
+        "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
+        "options": list(options),
+    }
+    return Message("declare", 0, name, body=body)
 
 
 def _push(

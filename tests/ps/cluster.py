@@ -17,6 +17,8 @@ from hvdlite.ps.clocks import SYNC
 from hvdlite.ps.membership import ClusterPlan
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.roles import run_server
+from hvdlite.ps.row_store import RowStore
+from hvdlite.ps.row_tables import AddedRows
 from hvdlite.ps.scheduler import Scheduler
 from hvdlite.ps.server import TableDescription
 from hvdlite.ps.settings import SERVER, WORKER, ClusterSettings
@@ -72,7 +74,10 @@ class Cluster:
         self._port: Any = "*"
         self.workers: list[Worker] = []
         self.start_scheduler()
-        self.servers = [self.start_server(number) for number in range(servers)]
+        self.servers: list[Loop] = []
+        for number in range(servers):
+            self.servers.append(self.start_server(number))
+            wait_until(lambda number=number: ("server", number) in self.state.membership.members)
 
     def start_scheduler(self) -> None:
         ready = threading.Event()
@@ -92,11 +97,14 @@ class Cluster:
         assert ready.wait(LIMIT_SECONDS)
         self.settings = replace(self.settings, scheduler=f"127.0.0.1:{self._port}")
 
-    def start_server(self, number: int) -> Loop:
-        settings = replace(self.settings, role=SERVER, node_id=f"server {number}")
+    def start_server(self, number: int, *, joins: bool = False) -> Loop:
+        name = f"server {number}"
+        settings = replace(self.settings, role=SERVER, node_id=name, joins=joins)
 
-        def new_updater(_described: TableDescription) -> Updater:
-            return self._updater()
+        def new_updater(described: TableDescription) -> Updater:
+            if described.rows is None:
+                return self._updater()
+            return AddedRows(RowStore(described.name, described.rows.spec))
 
         def body(ended: Callable[[], bool]) -> None:
             run_server(settings, new_updater, killed=ended)
@@ -135,8 +143,20 @@ class Trainer:
             self.push()
             self.table.pull(self.values)
 
+    def push_ones(self) -> None:
+        self.table.push([np.ones(size) for size in SIZES], {})
+
     def push(self) -> list[Any]:
         return self.table.push(gradients_of(self.table.clock, self.worker.number), {})
+
+
+def trainers(cluster: Cluster, count: int, *mode: Any) -> list[Trainer]:
+    """Return workers that take part; they come at the same time."""
+
+    def enter(number: int) -> Callable[[], Trainer]:
+        return lambda: Trainer(cluster.worker(f"worker {number}", number), *mode)
+
+    return in_threads(*[enter(number) for number in range(count)])
 
 
 def gradients_of(step: int, worker: int) -> list[Array]:

@@ -12,18 +12,17 @@ import pytest
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.ps.clocks import ASYNC, SSP, SYNC
 from hvdlite.ps.shard import PsRolledBack
-from tests.ps.cluster import Cluster, Trainer, bits, in_threads, train_in_one, wait_until
+from tests.ps.cluster import (
+    Cluster,
+    Trainer,
+    bits,
+    in_threads,
+    train_in_one,
+    trainers,
+    wait_until,
+)
 
 NewCluster = Callable[..., Cluster]
-
-
-def trainers(cluster: Cluster, count: int, *mode: Any) -> list[Trainer]:
-    """Return workers that take part; they come at the same time."""
-
-    def enter(number: int) -> Callable[[], Trainer]:
-        return lambda: Trainer(cluster.worker(f"worker {number}", number), *mode)
-
-    return in_threads(*[enter(number) for number in range(count)])
 
 
 def both(_step: int) -> list[int]:

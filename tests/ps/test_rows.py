@@ -13,11 +13,12 @@ import pytest
 
 from hvdlite.ps.blocks import Array, TensorSpec
 from hvdlite.ps.client import Client
+from hvdlite.ps.link import ServerLink
+from hvdlite.ps.messages import Message
 from hvdlite.ps.registry import Registry, TableOptions
 from hvdlite.ps.remote_rows import RemoteRows
 from hvdlite.ps.row_store import RowsSpec, RowStore, first_rows
 from hvdlite.ps.row_tables import AddedRows, add_rows, merge_repeated
-from hvdlite.ps.shard import Shard
 from tests.ps.test_training import RunningServer, in_threads
 
 SPEC = RowsSpec(50, 3, "float64", seed=7)
@@ -110,15 +111,12 @@ class RowWorker:
         self.client = Client(b"w%d" % number)
         options = TableOptions(mode, average=False, rows=SPEC.fields)
 
-        def new_shard(server: int, about: Any) -> Shard:
-            connection = self.client.connect(servers[server].address)
-            shard = Shard("e", server, number, about, list, connection.send, "_rows")
-            connection.receive = shard.receive
-            return shard
-
-        self.rows = RemoteRows(
-            TensorSpec("e", "float64", (50, 3)), options, self.client, len(servers), new_shard
-        )
+        links = [ServerLink(self.client, n, lambda: number, b"") for n in range(len(servers))]
+        for link, server in zip(links, servers, strict=True):
+            link.follow(server.address)
+        answer = Message("layout", body={"servers": len(servers), "layout": 1})
+        spec = TensorSpec("e", "float64", (50, 3))
+        self.rows = RemoteRows(answer, spec, options, self.client, lambda _: links, number, answer)
 
     def pull(self, ids: Any) -> Array:
         handle = self.rows.pull(ids)

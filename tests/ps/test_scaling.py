@@ -1,0 +1,251 @@
+"""Servers and workers that come and go while others train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps.blocks import Array, TensorSpec
+from hvdlite.ps.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.registry import TableOptions
+from hvdlite.ps.row_store import RowsSpec
+from tests.ps.cluster import (
+    Cluster,
+    Trainer,
+    bits,
+    in_threads,
+    train_in_one,
+    trainers,
+    wait_until,
+)
+
+NewCluster = Callable[..., Cluster]
+
+
+class Adam:
+    """Has slots for each element, and a number of steps for each block."""
+
+    def begin(self, values: Sequence[Array]) -> None:
+        self.arrays = list(values)
+        self.slots = [[np.zeros_like(array), np.zeros_like(array)] for array in values]
+        self.steps = [np.zeros((), np.float32) for _ in values]
+
+    def values(self) -> list[Array]:
+        return self.arrays
+
+    def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
+        for number, gradient in enumerate(gradients):
+            mean, square = self.slots[number]
+            self.steps[number] += 1
+            mean[...] = 0.9 * mean + 0.1 * gradient
+            square[...] = 0.999 * square + 0.001 * gradient * gradient
+            rate = 0.01 / (1 - 0.9 ** float(self.steps[number]))
+            self.arrays[number] -= rate * mean / (np.sqrt(square) + 1e-8)
+
+    def state(self) -> dict[str, Array]:
+        found: dict[str, Array] = {}
+        for number, (mean, square) in enumerate(self.slots):
+            found |= {f"{number}.mean": mean, f"{number}.square": square}
+            found[f"{number}.step"] = self.steps[number]
+        return found
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        for number, slots in enumerate(self.slots):
+            slots[0][...], slots[1][...] = state[f"{number}.mean"], state[f"{number}.square"]
+            self.steps[number] = state[f"{number}.step"].copy()
+
+
+def loads(cluster: Cluster) -> list[int]:
+    return cluster.state.registry.layout.loads()
+
+
+def is_even(cluster: Cluster, servers: int) -> bool:
+    found = loads(cluster)
+    return len(found) == servers and max(found) - min(found) < 800  # bytes of the largest part
+
+
+def train_to(trainer: Trainer, end: Sequence[int]) -> None:
+    """Train until a step that somebody decides meanwhile."""
+    while not end or trainer.table.clock < end[0]:
+        trainer.train(trainer.table.clock + 1)
+
+
+def both(_step: int) -> list[int]:
+    return [0, 1]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_servers_come_and_go_and_sync_stays_bitwise_the_same(
+    new_cluster: NewCluster, every: int
+) -> None:
+    cluster = new_cluster(2, 2, updater=Adam, every=every)
+    first, second = trainers(cluster, 2)
+    layouts = cluster.state.registry
+    end: list[int] = []
+
+    def scale() -> None:
+        cluster.servers.append(cluster.start_server(2, joins=True))
+        wait_until(lambda: layouts.version == 2)
+        assert is_even(cluster, 3)
+        first.worker.scale_servers(1)
+        wait_until(lambda: layouts.version == 3)
+        for server in cluster.servers[1:]:
+            server.wait()
+        assert [server.error for server in cluster.servers] == [None] * 3
+        cluster.servers[1] = cluster.start_server(1, joins=True)
+        wait_until(lambda: layouts.version == 4)
+        assert is_even(cluster, 2)
+        end.append(first.table.clock + 5)
+
+    in_threads(scale, lambda: train_to(first, end), lambda: train_to(second, end))
+    assert bits(first.values) == bits(second.values) == train_in_one(end[0], both, Adam)
+
+
+@pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 2)])
+def test_a_server_comes_while_workers_are_at_different_steps(
+    new_cluster: NewCluster, mode: str, staleness: int | None
+) -> None:
+    """Nothing is applied twice and nothing is lost: the updates only add."""
+    cluster = new_cluster(1, 2, updater=Added)
+    first, second = trainers(cluster, 2, mode, staleness)
+
+    def scale() -> None:
+        wait_until(lambda: first.table.clock > 10)
+        cluster.servers.append(cluster.start_server(1, joins=True))
+
+    def train(trainer: Trainer, seconds: float) -> None:
+        while trainer.table.clock < 300:
+            trainer.push_ones()
+            trainer.table.pull(trainer.values)
+            time.sleep(seconds)
+
+    in_threads(scale, lambda: train(first, 0.0), lambda: train(second, 0.001))
+    wait_until(lambda: is_even(cluster, 2))
+    first.table.pull(first.values)
+    for array in first.values:
+        assert (array - np.arange(array.size) == 600).all()
+
+
+class Added(Adam):
+    """Adds what is pushed."""
+
+    def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
+        for number, gradient in enumerate(gradients):
+            self.arrays[number] += gradient
+
+
+def test_a_server_killed_while_others_move_begins_the_change_again(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(2, 2, every=1)
+    first, second = trainers(cluster, 2)
+    in_threads(lambda: first.train(5), lambda: second.train(5))
+    first.push()  # the border cannot be reached before the other one has pushed, too
+    cluster.servers.append(cluster.start_server(2, joins=True))
+    wait_until(lambda: (c := cluster.state._change) is not None and c.borders is not None)
+    identity = cluster.state._change.identity  # type: ignore[union-attr]
+    cluster.restart_server(0)
+    wait_until(lambda: (c := cluster.state._change) is None or c.identity != identity)
+
+    def go_on(trainer: Trainer) -> None:
+        trainer.table.pull(trainer.values)
+        trainer.train(30)
+
+    in_threads(lambda: go_on(first), lambda: second.train(30))
+    wait_until(lambda: is_even(cluster, 3))
+    assert bits(first.values) == bits(second.values) == train_in_one(30, both)
+
+
+def test_a_scheduler_killed_while_servers_move_begins_the_change_again(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(1, 2)
+    first, second = trainers(cluster, 2)
+    in_threads(lambda: first.train(5), lambda: second.train(5))
+    first.push()
+    cluster.servers.append(cluster.start_server(1, joins=True))
+    wait_until(lambda: (c := cluster.state._change) is not None and c.borders is not None)
+    cluster.scheduler.end()
+    cluster.start_scheduler()
+
+    def go_on(trainer: Trainer) -> None:
+        trainer.table.pull(trainer.values)
+        trainer.train(30)
+
+    in_threads(lambda: go_on(first), lambda: second.train(30))
+    wait_until(lambda: is_even(cluster, 2))
+    assert bits(first.values) == bits(second.values) == train_in_one(30, both)
+
+
+def test_a_server_killed_after_a_change_goes_on_in_the_new_layout(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 1, every=1, updater=Adam)
+    (trainer,) = trainers(cluster, 1)
+    trainer.train(5)
+    cluster.servers.append(cluster.start_server(1, joins=True))
+    wait_until(lambda: is_even(cluster, 2))
+    for number in (0, 1):
+        cluster.restart_server(number)
+    trainer.train(10)
+    assert bits(trainer.values) == train_in_one(10, lambda _step: [0], Adam)
+
+
+def test_rows_move_with_their_servers(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(2, 1)
+    worker = cluster.worker("worker 0")
+    spec = RowsSpec(30, 4, "float64", seed=3)
+    tensor = TensorSpec("rows", "float64", (30, 4))
+    rows = worker.declare_rows(tensor, TableOptions(SYNC, None, rows=spec.fields))
+    every = np.arange(30)
+    wanted = rows.pull(every).wait()
+    cluster.servers.append(cluster.start_server(2, joins=True))
+    version = 1
+    for step in range(40):
+        rows.push(every[: step + 1 if step < 30 else 30], np.ones((min(step + 1, 30), 4))).wait()
+        wanted[: step + 1] += 1
+        assert (rows.pull(every).wait() == wanted).all()
+        version = cluster.state.registry.version
+        if version == 2 and cluster.state._wanted == 3:
+            worker.scale_servers(1)
+        time.sleep(0.01)
+    wait_until(lambda: cluster.state.registry.version == 3)
+    assert (rows.pull(every[::-1]).wait() == wanted[::-1]).all()
+
+
+def test_a_number_of_servers_that_cannot_be_is_refused(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 1)
+    (trainer,) = trainers(cluster, 1)
+    for count in (0, 2):
+        with pytest.raises(HorovodInternalError, match=f"{count} servers cannot be left of 1"):
+            trainer.worker.scale_servers(count)
+    trainer.train(3)
+
+
+@pytest.mark.parametrize("mode", [ASYNC, SYNC])
+def test_a_worker_joins_and_takes_part(new_cluster: NewCluster, mode: str) -> None:
+    cluster = new_cluster(2, 2)
+    pair = trainers(cluster, 2, mode)
+    end: list[int] = []
+
+    def join() -> tuple[Trainer, float]:
+        wait_until(lambda: pair[0].table.clock > 10)
+        started = time.monotonic()
+        third = Trainer(cluster.worker("worker 2", joins=True), mode)
+        begin = third.table.clock
+        third.train(begin + 3)
+        took = time.monotonic() - started
+        third.worker.leave()
+        end.append(pair[0].table.clock + 5)
+        return third, took
+
+    third, took = in_threads(join, *[lambda t=trainer: train_to(t, end) for trainer in pair])[0]
+    assert third.worker.number == 2 and took < 2.0
+    if mode == SYNC:
+        begin = third.table.clock - 3
+        assert begin > 10
+        wanted = train_in_one(end[0], lambda s: [0, 1, 2] if begin <= s < begin + 3 else [0, 1])
+        assert [bits(trainer.values) for trainer in pair] == [wanted] * 2
