@@ -23,6 +23,7 @@ def print_training(
     for record in sorted(records, key=lambda each: each["ranks"]):
         line = lines.setdefault((record["network"], record["ranks"]), {})
         line[record["entry"]] = Spread(**record["seconds"])
+    ours = tuple(entry for entry in ours if entry in entries)
     rows = []
     for (network, ranks), line in lines.items():
         figures = [str(line[entry]) for entry in entries]

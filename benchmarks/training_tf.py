@@ -272,9 +272,7 @@ def main() -> None:
         rank_main(args)
         return
     records, left_out = run_jobs(__file__, args, sys.argv[1:])
-    print_training(
-        records, args.entries, ALONE, MWMS, *(e for e in (TAPE, KERAS) if e in args.entries)
-    )
+    print_training(records, args.entries, ALONE, MWMS, TAPE, KERAS)
     finish(args.json, records, left_out)
 
 
