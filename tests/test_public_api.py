@@ -36,6 +36,7 @@ ELASTIC_FILES = {
 SHARDING_FILES = {
     "hvdlite.numpy.checkpoint": HERE / "public_api_numpy_checkpoint.txt",
     "hvdlite.torch.checkpoint": HERE / "torch" / "public_api_checkpoint.txt",
+    "hvdlite.torch.ps": HERE / "torch" / "public_api_ps.txt",
     "hvdlite.torch.sharding": HERE / "torch" / "public_api_sharding.txt",
 }
 

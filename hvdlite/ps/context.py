@@ -112,6 +112,19 @@ def rank() -> int:
     return worker().number
 
 
+def server_rank() -> int:
+    """Return the number of this server. Raises ValueError in a worker, and where it has none yet.
+
+    It has one from the start where `hvdlite-run` has started it, or `HVDLITE_NODE_NUMBER` is set.
+    """
+    settings = current().settings
+    if settings.role == WORKER:
+        raise ValueError("this process is a worker: ps.rank() is its number")
+    if settings.number is None:
+        raise ValueError("the scheduler gives this server a number when it begins to serve")
+    return settings.number
+
+
 def size() -> int:
     """Return the number of workers."""
     return current().settings.num_workers

@@ -10,6 +10,8 @@ from hvdlite.ps.roles import plan_of
 from hvdlite.ps.scheduler import Scheduler
 from hvdlite.ps.settings import ClusterSettings
 
+LOOPBACK = "127.0.0.1"
+
 
 class HostedScheduler:
     """A scheduler that listens at the host of `settings.scheduler`, at any port that is free."""
@@ -17,7 +19,8 @@ class HostedScheduler:
     def __init__(self, settings: ClusterSettings) -> None:
         host = settings.scheduler.rpartition(":")[0]
         self._context = new_context(settings.curve_token)
-        self._listener = Listener(self._context, f"tcp://{host}:*")
+        where = host if host == LOOPBACK else "*"  # ZeroMQ listens at no name of a host.
+        self._listener = Listener(self._context, f"tcp://{where}:*")
         port = self._listener.address.rpartition(":")[2]
         self.settings = replace(settings, scheduler=f"{host}:{port}")
         self._scheduler = Scheduler(self._listener, plan_of(settings), settings.token)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.jobs import launch, start
+from tests.launcher.other_hosts import make_ssh
 
 pytest.importorskip("zmq", reason="the extra 'ps' is not installed")
 
@@ -24,7 +25,17 @@ def test_a_job_with_servers(tmp_path: Path) -> None:
     assert "[server 1]<stdout>:server 1 is here" in done.stdout
     assert [f"[{rank}]<stdout>:{SUMS}" in done.stdout for rank in range(2)] == [True, True]
     assert "WARNING" not in done.stderr
-    assert (tmp_path / "out" / "server.0" / "stdout").read_text() == "server 0 is here\n"
+    assert (tmp_path / "out" / "server.0" / "stdout").read_text().startswith("server 0 is")
+
+
+def test_servers_run_on_all_hosts(tmp_path: Path) -> None:
+    """On the hosts in turn, where agents start them; the scheduler listens for other hosts."""
+    hosts = "-np", "2", "-H", "localhost:1,far:1", "--no-check-hosts"
+    variables = make_ssh(tmp_path)
+    done = launch(*hosts, "--ps-servers", "2", *PROGRAM, str(tmp_path), "20", **variables)
+    assert done.returncode == 0, done.stderr
+    assert "[server 1]<stdout>:server 1 is here: far" in done.stdout
+    assert done.stdout.count(SUMS) == 2
 
 
 def test_a_killed_server_is_started_again_and_nothing_is_lost(tmp_path: Path) -> None:

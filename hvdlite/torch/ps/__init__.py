@@ -6,7 +6,17 @@ ps.init()
 optimizer = ps.DistributedOptimizer(optimizer, model.named_parameters(), mode="async")
 """
 
-from hvdlite.ps.context import barrier, init, num_servers, rank, role, shutdown, size
+from hvdlite.ps.context import (
+    barrier,
+    init,
+    leave,
+    num_servers,
+    rank,
+    role,
+    server_rank,
+    shutdown,
+    size,
+)
 from hvdlite.ps.shard import PsRolledBack
 from hvdlite.torch.mpi_ops import Average, Sum
 from hvdlite.torch.ps.optimizer import DistributedOptimizer, set_param_ps
@@ -18,9 +28,11 @@ __all__ = [
     "Sum",
     "barrier",
     "init",
+    "leave",
     "num_servers",
     "rank",
     "role",
+    "server_rank",
     "set_param_ps",
     "shutdown",
     "size",

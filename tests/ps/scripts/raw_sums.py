@@ -25,7 +25,8 @@ from hvdlite.ps.serving import serve
 def main(folder: Path, steps: int) -> None:
     context.init()
     role, number = context.role(), int(os.environ["HVDLITE_NODE_NUMBER"])
-    print(f"{role} {number} is here", flush=True)
+    where = os.environ.get("HVDLITE_HOST_NAME", "")
+    print(f"{role} {number} is here: {where}", flush=True)
     victim, victims_number, kill_step = os.environ.get("KILL", "nobody 0 0").split()
     own_turn = (victim, int(victims_number)) == (role, number)
     if own_turn:
