@@ -115,7 +115,9 @@ def test_code_that_compiles_and_does_not_work_is_found_out(
     body: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "wrong.cc"
-    source.write_text(f'extern "C" long hvdlite_run(void*) {{ {body} }}')
+    source.write_text(
+        f'extern "C" {{ long hvdlite_run(void*) {{ {body} }} void hvdlite_reduce() {{}} }}'
+    )
     real = shutil.which((find_compiler() or [""])[0])
     wrong = Compiler(tmp_path, f'{real} -shared -fPIC {source} -o "$2"')
     text, works = compiled(tmp_path, monkeypatch, CXX=str(wrong.path))
