@@ -65,6 +65,14 @@ class Registry:
         """Return the mode of each table."""
         return {name: table.options.mode for name, table in self._tables.items()}
 
+    def immovable(self) -> str:
+        """Return a table whose tensors are whole, which cannot move; empty: all can.
+
+        Its updater keeps a state for each tensor, which is not known by its elements.
+        """
+        tables = self._tables.items()
+        return next((name for name, table in tables if table.options.part_bytes is None), "")
+
     def change_to(self, layout: Layout) -> None:
         """Let another layout count from now on."""
         self.layout = layout

@@ -112,6 +112,8 @@ class Scheduler:
         layout = self.registry.layout
         if change is None:
             wanted = self._wanted
+            if self.registry.immovable():
+                return
             if wanted == layout.num_servers or any(n not in servers for n in range(wanted)):
                 return
             self._incarnations = incarnations
@@ -154,6 +156,11 @@ class Scheduler:
 
     def _scale(self, peer: bytes, message: Message) -> list[Answer]:
         wanted, present = message.body["servers"], self.registry.layout.num_servers
+        if name := self.registry.immovable():
+            raise ValueError(
+                f"the tensors of the table '{name}' are whole, and do not move to other servers: "
+                "only those of partition='element' do"
+            )
         if type(wanted) is not int or not 1 <= wanted <= present:
             raise ValueError(
                 f"{wanted!r} servers cannot be left of {present}: give 1 to {present}, and start a "

@@ -249,3 +249,13 @@ def test_a_worker_joins_and_takes_part(new_cluster: NewCluster, mode: str) -> No
         assert begin > 10
         wanted = train_in_one(end[0], lambda s: [0, 1, 2] if begin <= s < begin + 3 else [0, 1])
         assert [bits(trainer.values) for trainer in pair] == [wanted] * 2
+
+
+def test_whole_tensors_do_not_move_and_say_so(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(2, 1)
+    worker = cluster.worker("worker 0")
+    specs = [TensorSpec("a", "float64", (4,))]
+    options = TableOptions(SYNC, None, part_bytes=None)
+    worker.declare("whole", specs, options, lambda: [np.zeros(4)])
+    with pytest.raises(HorovodInternalError, match="table 'whole' are whole"):
+        worker.scale_servers(1)
