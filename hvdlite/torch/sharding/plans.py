@@ -87,8 +87,8 @@ def plan(
     `example` is an input, or a tuple of inputs, of the whole batch; meta tensors do. `strategies`
     adds to those of `set_strategy`, by the names of submodules or of the operators that the plan
     shows, or "input0", "output0" and so on. `mesh` None: all ranks of the job. Raises `TypeError`
-    and `ValueError` for strategies that do not fit. How operators run between
-    inputs, parameters and outputs is DTensor's choice.
+    and `ValueError` for strategies that do not fit, or that a submodule cannot keep. How operators
+    without a strategy run between inputs, parameters and outputs is DTensor's choice.
     """
     refuse_keras(module)
     runtime = find()
