@@ -248,7 +248,7 @@ def measure_recovery(args: argparse.Namespace) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         variables = {"HVDLITE_PS_SNAPSHOT": folder, "HVDLITE_PS_SNAPSHOT_EVERY": "1"}
         job = Job(
-            servers=2, sizes="20x5000", steps=600, compute=0.01, variables=variables, wide=False
+            servers=2, sizes="20x5000", steps=250, compute=0.01, variables=variables, wide=False
         )
         with running(job, Path(folder)) as cluster:
             while not list(Path(folder).glob("server-0/*/*")):
