@@ -160,7 +160,7 @@ def allreduce_seconds(steps: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "steps.json"
         words = [str(Path(__file__)), "--allreduce", str(file), "--steps", str(steps)]
-        run_command([*hvdlite_run(2), sys.executable, *words])
+        run_command([*hvdlite_run(2), sys.executable, *words], folder)
         found: list[float] = json.loads(file.read_text())
     return found[WARM_STEPS:]
 
@@ -270,7 +270,7 @@ def measure_recovery(args: argparse.Namespace) -> Rows:
 def load_seconds() -> float:
     """Return how long a server needs until it runs the script at all."""
     begin = time.perf_counter()
-    run_command([sys.executable, "-c", "import torch, hvdlite.torch.ps"])
+    subprocess.run([sys.executable, "-c", "import torch, hvdlite.torch.ps"], check=True)
     return time.perf_counter() - begin
 
 
@@ -356,6 +356,8 @@ def main() -> None:
         say(part)
         found = measures[part](args)
         rows += found
+        for what, figure in found:
+            say(f"  {what}: {figure}")
         records += [{"part": part, "what": what, "figure": figure} for what, figure in found]
     print(table(("", "median (quartiles)"), rows))
     write(args.json, records)
