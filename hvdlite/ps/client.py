@@ -23,6 +23,7 @@ from hvdlite.ps.messages import Message
 from hvdlite.ps.records import OFF
 from hvdlite.ps.sharing import Sharing
 
+SLOW_BYTES_PER_SECOND = 10e6  # On a slower network large messages may be sent twice.
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.1, 3.0
 
 
@@ -53,7 +54,8 @@ class Connection:
         """Send a request until it is answered; return its id."""
         self._number += 1
         message = message._replace(request=self._number)
-        wait = FIRST_WAIT_SECONDS
+        # What is large is on its way for long, and sending it again would only delay it.
+        wait = FIRST_WAIT_SECONDS + sum(map(len, message.payloads)) / SLOW_BYTES_PER_SECOND
         self._sent[self._number] = _Sent(message, self._now() + wait, wait)
         self.caller.send(message)
         return self._number
@@ -84,7 +86,7 @@ class Connection:
         now = self._now()
         for sent in self._sent.values():
             if now >= sent.again_at:
-                sent.wait = min(2 * sent.wait, LONGEST_WAIT_SECONDS)
+                sent.wait = max(sent.wait, min(2 * sent.wait, LONGEST_WAIT_SECONDS))
                 sent.again_at = now + sent.wait
                 self.caller.send(sent.message)
                 self.resent += 1
