@@ -37,11 +37,23 @@ def test_processes_are_started_with_the_names_of_others(tmp_path: Path, dialect:
     assert same(job.weights(0), train_in_one("adam", 1, 40))
 
 
-def test_a_slow_worker_holds_nobody_up_in_async(tmp_path: Path) -> None:
-    words = tmp_path, "async", None, "sgd", 300
+@pytest.mark.parametrize(
+    ("mode", "staleness"), [("async", None), pytest.param("ssp", 2, marks=pytest.mark.soak)]
+)
+def test_a_slow_worker_holds_nobody_up(tmp_path: Path, mode: str, staleness: int | None) -> None:
+    words = tmp_path, mode, staleness, "sgd", 300
     with cluster(tmp_path, 2, 2, main, *words, SLOW="0.003") as job:
         assert not job.wait_for_all()
     assert accuracy(job.weights(1)) > 0.93
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "workers"), [("sgd", 2), ("adam", 2), ("sgd", 3)])
+def test_a_whole_training_is_bitwise_one_process(tmp_path: Path, name: str, workers: int) -> None:
+    with cluster(tmp_path, 2, workers, main, tmp_path, "sync", None, name, 300) as job:
+        assert not job.wait_for_all()
+    assert same(job.weights(0), train_in_one(name, workers, 300))
+    assert accuracy(job.weights(0)) > 0.94
 
 
 def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def main(
         OPTIMIZERS[name](model.parameters()), model.named_parameters(), mode=mode,
         staleness=staleness, partition=partition,
     )  # fmt: skip
-    node = os.environ["HVDLITE_NODE_ID"]  # Its number is by the order in which workers come.
+    node = os.environ.get(
+        "HVDLITE_NODE_ID", ""
+    )  # Its number is by the order in which workers come.
     slow = float(os.environ.get("SLOW", "0")) if ps.rank() == ps.size() - 1 else 0.0
     for step in range(optimizer.finished_steps, steps):
         if os.environ.get("DIE") == f"{node}:{step}" and not (folder / "died").exists():
