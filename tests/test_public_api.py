@@ -39,6 +39,10 @@ SHARDING_FILES = {
     "hvdlite.torch.ps": HERE / "torch" / "public_api_ps.txt",
     "hvdlite.torch.sharding": HERE / "torch" / "public_api_sharding.txt",
 }
+PS_FILES = {
+    f"hvdlite.{name}.ps": HERE / "ps" / f"public_api_{name}.txt"
+    for name in ("numpy", "torch", "tf", "keras")
+}
 
 
 def signatures(module: ModuleType) -> list[str]:
@@ -111,6 +115,15 @@ def test_elastic_training(name: str) -> None:
     assert signatures(importlib.import_module(name)) == golden(ELASTIC_FILES[name])
 
 
+@pytest.mark.tf
+@pytest.mark.parametrize("name", PS_FILES)
+def test_parameter_servers(name: str) -> None:
+    frameworks = {"torch": "torch", "tf": "tensorflow", "keras": "keras", "numpy": "numpy"}
+    pytest.importorskip(frameworks[name.split(".")[1]])
+    pytest.importorskip("zmq")
+    assert signatures(importlib.import_module(name)) == golden(PS_FILES[name])
+
+
 @pytest.mark.parametrize("name", SHARDING_FILES)
 def test_checkpoints_and_sharding(name: str) -> None:
     if ".torch." in name:
@@ -138,6 +151,7 @@ if __name__ == "__main__":
         "hvdlite.spark": SPARK_FILE,
         **ELASTIC_FILES,
         **SHARDING_FILES,
+        **PS_FILES,
     }
     for name, path in files.items():
         path.write_text("\n".join(signatures(importlib.import_module(name))) + "\n")

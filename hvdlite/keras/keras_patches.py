@@ -25,6 +25,7 @@ from hvdlite.keras.optimizer_families import Kind, parts_of
 from hvdlite.keras.subclass import Distributed, exchange_of
 
 _MADE_FOR = "_hvdlite_exchange"  # The exchange that the training step of a model was made with.
+ON_SERVERS = "_hvdlite_on_servers"  # An attribute of optimizers whose steps are made by servers.
 Method = Callable[..., Any]
 
 
@@ -79,6 +80,7 @@ def _making_step(method: Method) -> Method:
     """Replace ``Model.make_train_function()``."""
 
     def make_train_function(self: Any, force: bool = False) -> Any:
+        _check_server_optimizer(self)
         exchange = _exchange_in(getattr(self, "optimizer", None))
         if exchange is not None and exchange.settings.reduction.active:
             if self.jit_compile:
@@ -89,6 +91,21 @@ def _making_step(method: Method) -> Method:
         return method(self, force)
 
     return make_train_function
+
+
+def _check_server_optimizer(model: Any) -> None:
+    """Let a model train whose optimizer steps on servers, which XLA cannot call."""
+    parts = list(parts_of(getattr(model, "optimizer", None)))
+    if not any(hasattr(part, ON_SERVERS) for part in parts):
+        return
+    if len(parts) > 1:
+        raise ValueError(
+            "a LossScaleOptimizer around an optimizer whose steps are made by servers skips steps "
+            "that the servers wait for: compile(auto_scale_loss=False), or train in bfloat16"
+        )
+    if model.jit_compile:
+        _warn_once()
+        model.jit_compile = False
 
 
 def _fitting(method: Method) -> Method:

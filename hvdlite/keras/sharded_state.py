@@ -17,7 +17,7 @@ from hvdlite.keras.gradient_exchange import Exchange, Settings, Then
 from hvdlite.keras.optimizer_families import parts_of
 
 Method = Callable[..., Any]
-_KNOWN = {"adafactor", "muon", "lamb", "lars", "shampoo", "novograd"}
+KNOWN_TO_LOOK_AT_WHOLE = {"adafactor", "muon", "lamb", "lars", "shampoo", "novograd"}
 _NEED = (
     "shard_state=True steps over a flat shard, which is a piece of many variables, so that it "
     "needs an optimizer that treats each element on its own, as SGD and Adam do. Leave shard_state "
@@ -309,16 +309,16 @@ def check_shardable(optimizer: Any, settings: Settings) -> None:
     for reason, applies in objections.items():
         if applies:
             raise ValueError(f"shard_state=True: {type(optimizer).__name__}: {reason}")
-    if any(cls.__name__.lower() in _KNOWN for cls in type(optimizer).__mro__):
+    if any(cls.__name__.lower() in KNOWN_TO_LOOK_AT_WHOLE for cls in type(optimizer).__mro__):
         raise ValueError(f"{type(optimizer).__name__} looks at whole variables: {_NEED}")
-    if not _treats_elements_alone(optimizer):
+    if not treats_elements_alone(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__}: a step over a flat variable gives other values than one "
             f"over the variables: {_NEED}"
         )
 
 
-def _treats_elements_alone(optimizer: Any) -> bool:
+def treats_elements_alone(optimizer: Any) -> bool:
     """Return whether a few steps of small variables of its own are the same when they are flat."""
     random = np.random.default_rng(1)
     values = [random.normal(size=shape) for shape in _SHAPES]

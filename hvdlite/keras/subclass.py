@@ -110,7 +110,7 @@ def _derived_class(base: Any, kind: Kind, exchange: Exchange) -> Any:
         namespace["variables"] = property(lambda self: CallableList(base.variables.fget(self)))
     metaclass: Any = type(base)
     cls = metaclass(base.__name__, (Distributed, base), namespace)
-    _save_as(base, cls, kind)
+    save_as(base, cls, kind)
     return cls
 
 
@@ -131,7 +131,7 @@ def _guarded(method: Method) -> Method:
     return checked
 
 
-def _save_as(base: type, cls: type, kind: Kind) -> None:
+def save_as(base: type, cls: type, kind: Kind) -> None:
     """Have Keras save optimizers of the class `cls` as those of the class `base`."""
     saving = f"{kind.package}.src.saving"
     saved = import_module(f"{saving}.serialization_lib").serialize_with_public_class(base)

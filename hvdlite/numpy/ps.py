@@ -8,25 +8,26 @@ total = ps.pull("counts")
 """
 
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.ps.access import (
-    poll,
-    pull,
-    pull_async,
-    pull_rows,
-    pull_rows_async,
-    push,
-    push_async,
-    push_rows,
-    push_rows_async,
-    start,
-    start_rows,
-    synchronize,
-)
+from hvdlite.ps.access import RawCalls
 from hvdlite.ps.context import barrier, init, num_servers, rank, role, shutdown, size
 from hvdlite.ps.shard import PsRolledBack
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
+
+_calls = RawCalls()
+poll = _calls.poll
+pull = _calls.pull
+pull_async = _calls.pull_async
+pull_rows = _calls.pull_rows
+pull_rows_async = _calls.pull_rows_async
+push = _calls.push
+push_async = _calls.push_async
+push_rows = _calls.push_rows
+push_rows_async = _calls.push_rows_async
+start = _calls.start
+start_rows = _calls.start_rows
+synchronize = _calls.synchronize
 
 __all__ = [
     "Average",

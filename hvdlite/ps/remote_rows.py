@@ -132,7 +132,7 @@ class RemoteRows(TableShards):
     def checked_ids(self, ids: Any) -> NDArray[np.int64]:
         """Return ids as int64. Raises TypeError and ValueError that name what is wrong."""
         given = np.asarray(ids)
-        if given.size == 0 and not isinstance(ids, np.ndarray):
+        if given.size == 0:  # numpy takes an empty list for floats.
             given = given.astype(np.int64)
         if given.dtype.kind not in "iu":
             raise TypeError(f"ids of rows of {self.name!r} are {given.dtype}: give integers")

@@ -6,6 +6,7 @@ ps.init()
 optimizer = ps.DistributedOptimizer(optimizer, model.named_parameters(), mode="async")
 """
 
+from hvdlite.ps.access import RawCalls
 from hvdlite.ps.context import (
     barrier,
     init,
@@ -19,7 +20,22 @@ from hvdlite.ps.context import (
 )
 from hvdlite.ps.shard import PsRolledBack
 from hvdlite.torch.mpi_ops import Average, Sum
+from hvdlite.torch.ps.arrays import matrix_of, shaped_tensor_of
 from hvdlite.torch.ps.optimizer import DistributedOptimizer, set_param_ps
+
+_calls = RawCalls(matrix_of, shaped_tensor_of)
+poll = _calls.poll
+pull = _calls.pull
+pull_async = _calls.pull_async
+pull_rows = _calls.pull_rows
+pull_rows_async = _calls.pull_rows_async
+push = _calls.push
+push_async = _calls.push_async
+push_rows = _calls.push_rows
+push_rows_async = _calls.push_rows_async
+start = _calls.start
+start_rows = _calls.start_rows
+synchronize = _calls.synchronize
 
 __all__ = [
     "Average",
@@ -30,10 +46,22 @@ __all__ = [
     "init",
     "leave",
     "num_servers",
+    "poll",
+    "pull",
+    "pull_async",
+    "pull_rows",
+    "pull_rows_async",
+    "push",
+    "push_async",
+    "push_rows",
+    "push_rows_async",
     "rank",
     "role",
     "server_rank",
     "set_param_ps",
     "shutdown",
     "size",
+    "start",
+    "start_rows",
+    "synchronize",
 ]

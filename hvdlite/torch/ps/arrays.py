@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -53,3 +55,15 @@ class Target:
             self._parameter.copy_(self._staged)
         else:
             torch.autograd.graph.increment_version(self._parameter)
+
+
+def matrix_of(tensor: Any) -> Array:
+    """Return an array of the shape of a tensor, from any device, or of what numpy takes."""
+    if not isinstance(tensor, torch.Tensor):
+        return np.asarray(tensor)
+    return array_of(tensor.detach().to("cpu").contiguous()).reshape(tensor.shape)
+
+
+def shaped_tensor_of(array: Array) -> torch.Tensor:
+    """Return a tensor of the shape of an array, which shares its memory if that is writable."""
+    return tensor_of(array.reshape(-1)).reshape(array.shape)

@@ -14,7 +14,7 @@ from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.remote_rows import RemoteRows
 from hvdlite.ps.row_store import NORMAL, RowsSpec
 from hvdlite.ps.row_tables import merge_repeated
-from hvdlite.torch.ps.arrays import array_of, tensor_of
+from hvdlite.torch.ps.arrays import matrix_of, shaped_tensor_of
 
 ROWS = "_hvdlite_rows"  # An attribute of the weight of an embedding.
 
@@ -46,7 +46,7 @@ class PulledRows:
         unique, inverse = torch.unique(ids.detach(), return_inverse=True)
         numbers = unique.cpu().numpy().astype(np.int64)
         pulled: Array = self.table.pull(numbers).wait()
-        rows = tensor_of(pulled.reshape(-1)).reshape(pulled.shape).to(ids.device)
+        rows = shaped_tensor_of(pulled).to(ids.device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
 
@@ -71,16 +71,12 @@ class PulledRows:
         taken, self._gradients = self._gradients, []
         if not taken:
             empty = torch.zeros(0, self.spec.length, dtype=getattr(torch, self.spec.dtype))
-            return [np.zeros(0, np.int64), _matrix(empty)]
+            return [np.zeros(0, np.int64), matrix_of(empty)]
         gradients = [gradient for _, gradient in taken]
         if scale is not None:
             gradients = [each / scale.to(each.dtype) for each in gradients]
         ids = np.concatenate([ids for ids, _ in taken])
-        return merge_repeated(ids, np.concatenate([_matrix(each) for each in gradients]))
-
-
-def _matrix(tensor: Tensor) -> Array:
-    return array_of(tensor.detach().to("cpu").contiguous()).reshape(tensor.shape)
+        return merge_repeated(ids, np.concatenate([matrix_of(each) for each in gradients]))
 
 
 class ServedEmbedding(nn.Embedding):

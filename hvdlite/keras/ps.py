@@ -1,0 +1,58 @@
+"""The parameter server for Keras 3: weights lie on servers, which make the steps.
+
+import hvdlite.keras.ps as ps
+
+ps.init()
+model.compile(optimizer=ps.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=loss)
+"""
+
+import keras
+
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.keras.server_optimizer import DistributedOptimizer
+from hvdlite.ps.access import RawCalls
+from hvdlite.ps.context import barrier, init, num_servers, rank, role, shutdown, size
+from hvdlite.ps.shard import PsRolledBack
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+
+_calls = RawCalls(keras.ops.convert_to_numpy, keras.ops.convert_to_tensor)
+poll = _calls.poll
+pull = _calls.pull
+pull_async = _calls.pull_async
+pull_rows = _calls.pull_rows
+pull_rows_async = _calls.pull_rows_async
+push = _calls.push
+push_async = _calls.push_async
+push_rows = _calls.push_rows
+push_rows_async = _calls.push_rows_async
+start = _calls.start
+start_rows = _calls.start_rows
+synchronize = _calls.synchronize
+
+__all__ = [
+    "Average",
+    "DistributedOptimizer",
+    "PsRolledBack",
+    "Sum",
+    "barrier",
+    "init",
+    "num_servers",
+    "poll",
+    "pull",
+    "pull_async",
+    "pull_rows",
+    "pull_rows_async",
+    "push",
+    "push_async",
+    "push_rows",
+    "push_rows_async",
+    "rank",
+    "role",
+    "shutdown",
+    "size",
+    "start",
+    "start_rows",
+    "synchronize",
+]

@@ -1,0 +1,232 @@
+"""`ps.DistributedOptimizer` for Keras 3: servers make the steps of the user's own optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.keras.framework import backend_of, keras
+from hvdlite.keras.keras_patches import ON_SERVERS, patch_keras
+from hvdlite.keras.optimizer_families import kind_of, parts_of
+from hvdlite.keras.server_updater import LEARNING_RATE, KerasUpdater
+from hvdlite.keras.sharded_state import KNOWN_TO_LOOK_AT_WHOLE, treats_elements_alone
+from hvdlite.keras.subclass import save_as
+from hvdlite.ps import context
+from hvdlite.ps.blocks import Array, TensorSpec
+from hvdlite.ps.clocks import Mode
+from hvdlite.ps.layout import PART_BYTES
+from hvdlite.ps.registry import TableOptions
+from hvdlite.ps.serving import serve
+from hvdlite.ps.worker import RemoteTable
+
+TABLE = "optimizer"
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: Any,
+    mode: str = "sync",
+    staleness: int | None = None,
+    op: int = ReduceOp.AVERAGE,
+) -> Any:
+    """Let servers make the steps of an optimizer of Keras 3; return it, for ``compile()``.
+
+    A server does not return from here: it serves, and its process ends with the job. In workers it
+    is the same object with another class, which keeps no state but the count of steps. Weights are
+    those of the first worker from ``build()`` on, which ``fit`` calls; in a loop of your own, call
+    ``optimizer.build(model.trainable_variables)`` before the first step.
+
+    - `mode`, `staleness`, `op`: as in `hvdlite.torch.ps.DistributedOptimizer`.
+
+    Schedules of the learning rate run in the workers. Raises `ValueError` for an optimizer that is
+    not of Keras 3 or that was built already, for one that looks at whole variables or at all
+    gradients, and for clipping by norms, averages of weights, accumulation and loss scaling.
+    """
+    chosen = Mode(mode, staleness)
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"op is {op!r}: a server averages gradients or adds them up")
+    kind = kind_of(optimizer)
+    if kind.package != "keras":
+        raise ValueError(f"servers step with an optimizer of Keras 3, not of {kind.package}")
+    backend = backend_of(keras)
+    _check(optimizer)
+    if context.role() == "server":
+        serve(lambda _: KerasUpdater(optimizer))
+    options = TableOptions(chosen.name, chosen.staleness, op == ReduceOp.AVERAGE, PART_BYTES)
+    patch_keras(kind)
+    base: Any = type(optimizer)
+    metaclass: Any = type(base)
+    cls = metaclass(base.__name__, (OnServers, base), {"__doc__": base.__doc__})
+    save_as(base, cls, kind)
+    object.__setattr__(optimizer, "__class__", cls)
+    vars(optimizer)[ON_SERVERS] = _Link(options, backend)
+    return optimizer
+
+
+def _check(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    objections = {
+        "its steps are made by servers already: wrap it once": hasattr(optimizer, ON_SERVERS),
+        "a loss scaler decides by all gradients: train in bfloat16": (
+            len(list(parts_of(optimizer))) > 1
+        ),
+        "it is built already: wrap it before": getattr(optimizer, "built", True),
+        "clipnorm looks at whole variables: use clipvalue, or clip before apply()": (
+            optimizer.clipnorm is not None
+        ),
+        "global_clipnorm looks at all gradients: use clipvalue, or clip before apply()": (
+            optimizer.global_clipnorm is not None
+        ),
+        "use_ema keeps averages of weights, which stay on the servers": optimizer.use_ema,
+        "gradient_accumulation_steps: add gradients up before apply()": bool(
+            optimizer.gradient_accumulation_steps
+        ),
+        "variables are excluded from weight decay by name, which shards do not have": bool(
+            getattr(optimizer, "_exclude_from_weight_decay", None)
+            or getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+        ),
+    }
+    for reason, applies in objections.items():
+        if applies:
+            raise ValueError(f"{name}: {reason}")
+    looks = any(cls.__name__.lower() in KNOWN_TO_LOOK_AT_WHOLE for cls in type(optimizer).__mro__)
+    if looks or not treats_elements_alone(optimizer):
+        raise ValueError(
+            f"{name} looks at whole variables, and a server has parts of them: give an optimizer "
+            "that treats each element on its own, as SGD and Adam do"
+        )
+
+
+class OnServers:
+    """The base class that is put before the class of the optimizer, in workers."""
+
+    @property
+    def finished_steps(self) -> int:
+        """The number of steps that this worker has finished; not 0 for one that has returned."""
+        return _link_of(self).table.clock
+
+    def build(self, variables: Any) -> None:
+        """Take part with these variables, and give them the weights of the servers."""
+        optimizer: Any = self
+        if not optimizer.built:
+            # Not that of the optimizer, whose state is on the servers.
+            keras.src.optimizers.base_optimizer.BaseOptimizer.build(optimizer, list(variables))
+            with _outside_of_graphs():
+                _link_of(self).begin(list(variables))
+                optimizer.iterations.assign(self.finished_steps)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        """Push gradients, and pull the weights that the next step needs."""
+        optimizer: Any = self
+        is_late = not optimizer.built and trainable_variables is not None and not _in_graph()
+        if is_late:
+            variables = list(trainable_variables)
+            before = [_array(variable) for variable in variables]
+            self.build(variables)
+            if any((old != _array(new)).any() for old, new in zip(before, variables, strict=True)):
+                raise ValueError(
+                    "gradients of other weights than those on the servers: call "
+                    "optimizer.build(model.trainable_variables) before the first step"
+                )
+        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        """Replace the step of Keras, which comes after it has looked at the arguments."""
+        optimizer: Any = self
+        link = _link_of(self)
+        by_index = {
+            optimizer._get_variable_index(variable): gradient
+            for variable, gradient in zip(trainable_variables, grads, strict=True)
+        }
+        gradients = [
+            _dense(by_index[index], variable)
+            if index in by_index
+            else keras.ops.zeros(variable.shape, variable.dtype)
+            for index, variable in enumerate(link.variables)
+        ]
+        link.step(optimizer._get_current_learning_rate(), gradients)
+
+
+class _Link:
+    """The table of one optimizer, and its variables."""
+
+    table: RemoteTable
+
+    def __init__(self, options: TableOptions, backend: str) -> None:
+        self._options = options
+        self._backend = backend
+        self.variables: list[Any] = []
+        self._arrays: list[Array] = []
+
+    def begin(self, variables: list[Any]) -> None:
+        """Declare the table, and pull its values."""
+        self.variables = variables
+        self._arrays = [_array(variable) for variable in variables]
+        specs = [
+            TensorSpec(getattr(variable, "path", variable.name), array.dtype.name, array.shape)
+            for variable, array in zip(variables, self._arrays, strict=True)
+        ]
+        flat = [array.reshape(-1) for array in self._arrays]
+        self.table = context.worker().declare(TABLE, specs, self._options, lambda: flat)
+        self._assign(self._pull())
+
+    def step(self, learning_rate: Any, gradients: Sequence[Any]) -> None:
+        """Push gradients and pull weights, in this process or from a graph of TensorFlow."""
+        if not _in_graph():
+            arrays = [np.asarray(keras.ops.convert_to_numpy(each)) for each in gradients]
+            rate = np.asarray(keras.ops.convert_to_numpy(learning_rate))
+            self._assign(self._push_and_pull(rate, *arrays))
+            return
+        import tensorflow as tf
+
+        dtypes = [gradient.dtype for gradient in gradients]
+        rate = tf.convert_to_tensor(learning_rate)
+        self._assign(tf.numpy_function(self._push_and_pull, [rate, *gradients], dtypes))
+
+    def _push_and_pull(self, rate: Any, *gradients: Array) -> list[Array]:
+        numbers = [{LEARNING_RATE: float(rate)}]
+        flat = [np.ascontiguousarray(each).reshape(-1) for each in gradients]
+        self.table.push(flat, {"numbers": numbers})
+        return self._pull()
+
+    def _pull(self) -> list[Array]:
+        found = [np.empty_like(array) for array in self._arrays]
+        self.table.pull([array.reshape(-1) for array in found])
+        return found
+
+    def _assign(self, values: Sequence[Any]) -> None:
+        for variable, value in zip(self.variables, values, strict=True):
+            variable.assign(keras.ops.reshape(value, variable.shape))
+
+
+def _link_of(optimizer: Any) -> _Link:
+    link: _Link = vars(optimizer)[ON_SERVERS]
+    return link
+
+
+def _dense(gradient: Any, variable: Any) -> Any:
+    return keras.ops.cast(keras.ops.convert_to_tensor(gradient, sparse=False), variable.dtype)
+
+
+def _array(variable: Any) -> Array:
+    return np.array(variable.numpy())
+
+
+def _in_graph() -> bool:
+    if backend_of(keras) != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return not tf.executing_eagerly()
+
+
+def _outside_of_graphs() -> AbstractContextManager[Any]:
+    if backend_of(keras) != "tensorflow":
+        return nullcontext()
+    import tensorflow as tf
+
+    scope: Callable[[], AbstractContextManager[Any]] = tf.init_scope
+    return scope()

@@ -1,0 +1,244 @@
+"""Optimizers of Keras whose steps servers make, with TensorFlow: workers and servers as threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras")
+tf = pytest.importorskip("tensorflow")
+
+from hvdlite.keras import ps  # noqa: E402
+from hvdlite.keras.server_updater import KerasUpdater  # noqa: E402
+from hvdlite.ps import context  # noqa: E402
+from hvdlite.ps.blocks import blocks_of  # noqa: E402
+from hvdlite.ps.client import Client  # noqa: E402
+from hvdlite.ps.layout import Layout  # noqa: E402
+from hvdlite.ps.registry import Registry  # noqa: E402
+from hvdlite.ps.worker import RemoteTable  # noqa: E402
+from tests.ps.test_training import RunningServer, in_threads  # noqa: E402
+
+New = Callable[[], Any]
+SGD = partial(keras.optimizers.SGD, 0.1, momentum=0.9, nesterov=True)
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+
+
+class KerasServer(RunningServer):
+    """A server that steps with an optimizer of its own."""
+
+    def __init__(self, number: int, folder: Path, new: New) -> None:
+        self.new = new
+        super().__init__(number, folder, range(2))
+
+    def _updater(self, _described: Any) -> Any:
+        return KerasUpdater(self.new())
+
+
+class ThreadWorker:
+    """What `context.worker()` is in the thread of a worker."""
+
+    def __init__(self, number: int, servers: list[KerasServer], registry: Registry) -> None:
+        self.number, self.servers, self.registry = number, servers, registry
+        self.client = Client(b"k%d" % number)
+
+    def declare(self, name: str, specs: Any, options: Any, values: Any) -> RemoteTable:
+        with LOCK:
+            first_key, parts = self.registry.declare(self.number, name, specs, options)
+        layout = Layout(tuple(parts), (), len(self.servers))
+        blocks = [blocks_of(specs, first_key, layout, n) for n in range(len(self.servers))]
+        links: Any = [Link(self.client, server.address) for server in self.servers]
+        return RemoteTable(
+            name, specs, first_key, blocks, options, values, self.client, links, self.number
+        )
+
+
+LOCK = threading.Lock()
+OF_THREAD = threading.local()
+
+
+class Link:
+    def __init__(self, client: Client, address: str) -> None:
+        self.connection = client.connect(address)
+        self.send = self.connection.send
+
+    def add(self, shard: Any) -> None:
+        self.connection.receive = shard.receive
+
+
+@pytest.fixture(autouse=True)
+def roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "role", lambda: "worker")
+    monkeypatch.setattr(context, "worker", lambda: OF_THREAD.worker)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[[New, Callable[[int], None]], None]]:
+    servers: list[KerasServer] = []
+
+    def run(new: New, main: Callable[[int], None]) -> None:
+        servers.extend(KerasServer(number, tmp_path, new) for number in range(2))
+        registry = Registry(2)
+
+        def body(number: int) -> None:
+            OF_THREAD.worker = worker = ThreadWorker(number, servers, registry)
+            try:
+                main(number)
+            finally:
+                worker.client.close()
+
+        in_threads(2, body)
+
+    yield run
+    for server in servers:
+        server.end()
+
+
+def new_model(seed: int = 1) -> Any:
+    initializer = keras.initializers.GlorotUniform(seed)
+    layers = [
+        keras.layers.Input((6,)),
+        keras.layers.Dense(8, "relu", kernel_initializer=initializer),
+        keras.layers.Dense(3, kernel_initializer=initializer),
+    ]
+    return keras.Sequential(layers)
+
+
+def data(worker: int) -> tuple[Any, Any]:
+    made = np.random.default_rng(worker)
+    return made.normal(size=(24, 6)).astype("float32"), made.integers(0, 3, 24)
+
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def fitted_in_one(new: New) -> list[Any]:
+    """Return the weights when one process has the batches of both workers."""
+    model = new_model()
+    model.compile(optimizer=new(), loss=LOSS)
+    halves = [data(worker) for worker in range(2)]
+    x, y = (
+        np.concatenate([half[place][at : at + 8] for at in range(0, 24, 8) for half in halves])
+        for place in range(2)
+    )
+    model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    weights: list[Any] = model.get_weights()
+    return weights
+
+
+@pytest.mark.parametrize(
+    "new", [SGD, partial(keras.optimizers.Adam, SCHEDULE, clipvalue=0.05, weight_decay=0.01)]
+)
+def test_a_compiled_fit_is_that_of_one_process(new: New, job: Any) -> None:
+    def main(number: int) -> None:
+        model = new_model()
+        model.compile(optimizer=ps.DistributedOptimizer(new()), loss=LOSS)
+        x, y = data(number)
+        model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
+        assert model.optimizer.finished_steps == model.optimizer.iterations == 9
+        assert not any("momentum" in each.path for each in model.optimizer.variables)
+        for own, wanted in zip(model.get_weights(), wanted_weights, strict=True):
+            np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-6)
+
+    wanted_weights = fitted_in_one(new)
+    job(new, main)
+
+
+def test_a_loop_with_a_tape_is_bitwise_that_of_one_process(job: Any) -> None:
+    def gradients_of(model: Any, worker: int, step: int) -> list[Any]:
+        x, y = (each[8 * step : 8 * step + 8] for each in data(worker))
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, model(x))
+        found: list[Any] = tape.gradient(loss, model.trainable_variables)
+        return found
+
+    def main(number: int) -> None:
+        model = new_model()
+        optimizer = ps.DistributedOptimizer(SGD())
+        optimizer.build(model.trainable_variables)
+        for step in range(3):
+            gradients = gradients_of(model, number, step)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        for own, value in zip(model.get_weights(), wanted.get_weights(), strict=True):
+            np.testing.assert_array_equal(own, value)
+
+    wanted, optimizer = new_model(), SGD()
+    for step in range(3):
+        both = [gradients_of(wanted, worker, step) for worker in range(2)]
+        means = [(a + b) * np.float32(0.5) for a, b in zip(*both, strict=True)]
+        optimizer.apply(means, wanted.trainable_variables)
+    job(SGD, main)
+
+
+def test_gradients_of_other_weights_are_refused(job: Any) -> None:
+    def main(number: int) -> None:
+        model = new_model(seed=number + 1)
+        optimizer = ps.DistributedOptimizer(SGD())
+        gradients = [np.zeros(each.shape, "float32") for each in model.trainable_variables]
+        try:
+            optimizer.apply(gradients, model.trainable_variables)
+        except ValueError as error:
+            refused.append(str(error))
+            optimizer.apply(gradients, model.trainable_variables)  # they are the same now
+        weights.append(model.get_weights())
+
+    refused: list[str] = []
+    weights: list[Any] = []
+    job(SGD, main)
+    (words,) = refused  # The first worker's weights are those of the servers.
+    assert "call optimizer.build(model.trainable_variables) before the first step" in words
+    assert all((a == b).all() for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (keras.optimizers.SGD(clipnorm=1.0), "clipnorm looks at whole variables"),
+        (keras.optimizers.SGD(global_clipnorm=1.0), "looks at all gradients"),
+        (keras.optimizers.SGD(use_ema=True), "use_ema"),
+        (keras.optimizers.SGD(gradient_accumulation_steps=2), "gradient_accumulation_steps"),
+        (keras.optimizers.Adafactor(), "Adafactor looks at whole variables"),
+        (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "train in bfloat16"),
+    ],
+)
+def test_what_servers_cannot_do_is_refused(optimizer: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ps.DistributedOptimizer(optimizer)
+
+
+def test_a_loss_scaler_around_it_is_refused() -> None:
+    model = new_model()
+    scaler = keras.optimizers.LossScaleOptimizer(ps.DistributedOptimizer(SGD()))
+    model.compile(optimizer=scaler, loss=LOSS)
+    with pytest.raises(ValueError, match="skips steps that the servers wait for"):
+        model.fit(*data(0), verbose=0)
+
+
+def test_a_model_is_saved_with_the_name_of_the_optimizer() -> None:
+    optimizer = ps.DistributedOptimizer(SGD())
+    saved = keras.saving.serialize_keras_object(optimizer)
+    assert (saved["module"], saved["class_name"]) == ("keras.optimizers", "SGD")
+    with pytest.raises(ValueError, match="made by servers already"):
+        ps.DistributedOptimizer(optimizer)
+
+
+def test_a_server_goes_on_after_a_snapshot() -> None:
+    new = partial(keras.optimizers.Adam, 0.1)
+    undisturbed, before, after = (KerasUpdater(new()) for _ in range(3))
+    random = np.random.default_rng(0)
+    gradients = [[random.normal(size=5).astype("float32")] for _ in range(6)]
+    for updater in (undisturbed, before):
+        updater.begin([np.ones(5, np.float32)])
+        for each in gradients[:3]:
+            updater.step(each, [{"learning_rate": 0.1}])
+    after.begin(before.values())
+    after.load({key: array.copy() for key, array in before.state().items()})
+    for updater in (undisturbed, after):
+        for each in gradients[3:]:
+            updater.step(each, [{"learning_rate": 0.01}])
+    np.testing.assert_array_equal(after.values(), undisturbed.values())
