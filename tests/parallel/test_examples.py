@@ -227,3 +227,12 @@ def test_tensor_parallel_layers(tmp_path: Path) -> None:
     output = run(4, "torch_tensor_parallel.py", **TORCH[1])
     apart = re.findall(r"at most ([\de.+-]+) from the whole network", output)
     assert apart and float(apart[0]) < 1e-5, output
+
+
+def test_a_recommender_learns_with_its_rows_on_servers() -> None:
+    needs("torch", "zmq")
+    servers = ("--ps-servers", "2")
+    output = run(2, "torch_ps_embedding.py", "--steps", 300, launcher=servers, **TORCH[1])
+    found = re.findall(r"area under the curve: ([\d.]+)", output)
+    assert len(found) == 1, output
+    assert float(found[0]) > 0.7  # 0.5 is what knowing nothing gives
