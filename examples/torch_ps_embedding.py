@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hvdlite.torch as hvd
 from hvdlite.torch import ps
 
-USERS, ITEMS = 3_000, 1_000
+USERS, ITEMS = 600, 300
 TASTES = 4  # What a user likes, and what an item is, as so many hidden numbers.
 CLICKS_A_STEP = 512  # Of all ranks together.
 
@@ -69,7 +69,7 @@ def area_under_curve(scores: Tensor, clicked: Tensor) -> float:
 def main() -> None:
     """Train, and print how well clicks are told from what is not clicked on."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--width", type=int, default=8)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def main() -> None:
     model = Recommender(options.width)
     # hvdlite: servers make and keep the rows; what else there is goes by allreduce.
     ps.set_param_ps(model.rows, init_in_server=True, seed=1, scale=0.3)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     optimizer = ps.DistributedOptimizer(optimizer, model.named_parameters())
     hvd.broadcast_parameters(model.dense.state_dict(), root_rank=0)
 
