@@ -41,7 +41,7 @@ SHARDING_FILES = {
 }
 PS_FILES = {
     f"hvdlite.{name}.ps": HERE / "ps" / f"public_api_{name}.txt"
-    for name in ("numpy", "torch", "tf", "keras")
+    for name in ("numpy", "tf", "keras")
 }
 
 
@@ -118,7 +118,7 @@ def test_elastic_training(name: str) -> None:
 @pytest.mark.tf
 @pytest.mark.parametrize("name", PS_FILES)
 def test_parameter_servers(name: str) -> None:
-    frameworks = {"torch": "torch", "tf": "tensorflow", "keras": "keras", "numpy": "numpy"}
+    frameworks = {"tf": "tensorflow", "keras": "keras", "numpy": "numpy"}
     pytest.importorskip(frameworks[name.split(".")[1]])
     pytest.importorskip("zmq")
     assert signatures(importlib.import_module(name)) == golden(PS_FILES[name])

@@ -9,7 +9,17 @@ total = ps.pull("counts")
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.ps.access import RawCalls
-from hvdlite.ps.context import barrier, init, num_servers, rank, role, shutdown, size
+from hvdlite.ps.context import (
+    barrier,
+    init,
+    leave,
+    num_servers,
+    rank,
+    role,
+    server_rank,
+    shutdown,
+    size,
+)
 from hvdlite.ps.shard import PsRolledBack
 
 Average = ReduceOp.AVERAGE
@@ -35,6 +45,7 @@ __all__ = [
     "Sum",
     "barrier",
     "init",
+    "leave",
     "num_servers",
     "poll",
     "pull",
@@ -47,6 +58,7 @@ __all__ = [
     "push_rows_async",
     "rank",
     "role",
+    "server_rank",
     "shutdown",
     "size",
     "start",

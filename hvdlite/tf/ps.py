@@ -13,7 +13,17 @@ import tensorflow as tf
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.keras.server_optimizer import DistributedOptimizer
 from hvdlite.ps.access import RawCalls
-from hvdlite.ps.context import barrier, init, num_servers, rank, role, shutdown, size
+from hvdlite.ps.context import (
+    barrier,
+    init,
+    leave,
+    num_servers,
+    rank,
+    role,
+    server_rank,
+    shutdown,
+    size,
+)
 from hvdlite.ps.shard import PsRolledBack
 
 Average = ReduceOp.AVERAGE
@@ -40,6 +50,7 @@ __all__ = [
     "Sum",
     "barrier",
     "init",
+    "leave",
     "num_servers",
     "poll",
     "pull",
@@ -52,6 +63,7 @@ __all__ = [
     "push_rows_async",
     "rank",
     "role",
+    "server_rank",
     "shutdown",
     "size",
     "start",
