@@ -17,9 +17,8 @@ tf = pytest.importorskip("tensorflow")
 from hvdlite.keras import ps  # noqa: E402
 from hvdlite.keras.server_updater import KerasUpdater  # noqa: E402
 from hvdlite.ps import context  # noqa: E402
-from hvdlite.ps.blocks import blocks_of  # noqa: E402
 from hvdlite.ps.client import Client  # noqa: E402
-from hvdlite.ps.layout import Layout  # noqa: E402
+from hvdlite.ps.messages import Message  # noqa: E402
 from hvdlite.ps.registry import Registry  # noqa: E402
 from hvdlite.ps.worker import RemoteTable  # noqa: E402
 from tests.ps.test_training import RunningServer, in_threads  # noqa: E402
@@ -50,12 +49,14 @@ class ThreadWorker:
     def declare(self, name: str, specs: Any, options: Any, values: Any) -> RemoteTable:
         with LOCK:
             first_key, parts = self.registry.declare(self.number, name, specs, options)
-        layout = Layout(tuple(parts), (), len(self.servers))
-        blocks = [blocks_of(specs, first_key, layout, n) for n in range(len(self.servers))]
+        rows = [[part.key, part.start, part.stop, part.server] for part in parts]
+        servers = len(self.servers)
+        body = {"first_key": first_key, "parts": rows, "servers": servers, "layout": 1}
         links: Any = [Link(self.client, server.address) for server in self.servers]
         return RemoteTable(
-            name, specs, first_key, blocks, options, values, self.client, links, self.number
-        )
+            Message("layout", 0, name, body=body), specs, options, values, self.client,
+            lambda _: links, self.number, Message("declare", 0, name),
+        )  # fmt: skip
 
 
 LOCK = threading.Lock()
