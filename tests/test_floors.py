@@ -52,10 +52,11 @@ FLOORS = [
     ["hvdlite.module_aliases"],
     ["hvdlite.missing_names"],
 ]
-# The calls upwards: TensorFlow's DistributedOptimizer hands on an optimizer of Keras, and its
-# states of elastic training have one for models of Keras among them.
+# The calls upwards: TensorFlow's DistributedOptimizer hands on an optimizer of Keras, that whose
+# steps servers make is Keras', and states of elastic training have one for models of Keras.
 UPWARDS = {
     ("hvdlite.tf.optimizer", "hvdlite.keras.optimizer.DistributedOptimizer"),
+    ("hvdlite.tf.ps", "hvdlite.keras.server_optimizer.DistributedOptimizer"),
     ("hvdlite.tf.elastic", "hvdlite.keras.elastic"),
     ("hvdlite.tf.elastic", "hvdlite.keras.elastic.TensorFlowKerasState"),
 }

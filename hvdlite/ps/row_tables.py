@@ -134,13 +134,13 @@ class RowTable(Table):
         self, gradients: Mapping[int, list[Array] | None], workers: Sequence[int]
     ) -> list[Array] | None:
         """Return the sum of each row in the order of the workers' numbers, or the average."""
-        terms = []
+        addends = []
         for worker in workers:
-            term = gradients[worker]
-            if term is None:
+            addend = gradients[worker]
+            if addend is None:
                 return None
-            terms.append(term)
-        return add_rows(terms, average=self._average)
+            addends.append(addend)
+        return add_rows(addends, average=self._average)
 
     def _update(self, gradients: list[Array] | None) -> None:
         if self.clocks.mode.name == SYNC:
@@ -164,18 +164,18 @@ class RowTable(Table):
         return [array.copy() for array in self.updater.values()]
 
 
-def add_rows(terms: Sequence[Sequence[Array]], *, average: bool) -> list[Array]:
-    """Return all ids of the terms, sorted, and the sum of their rows in the order of the terms.
+def add_rows(addends: Sequence[Sequence[Array]], *, average: bool) -> list[Array]:
+    """Return all ids, sorted, and the sum of their rows in the order of the addends.
 
-    A row that a term does not have counts as zeros. 16-bit floats are added in float32.
+    A row that an addend does not have counts as zeros. 16-bit floats are added in float32.
     """
-    dtype = terms[0][1].dtype
-    ids = np.unique(np.concatenate([ids for ids, _ in terms]))
-    total = np.zeros((len(ids), terms[0][1].shape[1]), wide_dtype(dtype))
-    for own, rows in terms:
+    dtype = addends[0][1].dtype
+    ids = np.unique(np.concatenate([ids for ids, _ in addends]))
+    total = np.zeros((len(ids), addends[0][1].shape[1]), wide_dtype(dtype))
+    for own, rows in addends:
         total[np.searchsorted(ids, own)] += rows
-    if average and len(terms) > 1:
-        total *= total.dtype.type(1 / len(terms))
+    if average and len(addends) > 1:
+        total *= total.dtype.type(1 / len(addends))
     return [ids, total.astype(dtype, copy=False)]
 
 
