@@ -77,7 +77,7 @@ def host_scheduler(
     cluster: ClusterOptions, num_workers: int, hosts: Iterable[Host], environ: Mapping[str, str],
     start_seconds: float,
 ) -> HostedScheduler:  # fmt: skip
-    """Start the scheduler of a job in this process. Raises `ConfigError` where pyzmq is missing."""
+    """Start the scheduler of a job in this process. Raises `ConfigError` without its extra."""
     try:
         from hvdlite.ps.hosted_scheduler import HostedScheduler
         from hvdlite.ps.settings import read_settings

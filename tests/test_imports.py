@@ -73,3 +73,18 @@ def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) ->
     pytest.importorskip("torch", reason="the extra 'torch' is not installed")
     program = TRAIN.format(options=f"gradient_as_bucket_view={on}")
     assert imported(program, "hvdlite.torch.fused_step") is on
+
+
+@pytest.mark.parametrize(("module", "package"), [("zmq", "pyzmq"), ("safetensors", "safetensors")])
+def test_what_servers_lack_is_named_with_the_extra_that_has_it(module: str, package: str) -> None:
+    program = (
+        f"import sys; sys.modules['{module}'] = None\n"
+        "from hvdlite.launcher.cli import main\n"
+        "sys.exit(main(['-np', '1', '--ps-servers', '1', 'true']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    needed = f"the parameter server needs {package}: python -m pip install 'hvdlite[ps]'"
+    assert (done.returncode, done.stderr) == (2, f"hvdlite-run: --ps-servers: {needed}\n")

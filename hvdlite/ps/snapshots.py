@@ -20,10 +20,16 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.blocks import Array, dtype_of
+
+try:
+    from safetensors import SafetensorError, safe_open
+except ImportError as error:  # pragma: no cover - the extra is installed where tests run
+    raise ImportError(
+        "the parameter server needs safetensors: python -m pip install 'hvdlite[ps]'"
+    ) from error
 
 KEPT = 2
 SUFFIX = ".safetensors"
