@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.collectives.carried import may_be_carried
 from hvdlite.common.collectives.hosts import HostsBackend
 from hvdlite.common.engine.executor import Executor
@@ -26,7 +27,10 @@ class CarriedData:
         members = self._executor.members_of(ranks)
         if not may_be_carried(request, entry.size_bytes, members.topology):
             return None
-        backend = self._executor.backend(request, members)
+        try:
+            backend = self._executor.backend(request, members)
+        except (ConfigError, HorovodInternalError):  # The call fails when it runs, on all ranks.
+            return None
         if not isinstance(backend, HostsBackend) or not backend.doubles(members, entry.size_bytes):
             return None
         return entry.input.tobytes()

@@ -169,6 +169,22 @@ def test_an_algorithm_that_was_named_is_the_one_that_runs(
     assert moved == {"allreduce.t": 12}
 
 
+def test_a_call_that_no_backend_runs_fails_alone_each_time() -> None:
+    def main(rank: int) -> tuple[list[str], list[bool]]:
+        texts, goes_on = [], []
+        for _ in range(3):
+            with pytest.raises(HorovodInternalError) as raised:
+                hvd.allreduce(np.ones(2), name="t")
+            texts.append(str(raised.value))
+            goes_on.append(raised.value.job_goes_on)
+        hvd.barrier()
+        return texts, goes_on
+
+    for texts, goes_on in run_ranks(2, main, hosts=HOSTS["1+1"], config=Config(allreduce="shm")):
+        assert all("HVDLITE_ALLREDUCE=shm cannot run allreduce" in text for text in texts)
+        assert goes_on == [True] * 3
+
+
 def test_large_tensors_and_other_collectives_take_the_data_plane(moved: Counter[str]) -> None:
     def main(rank: int) -> None:
         for _ in range(3):
