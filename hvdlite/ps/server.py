@@ -269,7 +269,11 @@ class Server:
 
     def _offer(self, peer: bytes, message: Message) -> list[Answer]:
         table, worker = self._known(peer, message)
-        return [self._restarted(peer, message)] if table is None else table.offer(worker, message)
+        return (
+            [self._restarted(peer, message)]
+            if table is None
+            else table.offer(peer, worker, message)
+        )
 
     def _push(self, peer: bytes, message: Message) -> list[Answer]:
         table, worker = self._known(peer, message)

@@ -160,6 +160,8 @@ class Table:
     ) -> list[Answer]:
         """Let a worker take part; `workers` are all that the server has to hear of."""
         body = message.body
+        if worker == self._wanted:  # It asks again, as it has not heard that it is wanted.
+            self._wanted = None
         self._starts[worker] = _Start(
             peer, message.request, body.get("clock"), body.get("version", -1), body.get("enters", 0)
         )
@@ -179,7 +181,8 @@ class Table:
             return []
         missing = set(workers) - self._starts.keys()
         offers = [worker for worker, start in self._starts.items() if start.version >= -1]
-        if not self._starts or (self._restored and missing):
+        # A server that was here before has had values, which the last worker to start may have.
+        if not self._starts or (missing and (self._restored or self._incarnation > 1)):
             return []
         if not offers:  # They take part in what another worker begins.
             return self._begin() if self._restored else []
@@ -191,16 +194,19 @@ class Table:
         start = self._starts[best]
         return [self._answer(start.peer, start.request, "wanted")]
 
-    def offer(self, worker: int, message: Message) -> list[Answer]:
+    def offer(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Begin with the values of a worker, unless the table has begun."""
-        if self.begun or worker != self._wanted:
+        if self.begun:  # The answer was lost, or others had newer values.
+            body = {"clock": self.clocks.enter(worker), "is_known": True}
+            return [self._answer(peer, message.request, "started", body)]
+        if worker != self._wanted:
             return []
         values = [
             block.view(data).copy()
             for block, data in zip(self.blocks, message.payloads, strict=True)
         ]
         start = self._starts[worker]
-        start.request = message.request
+        start.peer, start.request = peer, message.request
         self.updater.begin(values)
         self.clocks.version = max(start.version, 0)
         if not self._restored:  # No update is made without a worker that has not started yet.

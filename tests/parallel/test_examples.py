@@ -235,4 +235,4 @@ def test_a_recommender_learns_with_its_rows_on_servers() -> None:
     output = run(2, "torch_ps_embedding.py", "--steps", 300, launcher=servers, **TORCH[1])
     found = re.findall(r"area under the curve: ([\d.]+)", output)
     assert len(found) == 1, output
-    assert float(found[0]) > 0.7  # 0.5 is what knowing nothing gives
+    assert float(found[0]) > 0.6  # 0.5 is what knowing nothing gives

@@ -28,7 +28,7 @@ def begun(mode: Mode, workers: int = 2) -> Table:
         answers = table.start(b"%d" % worker, worker, Message("start", body=body), range(workers))
         if answers and answers[0].message.kind == "wanted":
             offer = Message("offer", payloads=payloads(values_of(-1, 0)))
-            table.offer(worker, offer)
+            table.offer(b"%d" % worker, worker, offer)
     return table
 
 

@@ -77,7 +77,7 @@ class Worker:
         if message.kind == "start":
             return table.start(peer, self.number, message, self.workers)
         if message.kind == "offer":
-            return table.offer(self.number, message)
+            return table.offer(peer, self.number, message)
         call = table.push if message.kind == "push" else table.pull
         return call(peer, self.number, message)
 
@@ -279,6 +279,26 @@ def test_the_offer_of_a_worker_that_has_gone_is_not_waited_for() -> None:
     table.leave(0)
     deliver(table, workers, workers[b"w1"].start(table))
     assert workers[b"w1"].kinds == ["wanted", "started"]
+
+
+@pytest.mark.parametrize("lost", ["wanted", "started"])
+def test_each_answer_of_the_beginning_may_be_lost(lost: str) -> None:
+    """A worker asks again what was not answered, and gets what it lacks."""
+    table, workers = new_table(Mode(SYNC)), job(2)
+    first, second = workers.values()
+    wanted = first.start(table)
+    deliver(table, workers, second.start(table))
+    if lost == "wanted":
+        wanted = first.start(table)
+    answers = first.hear(table, wanted[0].message)
+    if lost == "started":
+        answers = first.hear(table, wanted[0].message) + second.start(table)
+    deliver(table, workers, answers)
+    assert table.begun
+    assert first.kinds[-1] == second.kinds[-1] == "started"
+    for worker in (first, second):
+        deliver(table, workers, worker.push(table))
+    assert table.version == 1
 
 
 def test_bounded_staleness_holds_the_fast_one_up() -> None:
