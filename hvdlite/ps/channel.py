@@ -86,7 +86,9 @@ class Listener:
 
     def send(self, peer: bytes, message: Message) -> None:
         """Send a message, whose payloads must not change; to a peer that has gone, it is lost."""
-        if message.kind != "unmapped" and (sharing := self._sharing(peer)) is not None:
+        sharing = self._sharing(peer)
+        # A peer drops what is packed before it knows the session itself.
+        if message.kind != "unmapped" and sharing is not None and sharing.heard:
             message = sharing.pack(message)
         self._socket.send_multipart([peer, *pack(message)], copy=False)
 

@@ -76,9 +76,20 @@ class Enrolment:
         With the reason `why`, the cluster cannot go on: all members hear of it.
         """
         message = Message("leave", body={"why": why} if why else {})
-        self._client.ask(lambda done: self.request(message, done)).ended_within(seconds)
+        self._client.ask(lambda done: self._say_leave(message, done)).ended_within(seconds)
 
     # -- the conversation
+
+    def _say_leave(self, message: Message, done: Callable[[Message], None]) -> None:
+        """Say it again to a scheduler that has come again, and has to hear the hello first."""
+
+        def answered(answer: Message) -> None:
+            if answer.kind == "restarted":
+                self._say_leave(message, done)
+            else:
+                done(answer)
+
+        self.request(message, answered)
 
     def _say_hello(self) -> None:
         self.connection.send(Message("hello", body=self._hello))

@@ -82,6 +82,8 @@ class Membership:
     failure: str = ""  # Why the cluster cannot go on: the same for all who ask.
     servers_in_use: int = 0  # Servers with higher numbers keep nothing yet, or nothing any more.
     _hellos: dict[bytes, int] = field(default_factory=dict)  # Peer -> the request to be answered.
+    # Peers that have left: what they sent before they heard the answer must not take them in again.
+    _gone: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """All servers of the plan are in use."""
@@ -91,6 +93,8 @@ class Membership:
 
     def hello(self, peer: bytes, request: int, hello: Hello, now: float) -> list[Answer]:
         """Take a process in, or refuse it; all are welcome when the last one has come."""
+        if peer in self._gone:
+            return []
         if why := self._objection(hello):
             return [_refuse(peer, request, why)]
         if self.failure:
@@ -107,17 +111,24 @@ class Membership:
         return self._welcome_all() if self.formed else []
 
     def beat(self, peer: bytes, now: float) -> bool:
-        """Take note that a member lives; return whether it is one."""
+        """Take note that a member lives; return whether it is one, or has been."""
         member = self.member_of(peer)
         if member is not None:
             member.heard, member.lost = now, False
-        return member is not None
+        return member is not None or peer in self._gone
 
-    def leave(self, peer: bytes) -> None:
-        """Forget a member that has done its part."""
+    def leave(self, peer: bytes) -> bool:
+        """Forget a member that has done its part.
+
+        Return False for a peer that may be a member from before this scheduler came again: it has
+        to say hello first.
+        """
         member = self.member_of(peer)
         if member is not None:
             del self.members[member.role, member.number]
+            self._gone.add(peer)
+            return True
+        return peer in self._gone or all(each.peer for each in self.members.values())
 
     def fail(self, why: str) -> None:
         """Let all members hear why the cluster cannot go on; the first reason counts."""
@@ -169,6 +180,11 @@ class Membership:
             for member in self.members.values()
             if member.role == WORKER and not member.lost
         )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all have come and nobody is left; a worker that was lost holds nothing up."""
+        return self.formed and all(member.lost for member in self.members.values())
 
     def describe(self) -> dict[str, Any]:
         """Return who is there, as every member hears it."""

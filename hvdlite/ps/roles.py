@@ -57,7 +57,7 @@ def run_scheduler(settings: ClusterSettings) -> None:
             failed_since = time.monotonic()
         if failed_since is not None and time.monotonic() - failed_since > FAILURE_SECONDS:
             return True
-        return membership.formed and not membership.members
+        return membership.is_over
 
     try:
         scheduler.serve(ended)

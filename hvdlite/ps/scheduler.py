@@ -200,9 +200,10 @@ class Scheduler:
 
     def _leave(self, peer: bytes, message: Message) -> list[Answer]:
         member = self.membership.member_of(peer)
+        if not self.membership.leave(peer):
+            return [_answer(peer, message, "restarted")]
         if member is not None:
             self.left += member.role == WORKER
-            self.membership.leave(peer)
             if why := message.body.get("why"):
                 self.membership.fail(f"{member.role} {member.number} has ended: {why}")
             self._keep()

@@ -203,6 +203,8 @@ class Shard:
                 self.clock = max(self.clock, message.body["clock"])
             for word in ("push", "pull"):
                 self._send_again(word)
+        elif message.kind == "restarted":  # The table has begun, or awaits another's values.
+            self._say_start()
         elif message.kind == "rolled_back":
             self._started = True
             self._extra = {}

@@ -23,6 +23,7 @@ class Sharing:
 
     def __init__(self, session: int, own: Arena, theirs: Window) -> None:
         self.session = session
+        self.heard = False  # Whether the peer has sent anything in this session.
         self._own, self._theirs = own, theirs
         self._sent = 0  # How many messages with places were sent.
         self._lent: dict[int, list[Buffer]] = {}  # By the number of their message.
@@ -61,6 +62,7 @@ class Sharing:
             ]
         except (TypeError, ValueError, StopIteration) as error:
             raise ProtocolError(f"a message says wrongly where its payloads lie: {error}") from None
+        self.heard = True
         if number:
             self._seen = max(self._seen, number)
         return message._replace(body=body, payloads=tuple(payloads))

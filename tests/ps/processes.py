@@ -33,25 +33,31 @@ DIALECTS = {
 }  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """Yield a port on which a process may listen, and which no other process is given meanwhile.
+
+    The socket here is bound and does not listen, which SO_REUSEADDR allows beside one that does.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 class Cluster:
     """Processes that run `main(*words)`, each with the environment of its role."""
 
     def __init__(
-        self, folder: Path, servers: int, workers: int, main: Callable[..., None], *words: object,
-        dialect: str = "", **variables: str,
+        self, folder: Path, ports: tuple[int, int], servers: int, workers: int,
+        main: Callable[..., None], *words: object, dialect: str = "", **variables: str,
     ) -> None:  # fmt: skip
         self.folder = folder
+        scheduler_port, self._port = ports
         self.variables = {
-            "HVDLITE_SCHEDULER": f"127.0.0.1:{free_port()}", "HVDLITE_PS_TOKEN": "a secret",
+            "HVDLITE_SCHEDULER": f"127.0.0.1:{scheduler_port}", "HVDLITE_PS_TOKEN": "a secret",
             "HVDLITE_NUM_SERVERS": str(servers), "HVDLITE_NUM_WORKERS": str(workers), **variables,
         }  # fmt: skip
-        self._port = free_port()
         self.dialect = dialect
         self._main, self._words = main, words
         self.processes: dict[str, ForkServerProcess] = {}
@@ -125,15 +131,17 @@ def cluster(
     dialect: str = "", **variables: str,
 ) -> Iterator[Cluster]:  # fmt: skip
     """Start a scheduler, servers and workers; what is left of them is killed at the end."""
-    made = Cluster(folder, servers, workers, main, *words, dialect=dialect, **variables)
-    try:
-        made.start("scheduler")
-        for number in range(servers):
-            made.start("server", number)
-        for number in range(workers):
-            made.start("worker", number)
-        yield made
-    finally:
-        for process in made.processes.values():
-            process.kill()
-            process.join()
+    with held_port() as one, held_port() as other:
+        ports = one, other
+        made = Cluster(folder, ports, servers, workers, main, *words, dialect=dialect, **variables)
+        try:
+            made.start("scheduler")
+            for number in range(servers):
+                made.start("server", number)
+            for number in range(workers):
+                made.start("worker", number)
+            yield made
+        finally:
+            for process in made.processes.values():
+                process.kill()
+                process.join()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -12,7 +12,7 @@ from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.ps.cli import main as cli
 from tests.parallel.jobs import environment
 from tests.ps.cluster import Cluster
-from tests.ps.processes import free_port
+from tests.ps.processes import held_port
 
 WORKER = """
 import hvdlite.numpy as hvd
@@ -27,9 +27,15 @@ for call in (hvd.init, hvd.barrier):
 """
 
 
-def test_a_scheduler_alone_and_workers_without_collectives() -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    with held_port() as held:
+        yield held
+
+
+def test_a_scheduler_alone_and_workers_without_collectives(port: int) -> None:
     """The worker leaves when its program ends, and the scheduler ends with it."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{port}"
     variables = {
         "HVDLITE_SCHEDULER": address, "HVDLITE_NUM_SERVERS": "1", "HVDLITE_NUM_WORKERS": "1",
     }  # fmt: skip

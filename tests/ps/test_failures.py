@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
+from hvdlite.ps import enrolment, roles, scheduler, server
+from hvdlite.ps.client import Client
 from hvdlite.ps.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.messages import Message
+from hvdlite.ps.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
 from hvdlite.ps.shard import PsRolledBack
+from hvdlite.ps.worker import Worker
 from tests.ps.cluster import (
+    LIMIT_SECONDS,
     Cluster,
+    Loop,
     Trainer,
     bits,
     in_threads,
@@ -21,6 +29,8 @@ from tests.ps.cluster import (
     trainers,
     wait_until,
 )
+from tests.ps.processes import held_port
+from tests.ps.test_tables import Momentum
 
 NewCluster = Callable[..., Cluster]
 
@@ -229,6 +239,58 @@ def test_no_step_is_lost_while_the_scheduler_is_away(new_cluster: NewCluster) ->
     cluster.restart_server(0)  # all that is needed for it is known again
     in_threads(lambda: first.train(20), lambda: second.train(20))
     assert bits(first.values) == bits(second.values) == train_in_one(20, both)
+
+
+def test_a_worker_leaves_before_a_scheduler_that_came_again_has_heard_of_it(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enrolment, "BEAT_SECONDS", 60.0)  # the leave is what it hears first
+    cluster = new_cluster(1, 2, every=1)
+    first, _ = (each.worker for each in trainers(cluster, 2))
+    cluster.scheduler.end()
+    cluster.start_scheduler()
+    first.leave()
+    assert cluster.state.membership.workers() == [1]
+
+
+def test_who_leaves_is_gone_whatever_was_under_way(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = new_cluster(1, 1)
+    monkeypatch.setattr(enrolment, "BEAT_SECONDS", 0.0)  # a beat follows each answer
+    client = Client(b"a worker")
+    own = enrolment.Enrolment(client, cluster.settings, changed=lambda _body: None)
+    own.enter(LIMIT_SECONDS)
+    own.leave()
+    fence = Message("clocks", body={"change": 0, "clocks": {}})
+    for _ in range(8):  # a hello, its challenge and its proof would be done then
+        client.ask(lambda done: own.request(fence, done)).wait()
+    client.close()
+    assert cluster.state.membership.workers() == []
+
+
+def test_the_scheduler_ends_with_the_job_though_a_worker_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((enrolment, "BEAT_SECONDS"), (server, "LOOK_SECONDS")):
+        monkeypatch.setattr(module, name, 0.05)
+    for module, name in ((scheduler, "LOOK_SECONDS"), (roles, "LAST_SECONDS")):
+        monkeypatch.setattr(module, name, 0.05)
+    with held_port() as port:
+        settings = ClusterSettings(
+            SCHEDULER, f"127.0.0.1:{port}", 1, 2, independent=True, worker_seconds=0.4
+        )
+        loops = [
+            Loop(lambda _: roles.run_scheduler(settings)),
+            Loop(lambda _: roles.run_server(replace(settings, role=SERVER), lambda _: Momentum())),
+        ]
+        words = replace(settings, role=WORKER)
+        leaves, dies = in_threads(lambda: Worker(words), lambda: Worker(words))
+        dies.close()
+        leaves.leave()
+        for loop in loops:
+            loop.wait()
+        assert [loop.error for loop in loops] == [None, None]
 
 
 # -- who may come

@@ -122,6 +122,28 @@ def test_a_lost_server_is_the_end_and_is_named() -> None:
     assert "server 0 (tcp://s) is lost" in cluster.describe()["failure"]
 
 
+def test_who_has_left_is_not_taken_in_again_by_what_comes_late() -> None:
+    cluster = formed()
+    assert cluster.leave(b"a")
+    assert cluster.beat(b"a", 1.0)  # else it would say hello
+    assert come(cluster, WORKER, "a", now=1.0) == []
+    assert cluster.leave(b"a")  # sent again
+    assert cluster.workers() == [1]
+    cluster.hello(b"a, started again", 1, hello(WORKER, "a"), 2.0)
+    assert cluster.workers() == [0, 1]
+
+
+def test_a_lost_worker_does_not_hold_up_the_end() -> None:
+    cluster = formed(independent=True, worker_seconds=30)
+    cluster.leave(b"a")
+    cluster.beat(b"s", 30.0)
+    assert not cluster.is_over
+    cluster.tick(30.0)
+    assert not cluster.is_over  # the server is there
+    cluster.leave(b"s")
+    assert cluster.is_over
+
+
 def test_a_scheduler_that_comes_again_knows_its_members() -> None:
     before = formed()
     cluster = Membership(ClusterPlan(1, 2), 100.0)
@@ -131,3 +153,9 @@ def test_a_scheduler_that_comes_again_knows_its_members() -> None:
     (answer,) = come(cluster, WORKER, "a", now=101.0)
     assert answer.message.body["number"] == 0
     assert cluster.tick(150.0) == []
+    assert not cluster.leave(b"b")  # it may be worker 1, which has not said hello again
+    assert cluster.workers() == [0, 1]
+    come(cluster, WORKER, "b", now=151.0)
+    come(cluster, SERVER, "s", now=151.0)
+    assert cluster.leave(b"b") and cluster.leave(b"a stranger")
+    assert cluster.workers() == [0]

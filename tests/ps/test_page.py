@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.jobs import ROOT, environment
-from tests.ps.processes import free_port
+from tests.ps.processes import held_port
 
 pytest.importorskip("torch")
 
@@ -21,12 +21,15 @@ PAGE = ROOT / "docs" / "parameter_server.md"
 def test_the_script_of_the_page_prints_what_the_page_says(tmp_path: Path) -> None:
     blocks = dict(BLOCK.findall(PAGE.read_text()))
     (tmp_path / "script.py").write_text(blocks["script"])
-    commands = blocks["started by"].replace("4242", str(free_port()))
-    commands = re.sub(r"\bpython\b", sys.executable, commands)
-    done = subprocess.run(
-        ["bash", "-ec", commands], env=environment(OMP_NUM_THREADS="1"), cwd=tmp_path,
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    # A line goes to the pipe in one piece, then, whatever the tests were started with.
+    variables = environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="")
+    with held_port() as port:
+        commands = blocks["started by"].replace("4242", str(port))
+        commands = re.sub(r"\bpython\b", sys.executable, commands)
+        done = subprocess.run(
+            ["bash", "-ec", commands], env=variables, cwd=tmp_path,
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
     assert sorted(done.stdout.splitlines()) == blocks["prints"].splitlines(), done.stderr
 
 

@@ -20,6 +20,7 @@ from hvdlite.ps import channel, sums
 from hvdlite.ps.arena import SHARED_BYTES, Arena, Window
 from hvdlite.ps.channel import Listener, new_context
 from hvdlite.ps.client import Client, Connection
+from hvdlite.ps.door import Visit
 from hvdlite.ps.messages import Message
 from hvdlite.ps.sharing import NOTE, Sharing
 from hvdlite.ps.sums import add_up
@@ -210,6 +211,18 @@ def test_a_peer_that_cannot_come_to_the_door_is_sent_the_bytes(echo: Echo) -> No
         assert (answer == 10).all() and not near
         assert asker.connection.caller.address == address
         asker.client.close()
+
+
+def test_a_peer_that_has_not_heard_of_the_session_yet_is_sent_the_bytes(echo: Echo) -> None:
+    address, _, name = echo.listener.address.partition(" ")
+    asker, met = Asker(address), threading.Event()
+    assert asker.client.arena is not None
+    visit = Visit(name, b"asker %d" % os.getpid(), asker.client.arena, lambda _: met.set())
+    assert met.wait(10)
+    answer, near = asker.ask(5.0)
+    assert (answer == 10).all() and not near
+    asker.client.close()
+    visit.close()
 
 
 def test_a_server_that_does_not_see_the_memory_any_more_gets_the_bytes(echo: Echo) -> None:
