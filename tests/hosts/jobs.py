@@ -12,16 +12,17 @@ from tests.hosts.lab import SHARED, Lab, Running
 LAUNCHER = (sys.executable, "-m", "hvdlite.launcher")
 ALL = "nodea:1,nodeb:1,nodec:1"
 # One short sum over all ranks, by hvdlite on numpy.
+# Large enough to go between any two hosts, and not in messages by way of rank 0.
 SUM = """
 import hvdlite.numpy as hvd, numpy as np, os, socket, sys, time
 hvd.init()
-total = hvd.allreduce(np.full(4, hvd.rank() + 1.0), op=hvd.Sum, name="x")
-print("sum", hvd.rank(), socket.gethostname(), *total.tolist(), flush=True)
+total = hvd.allreduce(np.full(4000, hvd.rank() + 1.0), op=hvd.Sum, name="x")
+print("sum", hvd.rank(), socket.gethostname(), *total[:4].tolist(), flush=True)
 """
 FOREVER = f"""{SUM}
 print("up", flush=True)
 while True:
-    hvd.allreduce(np.ones(4), name="x"); time.sleep(0.01)
+    hvd.allreduce(np.ones(4000), name="x"); time.sleep(0.01)
 """
 
 
