@@ -181,8 +181,7 @@ class Table:
             return []
         missing = set(workers) - self._starts.keys()
         offers = [worker for worker, start in self._starts.items() if start.version >= -1]
-        # A server that was here before has had values, which the last worker to start may have.
-        if not self._starts or (missing and (self._restored or self._incarnation > 1)):
+        if not self._starts or (missing and (self._restored or self._lost_steps())):
             return []
         if not offers:  # They take part in what another worker begins.
             return self._begin() if self._restored else []
@@ -193,6 +192,14 @@ class Table:
         self._wanted = best
         start = self._starts[best]
         return [self._answer(start.peer, start.request, "wanted")]
+
+    def _lost_steps(self) -> bool:
+        """Return whether workers have finished steps that this server has forgotten.
+
+        In sync the last worker to start may have newer values than the others, and all will come.
+        """
+        sync = self.clocks.mode.name == SYNC
+        return sync and any(start.version >= 0 for start in self._starts.values())
 
     def offer(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Begin with the values of a worker, unless the table has begun."""

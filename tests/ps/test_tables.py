@@ -301,6 +301,25 @@ def test_each_answer_of_the_beginning_may_be_lost(lost: str) -> None:
     assert table.version == 1
 
 
+def test_a_server_that_has_forgotten_all_takes_the_newest_values() -> None:
+    """The worker that has them may be the last to start."""
+    table, workers = new_table(Mode(SYNC), incarnation=2), job(2)
+    first, second = workers.values()
+    first.version, first.step = 3, 3
+    second.version, second.step, second.values = 4, 4, values_of(7, 7)
+    assert first.start(table) == []
+    deliver(table, workers, second.start(table))
+    assert table.version == 4 and first.kinds == ["started"]
+    assert_same(table.updater.values(), second.values)
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_a_new_table_is_begun_by_one_worker_on_a_server_that_was_here_before(mode: str) -> None:
+    table, workers = new_table(Mode(mode), incarnation=2), job(2)
+    deliver(table, workers, workers[b"w0"].start(table))
+    assert workers[b"w0"].kinds == ["wanted", "started"]
+
+
 def test_bounded_staleness_holds_the_fast_one_up() -> None:
     table, workers = new_table(Mode(SSP, 2)), job(2)
     for worker in workers.values():
