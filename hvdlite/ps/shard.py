@@ -88,6 +88,7 @@ class Shard:
         message = Message(f"push{self._kinds}", 0, self.table, self.clock, 0, body, payloads)
         self._numbers = body.get("numbers") or self._numbers
         self.clock += 1
+        self._displace("push")
         self._push = _Request(message, done)
         self.records.begin("push", self.table, self._peer)
         self._send_again("push")
@@ -98,6 +99,7 @@ class Shard:
         """Pull the values that the next step needs; of rows, `payloads` has their ids."""
         kind = f"pull{self._kinds}"
         message = Message(kind, 0, self.table, self.clock, payloads=payloads)
+        self._displace("pull")
         self._pull = _Request(message, done)
         self.records.begin("pull", self.table, self._peer)
         self._send_again("pull")
@@ -274,6 +276,14 @@ class Shard:
         if first is not None:
             first(error)
         for word in ("push", "pull"):
+    def _displace(self, word: str) -> None:
+        """Fail a request whose place another one takes: it is not answered any more."""
+        why = (
+            f"worker {self._worker} has begun another {word} of the table '{self.table}' before "
+            "this one was answered: let one thread at a time use an optimizer"
+        )
+        self._end(word, HorovodInternalError(why, job_goes_on=True))
+
             self._end(word, error)
         self._push = None
 

@@ -115,13 +115,15 @@ def test_a_server_that_does_not_return_ends_the_job_and_is_named(new_cluster: Ne
     first, second = trainers(cluster, 2)
     cluster.servers[1].end()
 
-    def fails(call: Callable[[], Any]) -> None:
+    def fails(trainer: Trainer, call: Callable[[], Any]) -> None:
         with pytest.raises(HorovodInternalError, match=r"server 1 \(tcp://.*\) is lost: nothing"):
             call()
         with pytest.raises(HorovodInternalError, match="server 1"):
-            first.table.pull(first.values)
+            trainer.table.pull(trainer.values)
 
-    in_threads(lambda: fails(lambda: first.train(9)), lambda: fails(second.worker.barrier))
+    in_threads(
+        lambda: fails(first, lambda: first.train(9)), lambda: fails(second, second.worker.barrier)
+    )
     cluster.servers[0].wait()
     assert "server 1" in str(cluster.servers[0].error)
 
