@@ -42,6 +42,7 @@ class Enrolment:
         self._welcome = Handle()
         self._beats = False
         self._done: dict[int, Callable[[Message], None]] = {}
+        self._failure = ""  # Why the scheduler answers nothing any more.
 
     def enter(self, seconds: float) -> Mapping[str, Any]:
         """Say hello, and wait until all have come; return the welcome.
@@ -62,10 +63,20 @@ class Enrolment:
 
     def request(self, message: Message, done: Callable[[Message], None]) -> None:
         """Send a request to the scheduler, in the client."""
+        if self._failure:
+            done(Message("failed", body={"why": self._failure}))
+        else:
+            self._send(message, done)
+
+    def _send(self, message: Message, done: Callable[[Message], None]) -> None:
         self._done[self.connection.send(message)] = done
 
     def fail_requests(self, why: str) -> None:
-        """Let all that waits for the scheduler end, in the client: it is not answered any more."""
+        """Let all that waits for the scheduler end, or will: it is not answered any more.
+
+        In the client.
+        """
+        self._failure = why
         waiting, self._done = self._done, {}
         for done in waiting.values():
             done(Message("failed", body={"why": why}))
@@ -89,7 +100,7 @@ class Enrolment:
             else:
                 done(answer)
 
-        self.request(message, answered)
+        self._send(message, answered)  # Also after a failure, of which the scheduler may know.
 
     def _say_hello(self) -> None:
         self.connection.send(Message("hello", body=self._hello))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
@@ -21,7 +22,9 @@ class ServerLink:
         self._client, self._worker, self._token = client, worker, token
         self._address = ""
         self._connection: Connection | None = None
+        self._lock = threading.Lock()  # Guards the list, to which two threads add.
         self._shards: list[Shard] = []
+        self._error: Exception | None = None  # Why the server is lost for good.
         self._left: Callable[[Message], None] | None = None
         self._nonce = b""  # That was answered last.
         self._asked = False  # Whether the server lives.
@@ -31,7 +34,7 @@ class ServerLink:
         if address == self._address:
             return
         self.close()
-        self._address = address
+        self._address, self._error = address, None
         self._connection = self._client.connect(address)
         self._connection.receive = self._receive
         self._asked = False
@@ -50,9 +53,11 @@ class ServerLink:
 
     def add(self, shard: Shard) -> None:
         """Let a shard hear of answers."""
-        self._shards = [each for each in self._shards if not each.retired]
         shard.records = self._client.records
-        self._shards.append(shard)
+        with self._lock:
+            self._shards = [*(each for each in self._shards if not each.retired), shard]
+            if self._error is not None:
+                shard.fail(self._error)
 
     @property
     def is_used(self) -> bool:
@@ -65,8 +70,11 @@ class ServerLink:
         self.send(Message("leave"))
 
     def fail(self, error: Exception) -> None:
-        """Fail all that waits for the server."""
-        for shard in self._shards:
+        """Fail all that waits for the server, or will."""
+        with self._lock:
+            self._error = error
+            shards = self._shards
+        for shard in shards:
             shard.fail(error)
 
     def watch(self, now: float, most_seconds: float) -> None:
