@@ -39,6 +39,7 @@ class ServerLink:
         self._connection.receive = self._receive
         self._asked = False
         self._come_again()
+        self.send(Message("hello"))  # Though it may have no table: a server waits to hear that.
 
     def close(self) -> None:
         """End the connection with a server that is no more."""
@@ -63,6 +64,9 @@ class ServerLink:
     def is_used(self) -> bool:
         """Whether the server keeps something of this worker's tables."""
         return any(not shard.retired for shard in self._shards)
+
+    def _used_tables(self) -> list[str]:
+        return [each.table for each in self._shards if each.is_used and not each.retired]
 
     def leave(self, done: Callable[[Message], None]) -> None:
         """Tell the server that this worker goes."""
@@ -100,7 +104,8 @@ class ServerLink:
         if message.kind == "challenge":
             if message.body["nonce"] != self._nonce:
                 self._nonce = message.body["nonce"]
-                body = proved({"worker": self._worker()}, self._nonce, self._token)
+                about = {"worker": self._worker(), "tables": self._used_tables()}
+                body = proved(about, self._nonce, self._token)
                 self.send(Message("hello", body=body))
         elif message.kind == "welcome":
             self._come_again()

@@ -99,7 +99,7 @@ class Membership:
             return [_refuse(peer, request, why)]
         if self.failure:
             return [_refuse(peer, request, self.failure, failed=True)]
-        member = self._member_for(hello)
+        member = self._member_for(peer, hello)
         if member is None:
             most = self.plan.most(hello.role)
             return [_refuse(peer, request, f"all {most} {hello.role}s are there")]
@@ -230,11 +230,11 @@ class Membership:
             return f"there is no {hello.role} {hello.number}: their numbers begin with 0"
         return ""
 
-    def _member_for(self, hello: Hello) -> Member | None:
+    def _member_for(self, peer: bytes, hello: Hello) -> Member | None:
         """Return the member that this process becomes; None where all places are taken."""
         for member in self.members.values():
             if (member.role, member.node_id) == (hello.role, hello.node_id):
-                member.incarnation += 1
+                member.incarnation += member.peer != peer  # Else it says its hello again.
                 return member
         wanted = hello.number
         numbers = range(self.plan.most(hello.role)) if wanted is None else [wanted]

@@ -95,6 +95,7 @@ class Server:
         self.descriptions: dict[str, TableDescription] = {}
         self._saved: dict[str, int] = {}  # The version of the newest snapshot.
         self._worker_of: dict[bytes, int] = {}
+        self._tables_of: dict[int, set[str]] = {}  # Of workers that have said hello.
         self._early: set[int] = set()  # Who has started before the scheduler said that it is there.
         self._door = None if token is None else Door(token)
         self._admitted: set[bytes] = set()
@@ -120,6 +121,7 @@ class Server:
             average=described.average, incarnation=self._incarnation,
         )  # fmt: skip
         table.records = self.records
+        table.others = lambda: [w for w, own in self._tables_of.items() if name not in own]
         if self.listener.arena is not None:
             table.copy_of = self.listener.arena.copy
         if isinstance(table, RowTable) and described.rows:
@@ -140,7 +142,7 @@ class Server:
         Raises HorovodInternalError where a snapshot cannot be written.
         """
         if self._door is not None and peer not in self._admitted:
-            return [self._at_the_door(self._door, peer, message)]
+            return self._at_the_door(self._door, peer, message)
         handler = self._handlers.get(message.kind)
         if handler is None:
             return []
@@ -163,16 +165,25 @@ class Server:
             return []  # It is sent again.
         return [Answer(peer, Message("moved", message.request, message.table))]
 
-    def _at_the_door(self, door: Door, peer: bytes, message: Message) -> Answer:
+    def _at_the_door(self, door: Door, peer: bytes, message: Message) -> list[Answer]:
         """Let a peer in that has proved that it knows the token, and ask others for a proof."""
         words = message.request, message.table, 0, self._incarnation
         if message.kind != "hello" or not door.answers(peer, message.body):
-            return Answer(peer, Message("challenge", *words, {"nonce": door.nonce_for(peer)}))
+            return [Answer(peer, Message("challenge", *words, {"nonce": door.nonce_for(peer)}))]
         if not door.admits(peer, message.body):
             why = "HVDLITE_PS_TOKEN is another one here: give all processes the same"
-            return Answer(peer, Message("refused", *words, {"why": why}))
+            return [Answer(peer, Message("refused", *words, {"why": why}))]
         self._admitted.add(peer)
-        return Answer(peer, Message("welcome", *words))
+        return [Answer(peer, Message("welcome", *words)), *self._hear_tables(message.body)]
+
+    def _hear_tables(self, body: Mapping[str, Any]) -> list[Answer]:
+        """Take note of the tables in which a worker takes part; begin those that miss nobody."""
+        worker, names = body.get("worker"), body.get("tables")
+        if type(worker) is not int or not isinstance(names, list):
+            return []  # Another server.
+        self._tables_of[worker] = {str(name) for name in names}
+        tables = [table for table in self.tables.values() if not table.begun]
+        return [answer for table in tables for answer in table.look(self.workers)]
 
     def _save(self, name: str) -> None:
         """Make a snapshot of a table if one is due.
@@ -240,6 +251,8 @@ class Server:
     def _start(self, peer: bytes, message: Message) -> list[Answer]:
         worker = int(message.body["worker"])
         self._worker_of[peer] = worker
+        if (own := self._tables_of.get(worker)) is not None:
+            own.add(message.table)
         if worker not in self.workers:
             self._early.add(worker)
             self.workers.add(worker)

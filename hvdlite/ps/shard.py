@@ -127,6 +127,11 @@ class Shard:
         self._end("pull", MovedError())
 
     @property
+    def is_used(self) -> bool:
+        """Whether this worker takes part in the table."""
+        return self._is_used
+
+    @property
     def pulled(self) -> Sequence[Buffer] | None:
         """The values that were pulled last."""
         return self._pulled
@@ -271,11 +276,6 @@ class Shard:
             done, request.done = request.done, _nothing
             done(result)
 
-    def _fail_all(self, error: Exception) -> None:
-        first, self._on_start = self._on_start, None
-        if first is not None:
-            first(error)
-        for word in ("push", "pull"):
     def _displace(self, word: str) -> None:
         """Fail a request whose place another one takes: it is not answered any more."""
         why = (
@@ -284,6 +284,11 @@ class Shard:
         )
         self._end(word, HorovodInternalError(why, job_goes_on=True))
 
+    def _fail_all(self, error: Exception) -> None:
+        first, self._on_start = self._on_start, None
+        if first is not None:
+            first(error)
+        for word in ("push", "pull"):
             self._end(word, error)
         self._push = None
 

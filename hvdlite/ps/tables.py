@@ -1,8 +1,8 @@
 """The state of one table on one server: what comes in, and what is answered.
 
 A table is begun by the values of a worker, or by a snapshot. After a snapshot it first hears of all
-workers, since one of them may have pulled newer values than the snapshot has; those are taken. A
-worker that has gone further than even they fails: `rolled_back`.
+workers that take part in it, since one of them may have pulled newer values than the snapshot has;
+those are taken. A worker that has gone further than even they fails: `rolled_back`.
 
 This module never sends, sleeps or reads a clock.
 """
@@ -109,6 +109,8 @@ class Table:
         self.records = OFF
         self._given: dict[int, int] = {}  # Worker -> the version of the values that it has.
         self.copy_of: Callable[[Array], Array] = np.copy  # Makes copies that are sent.
+        # Workers that do not take part in this table, which need not be heard of.
+        self.others: Callable[[], Collection[int]] = lambda: ()
 
     @property
     def version(self) -> int:
@@ -179,7 +181,7 @@ class Table:
             return self._welcome() + self._go_on()
         if self._wanted in self._starts and self._wanted in workers:
             return []
-        missing = set(workers) - self._starts.keys()
+        missing = set(workers) - self._starts.keys() - set(self.others())
         offers = [worker for worker, start in self._starts.items() if start.version >= -1]
         if not self._starts or (missing and (self._restored or self._lost_steps())):
             return []

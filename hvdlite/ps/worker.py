@@ -69,6 +69,8 @@ class Worker:
 
     def _change(self, body: Mapping[str, Any]) -> None:
         """Follow the servers to their addresses, in the client."""
+        if self._enrolment.number is None:
+            return  # The welcome, which comes later, says the same.
         for number, address, _incarnation in body["servers"]:
             if number not in self._servers:
                 link = ServerLink(self._client, number, lambda: self.number, self._token)

@@ -34,7 +34,8 @@ def test_all_are_welcome_when_the_last_one_has_come() -> None:
     cluster = formed()
     (answer,) = come(cluster, WORKER, "a")  # sent again
     assert answer.message.body["number"] == 0
-    assert answer.message.body["servers"] == [[0, "tcp://s", 1]]
+    come(cluster, SERVER, "s")  # This process has not been started again.
+    assert cluster.describe()["servers"] == answer.message.body["servers"] == [[0, "tcp://s", 1]]
     assert answer.message.body["workers"] == [0, 1]
 
 

@@ -10,6 +10,7 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.clocks import ASYNC
 from hvdlite.ps.messages import Message
+from hvdlite.ps.raw import Added
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.shard import Shard
 from hvdlite.ps.worker import RemoteTable, Worker
@@ -18,9 +19,20 @@ from tests.ps.cluster import SIZES, SPECS, Cluster, in_threads, trainers, wait_u
 NewCluster = Callable[..., Cluster]
 
 
+def workers(cluster: Cluster, count: int) -> list[Worker]:
+    return in_threads(*[lambda n=n: cluster.worker(f"worker {n}", n) for n in range(count)])
+
+
 def declared(worker: Worker, name: str) -> RemoteTable:
     options = TableOptions(ASYNC, None, part_bytes=800)
     return worker.declare(name, SPECS, options, lambda: [np.zeros(size) for size in SIZES])
+
+
+def pushed_and_pulled(table: RemoteTable) -> float:
+    values = [np.zeros(size) for size in SIZES]
+    table.push([np.ones(size) for size in SIZES], {})
+    table.pull(values)
+    return float(values[0][0])
 
 
 @pytest.mark.parametrize("word", ["push", "pull"])
@@ -59,3 +71,28 @@ def test_what_is_asked_of_a_scheduler_that_has_ended_with_the_job_fails(
                 declared(trainer.worker, "another")
 
     in_threads(asks)
+
+
+def test_a_table_of_one_worker_alone_begins_though_servers_have_waited_for_workers(
+    new_cluster: NewCluster,
+) -> None:
+    """A server whose workers come late says its hello again, and is the same server."""
+    cluster = new_cluster(1, 2, updater=Added)
+    heard = cluster.state.membership.members["server", 0].heard
+    wait_until(lambda: cluster.state.membership.members["server", 0].heard > heard)
+    first, _ = workers(cluster, 2)
+    assert in_threads(lambda: pushed_and_pulled(declared(first, "alone"))) == [1.0]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_table_of_one_worker_alone_goes_on_at_a_server_that_returns(
+    new_cluster: NewCluster, every: int
+) -> None:
+    cluster = new_cluster(2, 2, every=every, updater=Added)
+    first, second = workers(cluster, 2)
+    table = declared(first, "alone")
+    assert in_threads(lambda: pushed_and_pulled(table)) == [1.0]
+    cluster.restart_server(1)
+    assert in_threads(lambda: pushed_and_pulled(table)) == [2.0]
+    later = declared(second, "alone")
+    assert in_threads(lambda: pushed_and_pulled(later)) == [3.0]
