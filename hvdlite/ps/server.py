@@ -156,7 +156,7 @@ class Server:
             return [self._failed(peer, message, str(error))]
         except Exception as error:  # A message must not end the server, whatever is in it.
             return [self._failed(peer, message, f"the request cannot be understood: {error!r}")]
-        self._save(message.table)
+        self._save_all()
         return answers
 
     def _of_another_layout(self, peer: bytes, message: Message) -> list[Answer]:
@@ -184,6 +184,10 @@ class Server:
         self._tables_of[worker] = {str(name) for name in names}
         tables = [table for table in self.tables.values() if not table.begun]
         return [answer for table in tables for answer in table.look(self.workers)]
+
+    def _save_all(self) -> None:
+        for name in self.tables:
+            self._save(name)
 
     def _save(self, name: str) -> None:
         """Make a snapshot of a table if one is due.
@@ -242,9 +246,10 @@ class Server:
         self._early -= set(workers)
         if self.workers != {*workers, *self._early}:
             self.workers = {*workers, *self._early}
-            for table in self.tables.values():
-                for answer in table.look(self.workers):
-                    self.listener.send(*answer)
+            answers = [each for table in self.tables.values() for each in table.look(self.workers)]
+            self._save_all()  # One that is lost may complete a step.
+            for answer in answers:
+                self.listener.send(*answer)
 
     # -- requests
 

@@ -56,6 +56,8 @@ class SnapshotFolder:
         self._server = server
         self._path = Path(directory) / f"server-{server}"
         self._path.mkdir(parents=True, exist_ok=True)
+        for unfinished in self._path.glob("*/*.unfinished"):  # A predecessor was killed meanwhile.
+            unfinished.unlink(missing_ok=True)
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()  # Nothing is being written.
@@ -80,7 +82,7 @@ class SnapshotFolder:
             raise HorovodInternalError(why) from error
         _synchronize(folder)
         for old in sorted(folder.glob(f"*{SUFFIX}"))[:-KEPT]:
-            old.unlink()
+            old.unlink(missing_ok=True)  # The other thread that writes may have done so.
 
     def write_soon(self, snapshot: Snapshot) -> None:
         """Write a snapshot in a thread. Raises what an earlier one has raised there.
