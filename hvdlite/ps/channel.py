@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 from collections.abc import Iterator, Mapping, Sequence
+from socket import AF_INET, getaddrinfo
 
 from hvdlite.common.base.errors import ConfigError, ProtocolError
 from hvdlite.ps.arena import SHARED_BYTES, Arena
@@ -39,6 +40,7 @@ class Listener:
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.LINGER, LISTENER_LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        _let_ipv6(self._socket, address)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -111,9 +113,16 @@ class Caller:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.setsockopt(zmq.LINGER, 0)
+        _let_ipv6(self.socket, address)
         self.socket.connect(address)
         self.address = address
         self.sharing: Sharing | None = None  # With the process at the address.
+
+    def share(self, sharing: Sharing | None) -> None:
+        """Share memory with the process at the address from now on; None: no more."""
+        if self.sharing is not None:
+            self.sharing.close()
+        self.sharing = sharing
 
     def send(self, message: Message) -> zmq.MessageTracker | None:
         """Send a message. Payloads may change again when the tracker is done."""
@@ -138,8 +147,28 @@ class Caller:
             yield message
 
     def close(self) -> None:
-        """Close the socket at once."""
+        """Close the socket at once; views of shared memory keep it."""
         self.socket.close()
+        self.share(None)
+
+
+def _let_ipv6(socket_: zmq.Socket[bytes], address: str) -> None:
+    """Let a socket use IPv6 where its address is one, may be any, or is a name of IPv6 alone.
+
+    A name that has both is one of IPv4, since ZeroMQ tries one address only.
+    """
+    scheme, _, place = address.partition("://")
+    host = place.rpartition(":")[0]
+    if scheme == "tcp" and (host == "*" or not _is_ipv4(host)):
+        socket_.setsockopt(zmq.IPV6, 1)
+
+
+def _is_ipv4(host: str) -> bool:
+    try:
+        getaddrinfo(host, None, AF_INET)
+    except OSError:
+        return False
+    return True
 
 
 def new_context(curve_token: bytes | None = None) -> Context:

@@ -76,7 +76,7 @@ class Connection:
                 self.receive(message)
 
     def _send_payloads_of(self, request: int) -> None:
-        self.caller.sharing = None
+        self.caller.share(None)
         if request in self._sent:
             self.caller.send(self._sent[request].message)
         self.unmapped()
@@ -135,7 +135,7 @@ class Client:
 
         def share(sharing: Sharing) -> None:
             if connection.caller in self._connections:
-                connection.caller.sharing = sharing
+                connection.caller.share(sharing)
             else:
                 sharing.close()
 

@@ -7,7 +7,6 @@ keep the connection, whose end says that a process is gone.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
@@ -112,25 +111,42 @@ class Visit:
     ) -> None:
         self._words = name, identity, arena
         self._done = done
+        self._lock = threading.Lock()  # Guards the two below.
+        self._closed = False
         self._connection: socket.socket | None = None
         threading.Thread(target=self._run, name="hvdlite ps visit", daemon=True).start()
 
     def _run(self) -> None:
-        name, identity, arena = self._words
-        with contextlib.suppress(OSError, ProtocolError):  # Payloads go through the socket then.
-            connection = self._connection = _connect(name)
-            check_credentials(connection)
-            connection.settimeout(MEET_SECONDS)
-            session = int.from_bytes(os.urandom(7), "little")
-            _send(connection, session, identity, arena)
-            said, _, window = _receive(connection)
-            if said == session:
-                self._done(Sharing(session, arena, window))
+        try:
+            connection = _connect(self._words[0])
+            with self._lock:
+                self._connection = connection
+                if self._closed:
+                    connection.close()
+            sharing = self._greet(connection)
+        except (OSError, ProtocolError):  # Payloads go through the socket then.
+            self.close()
+        else:
+            self._done(sharing)
+
+    def _greet(self, connection: socket.socket) -> Sharing:
+        _, identity, arena = self._words
+        check_credentials(connection)
+        connection.settimeout(MEET_SECONDS)
+        session = int.from_bytes(os.urandom(7), "little")
+        _send(connection, session, identity, arena)
+        said, _, window = _receive(connection)
+        if said != session:
+            window.close()
+            raise ProtocolError(f"a server answers to the session {said}, not {session}")
+        return Sharing(session, arena, window)
 
     def close(self) -> None:
         """End the connection, by which the other side sees that nothing is read here any more."""
-        if self._connection is not None:
-            self._connection.close()
+        with self._lock:
+            self._closed = True
+            if self._connection is not None:
+                self._connection.close()
 
 
 def is_here(name: str) -> bool:

@@ -321,3 +321,27 @@ def test_small_payloads_stay_in_the_message() -> None:
     assert arena.nbytes == 0 and arena.find(payload(small)) is None
     assert channel.SHARED_BYTES == SHARED_BYTES
     arena.close()
+
+
+def test_a_visit_that_is_given_up_leaves_no_connection() -> None:
+    """It is closed while it goes on its way, or the server does not answer well."""
+    arena, name = Arena(), "hvdlite-ps-test-" + os.urandom(8).hex()
+    came: list[Sharing] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}.memory")
+        listener.listen()
+        listener.settimeout(5.0)
+        for closes in (True, False):
+            visit = Visit(name, b"a worker", arena, came.append)
+            if closes:
+                visit.close()
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(5.0)
+                if not closes:
+                    assert connection.recv(1024)
+                    connection.send(b"what is no greeting")
+                while connection.recv(1024):  # Until the other end is closed.
+                    pass
+    arena.close()
+    assert came == []

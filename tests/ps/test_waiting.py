@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,3 +97,30 @@ def test_a_table_of_one_worker_alone_goes_on_at_a_server_that_returns(
     assert in_threads(lambda: pushed_and_pulled(table)) == [2.0]
     later = declared(second, "alone")
     assert in_threads(lambda: pushed_and_pulled(later)) == [3.0]
+
+
+def test_the_memory_of_servers_that_are_gone_is_given_back(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(1, 1, updater=Added)
+    (worker,) = workers(cluster, 1)
+    table = declared(worker, "t")
+
+    def shared() -> int:
+        links = [_target(link) for link in Path("/proc/self/fd").iterdir()]
+        return sum("memfd:hvdlite-ps" in link for link in links)
+
+    pushed_and_pulled(table)
+    link = worker._servers[0]
+    wait_until(lambda: link._connection is not None and link._connection.caller.sharing is not None)
+    before = shared()
+    for number in range(3):
+        cluster.restart_server(0)
+        assert pushed_and_pulled(table) == number + 2.0
+        wait_until(lambda: link._connection.caller.sharing is not None)  # type: ignore[union-attr]
+    wait_until(lambda: shared() <= before)
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
