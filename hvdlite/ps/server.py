@@ -100,9 +100,9 @@ class Server:
         self._door = None if token is None else Door(token)
         self._admitted: set[bytes] = set()
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
-            "start": self._start, "offer": self._offer, "push": self._push, "pull": self._pull,
-            "push_rows": self._push, "pull_rows": self._pull, "leave": self._leave,
-            "beat": self._beat, "hello": self._welcome,
+            "start": self._start, "offer": self._ask_table, "push": self._ask_table,
+            "pull": self._ask_table, "push_rows": self._ask_table, "pull_rows": self._ask_table,
+            "leave": self._leave, "beat": self._beat, "hello": self._welcome,
         }  # fmt: skip
         for snapshot in snapshots.newest(layout) if snapshots else ():
             table = self._new_table(TableDescription(snapshot.table, snapshot.description))
@@ -285,25 +285,14 @@ class Server:
         self._saved[table.name] = version
         return older
 
-    def _offer(self, peer: bytes, message: Message) -> list[Answer]:
-        table, worker = self._known(peer, message)
-        return (
-            [self._restarted(peer, message)]
-            if table is None
-            else table.offer(peer, worker, message)
-        )
-
-    def _push(self, peer: bytes, message: Message) -> list[Answer]:
-        table, worker = self._known(peer, message)
-        return (
-            [self._restarted(peer, message)] if table is None else table.push(peer, worker, message)
-        )
-
-    def _pull(self, peer: bytes, message: Message) -> list[Answer]:
-        table, worker = self._known(peer, message)
-        return (
-            [self._restarted(peer, message)] if table is None else table.pull(peer, worker, message)
-        )
+    def _ask_table(self, peer: bytes, message: Message) -> list[Answer]:
+        """Let a table answer a worker that takes part in it."""
+        worker = self._worker_of.get(peer)
+        table = self.tables.get(message.table)
+        if worker is None or table is None:
+            return [self._restarted(peer, message)]
+        calls = {"offer": table.offer, "push": table.push, "pull": table.pull}
+        return calls[message.kind.removesuffix("_rows")](peer, worker, message)
 
     def _leave(self, peer: bytes, message: Message) -> list[Answer]:
         worker = self._worker_of.pop(peer, None)
@@ -320,12 +309,6 @@ class Server:
 
     def _beat(self, peer: bytes, message: Message) -> list[Answer]:
         return [Answer(peer, Message("beat", message.request, "", 0, self._incarnation))]
-
-    def _known(self, peer: bytes, message: Message) -> tuple[Table | None, int]:
-        worker = self._worker_of.get(peer)
-        if worker is None:
-            return None, -1
-        return self.tables.get(message.table), worker
 
     def _restarted(self, peer: bytes, message: Message) -> Answer:
         return Answer(
