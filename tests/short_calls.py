@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -68,3 +70,43 @@ def somebody_has_arrived(rank_0: Any) -> bool:
     board = rank_0.transport.short_call_memory(0)
     words = board[2048 : 2048 + 64 * 17].view(np.uint64)[::8]  # of the slots
     return bool(np.any(words >> np.uint64(9) & np.uint64(511)))
+
+
+def interrupted_after(
+    place: Any, method: str, points: int, modules: Sequence[ModuleType], call: Callable[[], Any]
+) -> bool:
+    """Make a call, and raise KeyboardInterrupt in it, at a point after `place` has run `method`.
+
+    Point 0 is where that returns; more are counted where the interpreter may raise it, in some
+    modules. Return whether there are so many.
+    """
+    left, is_armed = points, False
+    names = [each.__name__ for each in modules]
+    run = getattr(place, method)
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left, is_armed
+        if not is_armed or frame.f_globals["__name__"] not in names:
+            return
+        left -= event in ("call", "c_return")
+        if left == 0:
+            is_armed = False
+            raise KeyboardInterrupt
+
+    def run_and_arm(*args: Any) -> None:
+        nonlocal is_armed
+        run(*args)
+        if not points:
+            raise KeyboardInterrupt
+        is_armed = True
+
+    setattr(place, method, run_and_arm)
+    sys.setprofile(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+        setattr(place, method, run)
+    return False

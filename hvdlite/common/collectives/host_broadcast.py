@@ -1,8 +1,10 @@
 """Broadcast over several hosts: from one rank of each host to the next, and inside the hosts.
 
-The root, and one rank of every other host, pass on pieces by the `paths` that were chosen. What has
-come is shared with the ranks of the host in blocks, while later pieces are on their way. A piece
-that lies in one tensor is received where it belongs.
+The root, and one rank of every other host, pass on pieces by the `paths` that were chosen, in the
+order in which they come: of two trees, a host is deeper in one, and pieces of the other that waited
+for those of this one would be late by its rounds, again in every host below. What has come is
+shared with the ranks of the host in blocks, while later pieces are on their way. A piece that lies
+in one tensor is received where it belongs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +45,38 @@ class Carriers:
         return cls(places, tuple(chosen), root_host)
 
 
+class _Receive(NamedTuple):
+    """A receive that was posted for a piece."""
+
+    piece: int
+    body: Array
+    pending: Pending
+
+
+class _Stream:
+    """The pieces that come from one host, in order."""
+
+    def __init__(self, receives: Iterator[_Receive]) -> None:
+        self._to_post = receives
+        self.posted: deque[_Receive] = deque()
+        self._post()
+
+    @property
+    def first(self) -> _Receive:
+        """The receive that ends first."""
+        return self.posted[0]
+
+    def pop(self) -> _Receive:
+        """Return the first receive, which is done, and post another one."""
+        receive = self.posted.popleft()
+        self._post()
+        return receive
+
+    def _post(self) -> None:
+        while len(self.posted) < AHEAD and (receive := next(self._to_post, None)) is not None:
+            self.posted.append(receive)
+
+
 class HostBroadcast:
     """One broadcast at one rank."""
 
@@ -64,6 +99,8 @@ class HostBroadcast:
         self._block = -(-max(1, BLOCK_BYTES // itemsize) // self._length)  # pieces
         self._pieces = -(-self._chain.size // self._length)
         self._sends: deque[tuple[Pending, Array]] = deque()
+        self._came = [False] * self._pieces
+        self._shared = 0  # Pieces that the ranks of this host have, or are getting.
 
     def take_part(self) -> None:
         """Get the data from the rank of this host that passes them on."""
@@ -71,35 +108,51 @@ class HostBroadcast:
             self._share(block)
 
     def carry(self, paths: Sequence[Path]) -> None:
-        """Pass on all pieces, which take the paths in turns."""
-        to_post = self._receives(paths)
-        posted: deque[tuple[Array, Pending]] = deque()
-        for piece in range(self._pieces):
-            path = paths[piece % len(paths)]
-            if path.parent is None:
-                body = self._gathered(piece)
-            else:
-                while len(posted) < AHEAD and (receive := next(to_post, None)) is not None:
-                    posted.append(receive)
-                body, pending = posted.popleft()
-                self._transport.wait([pending])
-            self._send(path, body)
-            if path.parent is not None and len(self._views(piece)) > 1:
-                self._chain.unpack(piece * self._length, body)
-            if (piece + 1) % self._block == 0 or piece + 1 == self._pieces:
-                self._share(piece // self._block * self._block)
+        """Pass on all pieces, which take the paths in turns, as they come."""
+        streams = self._streams(paths)
+        if not streams:
+            for piece in range(self._pieces):
+                self._send(paths[piece % len(paths)], self._gathered(piece))
+                self._note(piece)
+        while streams:
+            self._transport.wait_for_any([stream.first.pending for stream in streams])
+            for stream in [each for each in streams if each.first.pending.done()]:
+                piece, body, _ = stream.pop()
+                self._send(paths[piece % len(paths)], body)
+                if len(self._views(piece)) > 1:
+                    self._chain.unpack(piece * self._length, body)
+                self._note(piece)
+                if not stream.posted:
+                    streams.remove(stream)
         self._transport.wait([pending for pending, _ in self._sends])
 
-    def _receives(self, paths: Sequence[Path]) -> Iterator[tuple[Array, Pending]]:
-        """Post a receive for each piece."""
+    def _streams(self, paths: Sequence[Path]) -> list[_Stream]:
+        """Return the pieces that come, by the host from which they do."""
+        pieces: dict[int, list[int]] = {}
         for piece in range(self._pieces):
             parent = paths[piece % len(paths)].parent
             if parent is not None:
-                views = self._views(piece)
-                body = views[0]
-                if len(views) > 1:
-                    body = np.empty(sum(view.size for view in views), body.dtype)
-                yield body, self._transport.irecv(self._carriers.ranks[parent], body)
+                pieces.setdefault(parent, []).append(piece)
+        return [_Stream(self._receives(parent, each)) for parent, each in pieces.items()]
+
+    def _receives(self, parent: int, pieces: Sequence[int]) -> Iterator[_Receive]:
+        """Post a receive for each of these pieces."""
+        for piece in pieces:
+            views = self._views(piece)
+            body = views[0]
+            if len(views) > 1:
+                body = np.empty(sum(view.size for view in views), body.dtype)
+            yield _Receive(piece, body, self._transport.irecv(self._carriers.ranks[parent], body))
+
+    def _note(self, piece: int) -> None:
+        """Note that a piece has come; share the blocks that are complete, in their order."""
+        self._came[piece] = True
+        while self._shared < self._pieces:
+            end = min(self._shared + self._block, self._pieces)
+            if not all(self._came[self._shared : end]):
+                return
+            self._share(self._shared)
+            self._shared = end
 
     def _send(self, path: Path, body: Array) -> None:
         for child in path.children:

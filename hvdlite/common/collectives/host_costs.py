@@ -1,15 +1,18 @@
 """What the other collectives take between hosts: the model of `costs`, and the cheapest by it.
 
 A gather is the second half of an allreduce and a scatter the first, so they have half its rounds,
-and send half as much. `nbytes` are those of all blocks together.
+and send half as much. `nbytes` are those of all blocks together, and in an exchange (alltoall) what
+each rank sends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from hvdlite.common.collectives.costs import Cost, Model, inside_hosts, tree_piece_bytes
 from hvdlite.common.collectives.halving_doubling import halvings
+from hvdlite.common.collectives.pipeline import AHEAD
 from hvdlite.common.collectives.trees import tree_depth
 
 Costs = dict[str, Callable[[Model, int, int, float], Cost]]  # The first one wins a tie.
@@ -66,6 +69,48 @@ def _path_cost(model: Model, rounds: int, sends: int, nbytes: float) -> Cost:
     return Cost(rounds, _steps(model, rounds, 1) + first, wire, nbytes * model.copied_byte)
 
 
+def direct_exchange_cost(model: Model, hosts: int, slices: int, nbytes: float) -> Cost:
+    """Return the cost of an alltoall in which each rank sends to each rank of other hosts."""
+    rounds = _windows(_counts_of(hosts, slices)) + _windows(hosts - 1)
+    messages = _counts_of(hosts, slices) + (hosts - 1) * slices
+    return _exchange_cost(model, rounds, messages, hosts, slices, nbytes, nbytes)
+
+
+def bundled_exchange_cost(model: Model, hosts: int, slices: int, nbytes: float) -> Cost:
+    """Return the cost of an alltoall in which a host sends one message to each other one.
+
+    The ranks of a host collect what is in it, and hand out what has come.
+    """
+    bundles = _counts_of(hosts, slices)
+    far = nbytes * (hosts - 1) / hosts
+    cost = _exchange_cost(
+        model, 2 * _windows(bundles), 2 * bundles, hosts, slices, nbytes, nbytes + 4 * far
+    )
+    inside = 4 * model.local_message + 4 * far * slices * model.local_byte
+    return replace(cost, steps=cost.steps + inside)
+
+
+def _exchange_cost(
+    model: Model, rounds: int, messages: int, hosts: int, slices: int, nbytes: float, copied: float
+) -> Cost:
+    """Return the cost of an alltoall: counts first, then the data, a few hosts at a time."""
+    wire = slices * nbytes * (hosts - 1) / hosts * model.far_byte
+    steps = _steps(model, rounds, 2 * messages)
+    if slices > 1:  # The ranks of a host tell each other the counts.
+        steps += 4 * model.local_message
+    return Cost(rounds, steps, wire, copied * model.copied_byte)
+
+
+def _counts_of(hosts: int, slices: int) -> int:
+    """Return for how many other hosts a rank of a host with `slices` speaks, at most."""
+    return -(-(hosts - 1) // slices)
+
+
+def _windows(hosts: int) -> int:
+    """Return how often a rank waits that exchanges with so many hosts; see `Window`."""
+    return -(-hosts // (AHEAD + 1))
+
+
 def _steps(model: Model, rounds: int, stretches: int) -> float:
     return model.call + rounds * model.message + stretches * model.stretch
 
@@ -75,8 +120,9 @@ SCATTER_COSTS: Costs = {"ring": ring_scatter_cost, "halving": halving_scatter_co
 BROADCAST_COSTS: PathCosts = {
     "chain": chain_cost, "tree": tree_cost, "trees": root_and_trees_cost,
 }  # fmt: skip
-_HALVES = {"gather": GATHER_COSTS, "scatter": SCATTER_COSTS}
-COLLECTIVES = (*_HALVES, "broadcast")
+EXCHANGE_COSTS: Costs = {"direct": direct_exchange_cost, "bundles": bundled_exchange_cost}
+_BLOCKS = {"gather": GATHER_COSTS, "scatter": SCATTER_COSTS, "exchange": EXCHANGE_COSTS}
+COLLECTIVES = (*_BLOCKS, "broadcast")
 
 
 def cheapest_path(model: Model, hosts: int, nbytes: int) -> str:
@@ -92,10 +138,14 @@ def cheapest_of(costs: Costs, model: Model, hosts: int, slices: int, nbytes: int
 
 
 def collective_way(collective: str, model: Model, hosts: tuple[int, ...], nbytes: int) -> str:
-    """Return the cheapest way of a "gather", "scatter" or "broadcast", by name."""
+    """Return the cheapest way of one of `COLLECTIVES`, by name; all blocks are of one size."""
     if collective == "broadcast":
         return cheapest_path(model, len(hosts), nbytes)
-    return cheapest_of(_HALVES[collective], model, len(hosts), min(hosts), nbytes)
+    if collective == "exchange":
+        ranks = min(hosts)
+        bundled = bundle_is_cheaper(model, ranks, ranks, ranks * nbytes // len(hosts))
+        return "bundles" if bundled else "direct"
+    return cheapest_of(_BLOCKS[collective], model, len(hosts), min(hosts), nbytes)
 
 
 def collective_seconds(collective: str, model: Model, hosts: tuple[int, ...], nbytes: int) -> float:
@@ -107,7 +157,7 @@ def collective_seconds(collective: str, model: Model, hosts: tuple[int, ...], nb
     if collective == "broadcast":
         cost = BROADCAST_COSTS[way](model, len(hosts), nbytes)
     else:
-        cost = _HALVES[collective][way](model, len(hosts), min(hosts), nbytes)
+        cost = _BLOCKS[collective][way](model, len(hosts), min(hosts), nbytes)
     inside = inside_hosts(model, max(hosts), nbytes) / 2
     return cost.steps + max(cost.wire, cost.work + inside)
 

@@ -183,11 +183,13 @@ def collective_seconds(
 ) -> list[float]:
     """Return the mean seconds of `calls` collectives that are chosen by `model`, as above.
 
-    `collective` is one of `host_costs.COLLECTIVES`; `nbytes` are those of all blocks.
+    `collective` is one of `host_costs.COLLECTIVES`; `nbytes` are those of all blocks, and in an
+    exchange what each rank sends.
     """
     members, backend = _all_hosts(transport, backends, Choice(model=model))
     part = np.zeros(max(1, nbytes // 4 // members.size), np.float32)
     whole = np.zeros(part.size * members.size, np.float32)
+    received = np.empty_like(whole)
     counts = [[part.size] * members.size]
 
     def there_and_back() -> None:  # A root would begin the next one before others have this one.
@@ -197,6 +199,9 @@ def collective_seconds(
     calls_of: dict[str, Callable[[], None]] = {
         "gather": lambda: backend.allgather(members, [part], [whole], counts, _quiet),
         "scatter": lambda: backend.reducescatter(members, [whole], [part], counts, SUM, _quiet),
+        "exchange": lambda: backend.alltoall(
+            members, whole, counts[0], lambda come: received[: sum(come)], _quiet
+        ),
         "broadcast": there_and_back,
     }
     runs = 2 if collective == "broadcast" else 1

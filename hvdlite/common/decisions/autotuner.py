@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.costs import PIECE_BYTES
 from hvdlite.common.decisions.gaussian_process import Point, most_promising
-from hvdlite.common.plain.config import MIB, Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.messages import Retune
+from hvdlite.common.plain.setting import MIB
 
 MEASUREMENTS = 5  # A sample is the median of so many measurements.
 DUELS = 3  # Samples of the best and of the default settings at the end.

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.decisions.autotuner import Autotuner, Sample
-from hvdlite.common.plain.config import MIB, Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.messages import Retune
+from hvdlite.common.plain.setting import MIB
 
 log = logging.getLogger("hvdlite")
 

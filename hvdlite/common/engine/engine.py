@@ -32,7 +32,7 @@ from hvdlite.common.devices.plane import DevicePlane
 from hvdlite.common.engine.carried_data import CarriedData
 from hvdlite.common.engine.control_plane import ControlPlane
 from hvdlite.common.engine.executor import Executor
-from hvdlite.common.engine.inbox import Inbox
+from hvdlite.common.engine.inbox import Inbox, enough_bytes
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.response_memory import ResponseMemory
 from hvdlite.common.engine.short_calls import ShortCalls
@@ -100,7 +100,6 @@ class Engine:
         libraries = find_libraries(config.devices)
         # The tensors on devices that are reduced there.
         self.devices = DevicePlane(
-            self.rank,
             self.topology.local_rank(self.rank),
             libraries,
             HostPaths(self._backends),
@@ -108,7 +107,8 @@ class Engine:
             negotiate=self._negotiate_meanwhile,
             on_error=self._note_device_error,
         )
-        self._capabilities = capabilities(libraries, DTYPES)
+        in_layers = config.device_allreduce == "hierarchical"
+        self._capabilities = capabilities(libraries, DTYPES, in_layers=in_layers)
         # Set by the finalizer thread of a device, whose library has failed.
         self._device_error: HorovodInternalError | None = None
         self._executor = Executor(
@@ -124,7 +124,12 @@ class Engine:
         self._shutdown_requested = threading.Event()
         self._departure_sent = False
         self._short_calls = self._find_short_calls()
-        self._inbox = Inbox(transport.wake, config.cycle_time_ms / 1000, self._short_calls)
+        self._inbox = Inbox(
+            transport.wake,
+            config.cycle_time_ms / 1000,
+            self._short_calls,
+            enough=enough_bytes(self.topology, len(os.sched_getaffinity(0))),
+        )
         self._autotuning: Autotuning | None = None
         if config.autotune and self.rank == ROOT and self.topology.size > 1:
             from hvdlite.common.engine.autotuning import Autotuning
@@ -147,8 +152,15 @@ class Engine:
         """
         if self._timeline.enabled or self._executor.observers or self._debug:
             self._note(entries)
-        self._pending.add(entries)
-        self._inbox.put(entries, waits=waits)
+        try:
+            self._pending.add(entries)
+            self._inbox.put(entries, waits=waits)
+        except BaseException:  # A KeyboardInterrupt: the other ranks need what was counted here.
+            left = [each for each in entries if self._pending.has(each)]
+            if left:
+                self._inbox.put([each for each in left if each.handle.queue is None])
+                self._inbox.hurry()
+            raise
 
     def announce(self, entries: Sequence[Entry]) -> None:
         """Keep entries until `send` or `exchange`. Raises as `PendingTable.add`."""
@@ -167,8 +179,8 @@ class Engine:
                 entry.enqueued = now
 
     def send(self, entries: Sequence[Entry]) -> None:
-        """Let entries be negotiated that were announced."""
-        self._inbox.put(entries)
+        """Let those of the entries be negotiated that were announced, and have not ended."""
+        self._inbox.put([each for each in entries if self._pending.has(each)])
 
     def exchange(self, bundle: Bundle) -> None:
         """Exchange entries that were announced in this thread, or send them; see `ShortCalls`."""
@@ -181,7 +193,7 @@ class Engine:
                 left = [each for each in bundle.entries if self._pending.has(each)]
                 if left and self._short_calls is not None:
                     self._short_calls.decline([bundle])
-                self.send(left)
+                self._inbox.put(left)
 
     def _find_short_calls(self) -> ShortCalls | None:
         """Return the short calls of this rank where the host has the code for them."""
@@ -452,10 +464,12 @@ class Engine:
                 self._short_calls.forget()  # Only some ranks have counted calls meanwhile.
                 self._short_calls.take_part()
         elif effect is not Effect.NONE:
+            before = self.process_sets.all()
             change = change_sets(self.process_sets, response)
             log.debug("rank %d: '%s': %s", self.rank, request.name, change)
             for removed in change.gone:
                 self._drop_set(removed)
+                self.devices.forget(tuple(before[removed]))
             value = change.formed
             if effect is Effect.ADD_SET and entry is not None:
                 process_set_id = self.process_sets.id_of(entry.request.shape)

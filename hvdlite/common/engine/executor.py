@@ -17,7 +17,7 @@ from hvdlite.common.collectives.base import Backend, Members
 from hvdlite.common.collectives.table import SPECS, CollectiveRun, Operand, reduction_of
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.devices.neutral import neutral_value
-from hvdlite.common.devices.plane import DevicePlane
+from hvdlite.common.devices.plane import DevicePlane, Span
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.entries import Entry, Observer, SegmentRun
 from hvdlite.common.plain.messages import Request, Response
@@ -169,13 +169,18 @@ class Executor:
             names = [response.request.name for response in responses]
         start = time.monotonic()
 
-        def end(error: HorovodInternalError | None) -> None:
+        def end(error: HorovodInternalError | None, span: Span | None) -> None:
+            if span is not None:
+                request = responses[0].request
+                self._timeline.device_span(request.device, request.collective, names, *span)
             if self.observers and error is None and not self._shows_at_launch:
-                self._show_run(members, responses, present, start)
+                self._show_run(members, responses, present, start, span)
 
         with _Recorded(self._timeline, names, responses):
+            timed = self._timeline.enabled or bool(self.observers)
             launched = self._blaming(
-                responses[0].request, lambda: devices.run(members, responses, entries, end)
+                responses[0].request,
+                lambda: devices.run(members, responses, entries, end, timed=timed),
             )
         if launched and self.observers and self._shows_at_launch:
             self._show_run(members, responses, present, start)
@@ -187,13 +192,14 @@ class Executor:
         responses: Sequence[Response],
         present: Sequence[Entry],
         start: float,
+        span: Span | None = None,
     ) -> None:
-        """Show observers a segment that began at `start` and ends now."""
+        """Show observers a segment that began at `start` and ends now, or has the times `span`."""
         nbytes = sum(entry.size_bytes for entry in present)
         ready = max((entry.enqueued for entry in present), default=0.0)
         names = tuple(response.request.name for response in responses)
         collective = responses[0].request.collective
-        times = start, time.monotonic()
+        times = span or (start, time.monotonic())
         self.show(SegmentRun(names, collective, nbytes, *times, members.ranks, ready))
 
     def show(self, run: SegmentRun) -> None:

@@ -10,18 +10,26 @@ That entry is kept for the cycle time at most, as a KeyboardInterrupt may come b
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
+from hvdlite.common.base.topology import Topology
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.handles import Handle
 
-# The reduction of so many bytes takes longer than a negotiation, so they do not gather further.
+# The reduction of so many bytes takes longer than a negotiation, so they do not gather further,
+# unless the engine has no core of its own: then it would only interrupt the thread that enqueues.
 # See [Note: why gradients gather twice] in torch/gradient_exchange.py.
 ENOUGH_BYTES = 1 << 20
+
+
+def enough_bytes(topology: Topology, cores: int) -> float:
+    """Return how many bytes wake the engine at once: no number does where ranks take all cores."""
+    return math.inf if topology.fills(cores) else ENOUGH_BYTES
 
 
 class ShortCalls(Protocol):
@@ -51,20 +59,25 @@ class Inbox:
         gather_seconds: float = 0.0,
         short_calls: ShortCalls | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        enough: float = ENOUGH_BYTES,
     ) -> None:
         """Wake the engine by `wake`, which is given the seconds until then.
 
-        A thread that waits for an entry tries `short_calls` first.
+        A thread that waits for an entry tries `short_calls` first. `enough` bytes gather no
+        further.
         """
         self._wake = wake
         self._gather_seconds = gather_seconds
         self._short_calls = short_calls
         self._clock = clock
+        self._enough = enough
         # Guards all attributes below. Reentrant, as a signal handler may enqueue within any method.
         self._lock = threading.RLock()
         self._entries: list[Entry] = []
         self._bytes = 0
         self._engine = _Engine.AWAKE
+        self._drains = 0  # So a thread can tell whether the engine still sleeps as it has seen it.
         # Where a wake-up is scheduled: when half of the time until then is over.
         self._put_off_after = 0.0
         # The entry that a thread waits for next, and until when it is kept from the engine.
@@ -77,17 +90,30 @@ class Inbox:
         `waits` says that the calling thread waits for them next.
         """
         with self._lock:
-            self._entries.extend(entries)
-            for entry in entries:
-                self._bytes += entry.size_bytes
-                entry.handle.queue = self
+            try:
+                for entry in entries:
+                    entry.handle.queue = self
+                    self._bytes += entry.size_bytes
+            finally:  # Also for a KeyboardInterrupt: a handle with a queue has its entry there.
+                self._entries.extend(entries)
             if waits and len(entries) == 1 and self._short_calls is not None:
                 self._kept, self._kept_until = entries[0], self._clock() + self._gather_seconds
-            within = None
+            within, drains = None, self._drains
             if self._engine is not _Engine.AWAKE:
                 within = self._time_to_wake(first=len(self._entries) == len(entries))
         if within is not None:
-            self._wake(within)
+            self._wake_from(drains, within)
+
+    def _wake_from(self, drains: int, within: float) -> None:
+        """Wake the engine from the sleep after so many drains, and note that it will be awake.
+
+        In this order: a KeyboardInterrupt between both must not let others rely on a wake-up that
+        never comes.
+        """
+        self._wake(within)
+        with self._lock:
+            if self._engine is not _Engine.AWAKE and self._drains == drains:
+                self._engine = _Engine.WAKES_SOON if within else _Engine.AWAKE
 
     def _time_to_wake(self, *, first: bool) -> float | None:
         """Return in how many seconds to wake the engine, which sleeps; None if it is not needed.
@@ -95,15 +121,14 @@ class Inbox:
         The entries before the `first` ones may have been short calls, whose wake-up is still to
         come: it is put off, so that the engine sleeps while one short call follows the other.
         """
-        if self._gather_seconds == 0 or self._bytes >= ENOUGH_BYTES:
-            self._engine, self._kept = _Engine.AWAKE, None
+        if self._gather_seconds == 0 or self._bytes >= self._enough:
+            self._kept = None
             return 0.0
         if self._engine is _Engine.WAKES_SOON and not first:
             return None
         now = self._clock()
         if self._engine is _Engine.WAKES_SOON and now < self._put_off_after:
             return None
-        self._engine = _Engine.WAKES_SOON
         self._put_off_after = now + self._gather_seconds / 2
         return self._gather_seconds
 
@@ -111,11 +136,9 @@ class Inbox:
         """Wake the engine at once: a thread waits for an entry, so nothing more gathers."""
         with self._lock:
             self._kept = None
-            wake = self._engine is not _Engine.AWAKE and bool(self._entries)
-            if wake:
-                self._engine = _Engine.AWAKE
+            wake, drains = self._engine is not _Engine.AWAKE and bool(self._entries), self._drains
         if wake:
-            self._wake(0.0)
+            self._wake_from(drains, 0.0)
 
     def attend(self, handle: Handle) -> None:
         """Do what completes a handle soonest, in a thread that waits for it.
@@ -124,35 +147,42 @@ class Inbox:
         it, they are reported together, unless it has no data.
         """
         short_calls = self._short_calls
-        entry = None if short_calls is None else self._take_latest(handle)
+        entry = None if short_calls is None else self._latest(handle)
         if entry is None or short_calls is None:
             self.hurry()
             return
         try:
-            short_calls.run(entry)
-        finally:  # Also for a KeyboardInterrupt: the other ranks need this entry.
-            if short_calls.is_pending(entry):
-                self._put_back(entry)
+            if self._take(entry):
+                short_calls.run(entry)
+            self._put_back(entry, short_calls)
+        except BaseException:  # A KeyboardInterrupt: the other ranks need this entry.
+            self._put_back(entry, short_calls)
+            raise
 
-    def _take_latest(self, handle: Handle) -> Entry | None:
-        """Remove and return the entry of a handle if it is the latest, and alone or without data.
-
-        None otherwise.
-        """
+    def _latest(self, handle: Handle) -> Entry | None:
+        """Return the entry of a handle if it is the latest, and alone or without data."""
         with self._lock:
-            if not self._entries:
+            entry = self._entries[-1] if self._entries else None
+            if entry is None or entry.handle is not handle:
                 return None
-            entry = self._entries[-1]
-            if entry.handle is not handle or (len(self._entries) > 1 and entry.size_bytes):
-                return None
+            return None if len(self._entries) > 1 and entry.size_bytes else entry
+
+    def _take(self, entry: Entry) -> bool:
+        """Remove an entry, whose handle has no queue then; False if others have taken it."""
+        with self._lock:
+            if not self._entries or self._entries[-1] is not entry:
+                return False
             self._bytes -= entry.size_bytes
-            self._kept = None
-            return self._entries.pop()
+            self._kept = entry.handle.queue = None
+            self._entries.pop()
+            return True
 
-    def _put_back(self, entry: Entry) -> None:
-        with self._lock:
-            self._entries.append(entry)
-            self._bytes += entry.size_bytes
+    def _put_back(self, entry: Entry, short_calls: ShortCalls) -> None:
+        """Let the engine have an entry that was taken in vain, or is still there."""
+        if entry.handle.queue is None:
+            if not short_calls.is_pending(entry):
+                return
+            self.put([entry])
         self.hurry()
 
     # -- of the engine thread
@@ -186,6 +216,7 @@ class Inbox:
         """
         with self._lock:
             self._engine = _Engine.AWAKE
+            self._drains += 1
             entries, self._entries = self._entries, []
             self._bytes = 0
             if not everything and self._keeps(entries) and self._clock() < self._kept_until:

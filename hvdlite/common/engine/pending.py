@@ -44,11 +44,15 @@ class PendingTable:
             if self._joined:
                 self._refuse_after_join(entries)
             pending = self._entries
-            for count, entry in enumerate(entries):
-                if pending.setdefault(entry.key, entry) is not entry:
-                    for added in entries[:count]:
-                        del pending[added.key]
-                    raise ValueError(_duplicate(entry.request.name, self._rank))
+            try:
+                for entry in entries:
+                    if pending.setdefault(entry.key, entry) is not entry:
+                        raise ValueError(_duplicate(entry.request.name, self._rank))
+            except BaseException:  # Also for a KeyboardInterrupt.
+                for entry in entries:
+                    if pending.get(entry.key) is entry:
+                        del pending[entry.key]
+                raise
             if entries and not entries[0].size_bytes and _is_join(entries[0].request):
                 self._joined.add(entries[0].request.process_set_id)
 

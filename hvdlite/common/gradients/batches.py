@@ -18,8 +18,7 @@ def enough_bytes(topology: Topology, threads: int, cores: int) -> int:
 
     Each rank computes with `threads`, on a host of `cores`. Ranks need not agree on it.
     """
-    crowded = len(topology.hosts) == 1 and topology.size * threads >= cores
-    return CROWDED * ENOUGH_BYTES if crowded else ENOUGH_BYTES
+    return CROWDED * ENOUGH_BYTES if topology.fills(cores, threads) else ENOUGH_BYTES
 
 
 def single_and_grouped(

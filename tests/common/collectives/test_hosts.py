@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,12 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
 from hvdlite.common.collectives.costs import Model
-from hvdlite.common.collectives.host_costs import SCATTER_COSTS, cheapest_of
+from hvdlite.common.collectives.host_costs import (
+    EXCHANGE_COSTS,
+    SCATTER_COSTS,
+    cheapest_of,
+    collective_way,
+)
 from hvdlite.common.collectives.paths import PATHS, paths_of
 from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.plain.adapter import numpy_dtype
@@ -352,6 +359,34 @@ def test_nothing_is_sent_where_counts_are_zero() -> None:
     assert sum(messages for _, messages in results) == 3  # Counts in both directions, and a bundle.
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", EXCHANGE_COSTS)
+def test_the_model_counts_the_messages_and_bytes_of_an_alltoall(way: str, ranks: int) -> None:
+    """Of 4 hosts, each of which sends as much as any other."""
+    hosts = tuple(tuple(range(first, first + ranks)) for first in range(0, 4 * ranks, ranks))
+    chosen = FEW_ROUNDS if way == "bundles" else FEW_BYTES
+    if ranks == 1 and way == "bundles":
+        return  # There is nothing to collect.
+    members, nbytes = 4 * ranks, 64 * 4 * ranks
+
+    def program(transport: Transport) -> Counted:
+        counted: Any = Counted(transport)
+        p = program_of(counted, chosen, 1 << 18)
+        array = np.zeros(nbytes, np.uint8)
+        backend = p.backend("alltoall", "uint8")
+        backend.alltoall(p.members, array, [64] * members, lambda got: np.empty_like(array), quiet)
+        return counted
+
+    counted = run_on_transports(Topology(hosts), program)
+    cost = partial(EXCHANGE_COSTS[way], hosts=4, slices=ranks, nbytes=nbytes)
+    messages = cost(replace(NOTHING, stretch=0.5)).steps  # Each is sent, and another one received.
+    assert messages == max(each.messages.total() for each in counted)
+    counts = 3 * 8 * ranks * ranks  # A number for each pair of ranks.
+    wire = max(sum(counted[rank].nbytes for rank in host) for host in hosts) - counts
+    assert cost(replace(NOTHING, far_byte=1.0)).wire == wire
+    assert collective_way("exchange", chosen, (ranks,) * 4, nbytes) == way
+
+
 # -- the ways of a broadcast
 
 
@@ -378,6 +413,71 @@ def test_two_trees_send_each_byte_on_once() -> None:
         for host in range(hosts):
             sends = [len(path.children) for path in paths_of("trees", hosts, 0, host)]
             assert sum(sends) <= 2  # Of halves.
+
+
+class Late:
+    """A transport whose receives from one rank are not done until another one has sent enough."""
+
+    def __init__(self, transport: Transport, late: int, first: int) -> None:
+        self._transport = transport
+        self._late = late
+        self._left = first  # Receives from other ranks that come before.
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def wait_for_any(self, pendings: Sequence[Pending]) -> None:
+        """Wait, for all but the late one while it is late."""
+        timely = [each for each in pendings if each.rank != self._late]
+        if self._left and not timely:
+            raise AssertionError(f"waits for rank {self._late}, and has others to wait for")
+        self._transport.wait_for_any(timely if self._left else pendings)
+
+    def irecv(self, rank: int, array: Array) -> Pending:
+        """Receive; what is late counts as done only later."""
+        pending = self._transport.irecv(rank, array)
+        return _LatePending(self, pending) if rank == self._late else _CountedPending(self, pending)
+
+
+class _LatePending:
+    def __init__(self, late: Late, pending: Pending) -> None:
+        self.late, self.pending, self.rank = late, pending, pending.rank
+
+    def done(self) -> bool:
+        """Return whether it may be taken."""
+        return not self.late._left and self.pending.done()
+
+
+class _CountedPending:
+    def __init__(self, late: Late, pending: Pending) -> None:
+        self.late, self.pending, self.rank = late, pending, pending.rank
+        self.was_done = False
+
+    def done(self) -> bool:
+        """Return whether it has come, and count it once."""
+        if not self.was_done and self.pending.done():
+            self.was_done = True
+            self.late._left = max(0, self.late._left - 1)
+        return self.was_done
+
+
+def test_a_host_that_is_late_in_one_tree_holds_up_nothing_of_the_other() -> None:
+    """Rank 2 gets half of 8 pieces from each of two hosts; all of one come before any of the other.
+
+    In turns it would wait for the second piece, which is late, with the third one there.
+    """
+    hosts = tuple((rank,) for rank in range(6))
+    parents = [path.parent for path in paths_of("trees", 6, 0, 2)]
+    assert len({*parents}) == 2
+
+    def program(transport: Transport) -> None:
+        if transport.rank == 2:
+            transport = Late(transport, parents[1], 4)  # type: ignore[assignment,arg-type]
+        p = program_of(transport, Model(), 64)
+        p.backends.choice.path = lambda hosts, nbytes: "trees"  # type: ignore[method-assign]
+        p.broadcast("float32", 128)
+
+    run_on_transports(Topology(hosts), program)
 
 
 # -- members

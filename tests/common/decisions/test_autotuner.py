@@ -23,9 +23,10 @@ from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.decisions.gaussian_process import most_promising
 from hvdlite.common.engine import executor as execution
 from hvdlite.common.engine.autotuning import AutotuneLog
-from hvdlite.common.plain.config import MIB, Config
+from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.messages import Eviction, Report, Request, Response, Retune, Segment
+from hvdlite.common.plain.setting import MIB
 from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
 

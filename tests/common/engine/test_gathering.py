@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.engine.inbox import ENOUGH_BYTES, Inbox
+from hvdlite.common.base.topology import Topology
+from hvdlite.common.engine.inbox import ENOUGH_BYTES, Inbox, enough_bytes
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
@@ -25,9 +26,9 @@ pytestmark = pytest.mark.timeout(30)
 class Queue:
     """A queue whose engine sleeps, and what it was woken with."""
 
-    def __init__(self, gather_seconds: float = SOON) -> None:
+    def __init__(self, gather_seconds: float = SOON, enough: float = ENOUGH_BYTES) -> None:
         self.woken: list[float] = []
-        self.queue = Inbox(self.woken.append, gather_seconds)
+        self.queue = Inbox(self.woken.append, gather_seconds, enough=enough)
         assert self.queue.may_sleep()
 
     def add(self, name: str, size_bytes: int = 8) -> Entry:
@@ -167,8 +168,8 @@ def test_who_waits_wakes_the_engine_once() -> None:
     queue = Queue()
     first, second = queue.add("a"), queue.add("b")
     for entry in (first, second):
-        threading.Thread(target=entry.handle.wait, daemon=True).start()
         assert not entry.handle.ended_within(0.01)
+        threading.Thread(target=entry.handle.wait, daemon=True).start()
     assert queue.woken == [SOON, 0.0]
     for entry in queue.queue.drain():
         entry.complete()
@@ -188,6 +189,69 @@ def test_many_bytes_wake_the_engine_at_once() -> None:
     queue.add("b", 1)
     queue.add("c", ENOUGH_BYTES)
     assert queue.woken == [SOON, 0.0]
+
+
+def test_many_bytes_gather_on_where_the_engine_has_no_core_of_its_own() -> None:
+    one, two = Topology.single_host(2), Topology(((0,), (1,)))
+    assert enough_bytes(one, cores=3) == enough_bytes(two, cores=1) == ENOUGH_BYTES
+    queue = Queue(enough=enough_bytes(one, cores=2))
+    queue.add("a", 1 << 40)
+    assert queue.woken == [SOON]
+    queue.queue.hurry()
+    assert queue.woken == [SOON, 0.0]
+
+
+@pytest.mark.parametrize("who", ["the first tensor", "many bytes", "a thread that waits"])
+def test_ctrl_c_just_before_a_wake_up_leaves_the_next_one_to_others(who: str) -> None:
+    """An engine that nobody has woken is not taken for one that is awake."""
+    woken: list[float] = []
+    interrupts: list[type[BaseException]] = []
+
+    def wake(within: float) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        woken.append(within)
+
+    inbox = Inbox(wake, SOON)
+    assert inbox.may_sleep()
+
+    def come(name: str) -> None:
+        entry = Entry(Request(0, name, "allreduce", "float32", (1,)))
+        entry.size_bytes = ENOUGH_BYTES if who == "many bytes" else 8
+        inbox.put([entry])
+        if who == "a thread that waits":
+            assert not entry.handle.ended_within(0)
+
+    if who == "a thread that waits":
+        inbox.put([Entry(Request(0, "alarm", "barrier"))])
+        woken.clear()
+    interrupts.append(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        come("interrupted")
+    assert woken == []
+    come("next")
+    assert woken == [SOON if who == "the first tensor" else 0.0]
+    come("later")
+    assert len(woken) == 1
+
+
+def test_a_wake_up_that_comes_late_is_not_taken_for_one_of_the_next_sleep() -> None:
+    """The engine has drained and sleeps again before a thread has noted that it has woken it."""
+    woken: list[float] = []
+    drained: list[list[Entry]] = []
+
+    def wake(within: float) -> None:
+        woken.append(within)
+        if not drained:
+            drained.append(inbox.drain())
+            assert inbox.may_sleep()
+
+    inbox = Inbox(wake, SOON)
+    assert inbox.may_sleep()
+    inbox.put([Entry(Request(0, "a", "barrier"))])
+    assert [len(each) for each in drained] == [1]
+    inbox.put([Entry(Request(0, "b", "barrier"))])
+    assert woken == [SOON, SOON]
 
 
 def test_without_a_cycle_time_every_tensor_wakes_the_engine() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from tests.short_calls import (
     LIMIT_SECONDS,
     begin,
     by_the_data_plane,
+    interrupted_after,
     short_calls,
     somebody_has_arrived,
     somebody_waits,
@@ -187,36 +186,7 @@ def test_ctrl_c_at_any_point_after_the_exchange(patient: None) -> None:
         lambda: hvd.allgather(np.ones(1), name="y"),
     ]
 
-    def interrupted_after(points: int, call: Callable[[], Any]) -> bool:
-        """Raise KeyboardInterrupt where the interpreter may; return whether there are so many."""
-        exchange, left, is_armed = short_calls()._exchange, points, False
-        modules = [each.__name__ for each in (short_calls_module, short_call_data, pending)]
-        run = exchange.run
-
-        def trace(frame: FrameType, event: str, _: object) -> None:
-            nonlocal left, is_armed
-            if not is_armed or frame.f_globals["__name__"] not in modules:
-                return
-            left -= event in ("call", "c_return")
-            if left == 0:
-                is_armed = False
-                raise KeyboardInterrupt
-
-        def run_and_arm(call: Any) -> None:
-            nonlocal is_armed
-            run(call)
-            is_armed = True
-
-        exchange.run = run_and_arm  # type: ignore[method-assign]
-        sys.setprofile(trace)
-        try:
-            call()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.setprofile(None)
-            exchange.run = run  # type: ignore[method-assign]
-        return False
+    modules = [short_calls_module, short_call_data, pending]
 
     def main(rank: int) -> None:
         begin()
@@ -227,7 +197,8 @@ def test_ctrl_c_at_any_point_after_the_exchange(patient: None) -> None:
                 if rank:
                     was_short(call)
                 else:
-                    go_on += interrupted_after(points, call)
+                    exchange = short_calls()._exchange
+                    go_on += interrupted_after(exchange, "run", points, modules, call)
                 table = current().engine._pending
                 assert not (table._held or table._entries), points
                 if not was_short(lambda: hvd.allreduce(go_on, name="go on", op=hvd.Sum))[0]:  # noqa: B023
