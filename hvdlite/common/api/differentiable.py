@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from hvdlite.common.api.call_checks import members_of
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import Runner
-from hvdlite.common.api.submit import members_of
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.process_sets import ProcessSet

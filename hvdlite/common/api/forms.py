@@ -12,221 +12,23 @@ and `HorovodInternalError` for what ranks disagree on or when one is lost, when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from hvdlite.common.api.differentiable import Verbs
-from hvdlite.common.api.options import CallOptions, reduction, scattering
-from hvdlite.common.api.repeated_call import RepeatedCall
-from hvdlite.common.api.runner import EngineRunner, Shaping
+from hvdlite.common.api.allreduce_forms import AllreduceForms
+from hvdlite.common.api.options import CallOptions, scattering
 from hvdlite.common.api.signals import Signal
-from hvdlite.common.api.submit import Operation, as_list, start
+from hvdlite.common.api.starting_forms import Tensors, as_tuple, only
+from hvdlite.common.api.submit import Operation, as_list
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.common.runtime.state import find, for_collective
 
 T = TypeVar("T")
-Tensors = Sequence[T]
 
 
-def _only(operation: Operation[Any], results: list[Any]) -> Any:
-    return results[0]
-
-
-def _tuple(operation: Operation[Any], results: list[Any]) -> Any:
-    return tuple(results)
-
-
-class Forms(Generic[T]):
+class Forms(AllreduceForms[T]):
     """The public functions for one framework's tensors, which `runner` runs."""
-
-    def __init__(self, runner: EngineRunner[T]) -> None:
-        self._runner = runner
-        self._verbs = Verbs(runner)
-
-    def _start(
-        self,
-        collective: str,
-        tensors: Tensors[T],
-        name: str | None,
-        options: CallOptions,
-        shape_result: Shaping[T],
-        in_place: bool = False,
-    ) -> int:
-        """Start, and return the number that stands for the operation."""
-        runtime, targets = find() or for_collective(), tensors if in_place else None
-        entries = start(runtime, self._runner.adapter, collective, name, tensors, options, targets)
-        return runtime.handles.add(Operation(entries, shape_result))
-
-    def _start_in_place(
-        self, collective: str, tensor: T, name: str | None, options: CallOptions
-    ) -> int:
-        """Do as `_start` does for one tensor, soonest where its name has come before."""
-        if name is not None:
-            runtime = find() or for_collective()
-            adapter = self._runner.adapter
-            again = RepeatedCall.start(runtime, adapter, f"{collective}.{name}", tensor, options)
-            if again is not None:
-                return runtime.handles.add(again)
-        return self._start(collective, [tensor], name, options, _only, in_place=True)
-
-    def _run_in_place(
-        self, collective: str, tensors: Tensors[T], name: str | None, options: CallOptions
-    ) -> list[T]:
-        """Start, wait, and return the tensors, which have the results."""
-        if name is not None and len(tensors) == 1:
-            runtime, adapter = find() or for_collective(), self._runner.adapter
-            label = f"{collective}.{name}"
-            again = RepeatedCall.start(runtime, adapter, label, tensors[0], options, waits=True)
-            if again is not None:
-                return [again.wait()]
-        operation = self._runner.start(
-            collective, tensors, name, options, in_place=True, waits=True
-        )
-        return operation.wait_for_tensors()
-
-    def poll(self, handle: int) -> bool:
-        """Return whether the operation has ended, so that `synchronize` will not wait.
-
-        Raises `ValueError` for a handle that was not created, or was synchronized already.
-        """
-        return bool(for_collective().handles.get(handle).poll())
-
-    def synchronize(self, handle: int) -> Any:
-        """Wait for an operation and return its result; None for an unknown or a used handle.
-
-        The result is a tensor; a list or tuple for grouped forms; ``(output, received_splits)``
-        for alltoall. Raises `HorovodInternalError` when the operation failed.
-        """
-        operation = (find() or for_collective()).handles.take(handle)
-        return None if operation is None else operation.wait()
-
-    # -- allreduce
-
-    def allreduce_async(
-        self,
-        tensor: T,
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> int:
-        """Start to reduce a tensor over all ranks into a new one; a handle for `synchronize`.
-
-        Every rank gives a tensor of the same shape and dtype. `op` is Average (default), Sum, Min,
-        Max, Product or Adasum. Integers are averaged as their sum times 1/size, truncated toward
-        zero; 16-bit floats are summed in float32. `prescale_factor` multiplies before and
-        `postscale_factor` after the reduction. A joined rank does not count.
-        """
-        options = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._start("allreduce", [tensor], name, options, _only)
-
-    def allreduce_async_(
-        self,
-        tensor: T,
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> int:
-        """Do as `allreduce_async` does; the result is written into `tensor`."""
-        options = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._start_in_place("allreduce", tensor, name, options)
-
-    def allreduce(
-        self,
-        tensor: T,
-        average: bool | None = None,
-        name: str | None = None,
-        compression: type[Compressor] = NoneCompressor,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> T:
-        """Do as `allreduce_async` does, and wait: the reduced tensor.
-
-        Differentiable: the gradient is reduced in the same way. `compression` makes the tensor
-        smaller while it is sent.
-        """
-        options = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._verbs.allreduce([tensor], name, compression, options)[0]
-
-    def allreduce_(
-        self,
-        tensor: T,
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> T:
-        """Do as `allreduce_async_` does, and wait: `tensor`, reduced."""
-        options = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        return self._run_in_place("allreduce", [tensor], name, options)[0]
-
-    def grouped_allreduce_async(
-        self,
-        tensors: Tensors[T],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> int:
-        """Do as `allreduce_async` does for several tensors, of which all or none are reduced."""
-        options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
-        return self._start("allreduce", tensors, name, options, as_list)
-
-    def grouped_allreduce_async_(
-        self,
-        tensors: Tensors[T],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> int:
-        """Do as `grouped_allreduce_async` does; the results are written into `tensors`."""
-        options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
-        return self._start("allreduce", tensors, name, options, _tuple, in_place=True)
-
-    def grouped_allreduce(
-        self,
-        tensors: Tensors[T],
-        average: bool | None = None,
-        name: str | None = None,
-        compression: type[Compressor] = NoneCompressor,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> list[T]:
-        """Do as `allreduce` does for several tensors, of which all or none are reduced: a list."""
-        options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
-        return self._verbs.allreduce(tensors, name, compression, options)
-
-    def grouped_allreduce_(
-        self,
-        tensors: Tensors[T],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> tuple[T, ...]:
-        """Do as `grouped_allreduce_async_` does, and wait: `tensors` as a tuple."""
-        options = reduction(average, op, prescale_factor, postscale_factor, process_set, True)
-        return tuple(self._run_in_place("allreduce", tensors, name, options))
 
     # -- allgather
 
@@ -237,7 +39,7 @@ class Forms(Generic[T]):
 
         Only the first dimension may differ between ranks. A joined rank gives no rows.
         """
-        return self._start("allgather", [tensor], name, CallOptions(process_set), _only)
+        return self._start("allgather", [tensor], name, CallOptions(process_set), only)
 
     def allgather(
         self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -256,7 +58,7 @@ class Forms(Generic[T]):
     ) -> int:
         """Do as `allgather_async` does for several tensors, of which all or none are gathered."""
         options = CallOptions(process_set, grouped=True)
-        return self._start("allgather", tensors, name, options, _tuple)
+        return self._start("allgather", tensors, name, options, as_tuple)
 
     def grouped_allgather(
         self,
@@ -281,7 +83,7 @@ class Forms(Generic[T]):
         Every rank gives a tensor of the same shape and dtype; a new one is made on each.
         """
         options = CallOptions(process_set, root_rank=root_rank)
-        return self._start("broadcast", [tensor], name, options, _only)
+        return self._start("broadcast", [tensor], name, options, only)
 
     def broadcast_async_(
         self,
@@ -385,7 +187,7 @@ class Forms(Generic[T]):
         first ``rows % size`` ranks get one row more. `op` as in `allreduce_async`, without Adasum.
         """
         options = scattering(op, prescale_factor, postscale_factor, process_set)
-        return self._start("reducescatter", [tensor], name, options, _only)
+        return self._start("reducescatter", [tensor], name, options, only)
 
     def reducescatter(
         self,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
-from hvdlite.common.api.submit import members_of
+from hvdlite.common.api.call_checks import members_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.state import for_collective

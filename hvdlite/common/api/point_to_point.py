@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from typing import Any, TypeVar
 
-from hvdlite.common.api.submit import Operation, check_text
+from hvdlite.common.api.call_checks import check_text
+from hvdlite.common.api.submit import Operation
 from hvdlite.common.api.tensor_entries import TensorEntry, entry_of_transfer
 from hvdlite.common.plain.adapter import DTYPES, Adapter, TensorSpec
 from hvdlite.common.plain.messages import Request

@@ -7,12 +7,13 @@ for all of them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from hvdlite.common.api.bundles import bundle_of
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.api.submit import prepared, prepared_group
+from hvdlite.common.api.prepared_calls import prepared, prepared_group
 from hvdlite.common.api.targets import check_targets
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
 from hvdlite.common.engine.engine import Engine
@@ -44,6 +45,7 @@ class PreparedBucket(Generic[T]):
         # announced and not sent.
         self._bundle: Bundle | None = None
         self._unsent: Engine | None = None
+        self._thread = 0  # that has announced them
 
     def start(self, runtime: Runtime, tensors: Sequence[T], *, alone: bool = False) -> None:
         """Enqueue the tensors; never waits.
@@ -58,8 +60,9 @@ class PreparedBucket(Generic[T]):
         if not self._renew(tensors, handle):
             self._prepare(runtime, tensors, handle)
         if alone and self._bundle is not None:
+            # First: a KeyboardInterrupt may come as soon as they are announced.
+            self._unsent, self._thread = runtime.engine, threading.get_ident()
             runtime.engine.announce(self._entries)
-            self._unsent = runtime.engine
         else:
             runtime.engine.enqueue(self._entries)
         self.busy, self._handle, self._tensors = True, handle, tensors
@@ -85,15 +88,20 @@ class PreparedBucket(Generic[T]):
         It may wait for these ranks for a moment, and never for the result.
         """
         if self._unsent is not None and self._bundle is not None:
-            engine, self._unsent = self._unsent, None
             self._bundle.renew()
+            engine, self._unsent = self._unsent, None
             engine.exchange(self._bundle)
 
     def send(self) -> None:
-        """Let the tensors be reduced though nobody will wait for them."""
+        """Let tensors that were not sent be reduced, though nobody will wait for them."""
         if self._unsent is not None:
             engine, self._unsent = self._unsent, None
             engine.send(self._entries)
+
+    def send_own(self) -> None:
+        """Do as `send` where the calling thread has started it."""
+        if self._thread == threading.get_ident():
+            self.send()
 
     def release(self) -> None:
         """Drop the tensors, of which none is in flight any more."""
@@ -173,5 +181,15 @@ def start_bucket(
         found.start(runtime, tensors, alone=alone)
     except BaseException:  # What was prepared may be half renewed.
         runtime.buckets.pop(key, None)
+        found.send()  # The other ranks need what was announced.
         raise
     return found
+
+
+def send_announced(runtime: Runtime) -> None:
+    """Send what this thread has started `alone`, after a KeyboardInterrupt: others need it.
+
+    No variable may hold the bucket yet.
+    """
+    for bucket in list(runtime.buckets.values()):
+        bucket.send_own()

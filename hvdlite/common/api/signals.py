@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
-from hvdlite.common.api.submit import members_of
+from hvdlite.common.api.call_checks import members_of
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request

@@ -5,25 +5,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
+from hvdlite.common.api.call_checks import members_of, splits_of
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.prepared_calls import prepared, prepared_group, remember
 from hvdlite.common.api.targets import check_target, check_targets
-from hvdlite.common.api.tensor_entries import PreparedCall, TensorEntry, entry_of
+from hvdlite.common.api.tensor_entries import TensorEntry, entry_of
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.plain.adapter import COMPLEX, DTYPES, EXACT, FLOATS, Adapter, TensorSpec
-from hvdlite.common.plain.messages import NO_RANK, Request
-from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.plain.adapter import Adapter, TensorSpec
 from hvdlite.common.runtime.runtime import Runtime
 
 T = TypeVar("T")
-
-_MOST_REQUESTS = 10_000  # that are remembered
 
 
 def as_list(operation: Operation[T], results: list[T]) -> Any:
@@ -122,7 +118,7 @@ def submit(
         if is_new or len(set(map(id, targets))) < len(targets):
             runtime.requests.pop(name, None)  # the next call is checked again if this one fails
             check_targets(entries)
-            _remember(runtime, name, (specs, options, requests))
+            remember(runtime, name, (specs, options, requests))
     runtime.engine.enqueue(entries)
     return entries
 
@@ -172,7 +168,7 @@ def _entry_with_splits(
     same = options if options.splits is None else options._replace(splits=None)
     call = prepared(runtime, adapter, collective, name, tensor, same)
     members = members_of(runtime, collective, options.process_set)
-    splits = _splits(adapter, name, call.spec, options, len(members))
+    splits = splits_of(adapter, name, call.spec, options, len(members))
     _check_target(runtime, adapter, collective, name, call.spec, tensor, target, options)
     return TensorEntry(call.request, adapter, tensor, target, splits)
 
@@ -192,233 +188,3 @@ def _check_target(
         members = members_of(runtime, collective, options.process_set)
         place = len(members), members.index(runtime.rank)
         check_target(collective, name, spec, adapter.spec(target), *place)
-
-
-def prepared_group(
-    runtime: Runtime,
-    collective: str,
-    name: str,
-    specs: tuple[TensorSpec, ...],
-    options: CallOptions,
-) -> tuple[Request, ...]:
-    """Return the requests for the tensors of a group, which are checked once, as `prepared`."""
-    members = members_of(runtime, collective, options.process_set)
-    known = runtime.requests.get(name)
-    if known is not None and known[0] == specs and known[1] == options:
-        return cast("tuple[Request, ...]", known[2])
-    for spec in specs:
-        _check(collective, name, spec, options, members)
-    if len({spec.device for spec in specs}) > 1:
-        raise HorovodInternalError(
-            f"{collective} '{name}': the tensors of a group must be on same device, "
-            f"these are on {sorted({spec.device for spec in specs})}",
-            job_goes_on=True,
-        )
-    requests = tuple(
-        _request(runtime, collective, each, spec, options, name, len(specs))
-        for each, spec in zip(_names(collective, name, len(specs), options), specs, strict=True)
-    )
-    _remember(runtime, name, (specs, options, requests))
-    return requests
-
-
-def prepared(
-    runtime: Runtime,
-    adapter: Adapter[T],
-    collective: str,
-    name: str,
-    tensor: T,
-    options: CallOptions,
-) -> PreparedCall:
-    """Return the call for one tensor. It is checked once, as most names come again each step."""
-    members = members_of(runtime, collective, options.process_set)
-    spec = adapter.spec(tensor)
-    known = runtime.requests.get(name)
-    if known is not None and known[0] == spec and known[1] == options:
-        return cast("PreparedCall", known)
-    _check(collective, name, spec, options, members)
-    request = _request(runtime, collective, name, spec, options, "", 1)
-    call = PreparedCall.of(spec, options, request)
-    _remember(runtime, name, call)
-    return call
-
-
-def prepared_once(
-    runtime: Runtime,
-    adapter: Adapter[T],
-    collective: str,
-    name: str,
-    tensor: T,
-    options: CallOptions,
-) -> tuple[PreparedCall, tuple[int, ...]]:
-    """Return the call for one tensor, and its splits, under a name that never comes again.
-
-    It is checked as `prepared` does and not remembered, so that it displaces no other name.
-    """
-    members = members_of(runtime, collective, options.process_set)
-    spec = adapter.spec(tensor)
-    _check(collective, name, spec, options, members)
-    splits: tuple[int, ...] = ()
-    if SPECS[collective].splits:
-        splits = _splits(adapter, name, spec, options, len(members))
-    request = _request(runtime, collective, name, spec, options, "", 1)
-    return PreparedCall.of(spec, options, request), splits
-
-
-def _remember(runtime: Runtime, name: str, call: Any) -> None:
-    if len(runtime.requests) >= _MOST_REQUESTS:
-        runtime.forget_calls()
-    runtime.requests[name] = call
-
-
-def members_of(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[int, ...]:
-    """Return the global ranks of a set that this rank belongs to. Raises `ValueError` otherwise."""
-    members = registered(runtime, what, process_set)
-    if runtime.rank not in members:
-        raise ValueError(
-            f"{what}: Rank {runtime.rank} is not a member of the provided process set {process_set}"
-        )
-    return members
-
-
-def registered(runtime: Runtime, what: str, process_set: ProcessSet) -> tuple[int, ...]:
-    """Return the global ranks of a set. Raises `ValueError` for one that does not exist."""
-    process_set_id = process_set.process_set_id
-    members = None
-    if process_set_id is not None:
-        members = runtime.engine.process_sets.find(process_set_id)
-    if members is None:
-        raise ValueError(
-            f"{what}: Process set provided does not exist or is not registered: {process_set}"
-        )
-    return members
-
-
-def _request(
-    runtime: Runtime,
-    collective: str,
-    name: str,
-    spec: TensorSpec,
-    options: CallOptions,
-    group: str,
-    size: int,
-) -> Request:
-    collective_spec = SPECS[collective]
-    check_text(collective, name)
-    check_text(collective, group)
-    return Request(
-        process_set_id=options.process_set.process_set_id or 0,
-        name=name,
-        collective=collective,
-        dtype=spec.dtype,
-        shape=spec.shape,
-        device=spec.device,
-        reduce_op=int(options.reduce_op) if collective_spec.reduces else 0,
-        root_rank=options.root_rank if collective_spec.rooted else NO_RANK,
-        prescale_factor=float(options.prescale_factor),
-        postscale_factor=float(options.postscale_factor),
-        group=group,
-        group_size=size if group else 0,
-        settings=options.settings,
-        fusion_bytes=_fusion_bytes(runtime, collective, options),
-    )
-
-
-def check_text(collective: str, name: str) -> None:
-    """Raise `ValueError` for a name that no message can carry."""
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{collective} {name!a}: the name cannot be sent to other ranks, as "
-            f"{name[error.start]!a} at position {error.start} is half a character (a surrogate, "
-            "as from a file name that is not UTF-8): give another name"
-        ) from None
-
-
-def _fusion_bytes(runtime: Runtime, collective: str, options: CallOptions) -> int:
-    """Return the option, or the choice for this collective and process set."""
-    choice = runtime.choices.get(options.process_set.process_set_id or 0)
-    limit = None if choice is None else choice.limit_bytes(collective)
-    return options.fusion_bytes if limit is None else limit
-
-
-def _names(collective: str, name: str, count: int, options: CallOptions) -> list[str]:
-    if options.names:  # The names that the tensors would have without a group.
-        return [f"{collective}.{each}" for each in options.names]
-    return [f"{name}_{index}of{count}" for index in range(1, count + 1)]
-
-
-def _check(
-    collective: str, name: str, spec: TensorSpec, options: CallOptions, members: tuple[int, ...]
-) -> None:
-    """Raise `ValueError` for what no other rank could make right."""
-    collective_spec = SPECS[collective]
-    if spec.dtype not in DTYPES:
-        raise ValueError(
-            f"{collective} '{name}': Tensor type {spec.dtype} is not supported; "
-            f"these are: {', '.join(sorted(DTYPES))}"
-        )
-    if collective_spec.reduces:
-        _check_reduction(f"{collective} '{name}'", spec.dtype, options.reduce_op)
-        for factor in (options.prescale_factor, options.postscale_factor):
-            if isinstance(factor, str) or math.isnan(factor):
-                raise ValueError(f"{collective} '{name}': {factor!r} is no scale factor")
-            if options.reduce_op in BITWISE and factor != 1:
-                raise ValueError(
-                    f"{collective} '{name}': {options.reduce_op.name} is not scaled: give no "
-                    f"factor, not {factor}"
-                )
-        if not collective_spec.scalars and not spec.shape:
-            raise ValueError(f"{collective} '{name}' does not support scalar inputs")
-    if collective_spec.rooted and options.root_rank not in members:
-        raise ValueError(
-            f"{collective} '{name}': invalid root rank {options.root_rank}: "
-            f"the process set has the global ranks {list(members)}"
-        )
-
-
-def _check_reduction(what: str, dtype: str, reduce_op: ReduceOp) -> None:
-    if reduce_op in (ReduceOp.MIN, ReduceOp.MAX) and dtype in COMPLEX:
-        raise ValueError(
-            f"{what}: {reduce_op.name.capitalize()} of {dtype} has no meaning: complex numbers "
-            "have no order. Reduce the real and imaginary parts, or the absolute values"
-        )
-    if reduce_op is ReduceOp.AVERAGE and dtype == "bool":
-        raise ValueError(
-            f"{what}: the Average of bool has no meaning. Use op=Sum or Max for 'on any rank', "
-            "Product or Min for 'on all ranks', or convert to a number type"
-        )
-    if reduce_op in BITWISE and dtype not in EXACT:
-        raise ValueError(
-            f"{what}: {reduce_op.name} of {dtype} has no meaning: bits are combined of integers "
-            "and bool. View the tensor as integers of the same size"
-        )
-    if reduce_op is ReduceOp.ADASUM and dtype not in FLOATS:
-        raise ValueError(f"{what}: Adasum needs a floating-point tensor, this is {dtype}")
-
-
-def _splits(
-    adapter: Adapter[T], name: str, spec: TensorSpec, options: CallOptions, members: int
-) -> tuple[int, ...]:
-    """Rows of an alltoall for each member. Raises `ValueError`."""
-    what = f"alltoall '{name}'"
-    rows = spec.shape[0] if spec.shape else 0
-    if options.splits is None:
-        if spec.shape and rows % members:
-            raise ValueError(
-                f"{what}: without splits the first dimension must be divisible by the number of "
-                f"ranks; {rows} rows for {members} ranks"
-            )
-        return (rows // members,) * members
-    try:
-        splits = adapter.read_splits(options.splits)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from None
-    if len(splits) != members:
-        raise ValueError(f"{what}: {len(splits)} splits for {members} ranks")
-    if any(split < 0 for split in splits):
-        raise ValueError(f"{what}: splits must not be negative: {splits}")
-    if sum(splits) > rows:
-        raise ValueError(f"{what}: the splits {splits} sum to {sum(splits)}, beyond {rows} rows")
-    return tuple(splits)

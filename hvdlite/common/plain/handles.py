@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Handle:
         # Where the result is still computed by a device: the event after which it is there.
         self._event: Event | None = None
         self._callbacks: list[Callable[[], None]] = []
-        # Is told when a thread begins to wait.
+        # Is told when a thread begins to wait; None before the entry is there.
         self.queue: Queue | None = None
 
     def complete(self, value: Any = None, event: Event | None = None) -> None:
@@ -80,7 +81,7 @@ class Handle:
         """Stand for the next collective. Nobody waits for the last one, which has ended."""
         self._gate, self._callbacks = threading.Lock(), []
         self._gate.acquire()
-        self._value = self._error = self._event = None
+        self._value = self._error = self._event = self.queue = None
         self._done = False
 
     def on_end(self, callback: Callable[[], None]) -> None:
@@ -91,8 +92,13 @@ class Handle:
         self._callbacks.append(callback)
         if self._done:
             _call_back(self._callbacks)
-        elif self.queue is not None:
-            self.queue.hurry()
+        else:
+            self._hurry()
+
+    def _hurry(self) -> None:
+        queue = self.queue  # A thread that makes a short call sets it to None meanwhile.
+        if queue is not None:
+            queue.hurry()
 
     def poll(self) -> bool:
         """Return whether `wait` would not sleep. Never waits."""
@@ -111,8 +117,7 @@ class Handle:
         """Sleep until the result is there, at most `seconds`; return whether it is."""
         if self._done:
             return True
-        if self.queue is not None:
-            self.queue.hurry()
+        self._hurry()
         if self._gate.acquire(timeout=seconds):
             self._gate.release()
         return self._done
@@ -120,8 +125,9 @@ class Handle:
     def wait(self) -> Any:
         """Sleep until the result is there, and return it, or raise the error."""
         if not self._done:  # a signal handler that waits too must not find the gate locked by us
-            if self.queue is not None:
-                self.queue.attend(self)
+            queue = self.queue
+            if queue is not None:
+                queue.attend(self)
             if not self._done:
                 with self._gate:
                     pass
@@ -145,7 +151,7 @@ def _fresh(error: Exception) -> Exception:
         fresh = type(error).__new__(type(error), *error.args)
         fresh.__dict__.update(error.__dict__)  # With what a subclass knows besides.
         return fresh
-    return type(error)(*error.args)
+    return copy.copy(error)
 
 
 class HandleTable:

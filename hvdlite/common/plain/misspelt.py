@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
-from hvdlite.common.plain.config import PREFIX, settings
+from hvdlite.common.plain.config import settings
+from hvdlite.common.plain.setting import PREFIX
 
 # What launchers and users say of a job, without the prefix. A test looks for others in the code.
 OF_A_JOB = (

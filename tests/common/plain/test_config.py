@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import MIB, Config, Setting, name_list, settings
+from hvdlite.common.plain.config import Config, settings
+from hvdlite.common.plain.setting import MIB, Setting, name_list
 
 ALL = list(settings())
 # A text setting takes any text; everything else refuses these.
@@ -58,6 +59,9 @@ ACCEPTED = {
     "devices": ("gloo", "gloo"),
     "gpus_per_rank": ("2", 2),
     "device_completion": ("HOST", "host"),
+    "device_allreduce": ("HIERARCHICAL", "hierarchical"),
+    "nccl_library": ("/nccl.so", "/nccl.so"),
+    "cudart_library": ("/cudart.so", "/cudart.so"),
     "native": ("off", "off"),
     "segmentation": ("size:80,20", "size:80,20"),
     "tf_native": ("off", "off"),

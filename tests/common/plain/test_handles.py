@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
+import pytest
+
+from hvdlite.common.base.errors import (
+    ConfigError,
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+)
 from hvdlite.common.plain.handles import Handle
 
 
@@ -42,3 +50,23 @@ def test_a_renewed_handle_knows_no_error() -> None:
     handle.renew()
     handle.complete()
     assert handle.wait() is None and handle.error is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        HorovodVersionMismatchError("hvdlite", "2", "1"), ConfigError("A=1: give 2"),
+        HorovodInternalError("lost", rank=3, job_goes_on=True), OSError(2, "No file", "a name"),
+    ],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_each_wait_raises_an_error_of_its_own_that_knows_the_same(error: Exception) -> None:
+    handle = Handle()
+    handle.fail(error)
+    raised = []
+    for _ in range(2):
+        with pytest.raises(type(error), match=re.escape(str(error))) as caught:
+            handle.wait()
+        assert vars(caught.value) == vars(error)
+        raised.append(caught.value)
+    assert raised[0] is not raised[1]

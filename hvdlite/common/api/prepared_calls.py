@@ -1,0 +1,138 @@
+"""Calls that are checked once, and remembered by their names, as most come again each step."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+from hvdlite.common.api.call_checks import check_call, check_text, members_of, splits_of
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.tensor_entries import PreparedCall
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.collectives.table import SPECS
+from hvdlite.common.plain.adapter import Adapter, TensorSpec
+from hvdlite.common.plain.messages import NO_RANK, Request
+from hvdlite.common.runtime.runtime import Runtime
+
+T = TypeVar("T")
+_MOST_REQUESTS = 10_000  # that are remembered
+
+
+def prepared_group(
+    runtime: Runtime,
+    collective: str,
+    name: str,
+    specs: tuple[TensorSpec, ...],
+    options: CallOptions,
+) -> tuple[Request, ...]:
+    """Return the requests for the tensors of a group, which are checked once, as `prepared`."""
+    members = members_of(runtime, collective, options.process_set)
+    known = runtime.requests.get(name)
+    if known is not None and known[0] == specs and known[1] == options:
+        return cast("tuple[Request, ...]", known[2])
+    for spec in specs:
+        check_call(collective, name, spec, options, members)
+    if len({spec.device for spec in specs}) > 1:
+        raise HorovodInternalError(
+            f"{collective} '{name}': the tensors of a group must be on same device, "
+            f"these are on {sorted({spec.device for spec in specs})}",
+            job_goes_on=True,
+        )
+    requests = tuple(
+        _request(runtime, collective, each, spec, options, name, len(specs))
+        for each, spec in zip(_names(collective, name, len(specs), options), specs, strict=True)
+    )
+    remember(runtime, name, (specs, options, requests))
+    return requests
+
+
+def prepared(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    name: str,
+    tensor: T,
+    options: CallOptions,
+) -> PreparedCall:
+    """Return the call for one tensor. It is checked once, as most names come again each step."""
+    members = members_of(runtime, collective, options.process_set)
+    spec = adapter.spec(tensor)
+    known = runtime.requests.get(name)
+    if known is not None and known[0] == spec and known[1] == options:
+        return cast("PreparedCall", known)
+    check_call(collective, name, spec, options, members)
+    request = _request(runtime, collective, name, spec, options, "", 1)
+    call = PreparedCall.of(spec, options, request)
+    remember(runtime, name, call)
+    return call
+
+
+def prepared_once(
+    runtime: Runtime,
+    adapter: Adapter[T],
+    collective: str,
+    name: str,
+    tensor: T,
+    options: CallOptions,
+) -> tuple[PreparedCall, tuple[int, ...]]:
+    """Return the call for one tensor, and its splits, under a name that never comes again.
+
+    It is checked as `prepared` does and not remembered, so that it displaces no other name.
+    """
+    members = members_of(runtime, collective, options.process_set)
+    spec = adapter.spec(tensor)
+    check_call(collective, name, spec, options, members)
+    splits: tuple[int, ...] = ()
+    if SPECS[collective].splits:
+        splits = splits_of(adapter, name, spec, options, len(members))
+    request = _request(runtime, collective, name, spec, options, "", 1)
+    return PreparedCall.of(spec, options, request), splits
+
+
+def remember(runtime: Runtime, name: str, call: Any) -> None:
+    """Keep the call of a name for its next one."""
+    if len(runtime.requests) >= _MOST_REQUESTS:
+        runtime.forget_calls()
+    runtime.requests[name] = call
+
+
+def _request(
+    runtime: Runtime,
+    collective: str,
+    name: str,
+    spec: TensorSpec,
+    options: CallOptions,
+    group: str,
+    size: int,
+) -> Request:
+    collective_spec = SPECS[collective]
+    check_text(collective, name)
+    check_text(collective, group)
+    return Request(
+        process_set_id=options.process_set.process_set_id or 0,
+        name=name,
+        collective=collective,
+        dtype=spec.dtype,
+        shape=spec.shape,
+        device=spec.device,
+        reduce_op=int(options.reduce_op) if collective_spec.reduces else 0,
+        root_rank=options.root_rank if collective_spec.rooted else NO_RANK,
+        prescale_factor=float(options.prescale_factor),
+        postscale_factor=float(options.postscale_factor),
+        group=group,
+        group_size=size if group else 0,
+        settings=options.settings,
+        fusion_bytes=_fusion_bytes(runtime, collective, options),
+    )
+
+
+def _fusion_bytes(runtime: Runtime, collective: str, options: CallOptions) -> int:
+    """Return the option, or the choice for this collective and process set."""
+    choice = runtime.choices.get(options.process_set.process_set_id or 0)
+    limit = None if choice is None else choice.limit_bytes(collective)
+    return options.fusion_bytes if limit is None else limit
+
+
+def _names(collective: str, name: str, count: int, options: CallOptions) -> list[str]:
+    if options.names:  # The names that the tensors would have without a group.
+        return [f"{collective}.{each}" for each in options.names]
+    return [f"{name}_{index}of{count}" for index in range(1, count + 1)]
