@@ -12,14 +12,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
+from hvdlite.missing_names import attribute_error, with_remedy
+
+try:
+    import tensorflow as tf
+except ModuleNotFoundError as error:
+    raise with_remedy(error, "tensorflow", "pip install 'hvdlite[tensorflow-cpu]'") from None
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.runtime.lifecycle import add_process_set, remove_process_set
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.missing_names import attribute_error
 from hvdlite.tf import checkpoint, data, elastic
+from hvdlite.tf.accelerators import register_libraries
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.functions import (
     allgather_object,
@@ -93,6 +98,8 @@ from hvdlite.tf.util import (
 
 if TYPE_CHECKING:
     from hvdlite.tf.sync_batch_norm import SyncBatchNormalization
+
+register_libraries()
 
 
 def __getattr__(name: str) -> Any:

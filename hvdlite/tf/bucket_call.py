@@ -75,10 +75,11 @@ class BucketCall:
         targets: Sequence[Array] | None = None,
     ) -> StartedBucket:
         nbytes = sum(array.nbytes for array in arrays)
+        alone = self.alone and adapter is ADAPTER  # Short calls are those of the host.
         return StartedBucket(
             ReducedCopies(
                 self.runtime(), adapter, self.names, arrays, self.options, aligned_copies,
-                nbytes=nbytes, alone=self.alone,
+                nbytes=nbytes, alone=alone,
             )
         )  # fmt: skip
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.ops import EagerTensor  # tf.constant would copy
 
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.prepared_bucket import send_announced
 from hvdlite.common.api.signals import Signal
 from hvdlite.common.api.submit import Operation, start
 from hvdlite.common.base.errors import HorovodInternalError
@@ -25,6 +26,9 @@ from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import finder
+from hvdlite.tf.accelerators.placement import accelerator_now
+from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, DeviceTensor, lent
+from hvdlite.tf.accelerators.tensors import tensor_of as tensor_of_device
 from hvdlite.tf.errors import as_tensorflow_errors
 
 ADAPTER = NumpyAdapter()
@@ -65,8 +69,12 @@ class Call(Protocol):
         """A function that finds the runtime of the rank, in any thread."""
 
     @property
+    def tensors(self) -> Sequence[tf.Tensor]:
+        """The tensors of the collective."""
+
+    @property
     def inputs(self) -> Sequence[tf.Tensor]:
-        """The tensors whose values `start` takes."""
+        """The tensors whose values `start` takes: those of the collective, then others."""
 
     @property
     def outputs(self) -> Sequence[tf.TensorSpec]:
@@ -211,6 +219,7 @@ class SignalCall:
     collective: str
     process_set: ProcessSet
     runtime: Callable[[], Runtime] = field(default_factory=finder)
+    tensors: Sequence[tf.Tensor] = ()
     inputs: Sequence[tf.Tensor] = ()
     outputs: Sequence[tf.TensorSpec] = (tf.TensorSpec([], tf.int32),)
     in_place = False
@@ -228,21 +237,46 @@ class SignalCall:
 def run_now(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     """Start all calls on eager tensors, and wait for all of them, also if one has failed.
 
-    Raises the first error.
+    Raises the first error. After a KeyboardInterrupt the other ranks have what was started.
     The outputs are not copied: they are the memory that the engine has written.
     """
     with as_tensorflow_errors():
-        collectives = [call.start([*map(array_of, call.inputs)]) for call in calls]
-        results: list[list[tf.Tensor]] = []
-        failures: list[HorovodInternalError] = []
-        for started in collectives:
-            try:
-                results.append([tensor_of(array) for array in started.arrays()])
-            except HorovodInternalError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
-        return results
+        try:
+            return _wait_for_all(calls, [*map(_start_now, calls)])
+        except BaseException:
+            for call in calls:
+                send_announced(call.runtime())
+            raise
+
+
+def _wait_for_all(calls: Sequence[Call], collectives: Sequence[Started]) -> list[list[tf.Tensor]]:
+    results: list[list[tf.Tensor]] = []
+    failures: list[HorovodInternalError] = []
+    for call, started in zip(calls, collectives, strict=True):
+        try:
+            results.append([_result(array, call) for array in started.arrays()])
+        except HorovodInternalError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return results
+
+
+def _start_now(call: Call) -> Started:
+    accelerator = accelerator_now(call)
+    if accelerator is None:
+        return call.start([*map(array_of, call.inputs)])
+    values: list[Any] = [
+        lent(accelerator, tensor, keeps_shape=call.in_place) for tensor in call.tensors
+    ]
+    values += map(array_of, call.inputs[len(values) :])
+    return call.start(values, DEVICE_ADAPTER)
+
+
+def _result(array: Any, call: Call) -> tf.Tensor:
+    if isinstance(array, DeviceTensor):
+        return tensor_of_device(array, call.tensors[0])
+    return tensor_of(array)
 
 
 def array_of(tensor: tf.Tensor) -> Array:

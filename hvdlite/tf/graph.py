@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from hvdlite.common.api.submit import registered
+from hvdlite.common.api.call_checks import registered
 from hvdlite.common.runtime.state import find
 from hvdlite.tf import python_graph_ops
 from hvdlite.tf.collective_call import Call, run_now

@@ -24,6 +24,9 @@ import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.numpy_adapter import Array
+from hvdlite.common.runtime.state import find
+from hvdlite.tf.accelerators.placement import is_placed
+from hvdlite.tf.accelerators.tensors import lifted, on_host
 from hvdlite.tf.collective_call import Call, Started
 from hvdlite.tf.graph_order import graphs_around, in_any_order
 
@@ -53,9 +56,12 @@ def run_in_graph(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
 
 
 def _start(call: Call) -> tf.Tensor:
+    placed = is_placed(call, find())
+
     def start(*arrays: Array) -> Any:
-        handles = call.runtime().handles
-        started = call.start(arrays)
+        runtime = call.runtime()
+        started = lifted(call, arrays) if placed else call.start(arrays)
+        handles = runtime.handles
         return np.int64(handles.add(started))
 
     ticket = tf.numpy_function(start, call.inputs, tf.int64, name="HvdliteStart")
@@ -147,4 +153,4 @@ def _check(runtime: Any, tickets: tf.Tensor, state: tf.Tensor) -> tf.Operation:
 
 def _take(runtime: Any, numbers: Array) -> list[Array]:
     collectives: list[Started] = [runtime.handles.take(int(number)) for number in numbers]
-    return [array for started in collectives for array in started.arrays()]
+    return [on_host(array) for started in collectives for array in started.arrays()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,15 @@ import tensorflow as tf
 
 import hvdlite.numpy as hvd_numpy
 import hvdlite.tf as hvd
+from hvdlite.common.api import prepared_bucket, reduced_copies
 from hvdlite.common.api.tensor_entries import PlacedEntry, TensorEntry
 from hvdlite.common.gradients import batches
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
+from hvdlite.common.runtime.state import current
+from hvdlite.tf import bucket_call, collective_call
 from hvdlite.tf.reducer import Reducer
 from tests.ranks import run_ranks
-from tests.short_calls import GATHER, begin, short_calls
+from tests.short_calls import GATHER, begin, interrupted_after, short_calls, until
 
 Array = np.ndarray[Any, Any]
 Step = Callable[[Sequence[Any]], list[Any]]
@@ -181,6 +185,29 @@ def test_an_eager_step_of_a_small_model_is_one_short_call() -> None:
             check(results, number, shapes)
 
     run_ranks(2, main, config=GATHER)
+
+
+def test_ctrl_c_at_any_point_of_an_eager_step() -> None:
+    """The other rank has its gradients, and this one goes on with the same names."""
+    modules = [prepared_bucket, reduced_copies, bucket_call, collective_call]
+
+    def main(rank: int) -> None:
+        step, engine = make_step("eager"), current().engine
+        begin()
+        for points in range(1000):
+            go_on = np.zeros(1)
+            run = partial(step, given(rank, points))
+            if rank:
+                check(run(), points)
+            else:
+                go_on += interrupted_after(engine, "announce", points, modules, run)
+                until(lambda: not engine._pending._entries)
+            if not hvd_numpy.allreduce(go_on, name="go on", op=hvd.Sum)[0]:
+                break
+        assert 10 < points < 200
+        check(step(given(rank, 0)), 0)
+
+    run_ranks(2, main)
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"], indirect=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # How the text of an error ends that only tells of another rank's departure: the launcher reads it,
 # as such a rank is a victim.
 DEPARTED = "has been shut down and cannot take part any more"
@@ -66,6 +68,10 @@ class HorovodVersionMismatchError(ImportError):
         self.name = name
         self.version = version
         self.installed_version = installed_version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies be made: those of an error are made of its `args` else, which are its text."""
+        return type(self), (self.name, self.version, self.installed_version)
 
 
 class ConfigError(ValueError):

@@ -15,11 +15,18 @@ from hvdlite.common.devices.collectives import COLLECTIVES, scales
 from hvdlite.common.devices.interface import DeviceLibrary
 from hvdlite.common.plain.messages import Request
 
+# In the place of a method: an allreduce by reducescatter, the host's backends, and allgather.
+IN_LAYERS = "allreduce_in_layers"
 REDUCE_OPS = tuple(op for op in ReduceOp if op not in (ReduceOp.AVERAGE, ReduceOp.ADASUM))
 
 
-def capabilities(libraries: Iterable[DeviceLibrary], dtypes: Iterable[str]) -> tuple[str, ...]:
-    """Return what the libraries run, in words: "cuda NCCL allreduce float32 SUM"."""
+def capabilities(
+    libraries: Iterable[DeviceLibrary], dtypes: Iterable[str], *, in_layers: bool = False
+) -> tuple[str, ...]:
+    """Return what the libraries run, in words: "cuda NCCL allreduce float32 SUM".
+
+    With `in_layers`, this rank wants allreduces of several hosts by layers.
+    """
     found = []
     names = sorted(dtypes)
     methods = sorted({each.method for each in COLLECTIVES.values()})
@@ -33,6 +40,14 @@ def capabilities(libraries: Iterable[DeviceLibrary], dtypes: Iterable[str]) -> t
                 for op in ops
                 if library.supports(method, dtype, op)
             ]
+        found += [
+            _words(library.device_kind, library.name, IN_LAYERS, dtype, op)
+            for dtype in names
+            for op in REDUCE_OPS
+            if in_layers
+            and library.supports("reducescatter", dtype, op)
+            and library.supports("allgather", dtype, None)
+        ]
     return tuple(found)
 
 
@@ -79,14 +94,26 @@ class Agreement:
         device_collective = COLLECTIVES.get(request.collective)
         if request.device not in self.kinds or device_collective is None:
             return None
-        op = "-"
         if SPECS[request.collective].reduces:
-            op = reduction_of(request, 1).reduce_op.name
             factors = request.prescale_factor, request.postscale_factor
             if not scales(request.dtype, factors) or not _averages(request):
                 return None
-        key = request.device, device_collective.method, request.dtype, op
-        return self._libraries.get(key)
+        return self._library(request, device_collective.method)
+
+    def in_layers(self, request: Request) -> bool:
+        """Return whether the library of a request runs it in layers, if members can have these."""
+        library = self.library_for(request)
+        return (
+            library is not None
+            and COLLECTIVES[request.collective].in_layers
+            and self._library(request, IN_LAYERS) == library
+        )
+
+    def _library(self, request: Request, method: str) -> str | None:
+        op = "-"
+        if SPECS[request.collective].reduces:
+            op = reduction_of(request, 1).reduce_op.name
+        return self._libraries.get((request.device, method, request.dtype, op))
 
 
 def _averages(request: Request) -> bool:

@@ -79,7 +79,7 @@ def _allreduce(run: DeviceRun) -> Work:
     shapes = [operand.response.request.shape for operand in run.operands]
     sources = [operand.source for operand in run.operands]
     targets = [operand.target(shape) for operand, shape in zip(run.operands, shapes, strict=True)]
-    whole, parts = _fused(run, targets)
+    whole, parts = fused(run, targets)
 
     def work() -> None:
         run.copy(parts, sources)
@@ -115,7 +115,7 @@ def _broadcast(run: DeviceRun) -> Work:
     gives = root == run.members.index
     sources = [operand.source for operand in run.operands] if gives else []
     targets = [operand.target(operand.response.request.shape) for operand in run.operands]
-    whole, parts = _fused(run, targets)
+    whole, parts = fused(run, targets)
 
     def work() -> None:
         if gives:
@@ -212,11 +212,13 @@ def _root(run: DeviceRun) -> int:
     return run.members.ranks.index(run.operands[0].response.request.root_rank)
 
 
-def _fused(run: DeviceRun, targets: Sequence[Buffer]) -> tuple[Buffer, Sequence[Buffer]]:
-    """Return the memory that is exchanged, and its part for each tensor."""
-    if len(targets) == 1:
+def fused(
+    run: DeviceRun, targets: Sequence[Buffer], room: int = 0
+) -> tuple[Buffer, Sequence[Buffer]]:
+    """Return memory of `room` elements or more that is exchanged, and its part for each tensor."""
+    if len(targets) == 1 and targets[0].numel() >= room:
         return targets[0], targets
-    return _packed(run, "in", [target.numel() for target in targets])
+    return _packed(run, "in", [target.numel() for target in targets], room)
 
 
 def _packed(
@@ -255,10 +257,11 @@ class DeviceCollective:
 
     prepare: Callable[[DeviceRun], Work]  # Allocates; returns what is queued on the stream.
     method: str  # Of `Communicator`; libraries are asked whether they support it.
+    in_layers: bool = False  # Of several hosts: it may run inside hosts, and then between them.
 
 
 COLLECTIVES: dict[str, DeviceCollective] = {
-    "allreduce": DeviceCollective(_allreduce, "allreduce"),
+    "allreduce": DeviceCollective(_allreduce, "allreduce", in_layers=True),
     "reduce": DeviceCollective(_reduce, "reduce"),
     "broadcast": DeviceCollective(_broadcast, "broadcast"),
     "point_to_point": DeviceCollective(_point_to_point, "broadcast"),

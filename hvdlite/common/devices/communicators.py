@@ -5,10 +5,12 @@
     members tell each other:                     error
 
 So all members are connected, or none is. The engine negotiates while it waits for the helper.
+`CommunicatorTable` remembers the outcomes.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,7 +19,10 @@ import msgpack
 
 from hvdlite.common.collectives.base import Members
 from hvdlite.common.devices.interface import Communicator, Context, DeviceLibrary
+from hvdlite.common.devices.layers import Layers, layers_of
+from hvdlite.common.transport.base import do_nothing
 
+log = logging.getLogger("hvdlite")
 Gather = Callable[[bytes], list[bytes]]  # Through the host, in the order of the members.
 WAIT_SECONDS = 0.01  # Between two looks of the engine at messages while a library connects.
 
@@ -130,3 +135,91 @@ class _Attempt:
             if self.communicator is not None:
                 self.communicator.abort()
             raise
+
+
+class CommunicatorTable:
+    """The communicators of one rank, by library and members. Engine thread."""
+
+    def __init__(
+        self,
+        gather: Callable[[Members, bytes], list[bytes]],
+        negotiate: Callable[[], None],
+    ) -> None:
+        self._gather = gather
+        self._negotiate = negotiate
+        # None where the members cannot be connected, and everything is staged.
+        self._known: dict[tuple[str, tuple[int, ...]], Communicator | None] = {}
+        # None where the members on some host cannot, or hosts have different numbers of them.
+        self._layers: dict[tuple[str, tuple[int, ...]], Layers | None] = {}
+
+    def find(
+        self, library: DeviceLibrary, context: Context, members: Members
+    ) -> Communicator | None:
+        """Return the communicator of members, which all make this call; None: stage."""
+        key = library.name, members.ranks
+        if key not in self._known:
+            outcome = connect(
+                library,
+                context,
+                members,
+                lambda text: self._gather(members, text),
+                self._negotiate,
+            )
+            self._known[key] = outcome.communicator
+            if outcome.communicator is None and members.index == 0:
+                log.warning(
+                    "tensors of ranks %s go through host memory: %s",
+                    list(members.ranks), outcome.reason,
+                )  # fmt: skip
+        return self._known[key]
+
+    def layers(self, library: DeviceLibrary, context: Context, members: Members) -> Layers | None:
+        """Return the layers of members, which all make this call; None: do without."""
+        key = library.name, members.ranks
+        if key not in self._layers:
+            layers = layers_of(members)
+            if layers is not None:
+                layers.communicator = self.find(library, context, layers.local)
+                outcomes = self._gather(members, b"" if layers.communicator is None else b"1")
+                if not all(outcomes):
+                    layers = None
+            self._layers[key] = layers
+        return self._layers[key]
+
+    def pop(self, ranks: tuple[int, ...]) -> list[tuple[str, Communicator]]:
+        """Forget the members `ranks`; return their communicators with the names of the libraries.
+
+        All of them make this call. What is left belongs to layers of larger sets, whose other
+        members do not forget it.
+        """
+        for key in [key for key in self._layers if key[1] == ranks]:
+            del self._layers[key]
+        used = [layers.communicator for layers in self._layers.values() if layers is not None]
+        keys = [key for key, known in self._known.items() if key[1] == ranks and known not in used]
+        popped = [(key[0], self._known.pop(key)) for key in keys]
+        return [(library, known) for library, known in popped if known is not None]
+
+    def abort(self) -> None:
+        """End what is queued on all communicators."""
+        for communicator in self._existing():
+            quietly(communicator.abort)
+        self._known.clear()
+
+    def close(self) -> None:
+        """Free all communicators that were not aborted; their work is done."""
+        for communicator in self._existing():
+            quietly(communicator.close)
+        self._known.clear()
+        self._layers.clear()
+        self._negotiate = do_nothing  # The engine refers to this table.
+
+    def _existing(self) -> list[Communicator]:
+        return [each for each in self._known.values() if each is not None]
+
+
+def quietly(step: Callable[[], None]) -> None:
+    """Do a step of an ending. What it raises adds nothing."""
+    try:
+        step()
+    except Exception as error:
+        log.debug("at the end of a communicator: %s", error)

@@ -8,17 +8,24 @@ Segments of a device end in the order in which they were launched, as they share
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.collectives.base import Members
 from hvdlite.common.devices.interface import Communicator, Event
+from hvdlite.common.plain.messages import Request
+from hvdlite.common.transport.base import do_nothing
 
+log = logging.getLogger("hvdlite")
 SHORTEST_SLEEP, LONGEST_SLEEP = 50e-6, 2e-3  # Seconds between two looks at an event.
 DRAIN_SECONDS = 5.0  # How long the end of a job waits for work that nobody waited for.
+ABORT_SECONDS = 1.0  # How long it waits for work that is aborted.
 
 
 class Launched(NamedTuple):
@@ -33,14 +40,24 @@ class Launched(NamedTuple):
 class Finalizer:
     """Ends segments, in a thread that begins with the first one."""
 
-    def __init__(self, name: str, on_error: Callable[[HorovodInternalError], None]) -> None:
-        """Report an error of a library by `on_error`, which never waits."""
+    def __init__(
+        self,
+        name: str,
+        on_error: Callable[[HorovodInternalError], None],
+        begin_thread: Callable[[], None] = do_nothing,
+    ) -> None:
+        """Report an error of a library by `on_error`, which never waits.
+
+        The thread calls `begin_thread` first.
+        """
         self._name = name
         self._on_error = on_error
+        self._begin_thread = begin_thread
         self._queue: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # Set by `fail` where the job has failed: nothing is waited for any more.
         self._failure: HorovodInternalError | None = None
+        self._failed_at = 0.0
         self._reported = False
 
     def add(self, launched: Launched) -> None:
@@ -52,6 +69,7 @@ class Finalizer:
 
     def fail(self, error: HorovodInternalError) -> None:
         """Let all segments fail that are not known to be done. Call it before an abort."""
+        self._failed_at = time.monotonic()
         self._failure = error
 
     def close(self) -> None:
@@ -64,18 +82,23 @@ class Finalizer:
                 self._thread.join(DRAIN_SECONDS)
 
     def _run(self) -> None:
+        try:
+            self._begin_thread()
+        except Exception as error:  # What is queued has to end all the same.
+            log.debug("a thread begins without a device: %s: %s", type(error).__name__, error)
         while (launched := self._queue.get()) is not None:
-            launched.end(self._outcome(launched))
+            outcome = self._outcome(launched)
+            if outcome is not None:
+                self._await_abort(launched)
+            launched.end(outcome)
 
     def _outcome(self, launched: Launched) -> HorovodInternalError | None:
         """Sleep until a segment is done; return why it is not, if so."""
         pause = SHORTEST_SLEEP
         while True:
-            # An event also occurs when the library has given up: that is asked afterwards.
-            done = launched.event.query()
+            done, reason = _state(launched)
             if self._failure is not None:
                 return self._failure
-            reason = launched.communicator.async_error()
             if reason:
                 self._report(launched, reason)
                 return self._await_failure(launched, reason)
@@ -95,3 +118,28 @@ class Finalizer:
         while self._failure is None and time.monotonic() < until:
             time.sleep(LONGEST_SLEEP)
         return self._failure or HorovodInternalError(f"{launched.what}: {reason}")
+
+    def _await_abort(self, launched: Launched) -> None:
+        """Sleep until the device has left a segment, whose memory its owner may free next."""
+        until = self._failed_at + ABORT_SECONDS
+        with suppress(Exception):  # A device that has failed does nothing any more.
+            while time.monotonic() < until and not launched.event.query():
+                time.sleep(LONGEST_SLEEP)
+
+
+def _state(launched: Launched) -> tuple[bool, str]:
+    """Return whether a segment is done, and why it never will be, or ""."""
+    try:
+        # An event also occurs when the library has given up: that is asked afterwards.
+        return launched.event.query(), launched.communicator.async_error()
+    except Exception as error:  # As torch raises what a device reports.
+        return False, f"{type(error).__name__}: {error}"
+
+
+def described(request: Request, members: Members) -> str:
+    """Return how errors call a segment, by its first tensor."""
+    return f"{request.collective} '{request.name}' on rank {members.ranks[members.index]}"
+
+
+def ignore(error: HorovodInternalError) -> None:
+    """Do nothing with an error: the engine has ended."""

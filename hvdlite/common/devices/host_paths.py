@@ -1,4 +1,4 @@
-"""What members of a device collective tell each other through the host."""
+"""What members of a device collective exchange through the host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.backend_choice import Backends, choose
-from hvdlite.common.collectives.base import Array, Backend, Members
+from hvdlite.common.collectives.base import Array, Backend, Members, Reduction
 
 
 class HostPaths:
-    """The host's backends for a few bytes. Engine thread, inside of a segment."""
+    """The host's backends, inside of a segment of a device. Engine thread."""
 
     def __init__(self, backends: Backends) -> None:
         self._backends = backends
@@ -38,6 +38,11 @@ class HostPaths:
         result: list[int] = received.tolist()
         return result
 
+    def allreduce(self, members: Members, array: Array, op: ReduceOp) -> None:
+        """Reduce an array, in place."""
+        backend = self._backend("allreduce", array.dtype, members, op)
+        backend.allreduce(members, [array], [array], Reduction(op), _silent)
+
     def _allgather(
         self, members: Members, given: Array, whole: Array, counts: Sequence[int]
     ) -> None:
@@ -45,8 +50,14 @@ class HostPaths:
             backend = self._backend("allgather", whole.dtype, members)
             backend.allgather(members, [given], [whole], [counts], _silent)
 
-    def _backend(self, collective: str, dtype: np.dtype[np.generic], members: Members) -> Backend:
-        return choose(self._backends, collective, dtype, ReduceOp.SUM, members)
+    def _backend(
+        self,
+        collective: str,
+        dtype: np.dtype[np.generic],
+        members: Members,
+        op: ReduceOp = ReduceOp.SUM,
+    ) -> Backend:
+        return choose(self._backends, collective, dtype, op, members)
 
 
 def _silent(activity: str) -> AbstractContextManager[object]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+from numpy.typing import NDArray
 
 from hvdlite.common.base.reduce_op import ReduceOp
 
@@ -28,10 +30,29 @@ class Event(Protocol):
         """Sleep until the work before it is done. Any thread."""
 
 
+class HostMemory(NamedTuple):
+    """Memory of the host that copies of a device reach, in two forms."""
+
+    buffer: Buffer
+    array: NDArray[Any]
+
+
+class TimedEvent(Event, Protocol):
+    """An event that knows when it has occurred."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Return the time from an event of the same device to this one; both have occurred.
+
+        It is negative if this one was the first.
+        """
+
+
 class Context(Protocol):
     """One device of one rank: its streams and events, its memory, and the copies on it.
 
-    hvdlite gives it for each device module of PyTorch that is like ``torch.cuda``.
+    hvdlite gives it for each device module of PyTorch that is like ``torch.cuda``. It may have a
+    method ``begin_thread()``, which a thread calls that asks events of the device, and nothing
+    else.
     """
 
     # Names the device among those of all hosts: two ranks of a communicator may not share one.
@@ -55,6 +76,9 @@ class Context(Protocol):
     def record(self, stream: Stream) -> Event:
         """Return an event after all work that is queued on a stream."""
 
+    def record_timed(self, stream: Stream) -> TimedEvent:
+        """Do as `record`, for the timeline."""
+
     def wait(self, stream: Stream, event: Event) -> None:
         """Let a stream wait for an event; the thread does not."""
 
@@ -69,6 +93,9 @@ class Context(Protocol):
 
     def scale(self, buffer: Buffer, factor: float) -> None:
         """Multiply all elements."""
+
+    def host_memory(self, count: int, dtype: str) -> HostMemory:
+        """Allocate memory of the host, pinned if possible, that `copy` reads and writes."""
 
     def keep(self, buffer: Buffer, stream: Stream) -> None:
         """Keep the memory from being used again before `stream` is done with what is queued."""
@@ -118,7 +145,7 @@ class Communicator(Protocol):
         """End all work that is queued, done or not, so that streams go on. Any thread."""
 
     def close(self) -> None:
-        """Free everything; all work is done. Never waits for other members."""
+        """Free everything; all work is done."""
 
 
 class DeviceLibrary(Protocol):

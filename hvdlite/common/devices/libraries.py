@@ -29,8 +29,9 @@ _registered: dict[str, _Registered] = {}
 def register(name: str, provider: Provider, *, by_name_only: bool = False) -> None:
     """Let `provider` return the library of this name, or None where it cannot be used.
 
-    Packages of frameworks call it when they are imported. With `by_name_only` the library is used
-    where the setting has its name, and not by itself.
+    Packages of frameworks call it when they are imported. A framework that is not the first one
+    with the library puts its own name behind it: "nccl:tensorflow". With `by_name_only` the library
+    is used where the setting has its name, and not by itself.
     """
     _registered[name] = _Registered(provider, by_name_only)
 
@@ -50,27 +51,35 @@ def find_libraries(wanted: str) -> list[DeviceLibrary]:
         return []
     plug_ins = {point.name: point for point in installed_plug_ins()}
     if wanted != AUTO:
-        return [_named(wanted, plug_ins)]
+        return _named(wanted, plug_ins)
     found = [_load(point) for point in plug_ins.values()]
     found += [each.provider() for each in _registered.values() if not each.by_name_only]
     return [library for library in found if library is not None]
 
 
-def _named(wanted: str, plug_ins: dict[str, EntryPoint]) -> DeviceLibrary:
-    library = None
+def _named(wanted: str, plug_ins: dict[str, EntryPoint]) -> list[DeviceLibrary]:
+    names_of_it = [name for name in _registered if wanted in (name, name.partition(":")[0])]
     if wanted in plug_ins:
-        library = plug_ins[wanted].load()()
-    elif wanted in _registered:
-        library = _registered[wanted].provider()
+        made = [plug_ins[wanted].load()()]
+    elif names_of_it:
+        made = [*map(_made, names_of_it)]
     else:
         names = ", ".join(sorted((AUTO, OFF, *plug_ins, *_registered)))
         raise ConfigError(
             f"HVDLITE_DEVICES={wanted}: there is no such library here; these are: {names}. Those "
             "of a framework are there once hvdlite's package for it is imported"
         )
-    if library is None:
+    found = [library for library in made if library is not None]
+    if not found:
         raise ConfigError(f"HVDLITE_DEVICES={wanted}: this library finds no device that it can use")
-    return library
+    return found
+
+
+def _made(name: str) -> DeviceLibrary | None:
+    try:
+        return _registered[name].provider()
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"HVDLITE_DEVICES={name}: {error}") from error
 
 
 def _load(point: EntryPoint) -> DeviceLibrary | None:

@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.base import Members
 from hvdlite.common.collectives.table import reduction_of
 from hvdlite.common.devices.agreement import Agreement
+from hvdlite.common.devices.clock import DeviceClock
 from hvdlite.common.devices.collectives import (
     COLLECTIVES,
     DeviceOperand,
     DeviceRun,
     nothing_to_move,
 )
-from hvdlite.common.devices.communicators import connect
-from hvdlite.common.devices.finalizer import Finalizer, Launched
+from hvdlite.common.devices.communicators import CommunicatorTable, quietly
+from hvdlite.common.devices.finalizer import Finalizer, Launched, described, ignore
+from hvdlite.common.devices.hierarchy import HierarchicalAllreduce
 from hvdlite.common.devices.host_paths import HostPaths
 from hvdlite.common.devices.interface import (
     Buffer,
@@ -39,15 +42,20 @@ from hvdlite.common.devices.interface import (
     DeviceOutput,
     Event,
     Stream,
+    TimedEvent,
 )
-from hvdlite.common.devices.neutral import neutral
+from hvdlite.common.devices.layers import Layers
+from hvdlite.common.devices.operands import EntryOperand, JoinedOperand
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request, Response
 from hvdlite.common.transport.base import do_nothing
 
 log = logging.getLogger("hvdlite")
-# Called once when the device has done a segment, or with why it never will.
-End = Callable[[HorovodInternalError | None], None]
+# When the device began a segment and ended it, in seconds of `time.monotonic`.
+Span = tuple[float, float]
+# Called once when the device has done a segment, or with why it never will; with the times if
+# these were asked for.
+End = Callable[[HorovodInternalError | None, Span | None], None]
 
 
 class _Device(NamedTuple):
@@ -56,59 +64,7 @@ class _Device(NamedTuple):
     context: Context
     stream: Stream
     finalizer: Finalizer
-
-
-class _EntryOperand:
-    """A tensor that this rank has."""
-
-    def __init__(self, entry: Entry, outputs: list[DeviceOutput]) -> None:
-        self._entry = entry
-        self._outputs = outputs
-        self.response = entry.response
-        self.splits = entry.splits
-
-    @property
-    def received_splits(self) -> tuple[int, ...]:
-        return self._entry.received_splits
-
-    @received_splits.setter
-    def received_splits(self, splits: tuple[int, ...]) -> None:
-        self._entry.received_splits = splits
-
-    @property
-    def source(self) -> Buffer:
-        assert self._entry.device_input is not None
-        return self._entry.device_input.buffer
-
-    def target(self, shape: tuple[int, ...]) -> Buffer:
-        output: DeviceOutput = self._entry.device_output(shape)
-        self._outputs.append(output)
-        return output.buffer
-
-
-class _JoinedOperand:
-    """A tensor that this rank does not have, as it has joined: neutral data."""
-
-    received_splits: tuple[int, ...] = ()
-
-    def __init__(self, response: Response, device: _Device, members: int) -> None:
-        self.response = response
-        self.splits = (0,) * members
-        self._device = device
-
-    @property
-    def source(self) -> Buffer:
-        request, (context, stream, _) = self.response.request, self._device
-        value, count = neutral(request)
-        buffer = context.empty(count, request.dtype)
-        context.run(stream, lambda: context.fill(buffer, value))
-        return buffer
-
-    def target(self, shape: tuple[int, ...]) -> Buffer:
-        count = 1
-        for length in shape:
-            count *= length
-        return self._device.context.empty(count, self.response.request.dtype)
+    clock: DeviceClock  # Of the finalizer's thread.
 
 
 class DevicePlane:
@@ -116,7 +72,6 @@ class DevicePlane:
 
     def __init__(
         self,
-        rank: int,
         local_rank: int,
         libraries: Iterable[DeviceLibrary],
         host: HostPaths,
@@ -127,18 +82,21 @@ class DevicePlane:
     ) -> None:
         """Call `negotiate` while a library connects; report its errors by `on_error`."""
         self.agreement = Agreement()
-        self._rank = rank
         self._local_rank = local_rank
         self._libraries = {library.name: library for library in libraries}
         self._host = host
         self._completes_on_host = completes_on_host
-        self._negotiate = negotiate
         self._on_error = on_error
         self._devices: dict[str, _Device] = {}
-        # By library and members; None where they cannot be connected, and everything is staged.
-        self._communicators: dict[tuple[str, tuple[int, ...]], Communicator | None] = {}
+        self._communicators = CommunicatorTable(host.gather, negotiate)
+        self._hierarchy = HierarchicalAllreduce(host, negotiate, on_error)
         # Fusion buffers by members, dtype and name.
         self._buffers: dict[tuple[tuple[int, ...], str, str], Buffer] = {}
+
+    def library_of(self, kind: str) -> DeviceLibrary | None:
+        """Return the library of this rank for a kind of device, agreed on or not."""
+        libraries = self._libraries.values()
+        return next((each for each in libraries if each.device_kind == kind), None)
 
     def run(
         self,
@@ -146,30 +104,34 @@ class DevicePlane:
         responses: Sequence[Response],
         entries: Sequence[Entry | None],
         end: End,
+        *,
+        timed: bool = False,
     ) -> bool:
         """Queue a segment on the device; False if it is to be staged, on all members alike.
 
-        Raises what a library raises; the job cannot go on then.
+        With `timed` the device tells `end` when it ran. Raises what a library raises; the job
+        cannot go on then.
         """
         request = responses[0].request
         name = self.agreement.library_for(request)
         if name is None:
             return False
         device = self._device(name, entries)
-        communicator = self._communicator(name, device, members)
-        if communicator is None:
+        way = self._way(name, device.context, request, members)
+        if way is None:
             return False
+        communicator, layers = way
         outputs: list[DeviceOutput] = []
         present = [entry for entry in entries if entry is not None]
-        context, stream, finalizer = device
+        context, stream, finalizer, clock = device
         for entry in present:
             assert entry.device_input is not None
             context.wait(stream, entry.device_input.ready)
         with context.allocating(stream):
             operands: list[DeviceOperand] = [
-                _JoinedOperand(response, device, members.size)
+                JoinedOperand(response, context, stream, members.size)
                 if entry is None
-                else _EntryOperand(entry, outputs)
+                else EntryOperand(entry, outputs)
                 for response, entry in zip(responses, entries, strict=True)
             ]
             run = DeviceRun(
@@ -182,10 +144,12 @@ class DevicePlane:
                 buffer=lambda slot, count: self._buffer(context, members, request, slot, count),
                 exchange_counts=lambda counts: self._host.exchange_counts(members, counts),
             )
-            work = COLLECTIVES[request.collective].prepare(run)
+            queue = self._prepared(run, layers)
+        begin = context.record_timed(stream) if timed else None
         if not nothing_to_move(run):
-            context.run(stream, work)
+            queue()
             context.run(stream, lambda: _unpack(outputs))
+        span = None if begin is None else _spanning(clock, begin, context.record_timed(stream))
         event = context.record(stream)
         self._keep(device, present, outputs, event)
         waits = self._completes_on_host or context.threads_wait
@@ -193,14 +157,33 @@ class DevicePlane:
             Launched(
                 event,
                 communicator,
-                f"{request.collective} '{request.name}' on rank {self._rank}",
-                _ending(present, end, waits=waits),
+                described(request, members),
+                _ending(present, end, span, waits=waits),
             )
         )
         if not waits:
             for entry in reversed(present):
                 entry.complete_on_device(event)
         return True
+
+    def _way(
+        self, name: str, context: Context, request: Request, members: Members
+    ) -> tuple[Communicator, Layers | None] | None:
+        """Return the communicator that runs a request, with the layers if it takes these."""
+        library = self._libraries[name]
+        if self.agreement.in_layers(request):
+            layers = self._communicators.layers(library, context, members)
+            if layers is not None and layers.communicator is not None:
+                return layers.communicator, layers
+        communicator = self._communicators.find(library, context, members)
+        return None if communicator is None else (communicator, None)
+
+    def _prepared(self, run: DeviceRun, layers: Layers | None) -> Callable[[], None]:
+        """Allocate what a segment needs; return what queues its work."""
+        if layers is not None:
+            return self._hierarchy.prepare(run, layers)
+        work = COLLECTIVES[run.operands[0].response.request.collective].prepare(run)
+        return lambda: run.context.run(run.stream, work)
 
     def _keep(
         self,
@@ -224,27 +207,11 @@ class DevicePlane:
             place = inputs[0].device if inputs and inputs[0] is not None else None
             context = self._libraries[library].context(place, self._local_rank)
             name = f"hvdlite-device-{library}"
-            device = _Device(context, context.new_stream(), Finalizer(name, self._on_error))
+            begin_thread = getattr(context, "begin_thread", do_nothing)
+            finalizer = Finalizer(name, self._on_error, begin_thread)
+            device = _Device(context, context.new_stream(), finalizer, DeviceClock(context))
             self._devices[library] = device
         return device
-
-    def _communicator(self, name: str, device: _Device, members: Members) -> Communicator | None:
-        key = name, members.ranks
-        if key not in self._communicators:
-            outcome = connect(
-                self._libraries[name],
-                device.context,
-                members,
-                lambda text: self._host.gather(members, text),
-                self._negotiate,
-            )
-            self._communicators[key] = outcome.communicator
-            if outcome.communicator is None and members.index == 0:
-                log.warning(
-                    "tensors of ranks %s go through host memory: %s",
-                    list(members.ranks), outcome.reason,
-                )  # fmt: skip
-        return self._communicators[key]
 
     def _buffer(
         self, context: Context, members: Members, request: Request, name: str, count: int
@@ -255,25 +222,39 @@ class DevicePlane:
             known = self._buffers[key] = context.empty(count, request.dtype)
         return known[:count]
 
+    def forget(self, ranks: tuple[int, ...]) -> None:
+        """Free what the members of a process set have, which was removed. All of them call this.
+
+        Communicators are closed behind all work that is queued, by the finalizer: they may wait
+        for other members.
+        """
+        for key in [key for key in self._buffers if key[0] == ranks]:
+            del self._buffers[key]
+        for library, communicator in self._communicators.pop(ranks):
+            context, stream, finalizer, _ = self._devices[library]
+            what = f"the end of the process set {list(ranks)}"
+            closing = _closing(communicator)
+            finalizer.add(Launched(context.record(stream), communicator, what, closing))
+
     def close(self, error: HorovodInternalError | None) -> None:
         """End everything: with an error at once, otherwise when the devices are done."""
-        communicators = [each for each in self._communicators.values() if each is not None]
         if error is not None:
             for device in self._devices.values():
                 device.finalizer.fail(error)
-            for communicator in communicators:
-                _quietly(communicator.abort)
+            self._communicators.abort()
         for device in self._devices.values():
             device.finalizer.close()
-            device.context.free_stream(device.stream)
-        if error is None:
-            for communicator in communicators:
-                _quietly(communicator.close)
-        self._communicators.clear()
+            quietly(partial(device.context.free_stream, device.stream))  # It may have failed.
+        self._communicators.close()
+        self._hierarchy.close()
         self._buffers.clear()
         self._devices.clear()
-        self._negotiate = do_nothing  # The engine refers to this plane.
-        self._on_error = _ignore
+        self._on_error = ignore  # The engine refers to this plane.
+
+
+def _closing(communicator: Communicator) -> Callable[[HorovodInternalError | None], None]:
+    """Return what the finalizer calls when a communicator has no work any more."""
+    return lambda error: quietly(communicator.close if error is None else communicator.abort)
 
 
 def _unpack(outputs: Sequence[DeviceOutput]) -> None:
@@ -281,11 +262,26 @@ def _unpack(outputs: Sequence[DeviceOutput]) -> None:
         output.unpack()
 
 
-def _ending(present: Sequence[Entry], end: End, *, waits: bool) -> End:
+def _spanning(clock: DeviceClock, begin: TimedEvent, end: TimedEvent) -> Callable[[], Span | None]:
+    """Return what tells the times of a segment when it was done; None if the device fails."""
+
+    def span() -> Span | None:
+        try:
+            return clock.span(begin, end)
+        except Exception as error:
+            log.debug("a device does not tell the times of its events: %s", error)
+            return None
+
+    return span
+
+
+def _ending(
+    present: Sequence[Entry], end: End, span: Callable[[], Span | None] | None, *, waits: bool
+) -> Callable[[HorovodInternalError | None], None]:
     """Return what the finalizer calls: the handles complete then, if a thread `waits`."""
 
     def ended(error: HorovodInternalError | None) -> None:
-        end(error)
+        end(error, span() if span is not None and error is None else None)
         for entry in reversed(present):
             if error is not None:
                 entry.handle.spoil(error)
@@ -293,15 +289,3 @@ def _ending(present: Sequence[Entry], end: End, *, waits: bool) -> End:
                 entry.complete_on_device(None)
 
     return ended
-
-
-def _ignore(error: HorovodInternalError) -> None:
-    """Do nothing: the engine has ended."""
-
-
-def _quietly(step: Callable[[], None]) -> None:
-    """Do a step of an ending. What it raises adds nothing."""
-    try:
-        step()
-    except Exception as error:
-        log.debug("at the end of a communicator: %s", error)

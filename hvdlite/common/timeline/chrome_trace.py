@@ -82,6 +82,11 @@ class _Track:
         self.negotiating = False  # whether the only open span is a negotiation
 
 
+def device_track(kind: str) -> str:
+    """Return the name of the track of a kind of device."""
+    return f"[device {kind}]"
+
+
 class TraceWriter:
     """The conversion of timeline records to events, in which every B event gets its E event.
 
@@ -217,6 +222,25 @@ class TraceWriter:
         if track.open:
             self._end_open(now, track)
             self._count_bytes(now, track, 0)
+
+    def device_span(
+        self,
+        now: int,
+        kind: str,
+        collective: str,
+        names: Sequence[str],
+        count: int,
+        start: int,
+        end: int,
+    ) -> None:
+        """See `Timeline.device_span`. It is over already, so that one event says all."""
+        track = self._track(device_track(kind))
+        args = {"tensors": count, "names": list(names)}
+        begin = max((start - self._start_ns) // 1000, 0)
+        self._events.append(
+            f'{{"ph": "X", "name": "{collective.upper()}", "ts": {begin}, "pid": {track.pid}, '
+            f'"dur": {max((end - start) // 1000, 1)}, "args": {json.dumps(args)}}}'
+        )
 
     # ---- other spans
 

@@ -221,6 +221,16 @@ class Timeline:
         if self.enabled:
             self._put(TraceWriter.segment_end)
 
+    def device_span(
+        self, kind: str, collective: str, names: Sequence[str], start: float, end: float
+    ) -> None:
+        """Record when a device has run a segment, in seconds of `time.monotonic`."""
+        if self.enabled:
+            times = int(start * 1e9), int(end * 1e9)
+            self._put(
+                TraceWriter.device_span, kind, collective, names[:NAMES_SHOWN], len(names), *times
+            )
+
     # ---- other spans
 
     def span_start(self, track: str, name: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import secrets
 import threading
 import weakref
@@ -22,41 +23,16 @@ import tensorflow as tf
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
+from hvdlite.common.runtime.state import find
+from hvdlite.tf.accelerators.library import accelerator_of
+from hvdlite.tf.accelerators.placement import is_placed, placing
+from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, placed_at
 from hvdlite.tf.bucket_call import BucketCall
 from hvdlite.tf.collective_call import ADAPTER, Call, Started
 from hvdlite.tf.graph_order import graphs_around, in_any_order
 from hvdlite.tf.native.graph_buckets import BucketExecution, GraphBucket
+from hvdlite.tf.native.library import Library
 from hvdlite.tf.native.memory import READ, READ_AND_WRITE, array_at
-
-
-class Library:
-    """The compiled operations, and the C functions beside them."""
-
-    def __init__(self, path: str) -> None:
-        operations: Any = tf.load_op_library(path)
-        self.start, self.take = operations.hvdlite_start, operations.hvdlite_take
-        waiting = ctypes.CDLL(path)  # Its functions are called without the GIL.
-        quick = ctypes.PyDLL(path)
-        integers = ctypes.POINTER(ctypes.c_int64)
-        pointer, number = ctypes.c_void_p, ctypes.c_int
-        self._next = _function(waiting.hvdlite_next, integers, integers)
-        self.serve = _function(quick.hvdlite_serve, None)
-        self.allocate = _function(
-            quick.hvdlite_allocate, pointer, pointer, number, number, integers
-        )
-        self.end = _function(quick.hvdlite_end, pointer, pointer, number, ctypes.c_char_p)
-        self.finish = _function(waiting.hvdlite_finish, None, pointer)
-
-    def next(self) -> list[int]:
-        """Sleep until graphs have enqueued collectives, and return the record of all of them."""
-        length = ctypes.c_int64()
-        record: list[int] = self._next(ctypes.byref(length))[: length.value]
-        return record
-
-
-def _function(function: Any, result: Any, *arguments: Any) -> Any:
-    function.restype, function.argtypes = result, arguments
-    return function
 
 
 class _Registered:
@@ -89,28 +65,58 @@ def supports(call: Call) -> bool:
 
 def run_in_graph(library: Library, calls: Sequence[Call]) -> list[list[tf.Tensor]]:
     """Make operations in the current graph that start all calls, and wait for all of them."""
+    runtime = find()
+    placed = [is_placed(call, runtime) for call in calls]
+    accelerator = accelerator_of(runtime)
+    if any(placed) and accelerator is not None:
+        library.use(accelerator)
     with in_any_order(calls):
-        tickets = [_start(library, call) for call in calls]
-        outputs = [output for call in calls for output in call.outputs]
-        results = library.take(tickets, [output.dtype for output in outputs], name="HvdliteTake")
+        tickets = [
+            _start(library, call, on_device) for call, on_device in zip(calls, placed, strict=True)
+        ]
+        results: dict[int, list[tf.Tensor]] = {}
+        for on_device in set(placed):
+            chosen = [number for number, each in enumerate(placed) if each == on_device]
+            taken = _take(library, calls, tickets, chosen, on_device)
+            results.update(zip(chosen, taken, strict=True))
+    return [results[number] for number in range(len(calls))]
+
+
+def _take(
+    library: Library,
+    calls: Sequence[Call],
+    tickets: Sequence[tf.Tensor],
+    chosen: Sequence[int],
+    on_device: bool,
+) -> list[list[tf.Tensor]]:
+    """Make the operation that waits for some calls; return their outputs."""
+    outputs = [output for number in chosen for output in calls[number].outputs]
+    with placing(on_device):
+        results = library.take(
+            [tickets[number] for number in chosen],
+            [output.dtype for output in outputs],
+            name="HvdliteTake",
+        )
     for result, output in zip(results, outputs, strict=True):
         result.set_shape(output.shape)
     remaining = iter(results)
-    return [[next(remaining) for _ in call.outputs] for call in calls]
+    return [[next(remaining) for _ in calls[number].outputs] for number in chosen]
 
 
-def _start(library: Library, call: Call) -> tf.Tensor:
+def _start(library: Library, call: Call, on_device: bool) -> tf.Tensor:
     number, registered = next(_numbers), _Registered(call)
     _registered[number] = registered
     _keep(registered)
-    return library.start(
-        call.inputs,
-        call=number,
-        in_place=registered.in_place,
-        filled=registered.bucket is not None,
-        output_types=[output.dtype for output in call.outputs],
-        name="HvdliteStart",
-    )
+    with placing(on_device):
+        return library.start(
+            call.inputs,
+            call=number,
+            in_place=registered.in_place,
+            filled=registered.bucket is not None,
+            on_device=on_device,
+            output_types=[output.dtype for output in call.outputs],
+            name="HvdliteStart",
+        )
 
 
 def _keep(registered: _Registered) -> None:
@@ -135,18 +141,24 @@ def _serve(library: Library) -> None:
         record = library.next()
         position = 0
         while position < len(record):
-            pointer, number, inputs, targets = record[position : position + 4]
-            position += 4
-            kind = _GraphCollective if inputs or not targets else _GraphReduction
-            position = kind(library, pointer, number).start(record, position, inputs, targets)
+            pointer, number, inputs, targets, stream, event = record[position : position + 6]
+            position += 6
+            kind: type[_GraphReduction | _GraphCollective] = _GraphReduction
+            if inputs or not targets:
+                kind = _DeviceCollective if stream else _GraphCollective
+            begun = kind(library, pointer, number, (stream, event)).start
+            position = begun(record, position, inputs, targets)
+            del begun  # The next one may come late.
 
 
 class _Execution(NumpyAdapter):
     """One execution of a call, from its start to the end of its operations in the graph."""
 
-    def __init__(self, library: Library, pointer: int, number: int) -> None:
+    def __init__(self, library: Library, pointer: int, number: int, ready: tuple[int, int]) -> None:
+        """`ready` are a stream of a device and the event on it behind the inputs, or zeros."""
         self._library = library
         self._pointer = pointer
+        self._stream, self._event = ready
         self._registered = _registered.get(number)
 
     def _find(self) -> _Registered:
@@ -191,8 +203,8 @@ class _GraphReduction(_Execution):
 class _GraphCollective(_Execution):
     """One collective of a graph. As an adapter it allocates outputs in the memory of the graph."""
 
-    def __init__(self, library: Library, pointer: int, number: int) -> None:
-        super().__init__(library, pointer, number)
+    def __init__(self, library: Library, pointer: int, number: int, ready: tuple[int, int]) -> None:
+        super().__init__(library, pointer, number, ready)
         self._inputs: list[Array] = []
         self._made: set[int] = set()  # The outputs that are in the memory of the graph.
         self._started: Started | None = None
@@ -269,6 +281,41 @@ class _GraphCollective(_Execution):
         for number, array in enumerate(self._started.arrays()):
             if number not in self._made:
                 self._make(number, array.shape)[...] = array
+
+
+class _DeviceCollective(_GraphCollective):
+    """One collective of a graph whose tensors are on a device, and whose outputs are there."""
+
+    def _enqueue(
+        self, places: Sequence[tuple[int, tuple[int, ...]]], addresses: Sequence[int]
+    ) -> Started:
+        registered = self._find()
+        accelerator = accelerator_of(registered.call.runtime())
+        if accelerator is None:
+            raise HorovodInternalError(
+                "this graph reduces on a GPU, and the job that runs it now does not: make the "
+                "graph after hvd.init(), or set HVDLITE_DEVICES=off"
+            )
+        tensors: list[Any] = []
+        targets: Sequence[int | None] = addresses or [None] * len(places)
+        for (source, shape), target, dtype in zip(places, targets, registered.inputs, strict=True):
+            place = source, target, shape, dtype.name
+            tensors.append(placed_at(accelerator, *place, self._event))
+        self._accelerator = accelerator
+        return registered.call.start(tensors, DEVICE_ADAPTER)
+
+    def _fill(self) -> None:
+        """Copy the outputs that are not in the memory of the graph, on the stream of the graph."""
+        assert self._registered is not None and self._started is not None
+        if self._registered.in_place:
+            return
+        for number, result in enumerate(self._started.arrays()):
+            shape = tuple(result.shape)
+            dims = (ctypes.c_int64 * len(shape))(*shape)
+            address = self._library.allocate(self._pointer, number, len(shape), dims)
+            if not address and math.prod(shape):
+                raise MemoryError(f"no memory of the device for a tensor of shape {list(shape)}")
+            self._accelerator.give(address or 0, result, self._stream)
 
 
 def _code(error: Exception) -> int:

@@ -13,7 +13,8 @@ from hvdlite.common.collectives.native.build import say_that_python_runs
 from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.state import find
-from hvdlite.tf.native.graph_ops import Library, serve
+from hvdlite.tf.native.graph_ops import serve
+from hvdlite.tf.native.library import Library
 from hvdlite.tf.native.recipe import recipe
 
 

@@ -27,6 +27,12 @@
 #include "tensorflow/core/framework/variant.h"
 #include "tensorflow/core/framework/variant_tensor_data.h"
 
+// Kernels for GPUs need the stream of TensorFlow's, and no header of CUDA.
+#if __has_include("xla/stream_executor/stream.h")
+#include "xla/stream_executor/stream.h"
+#define TENSORFLOW_HAS_STREAMS 1
+#endif
+
 namespace hvdlite {
 namespace {
 
@@ -34,6 +40,19 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
 struct Gathering;
+
+// Functions of the CUDA runtime that Python has loaded, by their addresses; see hvdlite_use_events.
+struct Events {
+  int (*create)(void**, unsigned) = nullptr;
+  int (*record)(void*, void*) = nullptr;
+  int (*destroy)(void*) = nullptr;
+  void* stream_of_host = nullptr;  // stands for the stream of tensors on the CPU, in tests
+};
+
+Events& events() {
+  static Events* instance = new Events;
+  return *instance;
+}
 
 // One collective on its way. The graph holds it by a ticket, Python by a pointer to a shared_ptr: its
 // tensors outlive a step that is cancelled while the engine reads and writes them.
@@ -44,10 +63,17 @@ struct Collective {
   tensorflow::DataTypeVector output_types;
   std::vector<Tensor> inputs;
   std::vector<Tensor> outputs;
+  void* stream = nullptr;  // of the device that computes the inputs; null where that is the host
+  tensorflow::Allocator* allocator = nullptr;  // of its memory
+  void* ready = nullptr;   // the event on it behind all that writes or reads this memory
   // All below is guarded by the queue's mutex.
   bool ended = false;
   absl::Status status;
   std::shared_ptr<Gathering> gathering;  // waits for this collective
+
+  ~Collective() {
+    if (ready != nullptr) events().destroy(ready);
+  }
 };
 
 using CollectivePointer = std::shared_ptr<Collective>;
@@ -93,12 +119,54 @@ void fill(Tensor* output, const Tensor& input) {
   if (data(*output) != values.data()) std::memcpy(data(*output), values.data(), values.size());
 }
 
+#ifdef TENSORFLOW_HAS_STREAMS
+// Returns the address of the device's stream; null where this TensorFlow does not tell it.
+template <class Stream>
+auto address_of(Stream* stream, int) -> decltype(stream->platform_specific_handle().stream) {
+  return stream->platform_specific_handle().stream;
+}
+template <class Stream>
+void* address_of(Stream*, long) { return nullptr; }
+
+void* stream_of(OpKernelContext* context) {
+  auto* device = context->op_device_context();
+  if (device == nullptr || device->stream() == nullptr) return events().stream_of_host;
+  return address_of(device->stream(), 0);
+}
+#else
+void* stream_of(OpKernelContext*) { return events().stream_of_host; }
+#endif
+
+constexpr unsigned kBlockingEventWithoutTime = 3;
+
+// Marks the place in the stream of the device behind which the tensors of a collective are ready.
+absl::Status mark(OpKernelContext* context, Collective* collective) {
+  if (events().create == nullptr) {
+    return absl::FailedPreconditionError(
+        "a collective on a GPU was made for a job that reduces there, and this one does not: "
+        "make the graph after hvd.init(), or set HVDLITE_DEVICES=off");
+  }
+  collective->stream = stream_of(context);
+  collective->allocator = context->device()->GetAllocator(tensorflow::AllocatorAttributes());
+  if (collective->stream == nullptr) {
+    return absl::UnimplementedError(
+        "this TensorFlow does not tell the stream of a GPU: set HVDLITE_DEVICES=off");
+  }
+  int code = events().create(&collective->ready, kBlockingEventWithoutTime);
+  if (code == 0) code = events().record(collective->ready, collective->stream);
+  if (code == 0) return absl::OkStatus();
+  return absl::UnknownError("an event of the GPU was not recorded: CUDA error " + std::to_string(code));
+}
+
 class Start : public tensorflow::OpKernel {
  public:
   explicit Start(tensorflow::OpKernelConstruction* construction) : OpKernel(construction) {
     OP_REQUIRES_OK(construction, construction->GetAttr("call", &call_));
     OP_REQUIRES_OK(construction, construction->GetAttr("in_place", &in_place_));
     OP_REQUIRES_OK(construction, construction->GetAttr("filled", &filled_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("on_device", &on_device_));
+    on_device_ |= construction->device_type() == tensorflow::DeviceType(tensorflow::DEVICE_GPU);
+    filled_ &= !on_device_;  // the stream of the collective copies
     OP_REQUIRES_OK(construction, construction->GetAttr("output_types", &output_types_));
   }
 
@@ -123,6 +191,7 @@ class Start : public tensorflow::OpKernel {
         collective->inputs.push_back(context->input(i));
       }
     }
+    if (on_device_) OP_REQUIRES_OK(context, mark(context, collective.get()));
     Tensor* ticket = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, {}, &ticket));
     ticket->scalar<tensorflow::Variant>()() = Ticket{collective};
@@ -143,6 +212,7 @@ class Start : public tensorflow::OpKernel {
   int64_t call_;
   int in_place_;
   bool filled_;
+  bool on_device_;
   tensorflow::DataTypeVector output_types_;
 };
 
@@ -227,6 +297,7 @@ REGISTER_OP("HvdliteStart")
     .Attr("call: int")      // the number of the collective in Python's table
     .Attr("in_place: int")  // so many inputs have an output of the same dtype and shape
     .Attr("filled: bool = false")  // all inputs have one, and it has the values of the input
+    .Attr("on_device: bool = false")  // the tensors are on a GPU, whose library runs the collective
     .Attr("input_types: list(type) >= 0")
     .Attr("output_types: list(type) >= 1")
     .SetIsStateful()  // two with the same inputs are two collectives
@@ -242,6 +313,12 @@ REGISTER_OP("HvdliteTake")
 
 REGISTER_KERNEL_BUILDER(Name("HvdliteStart").Device(tensorflow::DEVICE_CPU), Start);
 REGISTER_KERNEL_BUILDER(Name("HvdliteTake").Device(tensorflow::DEVICE_CPU), Take);
+#ifdef TENSORFLOW_HAS_STREAMS
+REGISTER_KERNEL_BUILDER(
+    Name("HvdliteStart").Device(tensorflow::DEVICE_GPU).HostMemory("ticket"), Start);
+REGISTER_KERNEL_BUILDER(
+    Name("HvdliteTake").Device(tensorflow::DEVICE_GPU).HostMemory("tickets"), Take);
+#endif
 
 int64_t number_of(const void* pointer) { return reinterpret_cast<int64_t>(pointer); }
 
@@ -265,8 +342,15 @@ void hvdlite_serve() {
   queue().served_in = getpid();
 }
 
+// Collectives of graphs use these functions of the CUDA runtime, before the first of them is made.
+// `stream_of_host` is null outside of tests.
+void hvdlite_use_events(int (*create)(void**, unsigned), int (*record)(void*, void*),
+                        int (*destroy)(void*), void* stream_of_host) {
+  hvdlite::events() = {create, record, destroy, stream_of_host};
+}
+
 // Sleeps until something is in the queue, and takes all of it. For each collective in turn:
-//   collective, call, number of inputs, number of targets,
+//   collective, call, number of inputs, number of targets, stream, event: null on the host,
 //   for each input: address, number of dimensions, dimensions; for each target: address
 // A collective whose targets are filled has no inputs here, but
 //   length of what follows, for each target: number of dimensions, dimensions; for each target: address
@@ -282,7 +366,8 @@ const int64_t* hvdlite_next(int64_t* length) {
   record->clear();
   for (auto& collective : *taken) {
     record->insert(record->end(), {hvdlite::number_of(new CollectivePointer(collective)), collective->call,
-                                   static_cast<int64_t>(collective->inputs.size()), collective->in_place});
+                                   static_cast<int64_t>(collective->inputs.size()), collective->in_place,
+                                   hvdlite::number_of(collective->stream), hvdlite::number_of(collective->ready)});
     for (const auto& input : collective->inputs) {
       record->push_back(hvdlite::number_of(hvdlite::data(input)));
       hvdlite::append_shape(record, input);
@@ -302,12 +387,16 @@ const int64_t* hvdlite_next(int64_t* length) {
   return record->data();
 }
 
-// Makes the tensor for an output of this shape; its address, or null where there is no memory.
+// Makes the tensor for an output of this shape; its address, or null where there is no memory. That of a
+// device belongs to the device's stream: only work on this stream may write it.
 void* hvdlite_allocate(CollectivePointer* pointer, int output, int rank, const int64_t* dims) {
   Collective& collective = **pointer;
   tensorflow::TensorShape shape;
   for (int i = 0; i < rank; ++i) shape.AddDim(dims[i]);
-  tensorflow::Tensor tensor(collective.output_types[output], shape);
+  const auto type = collective.output_types[output];
+  tensorflow::Tensor tensor = collective.allocator == nullptr
+                                  ? tensorflow::Tensor(type, shape)
+                                  : tensorflow::Tensor(collective.allocator, type, shape);
   if (!tensor.IsInitialized()) return nullptr;
   collective.outputs[output] = tensor;
   return hvdlite::data(tensor);

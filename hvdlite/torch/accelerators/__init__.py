@@ -1,4 +1,4 @@
-"""Tensors of PyTorch in the memory of accelerators: contexts, and libraries by process groups."""
+"""Tensors of PyTorch in the memory of accelerators: contexts, and libraries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hvdlite.common.devices.interface import DeviceLibrary
 from hvdlite.common.devices.libraries import register
-from hvdlite.torch.devices import accelerator_kind
+from hvdlite.torch.device_modules import accelerator_kind
 
 
 def register_libraries() -> None:
@@ -14,6 +14,7 @@ def register_libraries() -> None:
     if dist.is_available():
         register("c10d", _of_accelerator)
         register("gloo", _of_host, by_name_only=True)
+    register("nccl", _of_cuda, by_name_only=True)
 
 
 def _of_accelerator() -> DeviceLibrary | None:
@@ -28,3 +29,9 @@ def _of_host() -> DeviceLibrary | None:
     from hvdlite.torch.accelerators.c10d import of_host
 
     return of_host()
+
+
+def _of_cuda() -> DeviceLibrary | None:
+    from hvdlite.torch.accelerators.nccl import of_cuda
+
+    return of_cuda()

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ import torch.distributed as dist
 
 from hvdlite.common.base.reduce_op import BITWISE, ReduceOp
 from hvdlite.common.devices.interface import Communicator
+from hvdlite.common.devices.nccl.library import may_share_devices
 from hvdlite.common.plain.config import Config
 from hvdlite.torch.accelerators.context import HostContext, TorchContext
 from hvdlite.torch.accelerators.store import StoreClient, StoreServer
-from hvdlite.torch.devices import HOST_AS_DEVICE, accelerator_kind, streams_of
+from hvdlite.torch.device_modules import accelerator_kind, streams_of
+from hvdlite.torch.devices import HOST_AS_DEVICE
 
 GLOO = "gloo"
 TIMEOUT = timedelta(days=1)  # hvdlite itself notices lost and late ranks.
@@ -56,8 +59,7 @@ class C10dLibrary:
     def __init__(self, kind: str, backend: str, make: Maker) -> None:
         self.name = f"c10d:{backend}"
         self.device_kind = kind
-        several = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1"
-        self.shares_devices = backend == GLOO or several
+        self.shares_devices = backend == GLOO or may_share_devices()
         self._backend = backend
         self._make = make
         # The stores that this rank serves, until their communicators are there.
@@ -256,9 +258,14 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.view(torch.uint8)
 
 
+@cache
+def _options_class(name: str) -> Any:
+    return getattr(torch._C._distributed_c10d, f"{name}Options")
+
+
 def _options(name: str, **values: Any) -> Any:
     """Return the options of a collective, by the name of their class in c10d."""
-    options = getattr(torch._C._distributed_c10d, f"{name}Options")()
+    options = _options_class(name)()
     for key, value in values.items():
         setattr(options, key, value)
     return options

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.devices.interface import Event
+from hvdlite.common.devices.interface import Event, HostMemory, TimedEvent
+from hvdlite.common.devices.nccl.cudart import begin_thread
+from hvdlite.common.devices.nccl.library import KIND
 from hvdlite.common.meeting.host_identity import host_identity
+from hvdlite.common.plain.config import Config
 from hvdlite.torch.accelerators.host_streams import HostStream, HostStreams
-from hvdlite.torch.devices import Streams, new_event
-from hvdlite.torch.dtypes import DTYPE_NAMES
+from hvdlite.torch.device_modules import Streams, new_event, pins
+from hvdlite.torch.dtypes import DTYPE_NAMES, as_array
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -36,6 +39,17 @@ class TorchContext:
     def free_stream(self, stream: Any) -> None:
         """Do nothing: torch frees it with the last reference."""
 
+    def begin_thread(self) -> None:
+        """Let the calling thread ask events of this device, and disturb no other thread.
+
+        A thread that has chosen no device would use the first one, and memory of it.
+        """
+        choose = getattr(self._streams, "set_device", None)
+        if choose is not None:
+            choose(self.device)
+        if self.device.type == KIND:
+            begin_thread(Config.from_environ().cudart_library)
+
     def run(self, stream: Any, work: Callable[[], None]) -> None:
         """Queue what `work` does on a stream."""
         with self._streams.stream(stream):
@@ -50,6 +64,10 @@ class TorchContext:
         event = new_event(self._streams)
         event.record(stream)
         return event
+
+    def record_timed(self, stream: Any) -> TimedEvent:
+        """Return an event that knows when it occurs."""
+        return _Timed(self._streams, stream)
 
     def wait(self, stream: Any, event: Event) -> None:
         """Let a stream wait for an event."""
@@ -71,9 +89,32 @@ class TorchContext:
         """Multiply all elements."""
         buffer.mul_(factor)
 
+    def host_memory(self, count: int, dtype: str) -> HostMemory:
+        """Allocate memory of the host, pinned where torch does that for this kind of device."""
+        pin = pins(self.device.type)
+        tensor = torch.empty(count, dtype=DTYPES[dtype], pin_memory=pin)
+        return HostMemory(tensor, as_array(tensor))
+
     def keep(self, buffer: torch.Tensor, stream: Any) -> None:
         """Keep the allocator from giving the memory away before `stream` is done."""
         buffer.record_stream(stream)
+
+
+class _Timed:
+    """An event of a device module, which measures in milliseconds."""
+
+    def __init__(self, streams: Streams, stream: Any) -> None:
+        self._event = streams.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: _Timed) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
 def _identity(device: torch.device) -> str:

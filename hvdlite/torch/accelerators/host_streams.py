@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -59,12 +60,21 @@ class _CurrentStream:
 class HostEvent:
     """A point in the work of a stream."""
 
-    def __init__(self, *, blocking: bool = True) -> None:
+    def __init__(self, *, blocking: bool = True, enable_timing: bool = False) -> None:
         self._occurred = threading.Event()
+        self._at = 0.0
 
     def record(self, stream: HostStream | _CurrentStream) -> None:
         """Let the event occur after all work that is queued."""
-        stream.add(self._occurred.set)
+        stream.add(self._occur)
+
+    def _occur(self) -> None:
+        self._at = time.monotonic()
+        self._occurred.set()
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        """Return the milliseconds to another event."""
+        return (later._at - self._at) * 1000
 
     def query(self) -> bool:
         """Return whether it has occurred."""

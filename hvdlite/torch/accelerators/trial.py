@@ -10,7 +10,7 @@ import sys
 import torch
 
 from hvdlite.torch.accelerators.c10d import of_accelerator
-from hvdlite.torch.devices import accelerator_kind
+from hvdlite.torch.device_modules import accelerator_kind
 
 
 def main() -> int:

@@ -349,8 +349,9 @@ def test_a_forked_child_leaves_the_file_alone(timeline: Timeline, path: Path) ->
     assert "child" not in {event.get("args", {}).get("name") for event in events}
 
 
+# Ctrl-C stops the main thread anywhere; the writer's thread, which it does not, writes the file.
 WRITE_FOREVER = """
-import sys
+import sys, threading
 from hvdlite.common.timeline.recorder import Timeline
 timeline = Timeline.open(sys.argv[1], 0)
 number = 0
@@ -361,7 +362,9 @@ while True:
     timeline.end(f"t{number % 50}", "float32", (number,))
     number += 1
     if number % 100 == 0:
-        timeline.flush()
+        writing = threading.Thread(target=timeline.flush)
+        writing.start()
+        writing.join()
         print("written", flush=True)
 """
 

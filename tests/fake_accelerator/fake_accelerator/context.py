@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fake_accelerator.streams import FakeEvent, FakeModule, FakeStream
+from hvdlite.common.devices.interface import HostMemory
+from hvdlite.torch.dtypes import as_array
 
 Tensor = torch.Tensor
 
@@ -45,6 +47,10 @@ class FakeContext:
         event.record(stream)
         return event
 
+    def record_timed(self, stream: FakeStream) -> FakeEvent:
+        """Return an event that knows when it occurs, as all do."""
+        return self.record(stream)
+
     def wait(self, stream: FakeStream, event: FakeEvent) -> None:
         """Let the stream wait."""
         stream.wait_event(event)
@@ -67,6 +73,11 @@ class FakeContext:
         """Multiply all elements."""
         self._journal.append("scale")
         buffer.mul_(factor)
+
+    def host_memory(self, count: int, dtype: str) -> HostMemory:
+        """Allocate memory of the host."""
+        tensor = self.empty(count, dtype)
+        return HostMemory(tensor, as_array(tensor))
 
     def keep(self, buffer: Tensor, stream: FakeStream) -> None:
         """Do nothing: what is queued refers to the memory."""

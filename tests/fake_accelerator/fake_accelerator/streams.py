@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+CLOCK_AHEAD_SECONDS = 1000.0  # The device has another clock than the host.
 Work = Callable[[], object]
 
 
@@ -57,10 +58,19 @@ class FakeEvent:
 
     def __init__(self, *, blocking: bool = False) -> None:
         self._occurred = threading.Event()
+        self._at = 0.0  # On the device's own clock.
 
     def record(self, stream: FakeStream) -> None:
         """Let it occur after the work that is queued on the stream."""
-        stream.add(self._occurred.set)
+        stream.add(self._occur)
+
+    def _occur(self) -> None:
+        self._at = time.monotonic() + CLOCK_AHEAD_SECONDS
+        self._occurred.set()
+
+    def seconds_since(self, earlier: FakeEvent) -> float:
+        """Return the time from another event to this one."""
+        return self._at - earlier._at
 
     def query(self) -> bool:
         """Return whether it has occurred."""

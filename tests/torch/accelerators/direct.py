@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from hvdlite.common.api.forms import Forms
@@ -13,7 +14,9 @@ from hvdlite.common.runtime.state import current
 from hvdlite.torch.accelerators.host_streams import HostStreams
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner
-from hvdlite.torch.devices import HOST_AS_DEVICE, StagedDevice, runs_on_device
+from hvdlite.torch.devices import HOST_AS_DEVICE, runs_on_device
+from hvdlite.torch.mpi_ops import runner
+from hvdlite.torch.staged_device import StagedDevice
 from tests.ranks import run_ranks
 
 GLOO = Config(devices="gloo")
@@ -43,3 +46,11 @@ def on_devices(size: int, main: Main, config: Config = GLOO, **options: Any) -> 
         return main(rank, Forms(TorchRunner(TorchAdapter(lambda kind: device))), device)
 
     return run_ranks(size, body, config=config, **options)
+
+
+def take_the_way_of_a_device(monkeypatch: pytest.MonkeyPatch, device: CountingDevice) -> None:
+    """Let all of hvdlite.torch find this device for tensors on the CPU."""
+    adapter = runner.adapter
+    monkeypatch.setattr(adapter, "_find", lambda kind: device)
+    monkeypatch.setattr(adapter, "_host", device)
+    monkeypatch.setattr(adapter, "_host_is_memory", False)

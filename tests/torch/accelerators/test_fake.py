@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -18,76 +17,12 @@ import torch
 
 import hvdlite.torch as hvd
 from fake_accelerator import FakeLibrary
-from fake_accelerator.streams import FakeModule
-from hvdlite.common.api.forms import Forms
+from fake_accelerator.context import FakeContext
+from fake_accelerator.streams import FakeEvent, FakeModule
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.devices import libraries
-from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.state import current
-from hvdlite.torch.adapter import TorchAdapter
-from hvdlite.torch.autograd import TorchRunner
-from tests.ranks import run_ranks
-from tests.torch.accelerators.direct import CountingDevice
-
-Tensor = torch.Tensor
-FAKE = Config(devices="fake")
-ON_HOST = Config(devices="fake", device_completion="host")
-
-
-class Rank:
-    """A rank with a fake device."""
-
-    def __init__(self, rank: int, library: FakeLibrary) -> None:
-        self.rank = rank
-        self.library = library
-        self.device = CountingDevice("fake", library.module)
-        self.forms = Forms(TorchRunner(TorchAdapter(lambda kind: self.device)))
-
-    @property
-    def journal(self) -> list[str]:
-        """What the device has done."""
-        return self.library.journal
-
-    def compute(self, work: Callable[[], object]) -> None:
-        """Queue work of the user's."""
-        self.library.module.current_stream().add(work)
-
-    def hold(self) -> Callable[[], None]:
-        """Stop the user's stream until the returned function is called."""
-        return self.library.module.current_stream().hold()
-
-    def read(self, tensor: Tensor) -> list[Any]:
-        """The values that the user's stream sees."""
-        seen: list[Any] = []
-        done = threading.Event()
-        self.compute(lambda: seen.extend(tensor.tolist()))
-        self.compute(done.set)
-        assert done.wait(20), "the stream stands still"
-        return seen
-
-
-def on_fake(
-    main: Callable[[Rank], Any],
-    ranks: Sequence[FakeLibrary],
-    monkeypatch: pytest.MonkeyPatch,
-    config: Config = FAKE,
-) -> list[Any]:
-    """Run ``main(rank)`` on ranks that have these libraries; return the results."""
-    monkeypatch.setattr(libraries, "installed_plug_ins", lambda: ())
-
-    def of_this_rank() -> FakeLibrary:
-        return ranks[int(threading.current_thread().name.removeprefix("rank-"))]
-
-    registered = libraries._Registered(of_this_rank, by_name_only=True)
-    monkeypatch.setitem(libraries._registered, "fake", registered)
-
-    def body(number: int) -> Any:
-        current()._agree([], None)
-        (library,) = current().engine.devices._libraries.values()
-        assert isinstance(library, FakeLibrary)
-        return main(Rank(number, library))
-
-    return run_ranks(len(ranks), body, config=config)
+from tests.torch.accelerators.fakes import ON_HOST, Rank, on_fake, wait_for
 
 
 def test_the_device_waits_for_events_and_the_threads_do_not(
@@ -134,24 +69,13 @@ def test_communication_begins_before_backward_ends(monkeypatch: pytest.MonkeyPat
         go_on = here.hold()
         here.compute(lambda: second.fill_(here.rank + 1))
         two = here.forms.allreduce_async_(second, name="second", op=hvd.Sum)
-        wait_for(lambda: "allreduce done" in here.journal)
-        assert first.tolist() == [3.0, 3.0], "the first is there"
+        wait_for(lambda: first.tolist() == [3.0, 3.0])
         assert not here.forms.poll(two)
         assert here.journal.count("allreduce") == 1, "the second waits for its event"
         go_on()
         assert here.read(here.forms.synchronize(two)) == [3.0, 3.0]
 
     on_fake(main, [FakeLibrary(), FakeLibrary()], monkeypatch)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Sleep until a condition holds."""
-    pause = threading.Event()
-    for _ in range(4000):
-        if condition():
-            return
-        pause.wait(0.005)
-    raise AssertionError("it never came")
 
 
 def test_the_order_on_the_communication_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +149,43 @@ def test_with_host_completion_the_call_itself_fails(monkeypatch: pytest.MonkeyPa
 
     failing = FakeLibrary(failures={2: "out of memory"})
     on_fake(main, [failing, FakeLibrary()], monkeypatch, ON_HOST)
+
+
+def test_an_event_that_raises_is_an_error_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's do when a kernel of the user's has failed: nobody may wait for ever."""
+    monkeypatch.setattr("hvdlite.common.engine.control_plane.BLAME_SECONDS", 0.1)
+
+    class Broken(FakeEvent):
+        def query(self) -> bool:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def main(here: Rank) -> None:
+        here.forms.allreduce(torch.ones(1))
+        if here.rank == 1:
+            context: Any = current().engine.devices._devices["FCCL"].context
+            context.record = lambda stream: Broken()
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 1.*illegal memory access"):
+            here.forms.allreduce(torch.ones(1))
+            here.forms.allreduce(torch.ones(1))
+
+    on_fake(main, [FakeLibrary(), FakeLibrary()], monkeypatch, ON_HOST)
+
+
+def test_the_finalizer_begins_as_the_device_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def begin_thread(self: FakeContext) -> None:
+        begun.append(threading.current_thread().name)
+        raise RuntimeError("which is no reason to stand still")
+
+    monkeypatch.setattr(FakeContext, "begin_thread", begin_thread, raising=False)
+
+    def main(here: Rank) -> None:
+        for _ in range(2):
+            assert here.forms.allreduce(torch.ones(1), op=hvd.Sum).tolist() == [2.0]
+
+    on_fake(main, [FakeLibrary(), FakeLibrary()], monkeypatch, ON_HOST)
+    assert begun == ["hvdlite-device-FCCL"] * 2
 
 
 def test_a_lost_rank_is_named_and_its_peers_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +287,36 @@ def test_everything_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
         assert library.communicators
 
 
+def test_a_set_that_is_removed_has_no_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is closed behind the set's work, on all members alike; those of others are not."""
+
+    def main(here: Rank) -> None:
+        here.forms.allreduce(torch.ones(1))
+        for turn in range(2):
+            pair = hvd.add_process_set([0, 1])
+            tensor = torch.ones(2)
+            if here.rank < 2:
+                here.read(here.forms.allreduce(torch.ones(1), process_set=pair))
+                go_on = here.hold()
+                handle = here.forms.allreduce_async_(tensor, op=hvd.Sum, process_set=pair)
+                here.forms.synchronize(handle)
+                of_pair = here.library.communicators[1 + turn]
+            assert hvd.remove_process_set(pair)
+            if here.rank < 2:
+                assert not of_pair.is_closed
+                go_on()
+                assert here.read(tensor) == [2.0, 2.0]
+                wait_for(lambda made=of_pair: made.is_closed)  # type: ignore[misc]
+                assert not of_pair.is_aborted
+        here.read(here.forms.allreduce(torch.ones(1)))
+        assert not here.library.communicators[0].is_closed
+        assert len(here.library.communicators) == (3 if here.rank < 2 else 1)
+        buffers = current().engine.devices._buffers
+        assert {ranks for ranks, _, _ in buffers} <= {(0, 1, 2)}
+
+    on_fake(main, [FakeLibrary() for _ in range(3)], monkeypatch)
+
+
 def test_plug_ins_are_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     good = EntryPoint("fake", "fake_accelerator:library", libraries.ENTRY_POINTS)
     bad = EntryPoint("broken", "fake_accelerator:nothing", libraries.ENTRY_POINTS)
@@ -335,3 +326,43 @@ def test_plug_ins_are_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     assert libraries.find_libraries("off") == []
     with pytest.raises(ConfigError, match=r"HVDLITE_DEVICES=nccl3: .*these are: .*fake"):
         libraries.find_libraries("nccl3")
+
+
+def test_one_finalizer_thread_watches_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All process sets and collectives of a rank share it, and the engine waits for nothing."""
+
+    def main(here: Rank) -> None:
+        pair = hvd.add_process_set([0, 1])
+        here.read(here.forms.allreduce(torch.ones(1)))
+        if here.rank < 2:
+            here.read(here.forms.allgather(torch.ones(1), process_set=pair))
+        here.forms.barrier()
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("hvdlite-device-FCCL") == 3, "one for each of three ranks"
+        here.forms.barrier()
+
+    on_fake(main, [FakeLibrary() for _ in range(3)], monkeypatch)
+
+
+def test_communicators_are_made_anew_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the next world of an elastic job, whose ranks have the same libraries."""
+    monkeypatch.setattr("hvdlite.common.engine.control_plane.BLAME_SECONDS", 0.2)
+    made = [FakeLibrary(), FakeLibrary(failures={1: "a flash"})]
+
+    def fail(here: Rank) -> None:
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 1.*a flash"):
+            here.forms.allreduce(torch.ones(1))
+
+    def succeed(here: Rank) -> None:
+        assert here.read(here.forms.allreduce(torch.ones(2), op=hvd.Sum)) == [2.0, 2.0]
+        assert here.device.staged == 0
+
+    on_fake(fail, made, monkeypatch, ON_HOST)
+    made[1]._failures = {}
+    on_fake(succeed, made, monkeypatch, ON_HOST)
+    for library in made:
+        first, second = library.communicators
+        assert first.is_aborted
+        assert not first.is_closed
+        wait_for(lambda closed=second: closed.is_closed)  # type: ignore[misc]
+        assert not second.is_aborted

@@ -174,12 +174,15 @@ def test_a_rank_that_fails_is_named_by_the_others(monkeypatch: pytest.MonkeyPatc
 
 def break_library(runtime: Runtime) -> None:
     """Let all communicators of a rank fail from now on."""
-    for communicator in runtime.engine.devices._communicators.values():
-        vars(communicator)["_group"] = Broken()
+    for communicator in runtime.engine.devices._communicators._existing():
+        vars(communicator)["_group"] = Broken(vars(communicator)["_group"])
 
 
 class Broken:
-    """A process group that fails."""
+    """A process group that fails. The whole one lives on: its end would be the first failure."""
+
+    def __init__(self, whole: object) -> None:
+        self.whole = whole
 
     def allreduce(self, *args: object) -> None:
         raise RuntimeError("broken cable")

@@ -15,7 +15,8 @@ from hvdlite.common.api.forms import Forms
 from hvdlite.common.devices import libraries
 from hvdlite.common.plain.config import Config
 from hvdlite.torch.accelerators import c10d
-from hvdlite.torch.devices import HOST_AS_DEVICE, accelerator_kind
+from hvdlite.torch.device_modules import accelerator_kind
+from hvdlite.torch.devices import HOST_AS_DEVICE
 from tests.torch.accelerators.direct import CountingDevice, on_devices
 
 

@@ -1,0 +1,61 @@
+"""The tensors of a segment at one rank, as the collectives on devices see them."""
+
+from __future__ import annotations
+
+import math
+
+from hvdlite.common.devices.interface import Buffer, Context, DeviceOutput, Stream
+from hvdlite.common.devices.neutral import neutral
+from hvdlite.common.plain.entries import Entry
+from hvdlite.common.plain.messages import Response
+
+
+class EntryOperand:
+    """A tensor that this rank has."""
+
+    def __init__(self, entry: Entry, outputs: list[DeviceOutput]) -> None:
+        self._entry = entry
+        self._outputs = outputs
+        self.response = entry.response
+        self.splits = entry.splits
+
+    @property
+    def received_splits(self) -> tuple[int, ...]:
+        return self._entry.received_splits
+
+    @received_splits.setter
+    def received_splits(self, splits: tuple[int, ...]) -> None:
+        self._entry.received_splits = splits
+
+    @property
+    def source(self) -> Buffer:
+        assert self._entry.device_input is not None
+        return self._entry.device_input.buffer
+
+    def target(self, shape: tuple[int, ...]) -> Buffer:
+        output: DeviceOutput = self._entry.device_output(shape)
+        self._outputs.append(output)
+        return output.buffer
+
+
+class JoinedOperand:
+    """A tensor that this rank does not have, as it has joined: neutral data."""
+
+    received_splits: tuple[int, ...] = ()
+
+    def __init__(self, response: Response, context: Context, stream: Stream, members: int) -> None:
+        self.response = response
+        self.splits = (0,) * members
+        self._context = context
+        self._stream = stream
+
+    @property
+    def source(self) -> Buffer:
+        request = self.response.request
+        value, count = neutral(request)
+        buffer = self._context.empty(count, request.dtype)
+        self._context.run(self._stream, lambda: self._context.fill(buffer, value))
+        return buffer
+
+    def target(self, shape: tuple[int, ...]) -> Buffer:
+        return self._context.empty(math.prod(shape), self.response.request.dtype)
