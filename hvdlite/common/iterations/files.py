@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdlite.common.iterations.rows import WHOLE, IterationRow, cells, columns, row_of
-from hvdlite.common.plain.config import trace_path
+from hvdlite.common.plain.setting import trace_path
 
 CHUNK_ROWS = 10_000  # rows kept as Python objects before they become an Arrow table
 

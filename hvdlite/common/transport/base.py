@@ -82,6 +82,9 @@ class Transport(Protocol):
     def wait(self, pendings: Sequence[Pending]) -> None:
         """Sleep until all are done. Raises `PeerLostError` naming the lost rank."""
 
+    def wait_for_any(self, pendings: Sequence[Pending]) -> None:
+        """Sleep until one of several is done. Raises `PeerLostError` naming a lost rank."""
+
     # -- data plane inside a host: memory that all local ranks see
     def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
         """Return the first `nbytes` of the memory that the local rank `rank` owns, as bytes.

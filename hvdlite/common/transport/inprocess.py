@@ -172,6 +172,11 @@ class InProcessTransport:
         for pending in pendings:
             self._sleep_until(pending.done, pending.rank)
 
+    def wait_for_any(self, pendings: Sequence[Pending]) -> None:
+        """See `Transport.wait_for_any`."""
+        ranks = [pending.rank for pending in pendings]
+        self._sleep_until(lambda: any(pending.done() for pending in pendings), *ranks)
+
     # -- shared memory
 
     def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
@@ -213,15 +218,16 @@ class InProcessTransport:
         """See `Transport.gone`."""
         return rank in self._box.lost or self._closed
 
-    def _sleep_until(self, ready: Callable[[], bool], rank: int) -> None:
-        """Sleep until `ready`, which is called without the lock; `rank` has to live for it."""
+    def _sleep_until(self, ready: Callable[[], bool], *ranks: int) -> None:
+        """Sleep until `ready`, which is called without the lock; `ranks` have to live for it."""
         box = self._box
         while True:
-            seen, lost = box.version, rank in box.lost or self._closed
+            seen = box.version
+            lost = [rank for rank in ranks if rank in box.lost or self._closed]
             if ready():
                 return
             if lost:
-                raise connection_lost(rank)
+                raise connection_lost(lost[0])
             with box.changed:
                 changed = box.changed.wait_for(lambda: box.version != seen, CHECK_SECONDS)  # noqa: B023
             if not changed or box.control:

@@ -231,6 +231,11 @@ class MpiTransport:
         for pending in pendings:
             self._sleep_until(pending.done, (pending.rank,))
 
+    def wait_for_any(self, pendings: Sequence[Pending]) -> None:
+        """See `Transport.wait_for_any`."""
+        ranks = [pending.rank for pending in pendings]
+        self._sleep_until(lambda: any(pending.done() for pending in pendings), ranks)
+
     def _sleep_until(self, done: Callable[[], bool], ranks: Sequence[int]) -> None:
         """Sleep until `done`, which needs all of `ranks` alive.
 

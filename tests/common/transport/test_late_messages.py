@@ -22,7 +22,7 @@ from hvdlite.common.transport.tcp.strangers import (
     Slot,
 )
 from hvdlite.common.transport.tcp.transport import TcpTransport
-from tests.common.transport.test_tcp import TWO_HOSTS, exchange_arrays, free_ports, rings, train
+from tests.common.transport.tcp_worlds import TWO_HOSTS, exchange_arrays, free_ports, rings, train
 from tests.ranks import run_threads
 from tests.worlds import TcpWorld
 

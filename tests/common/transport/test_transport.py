@@ -321,6 +321,27 @@ def test_arrays_of_all_sizes_arrive_in_order(pair: list[Any]) -> None:
             np.testing.assert_array_equal(target, array)
 
 
+def test_a_wait_for_any_array_ends_with_the_first(pair: list[Any]) -> None:
+    first, never = np.zeros(3), np.zeros(3)
+
+    def receive() -> list[bool]:
+        receives = [pair[1].irecv(0, first), pair[1].irecv(0, never)]
+        pair[1].wait_for_any(receives[::-1])
+        done = [receive.done() for receive in receives]
+        pair[1].send(0, b"go")
+        with pytest.raises(PeerLostError, match="rank 0"):
+            pair[1].wait_for_any(receives[1:])
+        return done
+
+    def send() -> None:
+        pair[0].wait([pair[0].isend(1, np.ones(3))])
+        assert collect(pair[0], 1)
+        pair[0].close()
+
+    assert at_once(send, receive)[1] == [True, False]
+    np.testing.assert_array_equal(first, np.ones(3))
+
+
 def test_arrays_of_every_dtype(pair: list[Any]) -> None:
     arrays: list[Any] = [np.arange(6.0), np.ones(3, bool), np.full(4, 1j, np.complex64)]
 

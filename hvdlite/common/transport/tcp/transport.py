@@ -228,6 +228,13 @@ class TcpTransport:
                         self._check_caller(transfer.rank)
                     transfer.check()
 
+    def wait_for_any(self, pendings: Sequence[Pending]) -> None:
+        """See `Transport.wait_for_any`."""
+        while not any(pending.done() for pending in pendings):
+            if not self._sleep():
+                for pending in pendings:
+                    self._check_caller(pending.rank)
+
     def _check_caller(self, rank: int) -> None:
         """Raise `PeerLostError` if `rank`, which has to dial this one, is gone.
 

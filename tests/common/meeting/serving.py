@@ -1,0 +1,71 @@
+"""Servers of meetings, and ranks that meet there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.meeting.server import MeetingServer
+
+SECRET = b"only this job knows it"
+
+
+LIMIT = 20.0  # Seconds; a test that is well takes a fraction of one.
+
+
+def soon(seconds: float = LIMIT) -> float:
+    return time.monotonic() + seconds
+
+
+def port_of(listener: socket.socket) -> Address:
+    host, port, *_ = listener.getsockname()
+    return Address(host, port)
+
+
+class Driver:
+    """A server in a thread of its own, as the launcher and its agents run one."""
+
+    def __init__(self, make: Callable[[], MeetingServer]) -> None:
+        self.lock = threading.Lock()
+        self.server = make()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(0.001):
+            with self.lock:
+                self.server.handle()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self.server.close()
+
+
+@contextlib.contextmanager
+def serving(size: int, secret: bytes = SECRET, **options: Any) -> Iterator[tuple[Address, Driver]]:
+    listener = listen(Address("127.0.0.1", 0))
+    address = port_of(listener)
+    ranks = options.pop("ranks", range(size))
+    driver = Driver(lambda: MeetingServer(listener, ranks, size, secret, **options))
+    try:
+        yield address, driver
+    finally:
+        driver.close()
+
+
+def meet(exchange: Any, rounds: int = 3) -> list[list[bytes]]:
+    try:
+        return [exchange.allgather(f"{r} of {exchange.rank}".encode()) for r in range(rounds)]
+    finally:
+        exchange.close()
+
+
+def expected(size: int, rounds: int = 3) -> list[list[bytes]]:
+    return [[f"{r} of {rank}".encode() for rank in range(size)] for r in range(rounds)]

@@ -1,0 +1,360 @@
+"""The server of a meeting: ranks that are wrong, and strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import resource
+import select
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from hvdlite.common.base.errors import HorovodInternalError, HorovodVersionMismatchError
+from hvdlite.common.meeting import doorway as doorway_module
+from hvdlite.common.meeting import handshake, wire
+from hvdlite.common.meeting import server as server_module
+from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.meeting.server import MeetingServer
+from hvdlite.common.meeting.serving import ServedMeeting
+from tests.common.meeting.exchanges import at_server, hosting
+from tests.common.meeting.serving import (
+    LIMIT,
+    SECRET,
+    Driver,
+    expected,
+    meet,
+    port_of,
+    serving,
+    soon,
+)
+from tests.launcher.descriptors import no_free_descriptor
+from tests.ranks import run_threads
+
+
+def test_a_wrong_rank_is_told_and_does_not_disturb_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving(2) as (address, driver):
+        first = at_server(address, 0, 2, SECRET, soon())
+        wrong: list[tuple[int, int, bytes, str]] = [
+            (1, 3, SECRET, "rank 1 counts 3 ranks in the job, and .* counts 2"),
+            (2, 2, SECRET, "rank 2 does not meet here: the ranks here are 0, 1"),
+            (1, 2, b"guess", "has another secret: HVDLITE_SECRET must be the same"),
+        ]
+        for rank, size, secret, text in wrong:
+            with pytest.raises(HorovodInternalError, match=f"refuses this rank: .*{text}"):
+                at_server(address, rank, size, secret, soon())
+        with monkeypatch.context() as patched:
+            patched.setattr("hvdlite.common.meeting.client.DUPLICATE_SECONDS", 0.1)
+            with pytest.raises(HorovodInternalError, match="rank 0 is here already: two processes"):
+                at_server(address, 0, 2, SECRET, soon())
+        with monkeypatch.context() as patched:
+            packed = wire.pack_claim
+            patched.setattr(
+                wire,
+                "pack_claim",
+                lambda *args: (raw := packed(*args))[:8] + struct.pack("<I", 999) + raw[12:],
+            )
+            with pytest.raises(HorovodVersionMismatchError, match=r"\(protocol 999\) is installed"):
+                at_server(address, 1, 2, SECRET, soon())
+        notes = " | ".join(driver.server.notes())
+        assert "rank 1 counts 3" in notes and "protocol 999" in notes, notes
+        second = at_server(address, 1, 2, SECRET, soon())
+        assert run_threads(2, lambda rank: meet((first, second)[rank])) == [expected(2)] * 2
+
+
+def test_those_who_wait_hear_why_a_rank_was_refused() -> None:
+    with serving(2) as (address, _):
+        with pytest.raises(HorovodInternalError, match="refuses"):
+            at_server(address, 1, 3, SECRET, soon())
+        with pytest.raises(HorovodInternalError, match=r"come: 1 .*rank 1 counts 3 ranks"):
+            meet(at_server(address, 0, 2, SECRET, soon(0.2)))
+
+
+def test_a_rank_that_comes_again_before_its_end_is_seen_is_let_in() -> None:
+    with serving(2) as (address, _):
+        first = at_server(address, 0, 2, SECRET, soon())
+        first.allgather  # noqa: B018 - it has joined and waits for nobody
+        closer = threading.Timer(0.2, first.close)
+        closer.start()
+        again = at_server(address, 0, 2, SECRET, soon())
+        closer.join()
+        other = at_server(address, 1, 2, SECRET, soon())
+        assert run_threads(2, lambda rank: meet((again, other)[rank])) == [expected(2)] * 2
+
+
+def test_ranks_of_another_start_of_the_job_wait_for_their_own_server() -> None:
+    old, new = wire.job_digest("7 start 0"), wire.job_digest("7 start 1")
+    listener = listen(Address("127.0.0.1", 0))
+    address = port_of(listener)
+    closed = threading.Event()
+
+    def rank_main(rank: int) -> Any:
+        if rank == 1:
+            return meet(at_server(address, 1, 2, SECRET, soon(), job=new))
+        assert closed.wait(LIMIT)
+        return meet(hosting(listen(address), 0, 2, SECRET, soon(), job=new))
+
+    driver = Driver(lambda: MeetingServer(listener, range(2), 2, SECRET, job=old))
+    closer = threading.Timer(0.3, lambda: (driver.close(), closed.set()))
+    closer.start()
+    assert run_threads(2, rank_main) == [expected(2)] * 2
+    closer.join()
+
+
+def test_of_several_ports_the_one_of_the_job_is_found() -> None:
+    """Two jobs of Slurm whose ports are neighbours, and a program that is no server."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        serving(1, b"another job") as (theirs, _),
+        serving(2, b"this job") as (ours, _),
+    ):
+        silent.listen()
+        chatty = threading.Thread(target=answer_http, args=(silent,), daemon=True)
+        chatty.start()
+        addresses = [Address("127.0.0.1", silent.getsockname()[1]), theirs, ours]
+        results = run_threads(
+            2, lambda rank: meet(at_server(addresses, rank, 2, b"this job", soon()))
+        )
+    assert results == [expected(2)] * 2
+
+
+def answer_http(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" + b" " * 99)
+            connection.close()
+
+
+def stranger(address: Address, data: bytes) -> bytes:
+    """What the server says to `data` until it closes; fails when it does not."""
+    with socket.create_connection(address[:2], timeout=LIMIT) as connection:
+        connection.sendall(data)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                answer += part
+        return answer
+
+
+def proven(rank: int, size: int, frames: bytes, address: Address) -> bytes:
+    """What the server says to `frames` of a rank that has the secret."""
+    with socket.create_connection(address[:2], timeout=LIMIT) as connection:
+        greeting = wire.unpack_greeting(connection.recv(wire.GREETING.size, socket.MSG_WAITALL))
+        nonce = handshake.new_nonce()
+        claim = wire.pack_claim(bytes(wire.JOB_BYTES), rank, size, nonce)
+        mine = handshake.proof(SECRET, handshake.CONNECTS, greeting.nonce + nonce, claim)
+        connection.sendall(claim + mine + frames)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                answer += part
+        return answer
+
+
+def test_strangers_are_dropped_and_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (server_module, doorway_module):
+        monkeypatch.setattr(module, "SILENCE_SECONDS", 0.3)
+    with serving(2) as (address, _):
+        first = at_server(address, 0, 2, SECRET, soon())
+        garbage = [
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\0" * 4096,
+            wire.MAGIC + b"\xff" * 4096,  # a claim without a proof
+            b"",  # silence
+            wire.MAGIC[:5],  # silence in the middle
+        ]
+        for data in garbage:
+            answer = stranger(address, data)
+            assert answer[: wire.GREETING.size].startswith(wire.MAGIC)
+            assert handshake.proof(SECRET, b"listens", b"", b"") not in answer
+        second = at_server(address, 1, 2, SECRET, soon())
+        assert run_threads(2, lambda rank: meet((first, second)[rank])) == [expected(2)] * 2
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        struct.pack("<I", wire.FRAME_BYTES + 1),  # too long: nobody waits for its bytes
+        struct.pack("<I", 3) + b"\xc1\xc1\xc1",
+        wire.pack_frame("join", [0, 9]),
+        wire.pack_frame("join", [0, 0]),
+        wire.pack_frame("gather", 0, b""),  # before it has joined
+        wire.pack_frame("join", []) + wire.pack_frame("gather", 1, b""),
+        wire.pack_frame("join", []) + wire.pack_frame("gather", 0, b"") * 2,
+        wire.pack_frame("join", [])
+        + wire.pack_frame("gather", 0, b"")
+        + wire.pack_frame("gather", 1, b""),
+        wire.pack_frame("join", []) * 2,
+        wire.pack_frame("exec", "rm"),
+        wire.pack_frame(),
+    ],
+)
+def test_a_rank_that_breaks_the_protocol_is_dropped_and_can_come_right(frames: bytes) -> None:
+    with serving(2) as (address, driver):
+        proven(0, 2, frames, address)  # returns: the server closes
+        assert any("was closed" in note for note in driver.server.notes())
+        results = run_threads(2, lambda rank: meet(at_server(address, rank, 2, SECRET, soon())))
+    assert results == [expected(2)] * 2
+
+
+def test_a_proof_that_was_overheard_does_not_serve_again() -> None:
+    """An attacker who hears a claim says it again: the nonce of the server has changed."""
+    with serving(2) as (address, driver):
+        with socket.create_connection(address[:2], timeout=LIMIT) as connection:
+            greeting = wire.unpack_greeting(connection.recv(wire.GREETING.size, socket.MSG_WAITALL))
+            claim = wire.pack_claim(bytes(wire.JOB_BYTES), 0, 2, bytes(handshake.NONCE_BYTES))
+            overheard = claim + handshake.proof(
+                SECRET, handshake.CONNECTS, greeting.nonce + bytes(handshake.NONCE_BYTES), claim
+            )
+        answer = stranger(address, overheard)
+        assert answer[wire.GREETING.size] == wire.OTHER_SECRET
+        assert driver.server.missing() == [0, 1]
+
+
+def test_a_false_server_is_not_believed() -> None:
+    """It accepts everybody, but cannot prove that it knows the secret."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept_all() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(wire.pack_greeting(handshake.new_nonce()))
+            connection.recv(wire.CLAIM_BYTES, socket.MSG_WAITALL)
+            connection.sendall(wire.pack_acceptance(b"a guess", b"", b""))
+            connection.recv(1)
+            connection.close()
+
+        thread = threading.Thread(target=accept_all)
+        thread.start()
+        with pytest.raises(HorovodInternalError, match="does not know the secret of this job"):
+            at_server(Address("127.0.0.1", listener.getsockname()[1]), 0, 1, SECRET, soon())
+        thread.join()
+
+
+def test_a_flood_of_connections_leaves_the_ranks_alone() -> None:
+    with serving(2) as (address, driver), contextlib.ExitStack() as flood:
+        first = at_server(address, 0, 2, SECRET, soon())
+        for _ in range(300):
+            flood.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
+        second = at_server(address, 1, 2, SECRET, soon())
+        assert len(driver.server._connections) <= 2 + driver.server._most_strangers
+        assert run_threads(2, lambda rank: meet((first, second)[rank])) == [expected(2)] * 2
+
+
+def wakes(server: MeetingServer, seconds: float) -> int:
+    """Drive a server for some time; how often it had something to do."""
+    poller = select.poll()
+    poller.register(server, select.POLLIN)
+    count, end = 0, time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if poller.poll(left * 1000):
+            server.handle()
+            count += 1
+    return count
+
+
+def greeted(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+def test_a_server_without_free_descriptors_sleeps_until_a_connection_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener = listen(Address("127.0.0.1", 0))
+    address = port_of(listener)
+    server = MeetingServer(listener, range(2), 2, SECRET)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        first, second, third = (
+            stack.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
+            for _ in range(3)
+        )
+        with caplog.at_level(logging.WARNING, "hvdlite"), no_free_descriptor():
+            assert wakes(server, 0.3) < 5
+            assert not any(greeted(connection) for connection in (first, second, third))
+            assert wakes(server, 0.3) == 0
+        assert "Too many open files" in caplog.text and len(caplog.records) == 1, caplog.text
+        stack.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
+        wakes(server, 0.1)
+        assert all(greeted(connection) for connection in (first, second, third))
+
+
+def test_a_descriptor_that_gets_free_is_for_the_connection_that_waits() -> None:
+    listener = listen(Address("127.0.0.1", 0))
+    address = port_of(listener)
+    server = MeetingServer(listener, range(2), 2, SECRET)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        first, second = (socket.create_connection(address[:2], timeout=LIMIT) for _ in range(2))
+        stack.callback(second.close)
+        first.close()
+        server.handle()  # It has both.
+        third = stack.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
+        with no_free_descriptor():
+            wakes(server, 0.1)  # The first has ended, which is seen before the third is accepted.
+            assert greeted(third) and greeted(second)
+
+
+def test_the_server_leaves_no_descriptor_open() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with serving(3) as (address, _):
+        run_threads(3, lambda rank: meet(at_server(address, rank, 3, SECRET, soon())))
+        stranger_socket = socket.create_connection(address[:2])
+    stranger_socket.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_process_with_many_open_files_meets() -> None:
+    """select() ends at descriptor 1023, and a process that reads many files has more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < 2048:
+        pytest.skip(f"this user may open {before[1]} files only")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, before[0]), before[1]))
+    null = os.open(os.devnull, os.O_RDONLY)
+    opened = [null, *(os.dup(null) for _ in range(1100))]
+    try:
+        hosted = listen(Address("127.0.0.1", 0))
+        address = port_of(hosted)
+
+        def rank_main(rank: int) -> Any:
+            if rank == 0:
+                return meet(hosting(hosted, 0, 2, SECRET, soon()))
+            return meet(at_server(address, rank, 2, SECRET, soon()))
+
+        assert run_threads(2, rank_main) == [expected(2)] * 2
+        served = listen(Address("127.0.0.1", 0))
+        address = port_of(served)
+        with contextlib.closing(ServedMeeting(served, 2, SECRET.decode())):
+            results = run_threads(2, lambda rank: meet(at_server(address, rank, 2, SECRET, soon())))
+        assert results == [expected(2)] * 2
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_secret_is_on_no_wire() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        heard: list[bytes] = []
+
+        def listen_in() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(wire.pack_greeting(handshake.new_nonce()))
+            heard.append(connection.recv(wire.CLAIM_BYTES, socket.MSG_WAITALL))
+            connection.close()
+
+        thread = threading.Thread(target=listen_in)
+        thread.start()
+        with pytest.raises(HorovodInternalError):
+            at_server(Address("127.0.0.1", listener.getsockname()[1]), 0, 1, SECRET, soon(0.5))
+        thread.join()
+    assert len(heard[0]) == wire.CLAIM_BYTES and SECRET not in heard[0]
+    assert not re.search(re.escape(SECRET.hex().encode()), heard[0])

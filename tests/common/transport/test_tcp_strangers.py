@@ -1,0 +1,273 @@
+"""TCP: who connects must belong to the job."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.meeting import handshake
+from hvdlite.common.meeting.exchange import InProcessMeeting
+from hvdlite.common.plain.config import Config
+from hvdlite.common.transport.base import Incoming
+from hvdlite.common.transport.tcp import connections
+from hvdlite.common.transport.tcp.connect import connect
+from hvdlite.common.transport.tcp.strangers import CLAIM, CONTROL, DATA, Identity, Slot
+from hvdlite.common.transport.tcp.transport import TcpTransport
+from tests.common.transport.tcp_worlds import TWO_HOSTS, free_ports, open_pair, rings, train
+from tests.ranks import run_threads
+from tests.worlds import TcpWorld
+
+pytestmark = pytest.mark.timeout(30)
+
+ATTACKS = {
+    "silence": b"",
+    "a web browser": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 10,
+    "a length of 1 GB": b"\x00\x00\x00\x40" * 40,
+    "half a claim": bytes(20),
+    "zeros": bytes(10_000),
+}
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed it; waits a little."""
+    connection.settimeout(10)
+    try:
+        while connection.recv(1000):
+            pass
+    except ConnectionError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_foreign_connections_are_closed_and_disturb_nothing(
+    attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.3)
+    with open_pair() as (transports, places):
+        strangers = [socket.create_connection(place) for place in places for _ in range(5)]
+        for stranger in strangers:
+            with suppress(ConnectionError):
+                stranger.sendall(ATTACKS[attack])
+        train(transports)
+        end = time.monotonic() + 0.4
+        while time.monotonic() < end:  # Engines sleep here; timers end what is silent.
+            run_threads(2, lambda rank: transports[rank].receive(0.05))
+        for stranger in strangers:
+            assert is_closed(stranger)
+            stranger.close()
+        train(transports)
+
+
+def test_a_half_open_connection_that_leaves_disturbs_nothing() -> None:
+    with open_pair() as (transports, places):
+        for place in places * 20:
+            socket.create_connection(place).close()
+        train(transports)
+        deadline = time.monotonic() + 10
+        while any(transport._connections._guests for transport in transports):
+            assert time.monotonic() < deadline
+            run_threads(2, lambda rank: transports[rank].receive(0.01))
+
+
+def knock(place: tuple[str, int], key: bytes, claim: bytes) -> bytes:
+    """What a rank answers to a claim that is proved with `key`."""
+    with socket.create_connection(place, timeout=10) as connection:
+        theirs, mine = connection.recv(16), handshake.new_nonce()
+        connection.sendall(
+            mine + claim + handshake.proof(key, handshake.CONNECTS, theirs + mine, claim)
+        )
+        with suppress(ConnectionError):
+            return connection.recv(100)
+    return b""
+
+
+def knock_on(transport: TcpTransport, key: bytes, claim: bytes) -> bytes:
+    """What a rank answers to a claim, while it goes on."""
+    answers: list[bytes] = []
+    place = transport._connections._listeners[0].getsockname()
+    knocking = threading.Thread(target=lambda: answers.append(knock(place, key, claim)))
+    knocking.start()
+    while knocking.is_alive():
+        transport.receive(0.01)
+    return answers[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "slot"),
+    [
+        ({}, Slot(0, DATA, 0)),
+        ({"key": bytes(32)}, Slot(0, DATA, 0)),
+        ({"epoch": 8}, Slot(0, DATA, 0)),
+        ({"rank": 2}, Slot(0, DATA, 0)),
+        ({"rank": 0}, Slot(0, DATA, 0)),
+        ({}, Slot(1, DATA, 0)),
+        ({}, Slot(0, 7, 0)),
+        ({}, Slot(0, DATA, 200)),
+        ({}, Slot(0, CONTROL, 0)),
+    ],
+    ids=["right", "key", "epoch", "foreign rank", "itself", "another rank", "channel", "stream",
+         "there already"],
+)  # fmt: skip
+def test_a_claim_must_be_right_in_every_word(change: dict[str, Any], slot: Slot) -> None:
+    with open_pair(epoch=7, secret=b"s") as (transports, _):
+        me = transports[1]._connections.me
+        assert (me.rank, me.epoch) == (1, 7)
+        false = Identity(**{**me._asdict(), **change})
+        answer = knock_on(transports[0], false.key, false.claim(slot))
+        right = not change and slot == Slot(0, DATA, 0)
+        assert len(answer) == (32 if right else 0)
+
+
+def test_a_rank_of_another_epoch_is_refused_with_both_epochs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It knows the key of this world: the ranks have met, but count the worlds differently."""
+    with open_pair(epoch=7) as (transports, _):
+        me = transports[1]._connections.me
+        for epoch in (6, 8):
+            caplog.clear()
+            other = me._replace(epoch=epoch)
+            assert knock_on(transports[0], me.key, other.claim(Slot(0, DATA))) == b""
+            (record,) = (r for r in caplog.records if r.levelname == "WARNING")
+            text = record.getMessage()
+            assert f"rank 1 connects in epoch {epoch} of this job, rank 0 is in epoch 7" in text
+        train(transports)
+
+
+def test_worlds_follow_each_other_at_the_same_ports(caplog: pytest.LogCaptureFixture) -> None:
+    """What a rank of the world before sends late to the new one is closed unread."""
+    caplog.set_level("DEBUG", "hvdlite")
+    config = Config(tcp_ports=free_ports(2))
+    late: list[Identity] = []
+    ports = set()
+    for epoch in range(3):
+        world = TcpWorld(TWO_HOSTS, config, neighbours=rings, epoch=epoch, secret=b"s")
+        transports = run_threads(2, world.transport)
+        ports |= {t._connections._listeners[0].getsockname()[1] for t in transports}
+        for old in late:
+            caplog.clear()
+            assert knock_on(transports[0], old.key, old.claim(Slot(0, DATA))) == b""
+            assert "it does not know the secret of this job" in caplog.text
+            assert not transports[0]._connections._guests
+        train(transports)
+        late.append(transports[1]._connections.me)
+        run_threads(2, lambda rank, world=transports: world[rank].close())
+    assert ports == {*config.tcp_ports}
+
+
+def test_a_claim_that_is_changed_on_its_way_is_refused() -> None:
+    me = Identity(1, 2, 0, b"k")
+    claim = me.claim(Slot(0, DATA))
+    assert Identity(0, 2, 0, b"k").read(claim) == Slot(1, DATA, 0)
+    for position in range(CLAIM.size - 2):  # But for channel and stream, which the proof covers.
+        changed = bytearray(claim)
+        changed[position] ^= 1
+        with pytest.raises(ProtocolError):
+            Identity(0, 2, 0, b"k").read(bytes(changed))
+
+
+@pytest.mark.parametrize("secret", [b"", b"s"])
+def test_two_jobs_have_different_keys(secret: bytes) -> None:
+    keys = set()
+    for _ in range(2):
+        with open_pair(secret=secret) as (transports, _):
+            assert transports[0]._connections.me.key == transports[1]._connections.me.key
+            keys.add(transports[0]._connections.me.key)
+    assert len(keys) == 2
+
+
+def test_ranks_with_different_secrets_do_not_connect() -> None:
+    meeting = InProcessMeeting(2)
+
+    def body(rank: int) -> None:
+        with pytest.raises(HorovodInternalError, match=r"rank 1 .*cannot reach rank 0.*another"):
+            connect(
+                meeting.exchange(rank), Config(), time.monotonic() + 1, rings,
+                host=f"h{rank}", secret=b"%d" % rank,
+            )  # fmt: skip
+
+    run_threads(2, body)
+
+
+def make_room_for(guests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let so many connect that have not proved who they are, to each of two ranks."""
+    strangers = guests - 2 * connections.CONNECTIONS_PER_RANK
+    monkeypatch.setattr(connections, "MOST_STRANGERS", strangers)
+
+
+def ports_of_guests(transport: TcpTransport) -> set[int]:
+    """From where they connect that have not proved who they are."""
+    return {guest.connection.getpeername()[1] for guest in transport._connections._guests}
+
+
+def test_too_many_guests_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_room_for(3, monkeypatch)
+    with open_pair() as (transports, places):
+        strangers = [socket.create_connection(places[0]) for _ in range(10)]
+        for _ in strangers:
+            transports[0].receive(0.01)
+        assert len(transports[0]._connections._guests) == 3
+        train(transports)
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_rank_that_is_pushed_out_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_room_for(1, monkeypatch)
+    with open_pair(neighbours=lambda topology, rank: ()) as (transports, places):
+        strangers: list[socket.socket] = []
+        transports[1].send(0, b"at last")
+        for _ in range(3):
+            while not ports_of_guests(transports[0]) - {s.getsockname()[1] for s in strangers}:
+                transports[1].receive(0.02)  # Dials.
+                transports[0].receive(0.02)  # Accepts.
+            strangers.append(socket.create_connection(places[0]))
+            while strangers[-1].getsockname()[1] not in ports_of_guests(transports[0]):
+                transports[0].receive(0.02)
+        got: list[list[Incoming]] = [[]]
+
+        def go_on(rank: int) -> None:
+            while not got[-1]:
+                messages = transports[rank].receive(0.05)
+                if rank == 0:
+                    got.append(messages)
+
+        run_threads(2, go_on)
+        assert got[-1] == [Incoming(1, b"at last")]
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_rank_without_descriptors_accepts_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.1)
+    with open_pair() as (transports, places):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        stranger = socket.create_connection(places[0])
+        used = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+        fillers = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
+        try:
+            with suppress(OSError):
+                while True:
+                    fillers.append(os.dup(0))
+            assert transports[0].receive(0.01) == []
+            assert not transports[0]._connections._guests
+        finally:
+            for filler in fillers:
+                os.close(filler)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        deadline = time.monotonic() + 10
+        while not transports[0]._connections._guests and time.monotonic() < deadline:
+            transports[0].receive(0.02)
+        assert transports[0]._connections._guests
+        stranger.close()
