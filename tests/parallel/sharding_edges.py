@@ -5,7 +5,9 @@ python -m tests.parallel.sharding_edges
 
 from __future__ import annotations
 
+import math
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -59,6 +61,26 @@ def check_modules_without_parameters() -> None:
     assert torch.equal(relu(own(batch)), own(batch).relu())
 
 
+def check_meshes() -> None:
+    """By default prime factors, so that neighbouring axes make up any number of parts."""
+    size = hvd.size()
+    assert math.prod(sharding.mesh().shape) == size
+    assert all(f == 1 or all(f % d for d in range(2, f)) for f in sharding.mesh().shape)
+    named = sharding.mesh((1, size), ("rows", "columns"))
+    assert tuple(named["columns"].shape) == (size,)
+    for shape, names, words in (
+        ((size + 1,), None, f"has {size + 1} ranks, and the job has {size}"),
+        ((1, size), ("a", "a"), "has 2 different names"),
+        ((1, size), ("a",), "has 2 different names"),
+    ):
+        try:
+            sharding.mesh(shape, names)
+        except ValueError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(words)
+
+
 def check_a_mesh_of_some_ranks() -> None:
     """A half of the ranks has a batch of its own, and shares of other sizes."""
     half = hvd.size() // 2
@@ -71,9 +93,32 @@ def check_a_mesh_of_some_ranks() -> None:
         try:
             columns(torch.ones(1 + part, WIDTH))
         except ValueError as error:
-            assert f"[1, {WIDTH}, 2, {WIDTH}]" in str(error), error
+            assert f"(1, {WIDTH}); (2, {WIDTH})" in str(error), error
         else:
             raise AssertionError("shares of other sizes were taken")
+
+
+def check_ranks_that_give_other_tensors() -> None:
+    """All ranks are told, also where the numbers of all shapes in a row are the same."""
+    size, first = hvd.size(), hvd.rank() == 0
+    one, two = torch.ones(2, 3), (torch.ones(2), torch.ones(3))
+    alike = (torch.ones(2, 3), torch.ones(4)), (torch.ones(2), torch.ones(3, 4))
+
+    def part(*tensors: Any) -> Any:
+        return tensors[0] * 2
+
+    for given, words in (
+        (alike[0 if first else 1], "(2, 3), (4,); (2,), (3, 4)"),
+        ((one,) if first else two, "(2, 3); (2,), (3,)"),
+        ((one,) if first else (), "(2, 3); no tensor"),
+    ):
+        for sharded in (sharding.shard(part), sharding.shard(part, ((size, 1),))):
+            try:
+                sharded(*given)
+            except ValueError as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(f"{words} were taken")
 
 
 def check_random_numbers() -> None:
@@ -85,6 +130,9 @@ def check_random_numbers() -> None:
         "rand_like": lambda x: x + torch.rand_like(x),
         "rrelu_with_noise": lambda x: functional.rrelu(x, training=True),
     }
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 5):
+        # These cannot be traced without values there, which is another error.
+        del refused["rrelu_with_noise"], refused["rand_like"]
     for name, part in refused.items():
         try:
             sharding.shard(part, whole)(share)
@@ -107,6 +155,21 @@ def check_random_numbers() -> None:
         with torch.inference_mode():
             assert sharded(share).shape == share.shape
         assert sharded(share).shape == share.shape
+
+
+def check_operators_without_a_rule() -> None:
+    """DTensor has none for `renorm`: each rank gets the whole of its input, and is told."""
+    size, share = hvd.size(), torch.eye(3).repeat(2, 1, 1) * (hvd.rank() + 2)
+
+    def part(x: Any) -> Any:
+        return torch.renorm(x, 2, 0, 1.0)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        output = sharding.shard(part, ((size, 1, 1),))(share)
+    assert torch.allclose(output, part(share))
+    told = [str(each.message) for each in caught if "renorm runs on whole" in str(each.message)]
+    assert f"receives {share.nbytes * (size - 1)} bytes" in told[0], told
 
 
 def scaled(x: Any, scale: float = 2.0, shift: Any = None, *, sign: int = 1) -> Any:
@@ -145,8 +208,11 @@ def check_outputs_are_numbered_alike() -> None:
 CHECKS = [
     check_tied,
     check_modules_without_parameters,
+    check_meshes,
     check_a_mesh_of_some_ranks,
+    check_ranks_that_give_other_tensors,
     check_random_numbers,
+    check_operators_without_a_rule,
     check_arguments_by_keyword,
     check_outputs_are_numbered_alike,
 ]

@@ -6,6 +6,7 @@ python -m tests.parallel.worker_sharding FOLDER
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvdlite.torch as hvd
+from hvdlite.common.layouts.layout import from_cuts
+from hvdlite.common.layouts.transfer import bytes_to_receive
 from hvdlite.torch import sharding
-from hvdlite.torch.sharding.dtensor import DTensor, distribute_tensor
+from hvdlite.torch.sharding.dtensor import DTensor, Shard, distribute_tensor
 from tests.parallel import sharding_edges
 
 SHARE, WIDTH = 8, 16
@@ -111,7 +114,7 @@ class ReceivedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)
         n = group.size()
-        if "all_gather" in name:
+        if "all_gather" in name or "all_to_all" in name:
             self.received += nbytes * (n - 1) / n
         elif "reduce_scatter" in name:
             self.received += nbytes * (n - 1)
@@ -138,6 +141,25 @@ def check_bytes() -> None:
     # The first DTensors choose other ways between placements.
     if torch.__version__ >= "2.10":
         assert 0 < counted.received <= found.bytes, (counted.received, found.bytes)
+
+
+def check_another_dimension() -> None:
+    """Rows become columns, and the gradients rows, by an alltoall; also where sizes differ."""
+    size = hvd.size()
+    flat = sharding.mesh((size,))
+    for shape in ((16, 32), (5, 7), (3, 2)):
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+        rows = distribute_tensor(whole, flat, [Shard(0)]).requires_grad_()
+        with ReceivedBytes() as counted:
+            columns = rows.redistribute(flat, [Shard(1)])
+        expected = distribute_tensor(whole, flat, [Shard(1)])
+        assert torch.equal(columns.to_local(), expected.to_local())
+        padded = 4 * math.prod(-(-each // size) * size for each in shape)
+        assert counted.received == padded * (size - 1) / size**2, counted.received
+        (columns * expected).to_local().sum().backward()
+        assert torch.equal(rows.grad.to_local(), rows.to_local())
+    layouts = [from_cuts(cuts, size) for cuts in ((size, 1), (1, size))]
+    assert bytes_to_receive(*layouts, (16, 32), 4) == 16 * 32 * 4 * (size - 1) / size**2
 
 
 def check_inference(folder: Path) -> None:
@@ -255,13 +277,15 @@ def check_convolutions() -> None:
         warnings.simplefilter("always")
         output = sharded(part)
     assert torch.allclose(output, expected(part), atol=1e-6)
-    assert any("conv2d runs on whole inputs" in str(each.message) for each in caught)
+    told = [str(each.message) for each in caught if "conv2d runs on whole" in str(each.message)]
+    assert f"receives {images.nbytes * (hvd.size() - 1) // hvd.size()} bytes" in told[0], told
 
 
 if __name__ == "__main__":
     hvd.init_process_group()
     check_training()
     check_bytes()
+    check_another_dimension()
     check_functions()
     check_parameter_plan()
     check_middle_operators()

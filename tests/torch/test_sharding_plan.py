@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite.common.layouts.layout import Layout
+from hvdlite.common.layouts.placements import to_placements
 from hvdlite.torch import sharding
 from hvdlite.torch.sharding.dtensor import Replicate, Shard
 
@@ -191,3 +195,30 @@ def test_placements_on_a_mesh() -> None:
     mesh.shape = (4, 2)
     with pytest.raises(ValueError, match="no neighbouring axes that make 2 parts"):
         sharding.placements((2, 4), mesh)
+
+
+MATRICES = [[8], [2, 4], [4, 2], [2, 2, 2]]
+
+
+@pytest.mark.parametrize("matrix", MATRICES, ids=str)
+def test_dtensor_cuts_as_layouts_do(matrix: list[int]) -> None:
+    """All maps of a matrix, also along several axes; the oracle are DTensor's own placements."""
+    tensor = torch.arange(256).reshape(16, 16)
+    maps = itertools.product([-1, *range(len(matrix))], repeat=2)
+    in_order = [(high, low) for high in range(len(matrix)) for low in range(high)]
+    found = [Layout(matrix, each) for each in maps if each[0] != each[1] or each[0] == -1]
+    found += [Layout(matrix, [pair, -1]) for pair in in_order]
+    for layout in found:
+        placements = [
+            Replicate() if dimension is None else Shard(dimension)
+            for dimension in to_placements(layout)
+        ]
+        for rank in range(8):
+            part = tensor
+            coordinate = np.unravel_index(rank, matrix)
+            for axis, placement in enumerate(placements):
+                if isinstance(placement, Shard):
+                    parts, _ = placement._split_tensor(part, matrix[axis], with_padding=False)
+                    part = parts[int(coordinate[axis])]
+            box = layout.box(tensor.shape, rank)
+            assert torch.equal(part, tensor[tuple(slice(*each) for each in box)]), (layout, rank)

@@ -12,6 +12,8 @@ output = sharded(batch)  # of this rank, as everywhere in a data-parallel model
     tracing    the operators of a module, from a run without values
     plans      strategies for all of them, and what they cost
     running    the module under DTensor
+    shares     a rank's share of the batch, at both ends of it
+    alltoalls  how DTensor cuts a tensor along another dimension
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from hvdlite.common.layouts.layout import Layout, from_cuts
 from hvdlite.common.layouts.placements import on_mesh, prime_factors
 from hvdlite.common.runtime.basics import size
 from hvdlite.torch.process_group.registration import init_process_group
+from hvdlite.torch.sharding.alltoalls import use_alltoalls
 from hvdlite.torch.sharding.dtensor import Replicate, Shard
 
 
@@ -22,7 +23,8 @@ def mesh(
     """Return a `DeviceMesh` of all ranks, row by row; makes the process group where there is none.
 
     `shape` None: the prime factors of the number of ranks, so that any strategy on 2^k ranks cuts
-    along neighbouring axes. `names` has one name for each axis. Every rank must call it. Raises
+    along neighbouring axes. `names` has one name for each axis. Every rank must call it. From then
+    on DTensor cuts tensors along another dimension by an alltoall, also on a CPU. Raises
     `ValueError` for a shape with another number of ranks than the job, and for wrong names.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -37,6 +39,7 @@ def mesh(
         raise ValueError(
             f"a mesh of shape {found} has {len(found)} different names, not {tuple(names)}"
         )
+    use_alltoalls()
     return init_device_mesh(device, found, mesh_dim_names=None if names is None else tuple(names))
 
 

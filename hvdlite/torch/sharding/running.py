@@ -15,15 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.layouts.layout import Layout, from_cuts
 from hvdlite.common.layouts.operators import Strategy, check_strategy
 from hvdlite.common.layouts.propagation import check_search
-from hvdlite.common.runtime.basics import size
-from hvdlite.torch import mpi_ops
+from hvdlite.torch.sharding.alltoalls import use_alltoalls
 from hvdlite.torch.sharding.dtensor import (
     DTensor,
     Partial,
@@ -35,6 +33,12 @@ from hvdlite.torch.sharding.inside import EqualNumbers, WholeFallback, whole_pla
 from hvdlite.torch.sharding.meshes import mesh as make_mesh
 from hvdlite.torch.sharding.meshes import placements
 from hvdlite.torch.sharding.plans import Plan, named_tensors, plan, refuse_keras
+from hvdlite.torch.sharding.shares import (
+    batch_placements,
+    check_shares,
+    scale_gradient,
+    whole_batch,
+)
 from hvdlite.torch.sharding.tracing import ORIGINAL
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -153,14 +157,17 @@ class _Runner:
         """
         if kwargs:
             args = _in_a_row(self.call, args, kwargs)
-        planned = self._plan or self.prepare(args)
+        if self._mesh is None:
+            self._mesh = make_mesh()
         tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        # Before all that one rank alone may refuse, while the others wait for it.
+        check_shares(tensors, self._mesh)
+        planned = self._plan or self.prepare(args)
         if len(tensors) != len(planned.inputs):
             raise ValueError(
                 f"a sharded part that was planned for {len(planned.inputs)} tensors is called with "
                 f"{len(tensors)}: give example= all of them, and shard another part for others"
             )
-        self._check_shares(tensors)
         layouts = iter(planned.inputs)
         entered = tree_map(
             lambda each: (
@@ -178,34 +185,13 @@ class _Runner:
             result,
         )
 
-    def _check_shares(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise `ValueError` on all ranks if their shares differ: DTensor would not notice."""
-        own = [n for each in tensors for n in each.shape]
-        of_ranks = self._gathered(own)
-        if of_ranks != own * self._mesh.size():
-            raise ValueError(
-                f"ranks call a sharded part with other shapes, one after the other {of_ranks}: "
-                "each rank gives a share of the batch of equal size"
-            )
-
-    def _gathered(self, numbers: list[int]) -> list[int]:
-        """Return the numbers of all ranks of the mesh in a row."""
-        if self._mesh.size() == size():
-            held = torch.tensor(numbers, dtype=torch.int64)
-            found: list[int] = mpi_ops.allgather(held, "sharding.shares").tolist()
-            return found
-        for axis in range(self._mesh.ndim):
-            lists: list[Any] = [None] * self._mesh.size(axis)
-            dist.all_gather_object(lists, numbers, group=self._mesh.get_group(axis))
-            numbers = list(itertools.chain.from_iterable(lists))
-        return numbers
-
     def prepare(self, args: Sequence[Any]) -> Plan:
         """Make the plan for inputs like these, and cut the parameters."""
         if self._mesh is None:
             self._mesh = make_mesh()
+        use_alltoalls()
         ranks = self._mesh.size()
-        example = tree_map(lambda each: _whole_batch(each, ranks), tuple(args))
+        example = tree_map(lambda each: whole_batch(each, ranks), tuple(args))
         found = plan(self._module, example, self._configured, self._mesh, self._fully)
         names = named_tensors(self._module)
         unknown = set(self._parameter_plan) - set(names)
@@ -261,10 +247,8 @@ class _Runner:
 
     def _enter(self, tensor: torch.Tensor, layout: Layout) -> Any:
         shared = isinstance(tensor, torch.nn.Parameter)
-        held = tensor if shared else _scale_gradient(tensor, float(self._mesh.size()))
-        where = (
-            _batch_placements(tensor, self._mesh) if not shared else whole_placements(self._mesh)
-        )
+        held = tensor if shared else scale_gradient(tensor, float(self._mesh.size()))
+        where = batch_placements(tensor, self._mesh) if not shared else whole_placements(self._mesh)
         whole = DTensor.from_local(held, self._mesh, where, run_check=False)
         return whole.redistribute(self._mesh, placements(layout, self._mesh))
 
@@ -272,14 +256,14 @@ class _Runner:
         if not isinstance(tensor, DTensor):
             whole: torch.Tensor = tensor
             return whole  # The part has made it of no input, so that each rank has all of it.
-        where = _batch_placements(tensor, self._mesh)
+        where = batch_placements(tensor, self._mesh)
         if self._plan is not None and index in self._plan.outputs:
             where = placements(self._plan.outputs[index], self._mesh)
         placed = tensor.redistribute(self._mesh, where)
         # Ranks that get equal values have losses of their own, whose gradients add up.
         gradients = [each if isinstance(each, Shard) else Partial() for each in where]
         held = placed.to_local(grad_placements=gradients)
-        return _scale_gradient(held, 1 / self._mesh.size())
+        return scale_gradient(held, 1 / self._mesh.size())
 
 
 def _in_a_row(
@@ -298,37 +282,3 @@ def _in_a_row(
             "by position: give the function a parameter for it that has one"
         )
     return bound.args
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return the tensor."""
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        """Return the gradient times the factor."""
-        return gradients[0] * ctx.factor, None
-
-
-def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    result: torch.Tensor = _ScaledGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _whole_batch(value: Any, ranks: int) -> Any:
-    """Return a meta tensor of the shape that the batch of all ranks has."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape = list(value.shape)
-    if shape and not isinstance(value, torch.nn.Parameter):
-        shape[0] *= ranks
-    return torch.empty(shape, dtype=value.dtype, device="meta")
-
-
-def _batch_placements(tensor: torch.Tensor, mesh: Any) -> list[Any]:
-    return [Shard(0)] * mesh.ndim if tensor.ndim else whole_placements(mesh)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
+import hvdlite.numpy as hvd
 from hvdlite.common.layouts.layout import Box, Layout, from_cuts, whole
-from hvdlite.common.layouts.placements import from_placements, to_placements
+from hvdlite.common.layouts.placements import from_placements, prime_factors, to_placements
+from tests.ranks import run_ranks
 
 ALL = (0, 4)
 
@@ -99,6 +102,13 @@ def test_uneven_parts_are_those_of_dtensor(
     assert [(stop - start, start) for start, stop in boxes] == expected
 
 
+def test_uneven_parts_are_not_those_of_a_reducescatter() -> None:
+    """Which gives the first ranks one row more; whoever mixes the two must cut anew."""
+    rows = run_ranks(4, lambda rank: len(hvd.reducescatter(np.ones((5, 2)), name="rows")))
+    boxes = [Layout([4], [0], uneven=True).box((5,), rank)[0] for rank in range(4)]
+    assert rows == [2, 1, 1, 1] and [stop - start for start, stop in boxes] == [2, 2, 1, 0]
+
+
 def test_repetition_is_on_the_right_for_operators_and_on_the_left_for_data() -> None:
     operator, data = from_cuts([1, 4], 8), from_cuts([1, 4], 8, "left")
     parts = [[layout.box((4, 4), r)[1][0] for r in range(8)] for layout in (operator, data)]
@@ -155,3 +165,11 @@ def test_refused_uses() -> None:
         from_placements([2, 2], [None], 1)
     with pytest.raises(ValueError, match="cuts dimension 1 of a tensor that has 1"):
         from_placements([2], [1], 1)
+
+
+def test_prime_factors_multiply_to_the_number() -> None:
+    assert [prime_factors(n) for n in (1, 2, 7, 8, 12)] == [(1,), (2,), (7,), (2, 2, 2), (2, 2, 3)]
+    for number in range(1, 300):
+        factors = prime_factors(number)
+        assert math.prod(factors) == number and list(factors) == sorted(factors)
+        assert all(f == 1 or all(f % d for d in range(2, f)) for f in factors)
