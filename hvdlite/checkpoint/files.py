@@ -51,8 +51,12 @@ def write(path: Path, arrays: Mapping[str, Array]) -> tuple[int, dict[str, str]]
 
 
 def _stored(array: Array) -> Array:
-    """Return an array as the file has it: the format has no complex128, which is two floats."""
-    array = np.asarray(array, order="C")  # ascontiguousarray() gives a scalar a dimension
+    """Return an array as the file has it: in this machine's byte order, complex128 as two floats.
+
+    The format has no complex128.
+    """
+    native = array.dtype.newbyteorder("=")
+    array = np.asarray(array, native, order="C")  # ascontiguousarray() gives a scalar a dimension
     if array.dtype == np.complex128:
         return np.ravel(array).view(np.float64).reshape(*array.shape, 2)
     return array
@@ -83,6 +87,10 @@ class Reader:
         for file in self._open.values():
             file.__exit__(None, None, None)
         self._open.clear()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole tensor."""
+        return self._manifest.tensors[name].shape
 
     def read(self, name: str, wanted: Box) -> Array:
         """Return a part of a tensor as an array of its dtype.

@@ -12,7 +12,7 @@ from hvdlite.checkpoint.files import Reader, safetensors
 from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.layouts import given_layouts, hint
 from hvdlite.checkpoint.manifest import Manifest, Record
-from hvdlite.checkpoint.tensors import Tensors
+from hvdlite.checkpoint.tensors import Tensors, kinds_of
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.layouts.layout import Box, Layout, whole
 from hvdlite.common.plain.adapter import numpy_dtype
@@ -111,7 +111,7 @@ def plan_of(
     tree = trees.expand(state, tensors, manifest)
     _check_empty_dicts(tree, manifest)
     leaves = dict(trees.leaves(tree, tensors))
-    kinds = {name: tensors.kind(leaf) for name, leaf in leaves.items() if tensors.is_tensor(leaf)}
+    kinds = kinds_of(leaves, tensors)
     given = given_layouts(layouts, kinds, dict(trees.followed(tree)), ranks)
     wanted: dict[str, Wanted] = {}
     values: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdlite.checkpoint.folder import MANIFEST
 from hvdlite.common.layouts.layout import Layout
+from hvdlite.common.plain.adapter import DTYPES
 
 FORMAT, VERSION = "hvdlite", 1
 
@@ -71,25 +72,44 @@ def read(path: Path) -> Manifest:
     """Read a layout.json.
 
     Raises `FileNotFoundError` where there is none, and `ValueError` for one that is damaged or of
-    a later version.
+    another version.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint: {path} does not exist")
     try:
         content = json.loads(path.read_text())
-        if content["format"] != FORMAT or content["version"] != VERSION:
-            raise ValueError(f"version {content['version']} of {content['format']!r} is unknown")
-        return Manifest(
-            tuple(path.parent / name for name in content["files"]),
-            {name: _record(entry) for name, entry in content["tensors"].items()},
-            dict(content["values"]),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}")
+        version = content["version"]
+        found = _manifest(content, path.parent) if version == VERSION else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if found is None:
+        raise ValueError(
+            f"{path} has version {version!r} of the format, and this release of hvdlite reads "
+            f"version {VERSION}: load the checkpoint by the release that saved it"
+        )
+    return found
 
 
-def _record(entry: Mapping[str, Any]) -> Record:
+def _manifest(content: Mapping[str, Any], folder: Path) -> Manifest:
+    if not isinstance(content["files"], list):
+        raise ValueError(f"its files are {content['files']!r}")
+    files = tuple(folder / name for name in content["files"])
+    tensors = {name: _record(name, entry, len(files)) for name, entry in content["tensors"].items()}
+    return Manifest(files, tensors, dict(content["values"]))
+
+
+def _record(name: str, entry: Mapping[str, Any], ranks: int) -> Record:
+    """Return a tensor whose parts can be found: by whatever stands here, files are read."""
     layout = Layout(entry["device_matrix"], entry["tensor_map"], entry.get("uneven", False))
-    layout.check_shape(entry["shape"])
+    shape, dtype = tuple(entry["shape"]), entry["dtype"]
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"{name!r} has the shape {shape}")
+    if dtype not in DTYPES:
+        raise ValueError(f"{name!r} has the dtype {dtype!r}")
+    if layout.ranks != ranks:
+        raise ValueError(f"{name!r} was cut for {layout.ranks} ranks, and there are {ranks} files")
+    layout.check_shape(shape)
     digests = {int(rank): part["sha256"] for rank, part in entry["slices"].items()}
-    return Record(layout, tuple(entry["shape"]), entry["dtype"], digests)
+    return Record(layout, shape, dtype, digests)

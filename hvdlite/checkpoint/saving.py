@@ -13,7 +13,7 @@ from hvdlite.checkpoint.folder import Folder
 from hvdlite.checkpoint.job import check_same, place, together
 from hvdlite.checkpoint.layouts import given_layouts
 from hvdlite.checkpoint.manifest import Manifest, Record
-from hvdlite.checkpoint.tensors import Array, Tensors
+from hvdlite.checkpoint.tensors import Array, Tensors, kinds_of
 from hvdlite.common.layouts.layout import Layout, whole
 from hvdlite.common.layouts.sources import writers
 
@@ -51,7 +51,7 @@ def save(folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors:
         arrays = _arrays_to_write(plans[0], tensors, rank)
         names = [file_name(each, ranks) for each in range(ranks)]
         written = together(what, lambda: files.write(folder.new / names[rank], arrays()))
-        together(what, lambda: _finish(folder, plans[0], names, written) if rank == 0 else None)
+        together(what, lambda: finish(folder, plans[0], names, written) if rank == 0 else None)
     except BaseException:
         if rank == 0:
             folder.discard()
@@ -74,7 +74,7 @@ def plan_of(state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors, ran
         else:
             trees.check_value(leaf, name)
             values[name] = leaf
-    kinds = {name: tensors.kind(tensor) for name, tensor in found.items()}
+    kinds = kinds_of(found, tensors)
     given = given_layouts(layouts, kinds, dict(trees.followed(tree)), ranks)
     records = {
         name: _record(name, given.get(name), dtype, shape, ranks)
@@ -104,7 +104,7 @@ def _arrays_to_write(plan: Plan, tensors: Tensors, rank: int) -> Callable[[], di
     return arrays
 
 
-def _finish(
+def finish(
     folder: Folder, plan: Plan, names: list[str], written: list[tuple[int, dict[str, str]]]
 ) -> None:
     """Write layout.json, check that all files are there, and put the folder in place."""

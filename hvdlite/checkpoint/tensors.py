@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.common.layouts.layout import Box, Layout
+from hvdlite.common.plain.adapter import DTYPES
 
 Array = NDArray[Any]
 
@@ -87,6 +88,27 @@ class Tensors:
         gathered, which is `name` in the state.
         """
         return None
+
+
+def kinds_of(leaves: Mapping[str, Any], tensors: Tensors) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtypes and local shapes of those leaves of a state that are tensors, by their names.
+
+    Raises `ValueError` that names a tensor of a dtype which could be written and never read again.
+    """
+    kinds = {}
+    for name, leaf in leaves.items():
+        if not tensors.is_tensor(leaf):
+            continue
+        try:
+            kinds[name] = tensors.kind(leaf)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+        if kinds[name][0] not in DTYPES:
+            raise ValueError(
+                f"{name!r} is {kinds[name][0]}, which checkpoints do not have: convert it to one "
+                f"of {', '.join(sorted(DTYPES))}"
+            )
+    return kinds
 
 
 def as_layout(value: Any, name: str) -> Layout:

@@ -1,4 +1,4 @@
-"""A rank is killed while it saves: the others raise, and the old checkpoint is there."""
+"""A rank is killed while it saves: the others raise, and the old checkpoint can be loaded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 import hvdlite.numpy as hvd
 from tests.parallel.jobs import ranks, run_command
+from tests.ranks import run_ranks
 
 pytest.importorskip("safetensors", reason="the extra 'checkpoint' is not installed")
 
@@ -41,5 +42,13 @@ def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
     state = {"w": np.zeros((8, 3), np.float32)}
     hvd.checkpoint.load(tmp_path / "it", state)
     assert state["w"][:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    def three(rank: int) -> None:
+        columns = {"w": np.zeros((8, 1), np.float32)}
+        layouts = {"w": hvd.checkpoint.Layout([3], [-1, 0])}
+        hvd.checkpoint.load(tmp_path / "it", columns, layouts)
+        assert np.array_equal(columns["w"], state["w"][:, rank : rank + 1])
+
+    run_ranks(3, three)
     hvd.checkpoint.save(tmp_path / "it", state)
     assert [path.name for path in tmp_path.iterdir()] == ["it"]

@@ -17,6 +17,7 @@ from hvdlite.torch.in_flight import CASTS
 from hvdlite.torch.reducing_optimizer import Names, ReducingMixin
 from hvdlite.torch.sharded_state.elementwise import check_elementwise, step_over
 from hvdlite.torch.sharded_state.exchange import ShardedExchange
+from hvdlite.torch.sharded_state.refusal import noted, plain
 from hvdlite.torch.sharded_state.shards import State
 from hvdlite.torch.subclass import OptimizerMixin, wrap
 
@@ -71,8 +72,9 @@ class ShardingMixin(ReducingMixin):
         if not exchange.reduction.active:
             return super().state_dict()
         exchange.ensure()
+        place = exchange.place()
         state = {
-            number: exchange.state[shard.shard]
+            number: noted(exchange.state[shard.shard], place.position, place.members)
             for number, shard in enumerate(exchange.shards)
             if shard.shard in exchange.state
         }
@@ -135,7 +137,7 @@ class ShardingMixin(ReducingMixin):
             whole = copy.deepcopy(state_dict["shards"]["whole"])
             exchange.kept = {parameters[number]: state for number, state in whole.items()}
             for number, state in saved.items():
-                exchange.state[exchange.shards[number].shard] = state
+                exchange.state[exchange.shards[number].shard] = plain(state)
         else:
             exchange.load_whole(
                 {
