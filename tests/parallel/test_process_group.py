@@ -17,6 +17,16 @@ from tests.parallel import jobs
 pytest.importorskip("torch", reason="the extra 'torch' is not installed")
 
 FOLDER = Path(__file__).parent / "process_group"
+PYTORCH_OWN = (
+    sys.executable, "-W", "ignore", "-m", "tests.parallel.process_group.pytorch_own"
+)  # fmt: skip
+# PyTorch's tests that want more ranks than 4: a collective in a group that is a part of them.
+SUBGROUPS = [
+    *("all_gather", "all_gather_coalesced", "all_to_all", "all_to_all_single_equal_split"),
+    *("all_to_all_single_unequal_split", "barrier", "barrier_timeout", "broadcast", "gather"),
+    "scatter",
+]
+REDUCTIONS = ["all_reduce", "all_reduce_coalesced", "reduce"]
 FEATURE = re.compile(r"^@feature\(([\d, ]*)\)\ndef (\w+)", re.MULTILINE)
 
 
@@ -110,12 +120,26 @@ def test_a_killed_rank(results: Results) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_pytorch_own_tests() -> None:
     """What fails is what docs/pytorch_own_tests.md lists with its reason."""
     pytest.importorskip("expecttest", reason="PyTorch's tests need it")
-    program = [sys.executable, "-W", "ignore", "-m", "tests.parallel.process_group.pytorch_own"]
-    result = jobs.run_command(jobs.ranks(4, *program), timeout=900)
+    result = jobs.run_command(jobs.ranks(4, *PYTORCH_OWN), timeout=560)
     assert result.returncode == 0, result.stdout
     failed = re.findall(r"^OWN (\w+) fail", result.stdout, re.MULTILINE)
     page = (jobs.ROOT / "docs" / "pytorch_own_tests.md").read_text()
     assert sorted(failed) == sorted(re.findall(r"^\| `(test_\w+)` \| fails", page, re.MULTILINE))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_pytorch_own_tests_of_subgroups() -> None:
+    pytest.importorskip("expecttest", reason="PyTorch's tests need it")
+    names = [f"test_{name}_group" for name in SUBGROUPS]
+    names += [
+        f"test_{name}_group_{op}" for name in REDUCTIONS for op in ("sum", "product", "min", "max")
+    ]
+    result = jobs.run_command(jobs.ranks(8, *PYTORCH_OWN, *names), timeout=300)
+    found = re.findall(r"^OWN (\w+) (.*)$", result.stdout, re.MULTILINE)
+    assert dict(found) == dict.fromkeys(names, "pass"), result.stdout
+    assert result.returncode == 0, result.stdout

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.point_to_point import message_request
-from hvdlite.common.api.submit import prepared_once
+from hvdlite.common.api.prepared_calls import prepared_once
 from hvdlite.common.api.tensor_entries import (
     PreparedCall,
     TensorEntry,

@@ -80,19 +80,22 @@ def own_part(what: str, output: torch.Tensor, tensor: torch.Tensor, rank: int) -
 
 def rows_of(what: str, tensor: torch.Tensor, splits: Sequence[int], ranks: int, noun: str) -> None:
     """Check the splits of one side of an alltoall."""
+    if not tensor.dim():
+        raise ValueError(
+            f"{what}: the {noun} has no dimensions, and so no rows: give tensor.reshape(1)"
+        )
     if not splits:
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if rows % ranks:
+        if tensor.shape[0] % ranks:
             raise ValueError(
                 f"{what}: without {noun} splits the first dimension must be divisible by the "
-                f"number of ranks; {rows} rows for {ranks} ranks"
+                f"number of ranks; {tensor.shape[0]} rows for {ranks} ranks"
             )
         return
     if len(splits) != ranks:
         raise ValueError(f"{what}: {len(splits)} {noun} splits for {ranks} ranks")
     if any(split < 0 for split in splits):
         raise ValueError(f"{what}: {noun} splits must not be negative: {list(splits)}")
-    if not tensor.dim() or sum(splits) != tensor.shape[0]:
+    if sum(splits) != tensor.shape[0]:
         raise ValueError(
             f"{what}: the {noun} splits {list(splits)} sum to {sum(splits)}, but the {noun} has "
             f"the shape {tuple(tensor.shape)}"

@@ -75,8 +75,9 @@ class CollectiveWork(Work):
             handle = entry.handle
             if handle.poll():
                 continue
-            if handle.queue is not None:
-                handle.queue.attend(handle)
+            queue = handle.queue
+            if queue is not None:
+                queue.attend(handle)
                 if handle.poll():  # It was a short call.
                     continue
             until = began + limit.total_seconds()

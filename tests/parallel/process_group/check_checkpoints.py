@@ -6,12 +6,18 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
@@ -19,7 +25,7 @@ from tests.parallel.process_group import models
 from tests.parallel.process_group.check_ddp import own_batches
 from tests.parallel.process_group.check_dtensor import Replicate, Shard, distribute_tensor
 from tests.parallel.process_group.check_fsdp import cpu_mesh, sharded
-from tests.parallel.process_group.features import feature
+from tests.parallel.process_group.features import Skipped, feature
 
 
 @contextmanager
@@ -93,6 +99,33 @@ def fsdp2_and_adam_resumed() -> None:
     models.train(second, other, own_batches()[2:])
     for mine, theirs in zip(second.parameters(), straight.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local())
+
+
+@feature(2)
+def divided_state_of_an_optimizer() -> None:
+    """DCP would write the shard of one rank as that of all; it writes what is consolidated."""
+    if find_spec("torch.distributed._checkpointable") is None:
+        raise Skipped("DCP does not ask what it writes")
+    model = models.make_model()
+    optimizer = hvd.DistributedOptimizer(
+        models.adam(model), model.named_parameters(), shard_state=True
+    )
+    models.train(model, optimizer, own_batches()[:1])
+    for state in (optimizer, optimizer.state_dict(), get_optimizer_state_dict(model, optimizer)):
+        with folder() as where, pytest.raises(checkpoint.CheckpointException) as caught:
+            checkpoint.save({"optimizer": state}, checkpoint_id=where)
+        assert "shard_state=True" in str(caught.value) and "hvd.checkpoint" in str(caught.value)
+    whole = optimizer.consolidate()
+    zeros = {n: torch.zeros_like(each["exp_avg"]) for n, each in whole["state"].items()}
+    read = {"state": {number: {"exp_avg": zero} for number, zero in zeros.items()}}
+    with folder() as where:
+        checkpoint.save({"optimizer": whole}, checkpoint_id=where)
+        checkpoint.load({"optimizer": read}, checkpoint_id=where)
+    fresh = models.make_model()
+    oracle = models.adam(fresh)
+    models.train(fresh, oracle, [models.make_batch(0)])
+    for number, each in oracle.state_dict()["state"].items():
+        torch.testing.assert_close(zeros[number], each["exp_avg"], atol=1e-7, rtol=0)
 
 
 @feature(4)

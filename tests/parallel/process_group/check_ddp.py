@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -180,3 +181,33 @@ def post_local_sgd() -> None:
         copy = parameter.detach().clone()
         dist.broadcast(copy, 0)
         assert torch.equal(copy, parameter)
+
+
+@feature(2)
+def collectives_of_ddp_and_fsdp2() -> None:
+    """The fewest: an allreduce for each bucket, an allgather and a reducescatter for each group."""
+    from tests.parallel.process_group.check_fsdp import cpu_mesh, fully_shard
+
+    mesh = cpu_mesh(2)
+    calls: Any = mesh.get_group()._caller._numbers  # type: ignore[attr-defined]
+    calls.clear()
+    trained = DistributedDataParallel(models.make_model(), process_group=mesh.get_group())
+    models.train(trained, models.adam(trained), own_batches())
+    # DDP compares parameters, copies them, and copies how it has ordered them after the first step.
+    assert calls == {"allgather": 1, "broadcast": 4, "allreduce": models.STEPS}, calls
+    calls.clear()
+    model = models.make_model()
+    fully_shard(model, mesh=mesh)
+    models.train(model, models.adam(model), own_batches())
+    assert calls == {"allgather": models.STEPS, "reducescatter": models.STEPS}, calls
+
+
+@feature(2)
+def what_torch_has_for_gpus_only() -> None:
+    """hvd.SyncBatchNorm has its own tests."""
+    ddp = DistributedDataParallel(models.make_model())
+    if torch.version.cuda is None:  # With CUDA torch looks for NCCL, not for this backend.
+        with pytest.raises(TypeError, match="NCCL"):
+            ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    with pytest.raises(ValueError, match="SyncBatchNorm"):
+        nn.SyncBatchNorm(2)(torch.ones(2, 2))

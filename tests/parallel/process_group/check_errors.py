@@ -44,6 +44,9 @@ def wrong_at_the_call() -> None:
         lambda: dist.all_to_all_single(torch.empty(3), torch.ones(size), [1] * size, [1] * size),
         "output splits", "(3,)",
     )  # fmt: skip
+    scalar = torch.ones(())
+    refused(lambda: dist.all_to_all_single(torch.empty(size), scalar), "input has no dimensions")
+    refused(lambda: dist.all_to_all_single(scalar, torch.ones(size)), "output has no dimensions")
     refused(lambda: dist.all_reduce(torch.ones(2, device="meta")), "meta")
     refused(lambda: dist.all_reduce(torch.ones(2).to_sparse()), "sparse")
     if hasattr(torch, "float8_e4m3fn"):

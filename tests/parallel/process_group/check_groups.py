@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
 import threading
+import tracemalloc
 
 import pytest
 import torch
@@ -84,23 +86,46 @@ def groups_in_threads() -> None:
 
 @feature()
 def hundred_groups() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
     table = current().engine.process_sets
     before = dict(table.all())
-    for number in range(100):
-        members = sorted({number % size, (number + 1) % size})
+    make_and_destroy(100)
+    for step in range(100):  # A group is released without waiting.
+        gone = dict(table.all()) == before
+        if all(hvd.allgather_object(gone, f"gone.{step}")):
+            break
+    assert gone, (before, table.all())
+
+
+@feature(2)
+def hundred_groups_more_take_no_memory() -> None:
+    make_and_destroy(20)
+    threads = threading.active_count()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        make_and_destroy(100)
+        gc.collect()
+        kept = tracemalloc.take_snapshot()
+    finally:
+        tracemalloc.stop()
+    ours = kept.filter_traces([tracemalloc.Filter(True, "*/hvdlite/*")]).statistics("lineno")
+    # How often a name was given is kept; one group holds some 10 KB while it lives.
+    assert sum(line.size for line in ours) < 100 * 1000, ours[:5]
+    assert threading.active_count() <= threads
+
+
+def make_and_destroy(number: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for index in range(number):
+        members = sorted({index % size, (index + 1) % size})
         group = dist.new_group(members)
         if rank in members:
             tensor = torch.ones(2)
             dist.all_reduce(tensor, group=group)
             assert tensor.tolist() == [float(len(members))] * 2
             dist.destroy_process_group(group)
-    del group  # torch 2.4 says nothing to a group that it destroys.
-    for step in range(100):  # A group is released without waiting.
-        gone = dict(table.all()) == before
-        if all(hvd.allgather_object(gone, f"gone.{step}")):
-            break
-    assert gone, (before, table.all())
+        del group  # torch 2.4 says nothing to a group that it destroys.
+    hvd.barrier()
 
 
 @feature()
@@ -206,3 +231,23 @@ def what_torch_asks_of_a_group() -> None:
     group.get_group_store().set("key", "value")
     assert group.get_group_store().get("key") == b"value"
     assert not group.supports_splitting
+    assert torch.device("cpu") in group._device_types  # async_save asks
+    with pytest.raises(RuntimeError, match="No backend type"):
+        group._get_backend(torch.device("cpu"))  # It is a group, and has none in C++.
+
+
+@feature(2)
+def torchs_checks_wrap_nothing() -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around gloo; errors here need none."""
+    before, kind = dist.get_debug_level(), type(dist.group.WORLD)
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        hvd.init_process_group()
+        assert type(dist.group.WORLD) is type(dist.new_group([0, 1])) is kind
+        with pytest.raises(hvd.HorovodInternalError, match="disagree on shape"):
+            dist.all_reduce(torch.ones(2 + dist.get_rank()))
+    finally:
+        dist.set_debug_level(before)
+        dist.destroy_process_group()
+        hvd.init_process_group()

@@ -144,3 +144,46 @@ def test_abort_ends_what_waits_at_once() -> None:
         hvd.barrier()
 
     run_ranks(2, main)
+
+
+def test_rank_0_keeps_the_store_until_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come later would try to connect for minutes."""
+    through, connect = threading.Event(), rendezvous._connect
+
+    def connect_late(runtime: Any, offer: Any) -> Any:
+        assert not through.wait(0.1)  # Unless it waits, rank 0 has all that it needs.
+        return connect(runtime, offer)
+
+    monkeypatch.setattr(rendezvous, "_connect", connect_late)
+
+    def main(rank: int) -> None:
+        rendezvous._new_store(current())
+        if rank == 0:
+            through.set()
+
+    run_ranks(2, main)
+
+
+def test_both_names_of_torch() -> None:
+    """Torch 2.13 has new names of some methods, and some of its callers have the old ones."""
+
+    def main(rank: int) -> None:
+        group = group_of_all()
+        mine, whole = torch.full((2,), rank + 1.0), torch.arange(4.0)
+        for name in ("all_gather_single", "_allgather_base"):
+            getattr(group, name)(output := torch.empty(4), mine).wait()
+            assert output.tolist() == [1.0, 1.0, 2.0, 2.0], name
+        for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+            getattr(group, name)([output := torch.empty(4)], [mine]).wait()
+            assert output.tolist() == [1.0, 1.0, 2.0, 2.0], name
+        for name in ("reduce_scatter_single", "_reduce_scatter_base"):
+            getattr(group, name)(output := torch.empty(2), whole).wait()
+            assert output.tolist() == [4.0 * rank, 4.0 * rank + 2], name
+        for name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
+            getattr(group, name)([output := torch.empty(2)], [whole]).wait()
+            assert output.tolist() == [4.0 * rank, 4.0 * rank + 2], name
+        for name in ("all_to_all_single", "alltoall_base"):
+            getattr(group, name)(output := torch.empty(2), mine, [], []).wait()
+            assert output.tolist() == [1.0, 2.0], name
+
+    run_ranks(2, main)
