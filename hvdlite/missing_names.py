@@ -27,6 +27,16 @@ def attribute_error(module: str, name: str) -> AttributeError:
     return AttributeError(f"{text}: {reason}" if reason else text)
 
 
+def with_remedy(error: ModuleNotFoundError, package: str, remedy: str) -> ModuleNotFoundError:
+    """Return the error of an import that needs `package`, with what installs it.
+
+    Where the import has failed for the lack of something else, the error stays as it is.
+    """
+    if error.name != package:
+        return error
+    return ModuleNotFoundError(f"{error}: {remedy}", name=error.name, path=error.path)
+
+
 def module_getattr(module: str, **on_demand: str) -> Callable[[str], ModuleType]:
     """Return a ``__getattr__`` for a module that has some other modules, imported when asked for.
 

@@ -8,9 +8,16 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from hvdlite.missing_names import with_remedy
+
 # TensorFlow's own rule for what tf.keras is.
 LEGACY = os.environ.get("TF_USE_LEGACY_KERAS") in ("true", "True", "1")
-keras: Any = import_module("tf_keras" if LEGACY else "keras")  # Keras 2, or Keras 3
+PACKAGE = "tf_keras" if LEGACY else "keras"  # Keras 2, or Keras 3
+REMEDY = "pip install --no-deps tf_keras" if LEGACY else "pip install 'hvdlite[tensorflow-cpu]'"
+try:
+    keras: Any = import_module(PACKAGE)
+except ModuleNotFoundError as error:
+    raise with_remedy(error, PACKAGE, REMEDY) from None
 
 _ADAPTERS = {"tensorflow": "hvdlite.tf", "torch": "hvdlite.torch"}
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.api.prepared_bucket import send_announced
 from hvdlite.common.api.reduced_copies import ReducedCopies
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients import reducer
@@ -57,7 +58,11 @@ class Reducer(reducer.Reducer):
             if gradient.is_sparse and self.reduction.sparse_as_dense:
                 gradient = gradient.to_dense()
             to_reduce[name] = gradient
-        return {**dict.fromkeys(gradients), **_wait_for_all(self._start(to_reduce, groups))}
+        try:
+            return {**dict.fromkeys(gradients), **_wait_for_all(self._start(to_reduce, groups))}
+        except BaseException:  # A KeyboardInterrupt: the other ranks need what was started.
+            send_announced(for_collective())
+            raise
 
     def _start(self, gradients: Gradients, groups: Sequence[Sequence[str]]) -> list[Wait]:
         dense = [name for name, gradient in gradients.items() if not gradient.is_sparse]

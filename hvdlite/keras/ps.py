@@ -8,24 +8,10 @@ model.compile(optimizer=ps.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss
 
 import keras
 
-from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.keras.server_optimizer import DistributedOptimizer
+from hvdlite.ps import public
 from hvdlite.ps.access import RawCalls
-from hvdlite.ps.context import (
-    barrier,
-    init,
-    leave,
-    num_servers,
-    rank,
-    role,
-    server_rank,
-    shutdown,
-    size,
-)
-from hvdlite.ps.shard import PsRolledBack
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
+from hvdlite.ps.public import *  # noqa: F403
 
 _calls = RawCalls(keras.ops.convert_to_numpy, keras.ops.convert_to_tensor)
 poll = _calls.poll
@@ -41,15 +27,8 @@ start = _calls.start
 start_rows = _calls.start_rows
 synchronize = _calls.synchronize
 
-__all__ = [
-    "Average",
+__all__ = public.__all__ + [  # noqa: RUF005 - the other form is no list of names for ruff
     "DistributedOptimizer",
-    "PsRolledBack",
-    "Sum",
-    "barrier",
-    "init",
-    "leave",
-    "num_servers",
     "poll",
     "pull",
     "pull_async",
@@ -59,11 +38,6 @@ __all__ = [
     "push_async",
     "push_rows",
     "push_rows_async",
-    "rank",
-    "role",
-    "server_rank",
-    "shutdown",
-    "size",
     "start",
     "start_rows",
     "synchronize",

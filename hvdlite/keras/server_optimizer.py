@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.keras.elementwise import KNOWN_TO_LOOK_AT_WHOLE, treats_elements_alone
 from hvdlite.keras.framework import backend_of, keras
 from hvdlite.keras.keras_patches import ON_SERVERS, patch_keras
 from hvdlite.keras.optimizer_families import kind_of, parts_of
 from hvdlite.keras.server_updater import LEARNING_RATE, KerasUpdater
-from hvdlite.keras.sharded_state import KNOWN_TO_LOOK_AT_WHOLE, treats_elements_alone
 from hvdlite.keras.subclass import save_as
 from hvdlite.ps import context
 from hvdlite.ps.blocks import Array, TensorSpec
@@ -31,6 +31,7 @@ def DistributedOptimizer(  # noqa: N802
     mode: str = "sync",
     staleness: int | None = None,
     op: int = ReduceOp.AVERAGE,
+    scale: str | None = None,
 ) -> Any:
     """Let servers make the steps of an optimizer of Keras 3; return it, for ``compile()``.
 
@@ -39,13 +40,13 @@ def DistributedOptimizer(  # noqa: N802
     those of the first worker from ``build()`` on, which ``fit`` calls; in a loop of your own, call
     ``optimizer.build(model.trainable_variables)`` before the first step.
 
-    - `mode`, `staleness`, `op`: as in `hvdlite.torch.ps.DistributedOptimizer`.
+    - `mode`, `staleness`, `op`, `scale`: as in `hvdlite.torch.ps.DistributedOptimizer`.
 
     Schedules of the learning rate run in the workers. Raises `ValueError` for an optimizer that is
     not of Keras 3 or that was built already, for one that looks at whole variables or at all
     gradients, and for clipping by norms, averages of weights, accumulation and loss scaling.
     """
-    chosen = Mode(mode, staleness)
+    chosen = Mode(mode, staleness, scale)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"op is {op!r}: a server averages gradients or adds them up")
     kind = kind_of(optimizer)
@@ -55,7 +56,8 @@ def DistributedOptimizer(  # noqa: N802
     _check(optimizer)
     if context.role() == "server":
         serve(lambda _: KerasUpdater(optimizer))
-    options = TableOptions(chosen.name, chosen.staleness, op == ReduceOp.AVERAGE, PART_BYTES)
+    average = op == ReduceOp.AVERAGE
+    options = TableOptions(chosen.name, chosen.staleness, average, PART_BYTES, scale=chosen.scale)
     patch_keras(kind)
     base: Any = type(optimizer)
     metaclass: Any = type(base)
@@ -116,7 +118,15 @@ class OnServers:
             keras.src.optimizers.base_optimizer.BaseOptimizer.build(optimizer, list(variables))
             with _outside_of_graphs():
                 _link_of(self).begin(list(variables))
+                _link_of(self).table.on_load = self._take_loaded
                 optimizer.iterations.assign(self.finished_steps)
+
+    def _take_loaded(self) -> None:
+        """Have the weights that were loaded, and count on: schedules look at the count."""
+        optimizer: Any = self
+        link = _link_of(self)
+        link.pull()
+        optimizer.iterations.assign(link.table.clock + link.table.steps_before)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Push gradients, and pull the weights that the next step needs."""
@@ -171,6 +181,10 @@ class _Link:
         ]
         flat = [array.reshape(-1) for array in self._arrays]
         self.table = context.worker().declare(TABLE, specs, self._options, lambda: flat)
+        self.pull()
+
+    def pull(self) -> None:
+        """Give the variables the weights of the servers."""
         self._assign(self._pull())
 
     def step(self, learning_rate: Any, gradients: Sequence[Any]) -> None:

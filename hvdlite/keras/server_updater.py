@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,25 +12,43 @@ from hvdlite.keras.framework import keras
 from hvdlite.ps.blocks import Array
 
 LEARNING_RATE = "learning_rate"
+_BLOCK = "block"
+_OF_BLOCK = re.compile(rf"{_BLOCK}(?P<number>\d+)_(?P<name>.+)")
 
 
 class KerasUpdater:
     """Steps with the user's own optimizer, whose variables are the blocks of this server."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+        self._first = optimizer
+        self._optimizer: Any = None
         self._learning_rate = 0.0
         self._variables: list[Any] = []
 
     def begin(self, values: Sequence[Array]) -> None:
-        """See `Updater`."""
+        """See `Updater`. An optimizer of Keras is built once: each table, and each load, has one.
+
+        The copies are of the user's own class.
+        """
+        self._optimizer = self._new_optimizer()
         self._variables = [
-            keras.Variable(array, dtype=array.dtype.name, name=f"block_{number}")
+            keras.Variable(array, dtype=array.dtype.name, name=f"{_BLOCK}{number}")
             for number, array in enumerate(values)
         ]
         # Schedules run on the workers, which say with each push what the rate is.
         self._optimizer.learning_rate = lambda: self._learning_rate
         self._optimizer.build(self._variables)
+
+    def _new_optimizer(self) -> Any:
+        try:
+            return type(self._first).from_config(self._first.get_config())
+        except (TypeError, NotImplementedError):  # Its configuration does not make another one.
+            if self._first.built:
+                raise ValueError(
+                    f"{type(self._first).__name__} cannot begin anew on other servers or from a "
+                    "checkpoint: let its get_config() have all that its constructor takes"
+                ) from None
+            return self._first
 
     def values(self) -> list[Array]:
         """See `Updater`."""
@@ -43,14 +62,26 @@ class KerasUpdater:
             self._optimizer.apply([keras.ops.convert_to_tensor(each) for each in gradients])
 
     def state(self) -> dict[str, Array]:
-        """See `Updater`: the variables of the optimizer, by their numbers."""
-        return {str(number): _array(each) for number, each in enumerate(self._optimizer.variables)}
+        """See `Updater`: names are ``BLOCK.NAME``; what is one for all blocks, each of them has."""
+        found = {}
+        for variable in self._optimizer.variables:
+            for name in self._names_of(variable):
+                found[name] = _array(variable)
+        return found
 
     def load(self, state: Mapping[str, Array]) -> None:
         """See `Updater`."""
-        for number, variable in enumerate(self._optimizer.variables):
-            if str(number) in state:
-                variable.assign(state[str(number)].reshape(variable.shape))
+        for variable in self._optimizer.variables:
+            for name in self._names_of(variable):
+                if name in state:
+                    variable.assign(state[name].reshape(variable.shape))
+
+    def _names_of(self, variable: Any) -> list[str]:
+        """Return the names of a variable of the optimizer: Keras begins them with the block's."""
+        own = _OF_BLOCK.fullmatch(variable.name)
+        if own is not None:
+            return [f"{own['number']}.{own['name']}"]
+        return [f"{number}.{variable.name}" for number in range(len(self._variables))]
 
 
 def _array(variable: Any) -> Array:

@@ -7,23 +7,9 @@ ps.push("counts", counts)
 total = ps.pull("counts")
 """
 
-from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.ps import public
 from hvdlite.ps.access import RawCalls
-from hvdlite.ps.context import (
-    barrier,
-    init,
-    leave,
-    num_servers,
-    rank,
-    role,
-    server_rank,
-    shutdown,
-    size,
-)
-from hvdlite.ps.shard import PsRolledBack
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
+from hvdlite.ps.public import *  # noqa: F403
 
 _calls = RawCalls()
 poll = _calls.poll
@@ -39,14 +25,7 @@ start = _calls.start
 start_rows = _calls.start_rows
 synchronize = _calls.synchronize
 
-__all__ = [
-    "Average",
-    "PsRolledBack",
-    "Sum",
-    "barrier",
-    "init",
-    "leave",
-    "num_servers",
+__all__ = public.__all__ + [  # noqa: RUF005 - the other form is no list of names for ruff
     "poll",
     "pull",
     "pull_async",
@@ -56,11 +35,6 @@ __all__ = [
     "push_async",
     "push_rows",
     "push_rows_async",
-    "rank",
-    "role",
-    "server_rank",
-    "shutdown",
-    "size",
     "start",
     "start_rows",
     "synchronize",

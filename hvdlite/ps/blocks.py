@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -60,10 +62,20 @@ class Block:
     group: int
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of its elements."""
         return sum(part.stop - part.start for part in self.parts)
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int, int, int, int]]:
+        """The key of each part, where it begins and ends in its tensor, and where in the block."""
+        ends = [*accumulate(part.stop - part.start for part in self.parts)]
+        starts = [0, *ends[:-1]]
+        return [
+            (part.key, part.start, part.stop, start, end)
+            for part, start, end in zip(self.parts, starts, ends, strict=True)
+        ]
 
     def new(self) -> Array:
         """Return memory for the block, which is not initialized."""
@@ -78,19 +90,16 @@ class Block:
 
     def gather(self, tensors: Sequence[Array], first_key: int, into: Array) -> None:
         """Copy the parts out of flat tensors, the first of which has the key `first_key`."""
-        at = 0
-        for part in self.parts:
-            length = part.stop - part.start
-            into[at : at + length] = tensors[part.key - first_key][part.start : part.stop]
-            at += length
+        if self.parts:
+            pieces = [
+                tensors[key - first_key][start:stop] for key, start, stop, _, _ in self._places
+            ]
+            np.concatenate(pieces, out=into, casting="unsafe")
 
     def scatter(self, block: Array, tensors: Sequence[Array], first_key: int) -> None:
         """Copy the parts back into flat tensors."""
-        at = 0
-        for part in self.parts:
-            length = part.stop - part.start
-            tensors[part.key - first_key][part.start : part.stop] = block[at : at + length]
-            at += length
+        for key, start, stop, at, end in self._places:
+            tensors[key - first_key][start:stop] = block[at:end]
 
 
 def blocks_of(

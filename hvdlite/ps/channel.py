@@ -15,7 +15,7 @@ from socket import AF_INET, getaddrinfo
 from hvdlite.common.base.errors import ConfigError, ProtocolError
 from hvdlite.ps.arena import SHARED_BYTES, Arena
 from hvdlite.ps.door import Door, new_name
-from hvdlite.ps.messages import Buffer, Message, pack, parse
+from hvdlite.ps.messages import Buffer, Message, OtherProtocolError, pack, parse
 from hvdlite.ps.sharing import Sharing, session_of
 
 try:
@@ -76,7 +76,11 @@ class Listener:
             return None
         peer, *frames = self._socket.recv_multipart(copy=False)
         with contextlib.suppress(ProtocolError):
-            message = parse([frame.buffer for frame in frames])
+            try:
+                message = parse([frame.buffer for frame in frames])
+            except OtherProtocolError:  # It reads in the head of any answer what is spoken here.
+                self.send(peer.bytes, Message("refused"))
+                return None
             session = session_of(message)
             if session is None:
                 return peer.bytes, message
@@ -125,14 +129,19 @@ class Caller:
         self.sharing = sharing
 
     def send(self, message: Message) -> zmq.MessageTracker | None:
-        """Send a message. Payloads may change again when the tracker is done."""
+        """Send a message. Payloads may change again when the tracker is done.
+
+        Where ZeroMQ has given the peer up, as after a failed handshake, nothing is sent.
+        """
         if self.sharing is not None:
             message = self.sharing.pack(message)
         large = any(len(memoryview(part).cast("B")) >= SHARED_BYTES for part in message.payloads)
-        if not large:
-            self.socket.send_multipart(pack(message), copy=True)
-            return None
-        return self.socket.send_multipart(pack(message), copy=False, track=True)
+        with contextlib.suppress(zmq.Again):
+            if large:
+                words = {"copy": False, "track": True}
+                return self.socket.send_multipart(pack(message), zmq.NOBLOCK, **words)
+            self.socket.send_multipart(pack(message), zmq.NOBLOCK, copy=True)
+        return None
 
     def received(self) -> Iterator[Message]:
         """Yield the messages that are here."""

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
-from hvdlite.ps.roles import run_scheduler
 from hvdlite.ps.settings import read_settings
 
 USAGE_CODE = 2
@@ -31,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, dest=variable, metavar=metavar, help=text)
     given = {name: text for name, text in vars(parser.parse_args(argv)).items() if text}
     del given["role"]
+    try:
+        from hvdlite.ps.roles import run_scheduler
+    except ImportError as error:  # pyzmq or safetensors are missing: it says how to install them.
+        return _say(error, USAGE_CODE)
     try:
         settings = read_settings({**os.environ, **given, "HVDLITE_ROLE": "scheduler"})
         assert settings is not None

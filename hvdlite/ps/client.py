@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.plain.handles import Handle
+from hvdlite.common.plain.logs import log
 from hvdlite.ps.arena import Arena
 from hvdlite.ps.blocks import Array
 from hvdlite.ps.channel import Caller, new_context, poll
 from hvdlite.ps.door import Visit, is_here
-from hvdlite.ps.messages import Message
+from hvdlite.ps.messages import Message, OtherProtocolError
 from hvdlite.ps.records import OFF
 from hvdlite.ps.sharing import Sharing
 
@@ -45,17 +46,25 @@ class Connection:
         self.news: Callable[[Message], None] = _ignore  # Gets what answers no request.
         self.heard = now()  # When the last message came.
         self.resent = 0
+        # Hears which other protocol the peer speaks.
+        self.mismatched: Callable[[object], None] = lambda _protocol: None
         self.unmapped: Callable[[], None] = lambda: None  # The peer does not see our memory.
         self._now = now
         self._number = 0
         self._sent: dict[int, _Sent] = {}
+        # The bytes of the last answer to such a request for a table.
+        self._answer_bytes: dict[tuple[str, str], int] = {}
 
     def send(self, message: Message) -> int:
         """Send a request until it is answered; return its id."""
         self._number += 1
         message = message._replace(request=self._number)
         # What is large is on its way for long, and sending it again would only delay it.
-        wait = FIRST_WAIT_SECONDS + sum(map(len, message.payloads)) / SLOW_BYTES_PER_SECOND
+        nbytes = _nbytes_of(message)
+        if self.caller.sharing is None:  # An answer comes behind all that is under way.
+            nbytes += self._answer_bytes.get((message.kind, message.table), 0)
+            nbytes += sum(_nbytes_of(each.message) for each in self._sent.values())
+        wait = FIRST_WAIT_SECONDS + nbytes / SLOW_BYTES_PER_SECOND
         self._sent[self._number] = _Sent(message, self._now() + wait, wait)
         self.caller.send(message)
         return self._number
@@ -72,7 +81,9 @@ class Connection:
                 self.news(message)
             elif message.kind == "unmapped":
                 self._send_payloads_of(message.request)
-            elif self._sent.pop(message.request, None) is not None:
+            elif (sent := self._sent.pop(message.request, None)) is not None:
+                request = sent.message.kind, sent.message.table
+                self._answer_bytes[request] = _nbytes_of(message)
                 self.receive(message)
 
     def _send_payloads_of(self, request: int) -> None:
@@ -107,6 +118,9 @@ class Client:
         self._timers: list[_Timer] = []
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
+        self._pending: set[Handle] = set()  # Of `ask`. Only the thread changes it.
+        self._failure: Exception | None = None  # What has ended the work of the thread.
+        self.on_failure: Callable[[Exception], object] = lambda _error: None
         self.records = OFF  # Of the pushes and pulls that this thread makes.
         self._visits: dict[Connection, Visit] = {}
         self.arena: Arena | None = None
@@ -165,12 +179,22 @@ class Client:
         handle = Handle()
 
         def done(result: Message | Exception) -> None:
+            self._pending.discard(handle)
+            if handle.poll():
+                return
             if isinstance(result, Exception):
                 handle.fail(result)
             else:
                 handle.complete(result)
 
-        self.call(lambda: function(done))
+        def begin() -> None:
+            self._pending.add(handle)
+            if self._failure is None:
+                function(done)
+            else:
+                done(self._failure)
+
+        self.call(begin)
         return handle
 
     def call(self, function: Callable[[], object]) -> None:
@@ -188,16 +212,10 @@ class Client:
 
     def _run(self) -> None:
         while not self._closed:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-            while self._calls:
-                self._calls.popleft()()
-            times = [connection.look() for connection in self._connections.values()]
-            times += [timer.look() for timer in self._timers]
-            seconds = max(0.0, min(times, default=0.0) - time.monotonic()) if times else 60.0
-            for caller in poll(self._connections, self._wake_fd, seconds):
-                with contextlib.suppress(ProtocolError):
-                    self._connections[caller].read()
+            try:
+                self._look()
+            except Exception as error:
+                self._fail(error)
         for caller in self._connections:
             caller.close()
         for visit in self._visits.values():
@@ -205,6 +223,50 @@ class Client:
         self._context.term()
         if self.arena is not None:
             self.arena.close()
+
+    def _look(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        while self._calls:
+            self._calls.popleft()()
+        if self._closed:  # The byte that says so has been read above.
+            return
+        times = [connection.look() for connection in self._connections.values()]
+        times += [timer.look() for timer in self._timers]
+        seconds = max(0.0, min(times, default=0.0) - time.monotonic()) if times else 60.0
+        for caller in poll(self._connections, self._wake_fd, seconds):
+            connection = self._connections.get(caller)
+            if connection is None:  # What was read before has ended it.
+                continue
+            try:
+                connection.read()
+            except OtherProtocolError as error:
+                connection.mismatched(error.protocol)
+            except ProtocolError:
+                continue
+
+    def _fail(self, error: Exception) -> None:
+        """Let all that waits end with an error, which nobody could answer any more.
+
+        The thread goes on, so that this process can still leave its cluster.
+        """
+        log.error("the parameter server's client has failed", exc_info=error)
+        if self._failure is not None:
+            return
+        self._failure = HorovodInternalError(
+            f"the thread of this process that talks with servers has failed: {error!r}"
+        )
+        self._failure.__cause__ = error
+        for handle in [*self._pending]:
+            self._pending.discard(handle)
+            if not handle.poll():
+                handle.fail(self._failure)
+        with contextlib.suppress(Exception):  # Its tables may be what has failed.
+            self.on_failure(self._failure)
+
+
+def _nbytes_of(message: Message) -> int:
+    return sum(map(len, message.payloads))
 
 
 def _ignore(_message: Message) -> None:

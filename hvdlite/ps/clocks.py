@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
 MODES = (SYNC, ASYNC, SSP)
+SCALE = "1/W"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Mode:
 
     name: str
     staleness: int | None = None
+    scale: str | None = None  # "1/W": a push is divided by the number of workers that take part.
 
     def __post_init__(self) -> None:
         """Raise ValueError where the two do not fit."""
@@ -42,6 +44,13 @@ class Mode:
         if self.name == SSP and (type(self.staleness) is not int or self.staleness < 0):
             raise ValueError(
                 f"staleness is {self.staleness!r}; mode ssp needs a number of steps, 0 or more"
+            )
+        if self.scale not in (None, SCALE):
+            raise ValueError(f"scale is {self.scale!r}, which is neither None nor {SCALE!r}")
+        if self.name == SYNC and self.scale is not None:
+            raise ValueError(
+                f"scale={self.scale!r} divides each push of modes async and ssp, and the mode is "
+                "sync: leave it out, and give op=Average"
             )
 
 

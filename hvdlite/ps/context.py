@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.runtime import basics, lifecycle
 from hvdlite.common.runtime.state import this_process
+from hvdlite.ps import worker_checkpoints
 from hvdlite.ps.roles import run_scheduler
 from hvdlite.ps.settings import SCHEDULER, WORKER, ClusterSettings, read_settings
 from hvdlite.ps.worker import Worker
@@ -100,6 +101,48 @@ def leave() -> None:
     In sync, what it has pushed counts, and the next version is made of the others' gradients alone.
     """
     shutdown()
+
+
+def save(directory: str | os.PathLike[str]) -> None:
+    """Let the servers write all that they keep for this worker to a folder, as a checkpoint.
+
+    Each server writes its share of the weights, of the optimizer's state and of the rows of
+    embeddings, and server 0 the layout beside them; the folder, which all servers share, is
+    replaced as a whole. One worker calls it, between two steps; another one that does so meanwhile
+    waits for its turn. In sync, the checkpoint has exactly the steps that this worker has finished,
+    and the others wait when they need the next; in the other modes, a server has those that have
+    come.
+
+    Raises `OSError`, `ValueError` for a folder with anything else in it or before anything lies on
+    the servers, and `HorovodInternalError` where a server is lost for good.
+    """
+    worker_checkpoints.save(worker(), directory)
+
+
+def load(directory: str | os.PathLike[str]) -> int:
+    """Let the servers go on from a checkpoint of `save`; return the steps that it has finished.
+
+    There may be another number of servers than in the save. All workers call it, after they have
+    made the same optimizers, and as often as each other: the first call is carried out for all, and
+    each gets the weights. Where one fails, nothing has changed. A worker that comes when others
+    have made steps with the weights gets those of the servers. `finished_steps` counts on as if
+    nothing had been loaded; add what is returned.
+
+    Raises `FileNotFoundError` where there is no checkpoint, `KeyError` for a table that it lacks,
+    `ValueError` for one that is another one here and for a damaged file, and
+    `HorovodInternalError` where a server is lost for good.
+    """
+    return worker_checkpoints.load(worker(), directory)
+
+
+def scale_servers(servers: int) -> None:
+    """Let the cluster have fewer servers: those with the highest numbers end.
+
+    One worker calls it, at any time; what they keep goes to the others between two steps. To have
+    one more, start a server with ``HVDLITE_PS_JOIN=1``. Raises `HorovodInternalError` for a number
+    below 1 or above the present one, and where tensors are kept whole (``partition="tensor"``).
+    """
+    worker().scale_servers(servers)
 
 
 def role() -> str:

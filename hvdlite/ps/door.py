@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.transport.rendezvous import check_credentials
@@ -23,6 +24,7 @@ HELLO = struct.Struct("<8sQ")  # MAGIC and the session; the name of the peer fol
 MAGIC = b"hvdlips1"
 MEET_SECONDS = 5.0  # For which each side waits for the words of the other.
 MOST_HELLO_BYTES = 1024
+PAUSE_SECONDS = 0.1
 
 
 def new_name() -> str:
@@ -76,7 +78,11 @@ class Door:
                     self._forget(descriptor)
 
     def _accept(self) -> socket.socket | None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # Without a free descriptor, whoever comes waits for a moment.
+            select.select([self._wake_fd], [], [], PAUSE_SECONDS)
+            return None
         try:
             check_credentials(connection)
             connection.settimeout(MEET_SECONDS)
@@ -122,7 +128,7 @@ class Visit:
             with self._lock:
                 self._connection = connection
                 if self._closed:
-                    connection.close()
+                    _end(connection)
             sharing = self._greet(connection)
         except (OSError, ProtocolError):  # Payloads go through the socket then.
             self.close()
@@ -146,7 +152,14 @@ class Visit:
         with self._lock:
             self._closed = True
             if self._connection is not None:
-                self._connection.close()
+                _end(self._connection)
+
+
+def _end(connection: socket.socket) -> None:
+    """Close a connection. Without a shutdown it would stay open while a thread reads it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def is_here(name: str) -> bool:

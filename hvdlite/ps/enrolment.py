@@ -14,10 +14,11 @@ from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.admission import proved
 from hvdlite.ps.client import Client, Connection
-from hvdlite.ps.messages import Message
+from hvdlite.ps.messages import Message, version_mismatch
 from hvdlite.ps.settings import ClusterSettings
 
-BEAT_SECONDS = 1.0
+# Members that are idle use little of a processor then. Silence that counts as a loss has several.
+BEAT_SECONDS, BEATS_OF_SILENCE = 2.0, 4
 
 
 class Enrolment:
@@ -39,26 +40,39 @@ class Enrolment:
         self.connection: Connection = client.connect(settings.address)
         self.connection.receive = self._receive
         self.connection.news = lambda message: self._changed(message.body)
+        self.connection.mismatched = self._refuse_protocol
         self._welcome = Handle()
         self._beats = False
+        self._other_protocol = ""  # Of a scheduler of another version of hvdlite.
+        self._heard = False  # Whether the scheduler has ever said a word.
         self._done: dict[int, Callable[[Message], None]] = {}
         self._failure = ""  # Why the scheduler answers nothing any more.
 
     def enter(self, seconds: float) -> Mapping[str, Any]:
         """Say hello, and wait until all have come; return the welcome.
 
-        Raises ConfigError where the settings of this process are at fault, as the scheduler says,
+        Raises HorovodVersionMismatchError where the scheduler is another version of hvdlite,
+        ConfigError where the settings of this process are at fault, as the scheduler says,
         and HorovodInternalError where not all have come, or the scheduler does not answer.
         """
         self._client.call(self._say_hello)
         if not self._welcome.ended_within(seconds):
+            hint = "are all servers and workers started?"
+            if not self._heard:
+                hint = (
+                    "nothing was heard of it. Is it running, and do all processes have the same "
+                    "HVDLITE_PS_CURVE and HVDLITE_PS_TOKEN? With CURVE, nobody answers to another "
+                    "token"
+                )
             raise HorovodInternalError(
                 f"the scheduler at {self._settings.scheduler} (HVDLITE_SCHEDULER) has not let this "
-                f"{self._settings.role} in within {seconds:g} seconds: is it running, and are all "
-                "servers and workers started?"
+                f"{self._settings.role} in within {seconds:g} seconds: {hint}"
             )
         body: Mapping[str, Any] = self._welcome.wait()
-        self._client.every(BEAT_SECONDS, self._beat)
+        if self._other_protocol:
+            raise version_mismatch(self._other_protocol)
+        silence = min(self._settings.worker_seconds, self._settings.server_seconds)
+        self._client.every(min(BEAT_SECONDS, silence / BEATS_OF_SILENCE), self._beat)
         return body
 
     def request(self, message: Message, done: Callable[[Message], None]) -> None:
@@ -87,7 +101,9 @@ class Enrolment:
         With the reason `why`, the cluster cannot go on: all members hear of it.
         """
         message = Message("leave", body={"why": why} if why else {})
-        self._client.ask(lambda done: self._say_leave(message, done)).ended_within(seconds)
+        answered = Handle()  # Not one of the client, whose requests may all have failed.
+        self._client.call(lambda: self._say_leave(message, answered.complete))
+        answered.ended_within(seconds)
 
     # -- the conversation
 
@@ -110,7 +126,13 @@ class Enrolment:
             self._beats = True
             self.connection.send(Message("beat"))
 
+    def _refuse_protocol(self, protocol: object) -> None:
+        if not self._welcome.poll():
+            self._other_protocol = str(protocol)
+            self._welcome.complete({})
+
     def _receive(self, message: Message) -> None:
+        self._heard = True
         done = self._done.pop(message.request, None)
         if message.kind == "challenge":
             hello = proved(self._hello, message.body["nonce"], self._settings.token)
@@ -126,9 +148,9 @@ class Enrolment:
                 self._welcome.fail(kind(f"the scheduler says: {message.body['why']}"))
         elif message.kind == "welcome":
             self.number = self._hello["number"] = message.body["number"]
+            self._changed(message.body)
             if not self._welcome.poll():
                 self._welcome.complete(message.body)
-            self._changed(message.body)
         elif message.kind == "beat":
             self._beats = False
             self._changed(message.body)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.ps.admission import proved
 from hvdlite.ps.client import Client, Connection
-from hvdlite.ps.messages import Message
+from hvdlite.ps.messages import Message, version_mismatch
 from hvdlite.ps.shard import Shard
+from hvdlite.ps.turns import Done
 
 
 class ServerLink:
@@ -28,6 +29,7 @@ class ServerLink:
         self._left: Callable[[Message], None] | None = None
         self._nonce = b""  # That was answered last.
         self._asked = False  # Whether the server lives.
+        self._requests: dict[int, tuple[Message, Done]] = {}  # Of `ask`, by their ids.
 
     def follow(self, address: str) -> None:
         """Connect with another address, where the server has moved."""
@@ -37,6 +39,7 @@ class ServerLink:
         self._address, self._error = address, None
         self._connection = self._client.connect(address)
         self._connection.receive = self._receive
+        self._connection.mismatched = lambda protocol: self.fail(version_mismatch(protocol))
         self._asked = False
         self._come_again()
         self.send(Message("hello"))  # Though it may have no table: a server waits to hear that.
@@ -46,6 +49,12 @@ class ServerLink:
         if self._connection is not None:
             self._client.disconnect(self._connection)
             self._connection = None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the server reads payloads in this process; may be asked in any thread."""
+        connection = self._connection
+        return connection is not None and connection.caller.sharing is not None
 
     def send(self, message: Message) -> int:
         """Send a request; return its id."""
@@ -68,6 +77,10 @@ class ServerLink:
     def _used_tables(self) -> list[str]:
         return [each.table for each in self._shards if each.is_used and not each.retired]
 
+    def ask(self, message: Message, done: Done) -> None:
+        """Send a request until it is answered, also to a server that comes again."""
+        self._requests[self.send(message)] = message, done
+
     def leave(self, done: Callable[[Message], None]) -> None:
         """Tell the server that this worker goes."""
         self._left = done
@@ -80,11 +93,15 @@ class ServerLink:
             shards = self._shards
         for shard in shards:
             shard.fail(error)
+        requests, self._requests = self._requests, {}
+        for _, done in requests.values():
+            done(error)
 
     def watch(self, now: float, most_seconds: float) -> None:
         """Fail what waits for a server that has not said a word for `most_seconds`."""
         connection = self._connection
-        if connection is None or not any(shard.waits for shard in self._shards):
+        waits = bool(self._requests) or any(shard.waits for shard in self._shards)
+        if connection is None or not waits:
             self._asked = False
             return
         if not self._asked:
@@ -113,6 +130,8 @@ class ServerLink:
             self.fail(ConfigError(f"server {self.server} says: {message.body['why']}"))
         elif message.kind == "beat":
             self._asked = False
+        elif message.request in self._requests:
+            self._requests.pop(message.request)[1](message)
         elif message.kind == "done" and self._left is not None:
             self._left(message)
         else:
@@ -127,5 +146,8 @@ class ServerLink:
         self._asked = False
         for shard in self._shards:
             shard.come_again()
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            self.ask(*request)
         if self._left is not None:
             self.leave(self._left)

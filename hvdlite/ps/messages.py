@@ -8,10 +8,12 @@
 | leave, barrier | worker -> scheduler | done |
 | clocks | worker -> scheduler | done: it holds its pushes back, and says the step of each table |
 | plan, ready, scale | server, server, worker -> scheduler | plan: what to send and take; done |
+| turn, over | worker -> scheduler | turn: it may save or load now, or need not; done |
+| save, load | worker -> server | saved, loaded: a phase of `ps.save` or `ps.load` is done |
 | take | server -> server | taken: parts of a table that the other one keeps in the next layout |
 | start | worker -> server | started: version, clock of the worker; or wanted |
 | offer | worker -> server | started: it brings the values that were wanted |
-| push | worker -> server | pushed: version |
+| push | worker -> server | pushed: version; a part of it may go before (see `pieces`) |
 | pull | worker -> server | values: version, and payloads |
 | push_rows, pull_rows | worker -> server | pushed, values |
 
@@ -31,7 +33,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.base.errors import HorovodVersionMismatchError, ProtocolError
 
 PROTOCOL = 1
 KINDS = frozenset(
@@ -39,13 +41,31 @@ KINDS = frozenset(
         "hello", "challenge", "welcome", "refused", "declare", "layout", "beat", "leave",
         "barrier", "done",
         "start", "wanted", "offer", "started", "push", "pushed", "pull", "values", "push_rows",
-        "pull_rows", "clocks", "plan", "ready", "scale", "take", "taken", "failed", "moved",
-        "restarted", "rolled_back", "unmapped",
+        "pull_rows", "clocks", "plan", "ready", "scale", "take", "taken", "turn", "over", "save",
+        "saved", "load", "loaded", "failed", "moved", "restarted", "rolled_back", "unmapped",
     }
 )  # fmt: skip
 MOST_HEAD_BYTES = 64 << 20
+REPLACES = "replaces"  # In the body of an offer: see [Note: first values].
 
 Buffer = bytes | bytearray | memoryview
+
+
+class OtherProtocolError(ProtocolError):
+    """A peer is another version of hvdlite, and speaks `protocol`."""
+
+    def __init__(self, protocol: object) -> None:
+        super().__init__(
+            f"a message has the protocol {protocol!r} of the parameter server, and {PROTOCOL} is "
+            "spoken here: install one version of hvdlite for all of its processes"
+        )
+        self.protocol = protocol
+
+
+def version_mismatch(protocol: object) -> HorovodVersionMismatchError:
+    """Return what a user hears of a peer that speaks another protocol."""
+    name = "the parameter server of hvdlite with the protocol"
+    return HorovodVersionMismatchError(name, str(protocol), str(PROTOCOL))
 
 
 class Message(NamedTuple):
@@ -78,10 +98,7 @@ def parse(frames: Sequence[Buffer]) -> Message:
     if not isinstance(head, list) or not head:
         raise ProtocolError("a message of the parameter server has no head")
     if head[0] != PROTOCOL:
-        raise ProtocolError(
-            f"a message has the protocol {head[0]!r} of the parameter server, and {PROTOCOL} is "
-            "spoken here: install one version of hvdlite for all of its processes"
-        )
+        raise OtherProtocolError(head[0])
     if [type(field) for field in head] != [int, str, int, str, int, int, dict]:
         raise ProtocolError("the head of a message of the parameter server has wrong fields")
     _, kind, request, table, clock, incarnation, body = head

@@ -52,6 +52,10 @@ class RawTable(RemoteTable):
 
         return joined(handles, finish)
 
+    def refresh(self) -> None:
+        """See `TableShards`. Should a server be lost, what was pulled last is offered to it."""
+        self.pull_async().wait()
+
     def _turns_of(self, shard: Shard) -> Turns:
         if not hasattr(self, "_turns"):
             self._turns: dict[Shard, Turns] = {}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.ps.blocks import TensorSpec
+from hvdlite.ps.clocks import Mode
 from hvdlite.ps.layout import PART_BYTES, Layout, Part, place
 
 
@@ -22,6 +23,12 @@ class TableOptions(NamedTuple):
     average: bool = True
     part_bytes: int | None = PART_BYTES  # None: tensors are kept whole.
     rows: Sequence[Any] | None = None  # Of a table of rows: what they are.
+    scale: str | None = None  # Of async and ssp: what each push is multiplied by.
+
+    @property
+    def clock_mode(self) -> Mode:
+        """What clocks have to know. Raises ValueError where the fields do not fit."""
+        return Mode(self.mode, self.staleness, self.scale)
 
 
 class _Table(NamedTuple):
@@ -60,6 +67,10 @@ class Registry:
         count = len(known.specs) if known.options.rows is None else 0
         keys = range(known.first_key, known.first_key + count)
         return known.first_key, [part for part in self.layout.parts if part.key in keys]
+
+    def first_of(self, name: str) -> int:
+        """Return the worker that has declared a table first."""
+        return self._tables[name].declared_by
 
     def modes(self) -> dict[str, str]:
         """Return the mode of each table."""

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.blocks import Array, TensorSpec, dtype_of
 from hvdlite.ps.client import Client
-from hvdlite.ps.clocks import Mode
 from hvdlite.ps.link import ServerLink
 from hvdlite.ps.messages import Message
 from hvdlite.ps.registry import TableOptions
@@ -41,7 +40,7 @@ class RemoteRows(TableShards):
 
     def _new_shards(self, answer: Message) -> list[Shard]:
         shards, servers = [], answer.body["servers"]
-        mode, average = Mode(self._options.mode, self._options.staleness), self._options.average
+        mode, average = self._options.clock_mode, self._options.average
         for server, link in enumerate(self._links(servers)):
             share = RowShare(self.spec, server, servers)
             about = describe_table([self._tensor], [], mode, average=average, rows=share)

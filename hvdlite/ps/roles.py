@@ -17,6 +17,7 @@ from hvdlite.ps.migration import Migration
 from hvdlite.ps.records import OFF, Records
 from hvdlite.ps.scheduler import Scheduler
 from hvdlite.ps.server import Server, TableDescription
+from hvdlite.ps.server_checkpoints import ServerCheckpoints
 from hvdlite.ps.settings import ANSWER_SECONDS, SERVER, ClusterSettings, address_towards
 from hvdlite.ps.snapshots import SnapshotFolder
 from hvdlite.ps.tables import Updater
@@ -84,6 +85,7 @@ def run_server(
     identity = f"server {settings.node_id} {os.getpid()} {os.urandom(8).hex()}".encode()
     client = Client(identity, settings.curve_token)
     news: dict[str, Any] = {}
+    client.on_failure = lambda error: news.update(client_failure=str(error))
     enrolment = Enrolment(
         client, settings, number=settings.number, address=listener.address, changed=news.update
     )
@@ -93,6 +95,7 @@ def run_server(
         welcome = enrolment.enter(settings.start_seconds + ANSWER_SECONDS)
         if settings.snapshots:
             folder = SnapshotFolder(settings.snapshots, welcome["number"])
+            folder.belong_to(welcome["job"])
         records = Records.by_settings(os.environ, SERVER, welcome["number"])
         server = Server(
             listener, new_updater, incarnation=welcome["incarnation"],
@@ -100,6 +103,7 @@ def run_server(
             token=settings.token, records=records, layout=welcome["layout"],
         )  # fmt: skip
         migration = Migration(server, welcome["number"], client, enrolment.request, settings.token)
+        ServerCheckpoints(server, welcome["number"], migration.is_sent)
         end = _End(server, migration, welcome["number"], news)
         server.serve(lambda: killed() or end())
         if not killed():
@@ -145,7 +149,7 @@ class _End:
         self._empty_since: float | None = None
 
     def __call__(self) -> bool:
-        if failure := self._news.get("failure"):
+        if failure := self._news.get("client_failure") or self._news.get("failure"):
             raise HorovodInternalError(failure)
         workers = self._news.get("workers", self._server.workers)
         self._server.set_workers(workers)

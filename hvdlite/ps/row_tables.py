@@ -96,6 +96,11 @@ class RowTable(Table):
         self.rows.check(_ids_of(message))
         return super().pull(peer, worker, message)
 
+    def replace(self, values: Sequence[Array], state: Mapping[str, Array]) -> None:
+        """See `Table`."""
+        super().replace(values, state)
+        self._before = None
+
     def look(self, workers: Collection[int]) -> list[Answer]:
         """Begin when the first worker has come: no worker has values that are needed."""
         if not self.begun and self._starts:
@@ -141,6 +146,10 @@ class RowTable(Table):
                 return None
             addends.append(addend)
         return add_rows(addends, average=self._average)
+
+    def _scaled(self, gradients: list[Array]) -> list[Array]:
+        ids, rows = gradients
+        return [ids, *super()._scaled([rows])]
 
     def _update(self, gradients: list[Array] | None) -> None:
         if self.clocks.mode.name == SYNC:

@@ -17,6 +17,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.admission import Door
 from hvdlite.ps.blocks import TensorSpec
 from hvdlite.ps.channel import Listener
+from hvdlite.ps.checkpoint_turns import CheckpointTurns
 from hvdlite.ps.layout import rebalance
 from hvdlite.ps.membership import SERVER, WORKER, ClusterPlan, Hello, Membership
 from hvdlite.ps.messages import Message
@@ -40,21 +41,29 @@ class Scheduler:
         self._door = Door(token)
         self._state_file = state_file
         self._barrier: dict[int, Answer] = {}  # Of workers that wait for all others.
-        self._met: dict[bytes, int] = {}  # Their last requests that were answered so.
+        # Worker -> its process and the barrier that it has passed last, as it counts them.
+        self._met: dict[int, tuple[str, int]] = {}
         self._news: dict[str, Any] = {}  # That all members were told last.
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "hello": self._hello, "beat": self._beat, "leave": self._leave,
             "declare": self._declare, "barrier": self._meet, "clocks": self._report,
             "plan": self._plan, "ready": self._ready, "scale": self._scale,
+            "turn": self._turn, "over": self._over,
         }  # fmt: skip
         self._change: Change | None = None  # Of the number of servers, which is under way.
         self._wanted = plan.num_servers
+        self._job = os.urandom(8).hex()  # By which servers know whose snapshots they find.
+        self._turns = CheckpointTurns()
         self._incarnations: dict[int, int] = {}  # Of servers, when the change was begun.
+        if state_file is not None:
+            state_file.parent.mkdir(parents=True, exist_ok=True)
         if state_file is not None and state_file.exists():
             state = json.loads(state_file.read_text())
             self.membership.load(state["membership"], time.monotonic())
             self.registry.load(state["registry"])
-            self._wanted = state["wanted"]
+            self._wanted, self._job = state["wanted"], state["job"]
+            self._met = {worker: (peer, count) for worker, peer, count in state["met"]}
+            self._turns = CheckpointTurns(*state["loads"])
             self.membership.servers_in_use = self.registry.layout.num_servers
 
     def serve(self, ended: Callable[[], bool]) -> None:
@@ -92,7 +101,8 @@ class Scheduler:
     def _describe(self) -> dict[str, Any]:
         """Return what members have to know."""
         return self.membership.describe() | {
-            "layout": self.registry.version, "layout_servers": self.registry.layout.num_servers,
+            "job": self._job, "layout": self.registry.version,
+            "layout_servers": self.registry.layout.num_servers,
             "change": None if self._change is None else self._change.describe(),
         }  # fmt: skip
 
@@ -170,6 +180,21 @@ class Scheduler:
         self._keep()
         return [_answer(peer, message, "done")]
 
+    # -- checkpoints
+
+    def _turn(self, peer: bytes, message: Message) -> list[Answer]:
+        member = self.membership.member_of(peer)
+        if member is None:
+            return [_answer(peer, message, "restarted")]
+        workers, now = self.membership.workers(), time.time_ns()
+        body = self._turns.ask(member.number, message.request, message.body, workers, now)
+        return [] if body is None else [_answer(peer, message, "turn", **body)]
+
+    def _over(self, peer: bytes, message: Message) -> list[Answer]:
+        self._turns.end(message.body["turn"], message.body["steps"])
+        self._keep()
+        return [_answer(peer, message, "done")]
+
     # -- requests
 
     def _hello(self, peer: bytes, message: Message) -> list[Answer]:
@@ -222,26 +247,37 @@ class Scheduler:
         first_key, parts = self.registry.declare(member.number, message.table, specs, options)
         self._keep()
         rows = [[part.key, part.start, part.stop, part.server] for part in parts]
-        about = {"layout": self.registry.version, "servers": self.registry.layout.num_servers}
+        about = {
+            "layout": self.registry.version, "servers": self.registry.layout.num_servers,
+            "first": self.registry.first_of(message.table),
+        }  # fmt: skip
         return [_answer(peer, message, "layout", first_key=first_key, parts=rows, **about)]
 
     def _meet(self, peer: bytes, message: Message) -> list[Answer]:
         member = self.membership.member_of(peer)
         if member is None:
             return [_answer(peer, message, "restarted")]
-        if message.request <= self._met.get(peer, 0):  # It was sent again, and is answered.
+        count = int(message.body["count"])
+        passed = self._met.get(member.number, ("", 0))
+        if passed[0] == peer.hex() and count <= passed[1]:  # Its answer was lost.
             return [_answer(peer, message, "done")]
-        self._barrier[member.number] = _answer(peer, message, "done")
+        self._barrier[member.number] = _answer(peer, message, "done", count=count)
         return self._open_barrier()
 
     def _open_barrier(self) -> list[Answer]:
         """Let the workers go on when each one that takes part has come."""
+        members = self.membership.members
+        for worker, waiting in [*self._barrier.items()]:
+            member = members.get((WORKER, worker))
+            if member is None or member.peer != waiting.peer:  # A successor has to come itself.
+                del self._barrier[worker]
         if not self._barrier or set(self.membership.workers()) - self._barrier.keys():
             return []
-        answers = list(self._barrier.values())
-        self._met.update((answer.peer, answer.message.request) for answer in answers)
-        self._barrier.clear()
-        return answers
+        opened, self._barrier = self._barrier, {}
+        for worker, answer in opened.items():
+            self._met[worker] = answer.peer.hex(), answer.message.body["count"]
+        self._keep()  # Before anybody hears of it: a scheduler that comes again must know, too.
+        return [*opened.values()]
 
     def _keep(self) -> None:
         """Write down what must be known again; a file that is half written is never seen."""
@@ -249,7 +285,9 @@ class Scheduler:
             return
         state = {
             "membership": self.membership.state(), "registry": self.registry.state(),
-            "wanted": self._wanted,
+            "wanted": self._wanted, "job": self._job,
+            "met": [[n, *passed] for n, passed in self._met.items()],
+            "loads": [self._turns.loads, dict(self._turns.steps)],
         }  # fmt: skip
         temporary = self._state_file.with_suffix(".unfinished")
         with open(temporary, "w", encoding="utf-8") as file:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.ps.admission import Door
-from hvdlite.ps.blocks import Block, TensorSpec
+from hvdlite.ps.blocks import Array, Block, TensorSpec
 from hvdlite.ps.channel import Listener
 from hvdlite.ps.clocks import Mode
 from hvdlite.ps.layout import Part
-from hvdlite.ps.messages import Message
+from hvdlite.ps.messages import REPLACES, Message
+from hvdlite.ps.priorities import by_priority
 from hvdlite.ps.records import OFF, Records
 from hvdlite.ps.row_store import RowsSpec
 from hvdlite.ps.row_tables import RowShare, RowTable
@@ -19,8 +20,10 @@ from hvdlite.ps.snapshots import Snapshot, SnapshotFolder
 from hvdlite.ps.tables import Answer, Saved, Table, Updater
 
 LOOK_SECONDS = 0.5
+# The payloads of messages among whose answers some have priority, each with so much for its head.
+MOST_BYTES_AT_ONCE, BYTES_OF_HEAD = 1 << 20, 1 << 14
 # Requests that depend on who keeps what.
-OF_LAYOUT = frozenset({"start", "offer", "push", "pull", "push_rows", "pull_rows"})
+OF_LAYOUT = frozenset({"start", "offer", "push", "pull", "push_rows", "pull_rows", "save", "load"})
 
 
 class TableDescription:
@@ -32,7 +35,7 @@ class TableDescription:
             specs = [TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in body["specs"]]
             self.name = name
             self.specs: Sequence[TensorSpec] = specs
-            self.mode = Mode(body["mode"], body["staleness"])
+            self.mode = Mode(body["mode"], body["staleness"], body.get("scale"))
             self.average = bool(body["average"])
             self.first_key = int(body["first_key"])  # Of the parts of its first tensor.
             self.blocks = [
@@ -58,6 +61,7 @@ def describe_table(
         "first_key": first_key,
         "mode": mode.name,
         "staleness": mode.staleness,
+        "scale": mode.scale,
         "average": average,
         "blocks": [
             [
@@ -131,10 +135,21 @@ class Server:
     def serve(self, ended: Callable[[], bool]) -> None:
         """Answer until `ended`, which is called at least twice a second."""
         while not ended():
-            received = self.listener.receive(LOOK_SECONDS)
-            if received is not None:
-                for answer in self.answer(*received):
-                    self.listener.send(*answer)
+            for answer in by_priority(self._answers(), self._first_key_of):
+                self.listener.send(*answer)
+
+    def _answers(self) -> Iterator[Answer]:
+        """Yield the answers to messages that are here, few enough that none waits for long."""
+        received = self.listener.receive(LOOK_SECONDS)
+        left = MOST_BYTES_AT_ONCE
+        while received is not None:
+            yield from self.answer(*received)
+            left -= BYTES_OF_HEAD + sum(map(len, received[1].payloads))
+            received = self.listener.receive(0) if left > 0 else None
+
+    def _first_key_of(self, table: str) -> int:
+        described = self.descriptions.get(table)
+        return 0 if described is None else described.first_key
 
     def answer(self, peer: bytes, message: Message) -> list[Answer]:
         """Return the answers to a message: some may be for other peers, which have waited.
@@ -212,6 +227,12 @@ class Server:
         values, state, version, finished, numbers = saved
         about = described.name, described.body
         return Snapshot(*about, version, finished, values, state, numbers, layout)
+
+    def replace(self, name: str, values: Sequence[Array], state: Mapping[str, Array]) -> None:
+        """Let a table have other values and another state, on disk, too, where it has snapshots."""
+        self.tables[name].replace(values, state)
+        self._saved.pop(name, None)
+        self._save(name)
 
     # -- another number of servers
 
@@ -291,6 +312,8 @@ class Server:
         table = self.tables.get(message.table)
         if worker is None or table is None:
             return [self._restarted(peer, message)]
+        if message.body.get(REPLACES):  # A snapshot that was made of other values is made again.
+            self._saved.pop(message.table, None)
         calls = {"offer": table.offer, "push": table.push, "pull": table.pull}
         return calls[message.kind.removesuffix("_rows")](peer, worker, message)
 

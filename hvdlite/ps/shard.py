@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.messages import Buffer, Message
+from hvdlite.ps.messages import REPLACES, Buffer, Message
+from hvdlite.ps.pieces import Rest
 from hvdlite.ps.records import OFF
 
 
@@ -64,6 +65,12 @@ class Shard:
         self._error: Exception | None = None  # Why the server is lost for good.
         self.records = OFF
         self.on_rollback: Callable[[PsRolledBack], None] = _nothing
+        # See [Note: first values]: the worker whose values all servers take; whose this one has;
+        # what is to be done when a server wants this worker's, and has taken them.
+        self.first: int | None = None
+        self._of: int | None = None
+        self.on_wanted: Callable[[Shard], None] = Shard.offer
+        self._on_replaced: Callable[[], None] | None = None
 
     # -- what the worker asks for
 
@@ -82,16 +89,29 @@ class Shard:
 
     def push(
         self, body: Mapping[str, Any], payloads: Sequence[Buffer],
-        done: Callable[[Message | Exception], None],
+        done: Callable[[Message | Exception], None], rest: Rest | None = None,
     ) -> None:  # fmt: skip
-        """Push the gradients of the next step; `payloads` must not change until its pull ends."""
+        """Push the gradients of the next step; `payloads` must not change until its pull ends.
+
+        `rest` is what is left of them where pieces have been sent.
+        """
         message = Message(f"push{self._kinds}", 0, self.table, self.clock, 0, body, payloads)
         self._numbers = body.get("numbers") or self._numbers
         self.clock += 1
         self._displace("push")
         self._push = _Request(message, done)
         self.records.begin("push", self.table, self._peer)
-        self._send_again("push")
+        if rest is not None and self._started and self._error is None:
+            words = {**body, **rest.body}
+            self._note("push", message._replace(body=words, payloads=rest.payloads))
+        else:
+            self._send_again("push")
+
+    def push_piece(self, body: Mapping[str, Any], payload: Buffer) -> None:
+        """Send a piece of the next push; nobody waits for the answer."""
+        if self._started and self._error is None:
+            words = f"push{self._kinds}", 0, self.table, self.clock, self.layout
+            self._send(Message(*words, body, [payload]))
 
     def pull(
         self, done: Callable[[Message | Exception], None], payloads: Sequence[Buffer] = ()
@@ -125,6 +145,21 @@ class Shard:
             first(MovedError())
         self._end("push", Message("pushed", table=self.table))
         self._end("pull", MovedError())
+
+    def offer(self) -> None:
+        """Give first values to a server that wants them."""
+        self._offer(self._first_values(), {})
+
+    @property
+    def has_others_values(self) -> bool:
+        """Whether the server has begun with the first values of another worker."""
+        begun = self._started and self.version == -1
+        return begun and self._of is not None and self._of != self._worker
+
+    def replace_first(self, done: Callable[[], None]) -> None:
+        """Give first values to a server that has others; then call `done`."""
+        self._on_replaced = done
+        self._offer(self._first_values(), {REPLACES: True})
 
     @property
     def is_used(self) -> bool:
@@ -195,12 +230,18 @@ class Shard:
             self._end(kind, message)
 
     def _receive_start(self, message: Message) -> None:
+        replaced, self._on_replaced = self._on_replaced, None
+        if replaced is not None:
+            replaced()
         if message.kind == "wanted":
-            values = self._first_values() if self._pulled is None else self._pulled
-            self._note("start", Message("offer", 0, self.table, payloads=values))
+            if self._pulled is None:
+                self.on_wanted(self)
+            else:
+                self._offer(self._pulled, {})
         elif message.kind == "started":
             self._started = True
             self._extra = {}
+            self._of = message.body.get("of")
             first = self._on_start
             if first is not None:
                 self._on_start = None
@@ -246,10 +287,13 @@ class Shard:
             stale=message.body.get("stale"), nbytes=sum(map(len, payloads)),
         )  # fmt: skip
 
+    def _offer(self, values: Sequence[Buffer], body: Mapping[str, Any]) -> None:
+        self._note("start", Message("offer", 0, self.table, body=body, payloads=values))
+
     def _say_start(self) -> None:
         body: dict[str, Any] = {
             "worker": self._worker, "table": self._description, "version": self.version,
-            "numbers": self._numbers, **self._extra,
+            "numbers": self._numbers, "first": self.first, **self._extra,
         }  # fmt: skip
         if self._on_start is None:
             body["clock"] = self.clock if self._push is None else self._push.message.clock
@@ -285,6 +329,7 @@ class Shard:
         self._end(word, HorovodInternalError(why, job_goes_on=True))
 
     def _fail_all(self, error: Exception) -> None:
+        self._on_replaced = None
         first, self._on_start = self._on_start, None
         if first is not None:
             first(error)

@@ -33,6 +33,7 @@ except ImportError as error:  # pragma: no cover - the extra is installed where 
 
 KEPT = 2
 SUFFIX = ".safetensors"
+JOB_FILE = "job"  # In the folder of a server: the identity of the job.
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,23 @@ class SnapshotFolder:
         self._idle = threading.Event()  # Nothing is being written.
         self._idle.set()
         self._error: Exception | None = None
+
+    def belong_to(self, job: str) -> None:
+        """Take note of the job whose snapshots these are.
+
+        Raises HorovodInternalError where there are those of another job: its weights must not
+        become the first ones of this job unseen.
+        """
+        mark = self._path / JOB_FILE
+        known = mark.read_text() if mark.exists() else ""
+        if known != job and any(self._path.glob(f"*/*{SUFFIX}")):
+            raise HorovodInternalError(
+                f"{self._path} has snapshots of another job, and server {self._server} would begin "
+                "with its weights: remove the folder, or give each job one of its own "
+                "(--ps-snapshot, HVDLITE_PS_SNAPSHOT). To go on from a job that has ended, save "
+                "with ps.save, and load with ps.load"
+            )
+        mark.write_text(job)
 
     def write(self, snapshot: Snapshot) -> None:
         """Write a snapshot; it is on disk when this returns."""
@@ -112,7 +130,7 @@ class SnapshotFolder:
         Raises HorovodInternalError for one that is damaged.
         """
         found = []
-        for folder in sorted(self._path.iterdir()):
+        for folder in sorted(path for path in self._path.iterdir() if path.is_dir()):
             files = sorted(folder.glob(f"{layout:06}-*{SUFFIX}"))
             if files:
                 found.append(self._read(unquote(folder.name), files[-1]))

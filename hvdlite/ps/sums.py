@@ -29,6 +29,18 @@ def add_up(summands: Sequence[Array], *, average: bool, into: Array | None = Non
     return result
 
 
+def divided(array: Array, count: int) -> Array:
+    """Return an array divided by `count`, in its dtype, as `add_up` averages."""
+    if count == 1:
+        return array
+    if array.dtype.kind in "iu":
+        return array // count
+    wide = wide_dtype(array.dtype)
+    with np.errstate(all="ignore"):
+        product: Array = array.astype(wide, copy=False) * wide.type(1 / count)
+    return product.astype(array.dtype, copy=False)
+
+
 def _add(summands: Sequence[Array], result: Array, count: int) -> None:
     """Set result to the sum, divided by `count` by a product, as floats are."""
     kernel = _kernel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from hvdlite.ps.client import Client
@@ -33,14 +33,16 @@ class TableShards:
         self.is_sync = mode == SYNC
         self.gate = Gate(lambda: self.clock, lambda: any(each.failed for each in self._shards))
         self._rolled_back: PsRolledBack | None = None
-        for shard in self._shards:
-            shard.on_rollback = self._go_back
+        self.steps_before = 0  # Of a training that was loaded: its steps are not counted again.
+        self.on_load: Callable[[], object] | None = None  # Pulls the values that were loaded.
+        self._listen_to_shards()
         try:
             self._start()
         except MovedError:
             for shard in self._shards:
                 client.call(shard.retire)
             raise
+        self.entered_at = self.clock  # The steps that others had made before.
 
     def _start(self) -> None:
         """Take part at the same step at all servers.
@@ -62,10 +64,47 @@ class TableShards:
         for handle in [self._client.ask(partial(shard.enter_at, top)) for shard in behind]:
             handle.wait()
 
+    def _listen_to_shards(self) -> None:
+        for shard in self._shards:
+            shard.on_rollback, shard.on_wanted = self._go_back, self._offer
+
+    def _offer(self, wanted: Shard) -> None:
+        """Give first values to a server, in the client; before, to those that have others.
+
+        See [Note: first values].
+        """
+        others = [each for each in self._shards if each is not wanted and each.has_others_values]
+        waiting = set(others)
+
+        def replaced(shard: Shard) -> None:
+            waiting.discard(shard)
+            if not waiting:
+                wanted.offer()
+
+        for each in others:
+            each.replace_first(partial(replaced, each))
+        if not others:
+            wanted.offer()
+
     @property
     def clock(self) -> int:
         """The number of steps that this worker has finished."""
         return min(shard.clock for shard in self._shards)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its tensors are kept whole."""
+        return False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The version of the layout, and how many servers keep the table in it."""
+        return self.layout, len(self._shards)
+
+    def refresh(self) -> None:
+        """Take note that the servers have other values."""
+        if self.on_load is not None:
+            self.on_load()
 
     def _go_back(self, error: PsRolledBack) -> None:
         """Go back at all servers, as one has lost steps, in the client."""
@@ -92,8 +131,7 @@ class TableShards:
     def _replace_shards(self, shards: Sequence[Shard], layout: int) -> None:
         """Use other shards; what waited for the old ones asks the new ones."""
         old, self._shards, self.layout = self._shards, list(shards), layout
-        for shard in self._shards:
-            shard.on_rollback = self._go_back
+        self._listen_to_shards()
         for shard in old:
             shard.retire()
         for shard in self._shards:

@@ -17,9 +17,10 @@ import numpy as np
 
 from hvdlite.ps.blocks import Array, Block
 from hvdlite.ps.clocks import SYNC, Clocks, Mode
-from hvdlite.ps.messages import Buffer, Message
+from hvdlite.ps.messages import REPLACES, Message
+from hvdlite.ps.pieces import PIECE, Assemblies, is_piece
 from hvdlite.ps.records import OFF
-from hvdlite.ps.sums import add_up
+from hvdlite.ps.sums import add_up, divided
 
 SKIP = "skip"  # In the body of a push: a loss scaler has found an overflow; no update is made.
 
@@ -72,6 +73,7 @@ class _Start:
     clock: int | None  # Its next step; None: it has none, and takes the one that it is given.
     version: int  # Of the values that it has; -1: first ones; -2: none, which others have.
     enters: int = 0  # It takes part from this step on, and not before.
+    first: int | None = None  # The worker whose first values all servers take.
 
 
 class Pull(NamedTuple):
@@ -96,10 +98,12 @@ class Table:
         self._restored = False
         self._workers: set[int] = set()
         self._wanted: int | None = None  # The worker whose values are awaited.
+        self._of: int | None = None  # The worker whose first values it has begun with.
         self._starts: dict[int, _Start] = {}
         self._pulls: dict[int, Pull] = {}
         # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
         self._gradients: dict[int, dict[int, list[Array] | None]] = {}
+        self._pieces = Assemblies(self.blocks)
         self._totals: dict[int, Array] = {}
         self._numbers: list[Mapping[str, Any]] = []
         # Version -> a copy of its values, of the two newest ones that were pulled. A worker that
@@ -142,6 +146,12 @@ class Table:
         self._numbers = list(saved.numbers)
         self.begun = True
 
+    def replace(self, values: Sequence[Array], state: Mapping[str, Array]) -> None:
+        """Have other values and another state from now on, at the same version."""
+        self.updater.begin(values)
+        self.updater.load(state)
+        self._sent.clear()
+
     def moved(self) -> list[Answer]:
         """Return what workers hear that wait for this table, when other servers keep it."""
         waiting = [(each.peer, each.request) for each in self._starts.values()]
@@ -165,8 +175,9 @@ class Table:
         if worker == self._wanted:  # It asks again, as it has not heard that it is wanted.
             self._wanted = None
         self._starts[worker] = _Start(
-            peer, message.request, body.get("clock"), body.get("version", -1), body.get("enters", 0)
-        )
+            peer, message.request, body.get("clock"), body.get("version", -1),
+            body.get("enters", 0), body.get("first"),
+        )  # fmt: skip
         if not self._numbers and body.get("numbers"):
             self._numbers = list(body["numbers"])
         return self.look(workers)
@@ -182,18 +193,42 @@ class Table:
         if self._wanted in self._starts and self._wanted in workers:
             return []
         missing = set(workers) - self._starts.keys() - set(self.others())
-        offers = [worker for worker, start in self._starts.items() if start.version >= -1]
+        offers = [w for w, each in self._starts.items() if each.version >= -1 and w in workers]
         if not self._starts or (missing and (self._restored or self._lost_steps())):
             return []
-        if not offers:  # They take part in what another worker begins.
-            return self._begin() if self._restored else []
-        best = max(offers, key=lambda worker: (self._starts[worker].version, -worker))
-        is_older = self._starts[best].version <= self.version
-        if self._restored and (is_older or self._goes_back):
+        newest = max((self._starts[worker].version for worker in offers), default=-2)
+        if self._restored and (newest <= self.version or self._goes_back):
             return self._begin()
-        self._wanted = best
-        start = self._starts[best]
+        chosen = self._chosen(offers, newest)
+        if chosen is None:
+            return []
+        self._wanted = chosen
+        start = self._starts[chosen]
         return [self._answer(start.peer, start.request, "wanted")]
+
+    def _chosen(self, offers: Sequence[int], newest: int) -> int | None:
+        """Return the worker that is to offer its values; None: it has not come yet."""
+        if not offers:  # They take part in what another worker begins.
+            return None
+        if newest < 0:
+            return self._first_of(offers)
+        return min(worker for worker in offers if self._starts[worker].version == newest)
+
+    def _first_of(self, offers: Sequence[int]) -> int | None:
+        """Return the worker whose first values are taken; None: it has not started yet.
+
+        [Note: first values] Workers may begin with different values, and come to the servers in
+        another order to each. All servers take those of the worker that has declared the table
+        first. Where it is lost before, all wait until everybody has started, and take those of the
+        lowest number. That worker also replaces the values that other servers have of the lost one:
+        nobody has pulled them, since no worker goes on before all servers have begun.
+        """
+        firsts = [each.first for each in self._starts.values() if each.first is not None]
+        first = firsts[0] if firsts else None
+        if first is None or first in offers:
+            return min(offers) if first is None else first
+        missing = self._workers - self._starts.keys()
+        return None if first in missing or missing - set(self.others()) else min(offers)
 
     def _lost_steps(self) -> bool:
         """Return whether workers have finished steps that this server has forgotten.
@@ -206,14 +241,14 @@ class Table:
     def offer(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Begin with the values of a worker, unless the table has begun."""
         if self.begun:  # The answer was lost, or others had newer values.
-            body = {"clock": self.clocks.enter(worker), "is_known": True}
+            if message.body.get(REPLACES) and self._is_unread():
+                self.updater.begin(self._first_values_of(worker, message))
+                self._sent.clear()
+            body = {"clock": self.clocks.enter(worker), "is_known": True, "of": self._of}
             return [self._answer(peer, message.request, "started", body)]
         if worker != self._wanted:
             return []
-        values = [
-            block.view(data).copy()
-            for block, data in zip(self.blocks, message.payloads, strict=True)
-        ]
+        values = self._first_values_of(worker, message)
         start = self._starts[worker]
         start.peer, start.request = peer, message.request
         self.updater.begin(values)
@@ -222,6 +257,18 @@ class Table:
             for number in self._workers:
                 self.clocks.finished.setdefault(number, self.version)
         return self._begin()
+
+    def _first_values_of(self, worker: int, message: Message) -> list[Array]:
+        self._of = worker
+        return [
+            block.view(data).copy()
+            for block, data in zip(self.blocks, message.payloads, strict=True)
+        ]
+
+    def _is_unread(self) -> bool:
+        """Return whether nobody has pulled the first values, or pushed to them."""
+        pushed = self.version or any(self.clocks.finished.values()) or self.clocks.present
+        return self._of is not None and not pushed and not self._given
 
     def _begin(self) -> list[Answer]:
         self.begun = True
@@ -238,7 +285,9 @@ class Table:
                 self.clocks.finished[worker] = max(known, self.version if sync else start.clock)
                 if sync and start.clock > self.version:
                     kind = "rolled_back"
-            body = {"clock": self.clocks.enter(worker), "is_known": worker in knew}
+            body: dict[str, Any] = {
+                "clock": self.clocks.enter(worker), "is_known": worker in knew, "of": self._of
+            }  # fmt: skip
             if start.enters > body["clock"]:
                 body["clock"] = self.clocks.finished[worker] = start.enters
             answers.append(self._answer(start.peer, start.request, kind, body))
@@ -251,19 +300,28 @@ class Table:
         """Take the gradients of a step; one that was here before is answered, and not applied."""
         if not self.begun or worker not in self.clocks.finished:
             return [self._answer(peer, message.request, "restarted")]
-        skips = bool(message.body.get(SKIP))
-        gradients = None if skips else self._gradients_of(message)
+        expected = self.clocks.finished[worker]
+        if is_piece(message.body):
+            if message.clock == expected:
+                self._pieces.add(worker, message)
+            return [self._answer(peer, message.request, "pushed")]
+        gradients = None
+        if message.clock >= expected and not message.body.get(SKIP):
+            gradients = self._assembled(worker, message)
+            if gradients is None:  # The worker then starts again, and sends all of its push.
+                return [self._answer(peer, message.request, "restarted")]
         # The updates since the values with which the gradients were computed.
         stale = max(0, self.version - self._given.get(worker, self.version))
         if self.clocks.push(worker, message.clock):
+            self._pieces.forget(worker)
             self.records.begin("push", self.name, f"worker {worker}")
             if numbers := message.body.get("numbers"):
                 self._numbers = numbers
             if self.clocks.mode.name == SYNC:
                 self._gradients.setdefault(message.clock, {})[worker] = gradients
             else:
-                self._update(gradients)
-            self._record("push", worker, message.clock, stale, message.payloads)
+                self._update(gradients and self._scaled(gradients))
+            self._record("push", worker, message.clock, stale, _nbytes_of(gradients or ()))
         answer = self._answer(peer, message.request, "pushed", {"stale": stale})
         return [answer, *self._go_on()]
 
@@ -280,6 +338,7 @@ class Table:
         self.clocks.leave(worker)
         self._starts.pop(worker, None)
         self._pulls.pop(worker, None)
+        self._pieces.forget(worker)
         return self._go_on() if self.begun else []
 
     def _go_on(self) -> list[Answer]:
@@ -300,13 +359,11 @@ class Table:
 
     # -- what is recorded
 
-    def _record(
-        self, kind: str, worker: int, clock: int, stale: int, payloads: Sequence[Buffer]
-    ) -> None:
+    def _record(self, kind: str, worker: int, clock: int, stale: int, nbytes: int) -> None:
         if self.records.enabled:
             self.records.end(
                 kind, self.name, f"worker {worker}", version=self.version, clock=clock,
-                stale=stale, nbytes=sum(map(len, payloads)),
+                stale=stale, nbytes=nbytes,
             )  # fmt: skip
 
     def _record_pull(self, worker: int, pull: Pull, answer: Answer) -> Answer:
@@ -314,10 +371,17 @@ class Table:
         message, clock = answer.message, pull.message.clock
         self._given[worker] = message.clock
         stale = max(0, clock - min(self.clocks.finished.values(), default=clock))
-        self._record("pull", worker, clock, stale, message.payloads)
+        nbytes = sum(map(len, message.payloads))
+        self._record("pull", worker, clock, stale, nbytes)
         return answer._replace(message=message._replace(body={**message.body, "stale": stale}))
 
     # -- parts
+
+    def _assembled(self, worker: int, message: Message) -> list[Array] | None:
+        """Return the gradients of a push; None where pieces that have gone before are not here."""
+        if PIECE in message.body:
+            return self._pieces.take(worker, message)
+        return self._gradients_of(message)
 
     def _gradients_of(self, message: Message) -> list[Array]:
         return [block.view(data) for block, data in zip(self.blocks, message.payloads, strict=True)]
@@ -336,6 +400,13 @@ class Table:
                 summands.append(each[number])
             total.append(add_up(summands, average=self._average, into=self._total_of(number)))
         return total
+
+    def _scaled(self, gradients: list[Array]) -> list[Array]:
+        """Return the gradients of one push as an update of async or ssp takes them."""
+        if self.clocks.mode.scale is None:
+            return gradients
+        workers = len(self.clocks.finished)
+        return [divided(gradient, workers) for gradient in gradients]
 
     def _total_of(self, number: int) -> Array:
         """Return memory for a sum, the same each time: new pages cost more than the sum."""
@@ -377,3 +448,7 @@ class Table:
             kind, request, self.name, self.version, self._incarnation, body or {}, payloads
         )
         return Answer(peer, message)
+
+
+def _nbytes_of(arrays: Sequence[Array]) -> int:
+    return sum(array.nbytes for array in arrays)

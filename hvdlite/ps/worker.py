@@ -15,12 +15,13 @@ from hvdlite.common.plain.handles import Handle
 from hvdlite.common.runtime.state import find as find_runtime
 from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of, dtype_of
 from hvdlite.ps.client import Client
-from hvdlite.ps.clocks import Mode
+from hvdlite.ps.early import EarlyPushes
 from hvdlite.ps.enrolment import Enrolment
 from hvdlite.ps.follower import LayoutFollower
 from hvdlite.ps.layout import Layout, Part
 from hvdlite.ps.link import ServerLink
 from hvdlite.ps.messages import Message
+from hvdlite.ps.pieces import Rest
 from hvdlite.ps.records import Records
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.remote_rows import RemoteRows
@@ -53,12 +54,15 @@ class Worker:
         except BaseException:
             self._client.close()
             raise
+        self._client.on_failure = self._fail
         self._client.every(WATCH_SECONDS, self._watch)
         rank = None if settings.independent else find_runtime()
         self._client.records = Records.by_settings(
             os.environ, WORKER, self.number, None if rank is None else rank.timeline
         )
         self.size = settings.num_workers
+        self._barriers = 0  # That this process has come to.
+        self.loads = 0  # How many times the tables were loaded.
         self.named: dict[str, RemoteTable | RemoteRows] = {}  # The tables of this worker.
 
     @property
@@ -82,10 +86,14 @@ class Worker:
             if number >= body["layout_servers"] and not self._servers[number].is_used:
                 self._servers.pop(number).close()
         if body["failure"]:
-            self.failure = body["failure"]
-            for link in self._servers.values():
-                link.fail(HorovodInternalError(self.failure))
-            self._enrolment.fail_requests(self.failure)
+            self._fail(HorovodInternalError(body["failure"]))
+
+    def _fail(self, error: Exception) -> None:
+        """Fail all that waits for servers or the scheduler, or will."""
+        self.failure = str(error)
+        for link in self._servers.values():
+            link.fail(error)
+        self._enrolment.fail_requests(self.failure)
 
     def _watch(self) -> None:
         now = time.monotonic()
@@ -127,7 +135,7 @@ class Worker:
 
     def find(self, name: str) -> tuple[list[TensorSpec], TableOptions] | None:
         """Return what other workers have declared a table to be; None where nobody has."""
-        body = self._ask(Message("declare", 0, name)).body
+        body = self.ask(Message("declare", 0, name)).body
         if not body["specs"]:
             return None
         specs = [TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in body["specs"]]
@@ -136,7 +144,7 @@ class Worker:
     def _follow(self, declaration: Message, make: Callable[[Message], AnyTable]) -> AnyTable:
         """Return a table that is where the scheduler says, and follows it wherever it goes."""
         while True:
-            answer = self._ask(declaration)
+            answer = self.ask(declaration)
             try:
                 table = make(answer)
             except MovedError:
@@ -157,13 +165,15 @@ class Worker:
         that is not lower than the present one; a server that is started with HVDLITE_PS_JOIN=1 is
         one more.
         """
-        self._ask(Message("scale", body={"servers": servers}))
+        self.ask(Message("scale", body={"servers": servers}))
 
     def barrier(self) -> None:
         """Wait until all workers have come here."""
-        self._ask(Message("barrier"))
+        self._barriers += 1
+        self.ask(Message("barrier", body={"count": self._barriers}))
 
-    def _ask(self, message: Message) -> Message:
+    def ask(self, message: Message) -> Message:
+        """Return the scheduler's answer. Raises `HorovodInternalError` where it refuses."""
         while True:
             handle = self._client.ask(lambda done: self._enrolment.request(message, done))
             answer: Message = handle.wait()
@@ -172,9 +182,20 @@ class Worker:
             if answer.kind != "restarted":  # Else the scheduler has to hear of this worker first.
                 return answer
 
+    def ask_servers(self, servers: int, message: Message) -> list[Message]:
+        """Return what servers answer, beginning with server 0. Raises where one is lost for good.
+
+        Raises `MovedError` where the cluster has fewer servers.
+        """
+        if any(number not in self._servers for number in range(servers)):
+            raise MovedError()
+        links = self._links(servers)
+        handles = [self._client.ask(partial(link.ask, message)) for link in links]
+        return [handle.wait() for handle in handles]
+
     def leave(self) -> None:
         """Let the others go on without this worker, and end its connections."""
-        for server in [each for each in self._servers.values() if each.is_used]:
+        for server in [each for each in [*self._servers.values()] if each.is_used]:
             self._client.ask(server.leave).ended_within(5.0)
         self._enrolment.leave()
         self.close()
@@ -204,7 +225,9 @@ class RemoteTable(TableShards):
         self._first_key = answer.body["first_key"]
         self._blocks = self._blocks_of(answer)
         self._staging: list[list[Array]] = []
+        self._client = client
         shards = self._new_shards(answer)
+        self._early = self._new_early(shards)
         super().__init__(client, shards, options.mode, declaration, answer.body["layout"])
 
     def _blocks_of(self, answer: Message) -> list[list[Block]]:
@@ -214,7 +237,7 @@ class RemoteTable(TableShards):
 
     def _new_shards(self, answer: Message) -> list[Shard]:
         shards = []
-        mode, average = Mode(self._options.mode, self._options.staleness), self._options.average
+        mode, average = self._options.clock_mode, self._options.average
         for server, link in enumerate(self._links(answer.body["servers"])):
             described = describe_table(
                 self.specs, self._blocks[server], mode, average=average, first_key=self._first_key
@@ -224,10 +247,19 @@ class RemoteTable(TableShards):
                 partial(self._cut_values, self._values, server), link.send,
                 layout=answer.body["layout"],
             )  # fmt: skip
-            shard.version = self.first_version
+            shard.version, shard.first = self.first_version, answer.body.get("first")
             link.add(shard)
             shards.append(shard)
         return shards
+
+    def _new_early(self, shards: Sequence[Shard]) -> EarlyPushes:
+        links = self._links(len(shards))
+        return EarlyPushes(self._client, self._blocks, self._first_key, shards, links)
+
+    @property
+    def is_whole(self) -> bool:
+        """See `TableShards`."""
+        return self._options.part_bytes is None
 
     def move(self, answer: Message) -> None:
         """See `TableShards`. What was pulled last stays known, should a server be lost."""
@@ -238,6 +270,7 @@ class RemoteTable(TableShards):
         for server, shard in enumerate(shards):
             values = None if pulled is None else self._cut(pulled, server)
             shard.take_over(old[min(server, len(old) - 1)], version, values)
+        self._early = self._new_early(shards)
         self._replace_shards(shards, answer.body["layout"])
 
     def _pulled_tensors(self) -> list[Array] | None:
@@ -260,14 +293,27 @@ class RemoteTable(TableShards):
 
         Raises `PsRolledBack`.
         """
-        self.raise_if_rolled_back()
+        try:
+            self.raise_if_rolled_back()
+        except PsRolledBack:
+            self._early.end(())
+            raise
         self.gate.let_pass()
         handles = []
+        rest_of = self._early.end(tensors)
         for server, shard in enumerate(self._shards):
             payloads = self._cut(tensors, server) if tensors else []
-            handles.append(self._client.ask(_push(shard, body, payloads)))
+            rest = rest_of(server, payloads)
+            handles.append(self._client.ask(_push(shard, body, payloads, rest)))
         joined(handles, lambda _: None).on_end(self.gate.answered)
         return handles
+
+    def push_early(self, tensor: int, gradient: Callable[[], Array]) -> None:
+        """Send what is large of the flat gradient of a tensor, if it goes to another host.
+
+        The push compares it with what it is given then. May be called in any thread.
+        """
+        self._early.send(tensor, gradient)
 
     def pull(self, tensors: Sequence[Array]) -> None:
         """Pull the values that the next step needs into flat tensors.
@@ -313,9 +359,9 @@ def _declaration(name: str, specs: Sequence[TensorSpec], options: TableOptions) 
 
 
 def _push(
-    shard: Shard, body: Mapping[str, Any], payloads: Sequence[memoryview]
+    shard: Shard, body: Mapping[str, Any], payloads: Sequence[memoryview], rest: Rest | None
 ) -> Callable[[Callable[[Message | Exception], None]], None]:
-    return lambda done: shard.push(body, payloads, done)
+    return lambda done: shard.push(body, payloads, done, rest)
 
 
 def _identity(settings: ClusterSettings, number: int | None) -> bytes:

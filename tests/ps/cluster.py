@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,13 @@ class Cluster:
 
     def __init__(
         self, folder: Path, servers: int, workers: int, *, every: int = 0,
-        updater: Callable[[], Updater] = Momentum, curve: bool = False, **plan: Any,
+        updater: Callable[[], Updater] = Momentum, curve: bool = False,
+        updater_of: Callable[[TableDescription], Updater] | None = None, **plan: Any,
     ) -> None:  # fmt: skip
         words = {"independent": True, "worker_seconds": 30.0, "server_seconds": 30.0, **plan}
         self.plan = ClusterPlan(servers, workers, **words)
         self.folder, self._updater = folder, updater
+        self._updater_of = updater_of  # Instead of `updater`.
         self.settings = ClusterSettings(
             WORKER, "127.0.0.1:0", servers, workers, token=b"a secret", independent=True,
             curve=curve, start_seconds=LIMIT_SECONDS, server_seconds=LIMIT_SECONDS,
@@ -77,7 +80,10 @@ class Cluster:
         self.servers: list[Loop] = []
         for number in range(servers):
             self.servers.append(self.start_server(number))
-            wait_until(lambda number=number: ("server", number) in self.state.membership.members)
+            wait_until(partial(self._is_member, "server", number))
+
+    def _is_member(self, role: str, number: int) -> bool:
+        return (role, number) in self.state.membership.members
 
     def start_scheduler(self) -> None:
         ready = threading.Event()
@@ -102,6 +108,8 @@ class Cluster:
         settings = replace(self.settings, role=SERVER, node_id=name, joins=joins)
 
         def new_updater(described: TableDescription) -> Updater:
+            if self._updater_of is not None:
+                return self._updater_of(described)
             if described.rows is None:
                 return self._updater()
             return AddedRows(RowStore(described.name, described.rows.spec))
@@ -147,7 +155,8 @@ class Trainer:
         self.table.push([np.ones(size) for size in SIZES], {})
 
     def push(self) -> list[Any]:
-        return self.table.push(gradients_of(self.table.clock, self.worker.number), {})
+        step = self.table.clock + self.table.steps_before
+        return self.table.push(gradients_of(step, self.worker.number), {})
 
 
 def trainers(cluster: Cluster, count: int, *mode: Any) -> list[Trainer]:

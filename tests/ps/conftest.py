@@ -22,7 +22,9 @@ def new_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     made: list[Cluster] = []
 
     def new(servers: int, workers: int, **words: Any) -> Cluster:
-        made.append(Cluster(tmp_path, servers, workers, **words))
+        folder = tmp_path / words.pop("folder", "")
+        folder.mkdir(exist_ok=True)
+        made.append(Cluster(folder, servers, workers, **words))
         return made[-1]
 
     yield new

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -110,6 +112,25 @@ class Cluster:
     def weights(self, worker: int) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = torch.load(self.folder / f"worker{worker}.pt")
         return found
+
+    def times(self, worker: int) -> list[float]:
+        """Return when the first step of a worker has begun, and when each has ended."""
+        found: list[float] = json.loads((self.folder / f"worker{worker}.json").read_text())
+        return found
+
+    def wait_for_file(self, name: str) -> None:
+        """Wait until a process has made a file in the folder."""
+        limit = time.monotonic() + LIMIT_SECONDS
+        while not (self.folder / name).exists():
+            codes = {each: process.exitcode for each, process in self.processes.items()}
+            said = "".join(map(self.said, self.processes))
+            assert time.monotonic() < limit and not any(codes.values()), (name, codes, said)
+            time.sleep(0.002)
+
+    def kill(self, name: str) -> None:
+        """Kill a process by SIGKILL."""
+        self.processes[name].kill()
+        self.processes[name].join()
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"

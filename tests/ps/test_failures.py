@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +100,7 @@ def test_steps_that_nobody_has_are_done_again_on_all_servers(
 
     in_threads(*[lambda t=trainer: push(33)(t) for trainer in pair])
     cluster.restart_server(lost)
+    begin = time.monotonic()
 
     def goes_back(trainer: Trainer) -> int:
         with pytest.raises(PsRolledBack, match="goes on from step 20, and this worker") as raised:
@@ -105,6 +108,7 @@ def test_steps_that_nobody_has_are_done_again_on_all_servers(
         return raised.value.version
 
     assert in_threads(*[lambda t=trainer: goes_back(t) for trainer in pair]) == [20, 20]
+    assert time.monotonic() - begin < 5.0
     assert [trainer.table.clock for trainer in pair] == [20, 20]
     in_threads(*[lambda t=trainer: t.train(40) for trainer in pair])
     assert [bits(trainer.values) for trainer in pair] == [train_in_one(40, both)] * 2
@@ -159,7 +163,15 @@ def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(
     first, second = trainers(cluster, 2)
     in_threads(lambda: first.train(5), lambda: second.train(5))
 
+    links = [*first.worker._servers.values()]
+    connections = [link._connection for link in links if link._connection is not None]
+    before = [connection.resent for connection in connections]
+    begin = time.monotonic()
+
     def returns() -> Trainer:
+        second.worker.close()
+        for connection, count in zip(connections, before, strict=True):  # The first one waits.
+            wait_until(lambda at=connection, n=count: at.resent >= n + 2)  # type: ignore[misc]
         again = come_back(cluster, second)
         assert again.table.clock == 5
         again.train(12)
@@ -167,6 +179,10 @@ def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(
 
     _, again = in_threads(lambda: first.train(12), returns)
     assert bits(first.values) == bits(again.values) == train_in_one(12, both)
+    # A push and a pull of each step; each is sent again after 0.1 s, 0.3 s, 0.7 s and so on.
+    most = 2 * 7 * math.log2((time.monotonic() - begin) / 0.1 + 1)
+    for connection, count in zip(connections, before, strict=True):
+        assert 2 <= connection.resent - count <= most
 
 
 def test_a_worker_killed_between_two_pushes_does_its_step_again(new_cluster: NewCluster) -> None:
@@ -199,6 +215,18 @@ def test_sync_waits_for_a_lost_worker_and_goes_on_without_it(new_cluster: NewClu
     in_threads(lambda: first.train(9), lambda: second.train(9))
     assert bits(first.values) == bits(second.values)
     assert bits(first.values) == train_in_one(9, lambda step: [0, 1, 2] if step < 4 else [0, 1])
+
+
+def test_a_worker_beats_several_times_within_the_silence_that_counts_as_its_loss(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = new_cluster(1, 1, worker_seconds=0.4)
+    monkeypatch.setattr(enrolment, "BEAT_SECONDS", 2.0)
+    worker = cluster.worker("worker 0", worker_seconds=0.4)
+    member = cluster.state.membership.members["worker", 0]
+    for _ in range(4):
+        wait_until(lambda heard=member.heard: member.heard > heard, 0.4)  # type: ignore[misc]
+    assert cluster.state.membership.workers() == [worker.number]
 
 
 @pytest.mark.parametrize(("mode", "staleness"), [(ASYNC, None), (SSP, 3)])
@@ -321,6 +349,17 @@ def test_all_is_encrypted_with_keys_from_the_token(new_cluster: NewCluster) -> N
     (trainer,) = trainers(cluster, 1)
     trainer.train(5)
     assert bits(trainer.values) == train_in_one(5, lambda _step: [0])
+
+
+@pytest.mark.parametrize("words", [{"token": b"a guess"}, {"curve": False}])
+def test_who_is_never_answered_hears_what_may_be_wrong(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any]
+) -> None:
+    cluster = new_cluster(1, 1, curve=True)
+    trainers(cluster, 1)
+    monkeypatch.setattr("hvdlite.ps.worker.ANSWER_SECONDS", 0.2)
+    with pytest.raises(HorovodInternalError, match="the same HVDLITE_PS_CURVE and HVDLITE_PS_TO"):
+        cluster.worker("stranger", start_seconds=0.1, **words)
 
 
 def test_a_table_that_differs_fails_in_that_worker_alone(

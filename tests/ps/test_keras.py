@@ -17,8 +17,11 @@ tf = pytest.importorskip("tensorflow")
 from hvdlite.keras import ps  # noqa: E402
 from hvdlite.keras.server_updater import KerasUpdater  # noqa: E402
 from hvdlite.ps import context  # noqa: E402
+from hvdlite.ps.blocks import Block  # noqa: E402
 from hvdlite.ps.client import Client  # noqa: E402
+from hvdlite.ps.layout import Part  # noqa: E402
 from hvdlite.ps.messages import Message  # noqa: E402
+from hvdlite.ps.moving import Share  # noqa: E402
 from hvdlite.ps.registry import Registry  # noqa: E402
 from hvdlite.ps.worker import RemoteTable  # noqa: E402
 from tests.ps.test_training import RunningServer, in_threads  # noqa: E402
@@ -226,6 +229,33 @@ def test_a_model_is_saved_with_the_name_of_the_optimizer() -> None:
     assert (saved["module"], saved["class_name"]) == ("keras.optimizers", "SGD")
     with pytest.raises(ValueError, match="made by servers already"):
         ps.DistributedOptimizer(optimizer)
+
+
+def test_state_of_blocks_goes_to_other_servers() -> None:
+    """Those of two servers, as when servers come and go, and when a checkpoint is loaded."""
+    new = partial(keras.optimizers.Adam, 0.1)
+    gradients = [np.random.default_rng(n).normal(size=9).astype("float32") for n in range(6)]
+    spans = ([(0, 0, 5)], [(0, 5, 6), (1, 0, 3)])  # Key, start and stop of what each one has.
+    old = [Block("float32", 0, tuple(Part(*part, 0) for part in each)) for each in spans]
+    next_one = Block("float32", 0, (Part(0, 0, 6, 0), Part(1, 0, 3, 0)))
+    undisturbed, first, second = (KerasUpdater(new()) for _ in range(3))
+    for updater, size in ((undisturbed, 9), (first, 5), (second, 4)):
+        updater.begin([np.ones(size, np.float32)])
+    for each in gradients[:3]:
+        for updater, part in ((undisturbed, each), (first, each[:5]), (second, each[5:])):
+            updater.step([part], [{"learning_rate": 0.1}])
+    shares = [
+        Share.of([block], updater.values(), updater.state(), is_rows=False)
+        for block, updater in zip(old, (first, second), strict=True)
+    ]
+    values, state = Share.joined([next_one], shares)
+    assert state["0.velocity"].shape == (9,) and state["0.iteration"] == 3
+    first.begin(values)  # Of a server that has stepped with other blocks before.
+    first.load(state)
+    for each in gradients[3:]:
+        for updater in (undisturbed, first):
+            updater.step([each], [{"learning_rate": 0.1}])
+    np.testing.assert_allclose(first.values()[0], undisturbed.values()[0], rtol=1e-6)
 
 
 def test_a_server_goes_on_after_a_snapshot() -> None:

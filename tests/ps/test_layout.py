@@ -120,6 +120,16 @@ def test_a_hundred_thousand_parts_are_placed_in_a_second() -> None:
     assert time.process_time() - begin < 5  # a second where nothing else runs
 
 
+@pytest.mark.parametrize("elements", [1 << 29, (1 << 33) + 5])
+def test_a_tensor_of_more_than_2_gib_is_cut_into_parts(elements: int) -> None:
+    layout = place([elements], [4], 3)
+    assert max(map(layout.bytes_of, layout.parts)) <= 4_096_000
+    ends = [0, *(part.stop for part in layout.parts)]
+    assert [part.start for part in layout.parts] == ends[:-1]
+    assert ends[-1] == elements
+    assert max(layout.loads()) - min(layout.loads()) <= 4_096_000
+
+
 def test_ranges_are_even() -> None:
     assert cut(10, 4) == [(0, 4), (4, 7), (7, 10)]
     assert cut(8, 4) == [(0, 4), (4, 8)]

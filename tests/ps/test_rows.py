@@ -107,9 +107,11 @@ class RowServer(RunningServer):
 class RowWorker:
     """A worker with one table of rows."""
 
-    def __init__(self, number: int, servers: list[RowServer], mode: str = "sync") -> None:
+    def __init__(
+        self, number: int, servers: list[RowServer], mode: str = "sync", **options_: Any
+    ) -> None:
         self.client = Client(b"w%d" % number)
-        options = TableOptions(mode, average=False, rows=SPEC.fields)
+        options = TableOptions(mode, average=False, rows=SPEC.fields, **options_)
 
         links = [ServerLink(self.client, n, lambda: number, b"") for n in range(len(servers))]
         for link, server in zip(links, servers, strict=True):
@@ -187,6 +189,15 @@ def test_async_rows_do_not_wait(servers: list[RowServer]) -> None:
         worker.client.close()
 
     in_threads(2, main)
+
+
+def test_async_rows_are_divided_by_the_workers(servers: list[RowServer]) -> None:
+    worker = RowWorker(0, servers, "async", scale="1/W")  # Of two, that the servers know of.
+    wanted = first_rows(SPEC, "e", np.array([1, 2]))
+    worker.rows.push([2, 1, 2], np.array([[1.0] * 3, [5.0] * 3, [2.0] * 3])).wait()
+    wanted += np.array([[2.5], [1.5]])
+    assert worker.pull([1, 2]).tobytes() == wanted.tobytes()
+    worker.client.close()
 
 
 def test_wrong_ids_and_rows_are_refused_before_anything_is_sent(servers: list[RowServer]) -> None:

@@ -68,6 +68,7 @@ class Worker:
     def __init__(self, number: int, workers: Sequence[int]) -> None:
         self.number, self.workers = number, workers
         self.step, self.version = 0, -1
+        self.first: int | None = None  # The worker that has declared the table, where it matters.
         self.values = values_of(-1, 0)
         self.kinds: list[str] = []
 
@@ -82,7 +83,7 @@ class Worker:
         return call(peer, self.number, message)
 
     def start(self, table: Table, *, returns: bool = False) -> list[Answer]:
-        body = {"version": self.version}
+        body = {"version": self.version, "first": self.first}
         if not returns and self.version >= 0:
             body["clock"] = self.step
         return self.send(table, Message("start", body=body))
@@ -281,6 +282,42 @@ def test_the_offer_of_a_worker_that_has_gone_is_not_waited_for() -> None:
     assert workers[b"w1"].kinds == ["wanted", "started"]
 
 
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+def test_first_values_are_those_of_one_worker_in_whatever_order_they_come(
+    mode: str, order: list[int]
+) -> None:
+    table, workers = new_table(Mode(mode)), job(3)
+    for number in order:
+        worker = workers[b"w%d" % number]
+        worker.first = 1
+        deliver(table, workers, worker.start(table))
+    assert [worker.kinds[0] for worker in workers.values()] == ["started", "wanted", "started"]
+
+
+def test_all_wait_for_each_other_where_the_first_worker_is_lost() -> None:
+    """Each server then takes the values of the same one, whoever comes first."""
+    table, workers = new_table(Mode(SYNC)), job(3)
+    for worker in workers.values():
+        worker.first, worker.workers = 0, [1, 2]
+    deliver(table, workers, workers[b"w2"].start(table))
+    assert not workers[b"w2"].kinds
+    deliver(table, workers, workers[b"w1"].start(table))
+    assert workers[b"w1"].kinds[0] == "wanted"
+    assert workers[b"w2"].kinds == ["started"]
+
+
+def test_a_worker_that_is_lost_after_its_start_is_not_waited_for() -> None:
+    table, workers = new_table(Mode(SYNC)), job(2)
+    first, second = workers.values()
+    first.first = second.first = 0
+    assert first.start(table)[0].message.kind == "wanted"
+    second.workers = [1]
+    assert not table.look([1])
+    deliver(table, workers, second.start(table))
+    assert second.kinds == ["wanted", "started"]
+
+
 @pytest.mark.parametrize("lost", ["wanted", "started"])
 def test_each_answer_of_the_beginning_may_be_lost(lost: str) -> None:
     """A worker asks again what was not answered, and gets what it lacks."""
@@ -334,6 +371,35 @@ def test_bounded_staleness_holds_the_fast_one_up() -> None:
     assert fast.kinds.count("values") == 3
 
 
+@pytest.mark.parametrize("mode", [Mode(ASYNC, None, "1/W"), Mode(SSP, 5, "1/W")])
+def test_each_push_is_divided_by_the_workers_that_take_part(mode: Mode) -> None:
+    table, workers = new_table(mode), job(3)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    alone = Momentum()
+    alone.begin(values_of(-1, 0))
+
+    def push(worker: Worker, count: int) -> None:
+        own, short = values_of(worker.step, worker.number)
+        rate = np.float32(1 / count)
+        scaled = (short.astype(np.float32) * rate).astype(ml_dtypes.bfloat16)
+        alone.step([own * rate, scaled], ())
+        deliver(table, workers, worker.push(table))
+        worker.step += 1
+
+    first, second, third = workers.values()
+    for worker in (first, third, second, third):
+        push(worker, 3)
+    table.leave(1)
+    push(first, 2)
+    table.look([0])  # One more is lost, as the scheduler says.
+    push(first, 1)
+    deliver(table, workers, second.start(table))  # It comes again.
+    push(second, 2)
+    deliver(table, workers, first.pull(table, first.step))
+    assert_same(first.values, alone.values())
+
+
 def test_an_overflow_of_one_skips_the_step_of_all() -> None:
     table, workers = new_table(Mode(SYNC)), job(2)
     for worker in workers.values():
@@ -343,6 +409,27 @@ def test_an_overflow_of_one_skips_the_step_of_all() -> None:
     deliver(table, workers, workers[b"w1"].send(table, skip))
     assert table.version == 1
     assert_same(table.updater.values(), values_of(-1, 0))
+
+
+@pytest.mark.parametrize("mode", [Mode(SYNC), Mode(ASYNC), Mode(ASYNC, None, "1/W")])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_a_gradient_that_is_not_finite_is_passed_on(mode: Mode, wrong: float) -> None:
+    """Only the elements that it is about, and only by the worker that has it."""
+    table, workers = new_table(mode), job(2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    for number, worker in enumerate(workers.values()):
+        gradient = [np.ones(5, np.float32), np.ones(6, ml_dtypes.bfloat16)]
+        for array in gradient:
+            array[2] = wrong if number else 1
+        worker.send(table, Message("push", clock=0, payloads=payloads(gradient)))
+        worker.step = 1
+    for worker in workers.values():
+        deliver(table, workers, worker.pull(table, 1))
+        for array in worker.values:
+            found = array.astype(np.float64)
+            assert np.isfinite(np.delete(found, 2)).all()
+            np.testing.assert_equal(found[2], -wrong)
 
 
 def test_sums_have_the_dtype_of_their_terms() -> None:

@@ -45,6 +45,22 @@ def test_a_slow_worker_holds_nobody_up(tmp_path: Path, mode: str, staleness: int
     with cluster(tmp_path, 2, 2, main, *words, SLOW="0.003") as job:
         assert not job.wait_for_all()
     assert accuracy(job.weights(1)) > 0.93
+    fast, slow = job.times(0), job.times(1)
+    ahead = max(step - sum(end <= at for end in slow[1:]) for step, at in enumerate(fast))
+    if mode == "async":
+        assert ahead > 10  # The fast one is held up by nothing.
+    else:
+        assert ahead <= 2 + 1 + 1  # A step ends a little after its push.
+
+
+def test_servers_and_allreduce_differ_by_the_order_of_sums_alone(tmp_path: Path) -> None:
+    """With three ranks, of which each adds gradients up in another order."""
+    words = tmp_path, None, False, False
+    with cluster(tmp_path, 2, 3, torch_mixed.main, *words, HVDLITE_PS_WORKERS="mpi") as job:
+        assert not job.wait_for_all()
+    found = torch.load(tmp_path / "worker2.pt")
+    for name, wanted in found["reduced"].items():
+        assert (found["mixed"][name] - wanted).norm() <= 1e-6 * wanted.norm()
 
 
 @pytest.mark.soak
@@ -136,6 +152,8 @@ NAMED = [("weight", WEIGHT)]
         (SGD, NAMED, {"mode": "ssp"}, "mode ssp needs a number of steps"),
         (SGD, NAMED, {"mode": "ssp", "staleness": True}, "staleness is True"),
         (SGD, NAMED, {"mode": "ssp", "staleness": -1}, "staleness is -1"),
+        (SGD, NAMED, {"scale": "1/W"}, "leave it out, and give op=Average"),
+        (SGD, NAMED, {"mode": "async", "scale": 0.5}, "scale is 0.5"),
         (SGD, NAMED, {"partition": "row"}, "partition is 'row'"),
         (SGD, NAMED, {"op": 4}, "a server averages gradients or adds them up"),
         (SGD, NAMED, {"backward_passes_per_step": 0}, "must be > 0, not 0"),

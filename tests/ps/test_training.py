@@ -13,10 +13,11 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.handles import Handle
+from hvdlite.ps import server as server_module
 from hvdlite.ps.blocks import Array, TensorSpec, blocks_of
 from hvdlite.ps.channel import Listener, new_context
 from hvdlite.ps.client import Client
-from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Mode
+from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Clocks, Mode
 from hvdlite.ps.layout import place
 from hvdlite.ps.messages import Message
 from hvdlite.ps.server import Server, describe_table
@@ -139,7 +140,8 @@ def train_in_one(steps: int, workers: Sequence[int]) -> list[Array]:
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[list[RunningServer]]:
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RunningServer]]:
+    monkeypatch.setattr(server_module, "LOOK_SECONDS", 0.02)
     made = [RunningServer(number, tmp_path, range(2)) for number in range(2)]
     yield made
     for server in made:
@@ -191,23 +193,33 @@ def test_async_does_not_wait_for_a_slow_worker(servers: list[RunningServer]) -> 
     assert all(server.server.tables["t"].version == 40 for server in servers)
 
 
-def test_staleness_bounds_workers_over_sockets(servers: list[RunningServer]) -> None:
-    finished = [0, 0]
-    worst = 0
+@pytest.mark.parametrize("staleness", [0, 2, 8])
+def test_workers_are_as_far_apart_as_the_staleness_allows_and_no_further(
+    servers: list[RunningServer], staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, finished = [0], [0, 0]
+    push = Clocks.push
+
+    def noted(self: Clocks, worker: int, clock: int) -> bool:
+        found = push(self, worker, clock)
+        seen.append(max(self.finished.values()) - min(self.finished.values()))
+        return found
+
+    monkeypatch.setattr(Clocks, "push", noted)
+    both, limit = threading.Barrier(2), time.monotonic() + 30
 
     def main(number: int) -> None:
-        nonlocal worst
-        worker = Trainer(number, servers, Mode(SSP, 2))
-        for _ in range(12):
-            if number:
-                time.sleep(0.01)  # it is the slow one
+        worker = Trainer(number, servers, Mode(SSP, staleness))
+        both.wait(20)
+        for step in range(20):
+            while number and finished[0] < min(20, step + staleness) and time.monotonic() < limit:
+                time.sleep(0.001)  # The slow one: the other goes as far as it may.
             worker.train(1)
             finished[number] += 1
-            worst = max(worst, finished[0] - finished[1])
         worker.client.close()
 
     in_threads(2, main)
-    assert 1 <= worst <= 4  # the counters here may lag behind by one
+    assert max(seen) == staleness + 1
 
 
 @pytest.mark.parametrize("every", [0, 1, 3])

@@ -6,20 +6,9 @@ ps.init()
 optimizer = ps.DistributedOptimizer(optimizer, model.named_parameters(), mode="async")
 """
 
+from hvdlite.ps import public
 from hvdlite.ps.access import RawCalls
-from hvdlite.ps.context import (
-    barrier,
-    init,
-    leave,
-    num_servers,
-    rank,
-    role,
-    server_rank,
-    shutdown,
-    size,
-)
-from hvdlite.ps.shard import PsRolledBack
-from hvdlite.torch.mpi_ops import Average, Sum
+from hvdlite.ps.public import *  # noqa: F403
 from hvdlite.torch.ps.arrays import matrix_of, shaped_tensor_of
 from hvdlite.torch.ps.optimizer import DistributedOptimizer, set_param_ps
 
@@ -37,15 +26,8 @@ start = _calls.start
 start_rows = _calls.start_rows
 synchronize = _calls.synchronize
 
-__all__ = [
-    "Average",
+__all__ = public.__all__ + [  # noqa: RUF005 - the other form is no list of names for ruff
     "DistributedOptimizer",
-    "PsRolledBack",
-    "Sum",
-    "barrier",
-    "init",
-    "leave",
-    "num_servers",
     "poll",
     "pull",
     "pull_async",
@@ -55,12 +37,7 @@ __all__ = [
     "push_async",
     "push_rows",
     "push_rows_async",
-    "rank",
-    "role",
-    "server_rank",
     "set_param_ps",
-    "shutdown",
-    "size",
     "start",
     "start_rows",
     "synchronize",

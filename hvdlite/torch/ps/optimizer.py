@@ -27,15 +27,16 @@ from hvdlite.ps.shard import PsRolledBack
 from hvdlite.ps.table_shards import TableShards
 from hvdlite.ps.tables import SKIP
 from hvdlite.ps.worker import RemoteTable
-from hvdlite.torch.ps.arrays import Target, array_of, is_plain
+from hvdlite.torch.ps.arrays import Target, flat_array_of
+from hvdlite.torch.ps.backward import BackwardFollower
 from hvdlite.torch.ps.embedding import ROWS, PulledRows, serve_rows
+from hvdlite.torch.ps.gradients import Gradients
 from hvdlite.torch.ps.reduced import ReducedParameters
 from hvdlite.torch.ps.row_updater import TorchRows
 from hvdlite.torch.ps.updater import TorchUpdater, numbers_of
 from hvdlite.torch.sharded_state.elementwise import check_elementwise
 
 TABLE = "optimizer"
-_OF_NUMPY = (torch.float32, torch.float64, torch.float16)
 _REMEDY = (
     "servers step over flat pieces of many parameters, and need an optimizer that treats each "
     "element on its own, as SGD, Adam and AdamW do. Give partition='tensor', which keeps tensors "
@@ -53,6 +54,7 @@ def DistributedOptimizer(  # noqa: N802
     partition: str = "element",
     backward_passes_per_step: int = 1,
     op: int = ReduceOp.AVERAGE,
+    scale: str | None = None,
 ) -> Any:
     """Return an optimizer of the same class whose steps are made by the servers.
 
@@ -68,10 +70,11 @@ def DistributedOptimizer(  # noqa: N802
       at more than one element at a time.
     - `backward_passes_per_step`: how many gradients add up in the parameters before a step.
     - `op`: of sync: Average or Sum.
+    - `scale`: of async and ssp: "1/W" divides each push by the number of workers that take part.
 
     Raises `ValueError` for arguments that contradict each other.
     """
-    chosen = Mode(mode, staleness)
+    chosen = Mode(mode, staleness, scale)
     if partition not in ("element", "tensor"):
         raise ValueError(f"partition is {partition!r}, which is neither 'element' nor 'tensor'")
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -111,7 +114,7 @@ def DistributedOptimizer(  # noqa: N802
         )
     options = TableOptions(
         chosen.name, chosen.staleness, op == ReduceOp.AVERAGE,
-        PART_BYTES if partition == "element" else None,
+        PART_BYTES if partition == "element" else None, scale=chosen.scale,
     )  # fmt: skip
     base = type(optimizer)
     cls: Any = type(base.__name__, (PushingMixin, base), {"__module__": base.__module__})
@@ -124,7 +127,7 @@ def DistributedOptimizer(  # noqa: N802
     wrapped._rest = (
         ReducedParameters(optimizer, rest, op, backward_passes_per_step) if rest else None
     )
-    wrapped._set_up(names, options)
+    wrapped._set_up(names, options, backward_passes_per_step)
     return wrapped
 
 
@@ -226,7 +229,9 @@ class PushingMixin(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _rest: ReducedParameters | None = None  # The parameters that go by allreduce.
 
-    def _set_up(self, names: Mapping[torch.Tensor, str], options: TableOptions) -> None:
+    def _set_up(
+        self, names: Mapping[torch.Tensor, str], options: TableOptions, passes: int
+    ) -> None:
         chosen = [
             (parameter, number)
             for number, group in enumerate(self.param_groups)
@@ -236,11 +241,15 @@ class PushingMixin(torch.optim.Optimizer):
         self._list = [parameter for parameter, _ in chosen if not hasattr(parameter, ROWS)]
         self._rows: list[tuple[PulledRows, RemoteRows, int]] = []
         self._targets: list[Target] = []
+        self._gradients = Gradients(self._list)
         self._numbers: Sequence[Mapping[str, Any]] = []
         self._table: RemoteTable | None = None
+        self._follower: BackwardFollower | None = None
         if self._list:
             specs = specs_of(self, names)
             self._table = context.worker().declare(TABLE, specs, options, self._values)
+            self._follower = BackwardFollower(self._list, self._table, passes)
+            self._table.on_load = self._pull
         for parameter, number in chosen:
             if rows := getattr(parameter, ROWS, None):
                 table = rows.declare(names[parameter], number, options)
@@ -280,8 +289,10 @@ class PushingMixin(torch.optim.Optimizer):
             numbers = [numbers_of(group) for group in self.param_groups]
             if numbers != self._numbers:
                 body["numbers"] = self._numbers = numbers
+        if self._follower is not None:
+            self._follower.end_step()
         if self._table is not None:
-            self._table.push([] if skips else self._gradients(), body)
+            self._table.push([] if skips else self._gradients.arrays(self._scale), body)
         handles = [self._push_rows(*each, body) for each in self._rows]
         if self._rest is not None and skips:
             self._rest.synchronize()
@@ -335,18 +346,7 @@ class PushingMixin(torch.optim.Optimizer):
         return min(table.clock for table in self._tables)
 
     def _values(self) -> list[Array]:
-        return [_flat(parameter) for parameter in self._list]
-
-    def _gradients(self) -> list[Array]:
-        found, scale = [], self._scale
-        for parameter in self._list:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            if gradient.is_sparse:  # Of nn.Embedding(sparse=True).
-                gradient = gradient.to_dense()
-            if scale is not None:
-                gradient = gradient / scale.to(gradient.dtype)
-            found.append(_flat(gradient))
-        return found
+        return [flat_array_of(parameter) for parameter in self._list]
 
     @torch.no_grad()
     def _pull(self) -> None:
@@ -355,15 +355,7 @@ class PushingMixin(torch.optim.Optimizer):
         if not self._targets or not all(target.holds() for target in self._targets):
             self._targets = [Target(parameter) for parameter in self._list]
         self._table.pull([target.array for target in self._targets])
-        for target in self._targets:
-            target.finish()
-
-
-def _flat(tensor: torch.Tensor) -> Array:
-    if tensor.dtype in _OF_NUMPY and not tensor.requires_grad and is_plain(tensor):
-        array: Array = tensor.numpy().reshape(-1)  # In a fifth of the time of the way below.
-        return array
-    return array_of(tensor.detach().to("cpu").contiguous())
+        Target.finish(self._targets)
 
 
 def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:

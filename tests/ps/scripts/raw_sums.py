@@ -1,7 +1,8 @@
 """A process of a cluster without a framework: workers add numbers up on the servers, in steps.
 
 `KILL=ROLE NUMBER STEP` kills a process when the worker 0 has finished a step, once for each file
-in the folder that it is given; `FAIL=NUMBER` lets a worker exit with 3 in step 5.
+in the folder that it is given; `FAIL=NUMBER` lets a worker exit with 3 in step 5; `SAY=STEP` lets
+the worker 0 make the file `reached` there.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def main(folder: Path, steps: int) -> None:
     for step in range(table.clock, steps):
         if os.environ.get("FAIL") == str(number) and step == 5:
             sys.exit(3)
+        if number == 0 and os.environ.get("SAY") == str(step):
+            (folder / "reached").touch()
         if number == 0 and step == int(kill_step) and victim != "nobody":
             (folder / "kill").touch()
             while (folder / "kill").exists():

@@ -1,7 +1,12 @@
-"""A process of a cluster that trains the digits, in whatever role; a worker saves its weights."""
+"""A process of a cluster that trains the digits, in whatever role; a worker saves its weights.
+
+`DIE=NODE:STEP` kills a worker before a step, once; `SAY=NODE:STEP` lets it make the file `reached`
+there; `HALT=STEP` lets all workers stop there until somebody writes to the FIFO `go`.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -29,15 +34,23 @@ def main(
         "HVDLITE_NODE_ID", ""
     )  # Its number is by the order in which workers come.
     slow = float(os.environ.get("SLOW", "0")) if ps.rank() == ps.size() - 1 else 0.0
+    times = [time.monotonic()]
     for step in range(optimizer.finished_steps, steps):
         if os.environ.get("DIE") == f"{node}:{step}" and not (folder / "died").exists():
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get("SAY") == f"{node}:{step}":
+            (folder / "reached").touch()
+        if os.environ.get("HALT") == str(step):
+            (folder / f"halted-{node}").touch()
+            (folder / "go").read_text()
         optimizer.zero_grad()
         loss_of(model, *batch(step, ps.rank(), ps.size())).backward()
         time.sleep(slow)
         optimizer.step()
+        times.append(time.monotonic())
     torch.save(model.state_dict(), folder / f"worker{ps.rank()}.pt")
+    (folder / f"worker{ps.rank()}.json").write_text(json.dumps(times))
     ps.shutdown()
 
 

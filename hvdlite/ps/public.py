@@ -1,0 +1,39 @@
+"""What the modules `ps` of all frameworks have in common, under the names that users import."""
+
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.ps.context import (
+    barrier,
+    init,
+    leave,
+    load,
+    num_servers,
+    rank,
+    role,
+    save,
+    scale_servers,
+    server_rank,
+    shutdown,
+    size,
+)
+from hvdlite.ps.shard import PsRolledBack
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+
+__all__ = [
+    "Average",
+    "PsRolledBack",
+    "Sum",
+    "barrier",
+    "init",
+    "leave",
+    "load",
+    "num_servers",
+    "rank",
+    "role",
+    "save",
+    "scale_servers",
+    "server_rank",
+    "shutdown",
+    "size",
+]

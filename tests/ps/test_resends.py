@@ -1,0 +1,76 @@
+"""When a request is sent again that has no answer yet."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from hvdlite.ps.channel import Caller
+from hvdlite.ps.client import Connection
+from hvdlite.ps.messages import Message
+
+
+class Peer:
+    """Answers when it is told to."""
+
+    sharing = None
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.answers: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def received(self) -> list[Message]:
+        answers, self.answers = self.answers, []
+        return answers
+
+
+def test_a_request_is_sent_again_ever_more_rarely_until_it_is_answered() -> None:
+    peer, now = Peer(), [0.0]
+    connection = Connection(cast("Caller", peer), lambda: now[0])
+    request = connection.send(Message("push", table="t"))
+    times = []
+    while now[0] < 20.0:
+        now[0] = connection.look()
+        sent = len(peer.sent)
+        connection.look()
+        times += [now[0]] * (len(peer.sent) - sent)
+    waits = [0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+    wanted = [sum(waits[: count + 1]) for count in range(len(waits)) if sum(waits[:count]) < 20.0]
+    assert times == pytest.approx(wanted)
+    assert connection.resent == len(times)
+    assert {message.request for message in peer.sent} == {request}
+
+    peer.answers += [Message("pushed", request, "t")] * 2  # Both of its sendings are answered.
+    heard: list[Message] = []
+    connection.receive = heard.append
+    connection.read()
+    now[0] += 60.0
+    connection.look()
+    assert (len(heard), connection.resent) == (1, len(times))
+
+
+def test_a_pull_is_not_sent_again_while_a_large_answer_may_be_on_its_way() -> None:
+    """Every such request would bring all of the answer once more."""
+    peer, now, large = Peer(), [0.0], bytes(20_000_000)
+    connection = Connection(cast("Caller", peer), lambda: now[0])
+    first = connection.send(Message("pull", table="t"))
+    now[0] = 0.2
+    connection.look()
+    assert [message.request for message in peer.sent] == [first] * 2  # Nothing large is known yet.
+    peer.answers.append(Message("values", first, "t", payloads=[large]))
+    connection.read()
+    connection.send(Message("push", table="t", payloads=[large]))
+    connection.send(Message("pull", table="t"))
+    now[0] += 1.9
+    connection.look()
+    assert [message.kind for message in peer.sent] == ["pull", "pull", "push", "pull"]
+    now[0] += 0.5
+    connection.look()
+    assert peer.sent[4:] == [peer.sent[2]]  # Of the push, 20 MB may take two seconds.
+    now[0] += 2.0
+    connection.look()
+    assert peer.sent[-1] == peer.sent[3]  # The pull waits behind the push.
