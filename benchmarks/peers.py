@@ -77,6 +77,8 @@ class HorovodApi:
 class GlooRanks:
     """The ranks of a job that are connected by torch.distributed alone."""
 
+    backend = "gloo"
+
     def __init__(self, meeting: Path, size: int) -> None:
         """Connect `size` ranks by the file `meeting`, which does not exist yet."""
         import torch.distributed as dist
@@ -84,7 +86,7 @@ class GlooRanks:
         self.rank, self.size = launched_rank(), size
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(meeting), size)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size)
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=size)
         # At exit its threads would otherwise end the process by an abort, now and then.
         atexit.register(dist.destroy_process_group)
         self.barrier: Callable[[], None] = dist.barrier

@@ -65,6 +65,31 @@ def note_snapshots(file: Path) -> None:
     atexit.register(lambda: file.write_text(json.dumps(seconds)))
 
 
+class SlowSum(torch.autograd.Function):
+    """The sum of a tensor, whose backward takes some seconds."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, seconds: float) -> torch.Tensor:
+        """Return the sum."""
+        ctx.shape, ctx.seconds = tensor.shape, seconds
+        return tensor.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return ones, later."""
+        time.sleep(ctx.seconds)
+        return torch.ones(ctx.shape), None
+
+
+def run_backward(parameters: list[torch.nn.Parameter], seconds: float) -> None:
+    """Compute the gradients of all parameters, the last ones first."""
+    losses = []
+    for parameter in parameters:
+        parameter.grad = None
+        losses.append(SlowSum.apply(parameter, seconds / len(parameters)))
+    torch.stack(losses).sum().backward()
+
+
 def train(words: dict[str, Any], folder: Path) -> None:
     """Take part; a worker writes when each of its steps began and ended."""
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes_of(words["sizes"])]
@@ -83,6 +108,8 @@ def train(words: dict[str, Any], folder: Path) -> None:
         time.sleep(words["compute"] + slow)
         if words["mode"] == "sync":
             ps.barrier()
+        if words["backward"]:
+            run_backward(parameters, words["backward"])
         begin = time.monotonic()
         optimizer.step()
         times.append((begin, time.monotonic()))

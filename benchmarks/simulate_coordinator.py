@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 from measuring import Spread, duration, make_parser, parse, say, table, write
+from predicted_collectives import predict, predictions_table
 
 from hvdlite.common.base.bitsets import NumberSet
 from hvdlite.common.base.topology import Topology
@@ -345,6 +346,8 @@ def main() -> None:
         print("\nand between the hosts, by the model\n")
         layered = [each for each in chosen if each["entry"] == "tree" and each["ranks"] > HOST]
         print(table(["ranks", "segments", *COSTS, "auto"], map(data_plane_line, layered)))
+    print("\nanother collective between the hosts, by the model\n")
+    print(predictions_table(predict(chosen_model(args.model), args.ranks, HOST)))
     write(args.json, records)
 
 
