@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
+import hvdlite.numpy as hvd_numpy
+from hvdlite.common.api import prepared_bucket, reduced_copies
+from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
 from hvdlite.common.plain.config import Config
+from hvdlite.common.runtime.state import current
 from hvdlite.keras.framework import LEGACY, keras
 from tests.keras.training import (
     BATCH,
@@ -34,6 +39,7 @@ from tests.keras.training import (
     wrapped,
 )
 from tests.ranks import run_ranks
+from tests.short_calls import begin, interrupted_after, until
 
 BACKEND = keras.backend.backend()
 tensorflow_only = pytest.mark.skipif(BACKEND != "tensorflow", reason="a matter of TensorFlow")
@@ -54,6 +60,35 @@ def apply(optimizer: Any, *pairs: tuple[Any, Any]) -> None:
 def passes_of(optimizer: Any) -> int:
     (passes,) = numpy_of([optimizer.iterations])
     return int(passes)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a matter of PyTorch")
+def test_ctrl_c_at_any_point_of_a_small_step() -> None:
+    """The other rank has its gradients, and this one goes on with the same names."""
+    from hvdlite.keras import on_torch
+
+    def main(rank: int) -> None:
+        modules, engine = [prepared_bucket, reduced_copies, on_torch], current().engine
+        begin()
+        for points in range(1000):
+            reducer = on_torch.Reducer("R", ReductionConfig(
+                hvd.Compression.none, Scaling(), False, hvd.global_process_set
+            ))  # fmt: skip
+            own = [np.full(3, 10.0 * rank + points), np.full((2, 2), 4.0 * rank)]
+            run = partial(reducer.reduce, [*map(tensor, own)], [variable(each) for each in own])
+            go_on = np.zeros(1)
+            if rank:
+                first, second = numpy_of(run())
+                np.testing.assert_array_equal(first, np.full(3, 5.0 + points))
+                np.testing.assert_array_equal(second, np.full((2, 2), 2.0))
+            else:
+                go_on += interrupted_after(engine, "announce", points, modules, run)
+                until(lambda: not engine._pending._entries)
+            if not hvd_numpy.allreduce(go_on, name="go on", op=hvd.Sum)[0]:
+                break
+        assert 5 < points < 200
+
+    run_ranks(2, main)
 
 
 # -- training gives what one process with the whole batch gives

@@ -324,6 +324,8 @@ def test_simulate_coordinator(tmp_path: Path) -> None:
     tree, flat = records[2:]
     assert tree["messages_in"] < flat["messages_in"] / 10 and flat["estimated"]
     assert tree["auto_seconds"] == tree["trees_seconds"] < tree["ring_seconds"] / 10
+    found = re.search(r"64 KiB +\| 4,096 .*doubling.*halving.*bundles.*trees", output)
+    assert found, output
 
 
 def test_between_hosts(tmp_path: Path) -> None:
@@ -339,7 +341,7 @@ def test_between_hosts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     every = json.loads(path.read_text())["records"]
     assert {each["algorithm"] for each in every if each["kind"] == "another collective"} == {
-        "gather", "scatter", "broadcast"
+        "gather", "scatter", "exchange", "broadcast"
     }  # fmt: skip
     steps = [each for each in every if each["kind"] == "a step of tensors"]
     assert {(each["tensors"], each["bytes"]) for each in steps} == {(3, 1024)}
@@ -408,6 +410,43 @@ def test_process_group(tmp_path: Path) -> None:
         "gloo": len(cases) - 1,  # It has no `hvd.allreduce_`.
     }
     assert "hvdlite / gloo" in output
+
+
+@pytest.mark.parametrize(
+    "entries", [["hvdlite"], pytest.param(["hvdlite", "DDP"], marks=pytest.mark.soak)]
+)
+def test_gpu_on_the_cpu(entries: list[str], tmp_path: Path) -> None:
+    words = ("--device", "cpu", "--quick", "--cases", "161", "flat", "--entries", *entries)
+    output, records = run(tmp_path / "g.json", "gpu.py", *words)
+    found = [(each["entry"], each["case"]) for each in records]
+    assert found == [*product(entries, ("161 gradients", "flat 1.0 MiB"))], output
+    assert "hvdlite / DDP" in output
+
+
+def test_gpu_says_that_there_is_none() -> None:
+    script = str(BENCHMARKS / "gpu.py")
+    done = run_command([sys.executable, script], timeout=60, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2, done.stdout
+    assert "sees no GPU; --device cpu makes the same calls over gloo" in done.stdout
+
+
+def test_ranks_share_a_gpu_by_a_new_nccl_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu = import_module("gpu")
+    monkeypatch.delenv(gpu.SHARING, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    text = gpu.obstacle("cuda", 2)
+    assert "2 ranks have to share 1 GPUs" in text and "NCCL 2.29.7 does not let them" in text
+    assert "LD_PRELOAD" in text
+    assert gpu.obstacle("cuda", 1) == ""
+    assert gpu.SHARING not in os.environ
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 3))
+    monkeypatch.setenv(gpu.SHARING, "")  # It is as before, afterwards.
+    assert gpu.obstacle("cuda", 2) == ""
+    assert os.environ[gpu.SHARING] == "1"
 
 
 @pytest.mark.soak

@@ -15,9 +15,9 @@ from hvdlite.tools.timeline_cli import main as timeline
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, ROOT, run_command
 
 NEEDS_MPIRUN = pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
-RANKS = [1, pytest.param(2, marks=NEEDS_MPIRUN)]
 # One rank, where another example, or another backend of this one, shows the same.
 RARELY = pytest.mark.soak
+RANKS = [pytest.param(1, marks=RARELY), pytest.param(2, marks=NEEDS_MPIRUN)]
 TORCH = ("torch", {"KERAS_BACKEND": "torch"})
 TENSORFLOW = ("tensorflow", {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"})
 Framework = tuple[str, dict[str, str]]
@@ -48,9 +48,9 @@ def run(
     [
         pytest.param("torch_digits.py", TORCH, 1, id="torch-1"),
         pytest.param("torch_digits.py", TORCH, 2, id="torch-2", marks=NEEDS_MPIRUN),
-        pytest.param("tf_digits.py", TENSORFLOW, 1, id="tf-1"),
+        pytest.param("tf_digits.py", TENSORFLOW, 1, id="tf-1", marks=RARELY),
         pytest.param("tf_digits.py", TENSORFLOW, 2, id="tf-2", marks=NEEDS_MPIRUN),
-        pytest.param("keras_digits.py", TENSORFLOW, 1, id="keras-tf-1"),
+        pytest.param("keras_digits.py", TENSORFLOW, 1, id="keras-tf-1", marks=RARELY),
         pytest.param("keras_digits.py", TENSORFLOW, 2, id="keras-tf-2", marks=NEEDS_MPIRUN),
         pytest.param("keras_digits.py", TORCH, 1, id="keras-torch-1", marks=RARELY),
         pytest.param("keras_digits.py", TORCH, 2, id="keras-torch-2", marks=NEEDS_MPIRUN),
@@ -129,9 +129,7 @@ def test_the_first_script_of_each_page_runs(
     assert "loss" in run(2, str(tmp_path / "train.py"), **variables)
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=RARELY), pytest.param(2, marks=NEEDS_MPIRUN)]
-)
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_transformer_learns_and_goes_on_from_a_checkpoint(ranks: int, tmp_path: Path) -> None:
     needs("rich", "torch")
     small = ("--width", 32, "--layers", 1, "--heads", 2, "--context", 16, "--check-every", 20)

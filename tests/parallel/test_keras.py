@@ -19,7 +19,7 @@ KERAS2 = (2, "tf_keras", {"TF_USE_LEGACY_KERAS": "1"})
     ("size", "needed", "variables", "transport"),
     [
         pytest.param(*KERAS3, TCP, id="Keras 3-tcp"),
-        pytest.param(*KERAS3, MPI, id="Keras 3-mpi"),
+        pytest.param(*KERAS3, MPI, id="Keras 3-mpi", marks=pytest.mark.soak),
         pytest.param(*TORCH, TCP, id="torch-tcp"),
         pytest.param(*TORCH, MPI, id="torch-mpi", marks=pytest.mark.soak),
         pytest.param(*KERAS2, TCP, id="Keras 2-tcp"),

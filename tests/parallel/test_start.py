@@ -54,7 +54,8 @@ before, memory = belongings(), resident()
 for _ in range(60):
     cycle()
 assert wait_until(nothing_ends) and belongings() == before, (before, belongings())
-assert resident() - memory < 6 << 20, (resident() - memory) >> 20
+# Each cycle has 1 MiB of its own: what is kept of all of them would be 60 and more.
+assert resident() - memory < 12 << 20, (resident() - memory) >> 20
 done()
 """)  # fmt: skip
 
@@ -244,15 +245,14 @@ hvd.init()
 def test_who_gave_up_can_try_again_and_meet_who_was_late() -> None:
     started = "if STARTED_BY_MPI: from mpi4py import MPI\n"  # or the wait would be inside MPI
     run(3, started + HVD + """
-if rank == 2:
-    hear("gave up 0"); hear("gave up 1")
-else:
+if rank != 2:
     try:
         hvd.init()
     except hvd.HorovodInternalError as error:
         assert "2" in str(error) and not hvd.is_initialized(), error
         say(f"gave up {rank}")
-    hear("gave up 0")  # Who comes again before that meets rank 0 in its first wait.
+# Who comes again before that meets another rank in its first wait.
+hear("gave up 0"); hear("gave up 1")
 hvd.init(); check(); hvd.shutdown(); hvd.init(); check()
 done()
 """, HVDLITE_START_TIMEOUT="2")  # fmt: skip

@@ -1,0 +1,28 @@
+"""Why parts of Keras models are not sharded: its own ModelParallel cuts nothing on our backends."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlite.keras.framework import LEGACY, keras
+
+pytestmark = pytest.mark.skipif(LEGACY, reason="keras.distribution is of Keras 3")
+
+
+def test_model_parallel_leaves_variables_whole() -> None:
+    distribution = keras.distribution
+    mesh = distribution.DeviceMesh((1, 2), ("batch", "model"), devices=["cpu:0", "cpu:1"])
+    layouts = distribution.LayoutMap(mesh)
+    layouts[".*kernel"] = (None, "model")
+    with distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch").scope():
+        layer = keras.layers.Dense(4)
+        layer.build((None, 6))
+    assert tuple(layer.kernel.shape) == tuple(layer.kernel.value.shape) == (6, 4)
+    kind = type(layer.kernel.value).__name__
+    assert kind in ("ResourceVariable", "Parameter"), kind
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="a matter of PyTorch")
+def test_keras_has_no_devices_with_pytorch() -> None:
+    with pytest.raises((AttributeError, NotImplementedError)):
+        keras.distribution.list_devices()

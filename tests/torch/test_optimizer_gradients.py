@@ -1,0 +1,206 @@
+"""DistributedOptimizer: what happens to gradients between backward and step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvdlite.torch as hvd
+from hvdlite.torch import gradient_exchange as exchange
+from tests.ranks import run_ranks
+from tests.torch.small_net import SIZE, Tensor, flat, loss_of, net, reduced_gradients, sgd
+
+
+def test_clipping_between_synchronize_and_step() -> None:
+    models = [net() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        before = flat(model)
+        loss_of(model, rank).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        expected = reduced_gradients()
+        expected *= 0.1 / expected.norm()
+        torch.testing.assert_close(before - flat(model), expected, rtol=1e-3, atol=1e-6)
+
+    run_ranks(SIZE, main)
+
+
+def test_step_after_synchronize_warns_and_does_not_sum_twice() -> None:
+    models = [net() for _ in range(SIZE)]
+    texts: list[str] = []
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), op=hvd.Sum)
+        before = flat(model)
+        loss_of(model, rank).backward()
+        optimizer.synchronize()
+        optimizer.step()
+        torch.testing.assert_close(
+            before - flat(model), reduced_gradients("Sum"), rtol=1e-5, atol=1e-5
+        )
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(SIZE, main)
+        texts = [str(each.message) for each in caught]
+    assert any("without optimizer.skip_synchronize()" in text for text in texts)
+
+
+def spoil_by_clipping(model: nn.Module, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def spoil_by_replacing(model: nn.Module, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def spoil_by_skipping(model: nn.Module, optimizer: Any) -> None:
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+SPOILERS = [spoil_by_clipping, spoil_by_replacing, spoil_by_skipping]
+
+
+@pytest.mark.parametrize("spoil", SPOILERS)
+def test_gradients_of_one_rank_alone_are_never_applied(
+    spoil: Callable[[nn.Module, Any], None],
+) -> None:
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        before = flat(model)
+        loss_of(model, rank).backward()
+        with pytest.raises(RuntimeError, match=r"synchronize\(\)"):
+            spoil(model, optimizer)
+        assert torch.equal(flat(model), before)
+
+    run_ranks(2, main)
+
+
+def test_gradients_that_were_set_by_hand_are_reduced() -> None:
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float(rank))
+        before = flat(model)
+        optimizer.step()
+        torch.testing.assert_close(before - flat(model), torch.full_like(before, 0.5))
+
+    run_ranks(2, main)
+
+
+def test_gradients_of_other_strides_are_not_taken_for_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are copied when they arrive, which may be long before anybody waits for them."""
+    monkeypatch.setattr(exchange, "ENOUGH_BYTES", 0)
+    torch.manual_seed(0)
+    start = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    models = [copy.deepcopy(start) for _ in range(2)]
+    inputs = torch.randn(2, 2, 4, 4).contiguous(memory_format=torch.channels_last)
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        model(inputs[rank : rank + 1]).square().sum().backward()
+        hvd.barrier()  # all that was sent before has arrived
+        optimizer.step()
+
+    run_ranks(2, main)
+    start(inputs).square().sum().div(2).backward()
+    sgd(start).step()
+    torch.testing.assert_close(flat(models[0]), flat(start))
+    assert torch.equal(flat(models[0]), flat(models[1]))
+
+
+def test_zero_grad_while_gradients_travel() -> None:
+    models = [net() for _ in range(2)]
+
+    def main(rank: int) -> None:
+        optimizer = hvd.DistributedOptimizer(sgd(models[rank]), models[rank].named_parameters())
+        loss_of(models[rank], rank).backward()
+        with pytest.raises(AssertionError, match="race condition"):
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in models[rank].parameters())
+
+    run_ranks(2, main)
+
+
+def test_a_closure_is_synchronized() -> None:
+    models = [net() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, rank)
+            loss.backward()
+            return loss
+
+        before = flat(model)
+        loss = optimizer.step(closure)
+        torch.testing.assert_close(loss, loss_of(net(), rank))
+        torch.testing.assert_close(before - flat(model), reduced_gradients(), rtol=1e-5, atol=1e-5)
+
+    run_ranks(SIZE, main)
+
+
+def test_lbfgs_takes_the_same_path_on_all_ranks() -> None:
+    models = [net() for _ in range(SIZE)]
+
+    def main(rank: int) -> None:
+        model = models[rank]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe"),
+            model.named_parameters(),
+        )
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, rank)
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    run_ranks(SIZE, main)
+    alone = net()
+    optimizer = torch.optim.LBFGS(alone.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = sum((loss_of(alone, rank) for rank in range(SIZE)), torch.zeros(())) / SIZE
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    for model in models:
+        assert torch.equal(flat(model), flat(models[0]))
+    torch.testing.assert_close(flat(models[0]), flat(alone), rtol=1e-2, atol=1e-3)
