@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points, packages_distributions, version
 from typing import NamedTuple
 
-from hvdlite.common.plain.config import DATA_PLANES, Config
+from hvdlite.common.plain.collective_settings import DATA_PLANES
+from hvdlite.common.plain.config import Config
 from hvdlite.launcher.mpi import INSTALL_OPENMPI, Mpi, find_all
 
 FRAMEWORKS = (
@@ -42,7 +43,11 @@ COMPILED_PATHS = (
     ),
     CompiledPath("TensorFlow operations", "tf_native", "hvdlite.tf.native.trial", "tensorflow"),
 )
-DEVICE_PATHS = (CompiledPath("PyTorch", "devices", "hvdlite.torch.accelerators.trial", "torch"),)
+DEVICE_PATHS = (
+    CompiledPath("PyTorch", "devices", "hvdlite.torch.accelerators.trial", "torch"),
+    CompiledPath("TensorFlow", "devices", "hvdlite.tf.accelerators.trial", "tensorflow"),
+    CompiledPath("own binding", "devices", "hvdlite.common.devices.nccl.trial", "numpy"),
+)
 DEVICE_PLUG_INS = "hvdlite.devices"  # The group of entry points.
 
 

@@ -25,7 +25,7 @@ FLOORS = [
     ["hvdlite.tools", "hvdlite.bench"],
     ["hvdlite.keras"],
     ["hvdlite.torch", "hvdlite.tf", "hvdlite.numpy"],
-    ["hvdlite.ps.access"],
+    ["hvdlite.ps.access", "hvdlite.ps.public"],
     ["hvdlite.ps.serving"],
     ["hvdlite.ps.context"],
     ["hvdlite.ps"],

@@ -88,3 +88,26 @@ def test_what_servers_lack_is_named_with_the_extra_that_has_it(module: str, pack
     )  # fmt: skip
     needed = f"the parameter server needs {package}: python -m pip install 'hvdlite[ps]'"
     assert (done.returncode, done.stderr) == (2, f"hvdlite-run: --ps-servers: {needed}\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "package", "remedy"),
+    [
+        ("import hvdlite.torch", "torch", "'hvdlite[torch]'"),
+        ("import hvdlite.tensorflow", "tensorflow", "'hvdlite[tensorflow-cpu]'"),
+        ("import hvdlite.keras", "keras", "'hvdlite[tensorflow-cpu]'"),
+        ("import hvdlite.spark\nhvdlite.spark.run(print)", "pyspark", "'hvdlite[spark]'"),
+        ("from hvdlite.ray import RayExecutor\nRayExecutor(num_workers=2).start()", "ray",
+         "'hvdlite[ray]'"),
+    ],
+)  # fmt: skip
+def test_a_framework_that_is_missing_is_named_with_its_extra(
+    program: str, package: str, remedy: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\nsys.modules[{package!r}] = None\n{program}"],
+        env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    error = f"import of {package} halted; None in sys.modules: pip install {remedy}"
+    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {error}"
+    assert done.stderr.count("Traceback") == 1

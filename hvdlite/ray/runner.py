@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from hvdlite.common.meeting.placement import new_secret, order_by_host, rank_variables
 from hvdlite.launcher.elastic.direct_job import make_plan
 from hvdlite.launcher.elastic.discovery import HostDiscovery
+from hvdlite.missing_names import with_remedy
 from hvdlite.ray.answers import collect
 from hvdlite.ray.elastic_workers import ElasticWorkers
 from hvdlite.ray.placement import Placement, Workers, place
@@ -153,6 +154,10 @@ class RayExecutor:
         """
         if self.workers or (self._elastic is not None and self._elastic.started):
             raise RuntimeError("this RayExecutor has been started: call shutdown() before start()")
+        try:
+            import ray  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise with_remedy(error, "ray", "pip install 'hvdlite[ray]'") from None
         args, kwargs = executable_args or (), executable_kwargs or {}
         if self._elastic is not None:
             self._elastic.start(executable_cls, args, kwargs, extra_env_vars or {})

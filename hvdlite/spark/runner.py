@@ -14,6 +14,7 @@ from hvdlite.common.meeting.placement import new_secret
 from hvdlite.launcher.error_text import last_exception
 from hvdlite.launcher.function import raise_first
 from hvdlite.launcher.worker import Raised
+from hvdlite.missing_names import with_remedy
 from hvdlite.spark.output import DriverOutput
 from hvdlite.spark.task import Answer, Call, dump_call, read_answer, run_task
 
@@ -80,7 +81,10 @@ def prepare(
     num_proc: int | None, start_timeout: float | None, nics: Sequence[str] | None, verbose: int
 ) -> tuple[Any, int, float, dict[str, str]]:
     """Return the context, the number of ranks, the limit of their start, and their settings."""
-    from pyspark import SparkContext
+    try:
+        from pyspark import SparkContext
+    except ModuleNotFoundError as error:
+        raise with_remedy(error, "pyspark", "pip install 'hvdlite[spark]'") from None
 
     context = SparkContext._active_spark_context
     if context is None:

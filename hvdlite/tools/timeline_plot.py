@@ -75,7 +75,10 @@ def collect(events: Iterable[Event], window: Window = (None, None)) -> list[Trac
             continue
         track = tracks.setdefault(pid, Track(head.names[pid]))
         stack = stacks.setdefault(pid, [])
-        if phase == "X" and low <= now <= high:
+        if phase == "X" and event.get("dur") and now <= high:
+            span = Span(now, now, str(event.get("name")), 0)
+            _end_span(track, span, now + event["dur"], low)
+        elif phase == "X" and low <= now <= high:
             track.ticks.append(now)
         elif phase == "B" and now <= high:
             size = event.get("args", {}).get("bytes")

@@ -237,6 +237,10 @@ def _span_problem(event: Event, stack: list[str]) -> str | None:
         return "no name"
     if phase == "B":
         stack.append(name)
-    elif phase == "X" and not (stack and stack[-1].startswith(NEGOTIATE_PREFIX)):
+    elif (
+        phase == "X"
+        and not event.get("dur")
+        and not (stack and stack[-1].startswith(NEGOTIATE_PREFIX))
+    ):
         return "a rank is ready outside a negotiation"
     return None

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from hvdlite.common.base.gc_pause import without_collecting
-from hvdlite.missing_names import module_getattr
+from hvdlite.missing_names import module_getattr, with_remedy
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise with_remedy(error, "torch", "pip install 'hvdlite[torch]'") from None
 
 with without_collecting():
     from hvdlite.common.base.errors import HorovodInternalError

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite.common.plain.adapter import HOST_DEVICE, HostBuffer, Place, TensorSpec
+from hvdlite.common.plain.adapter import COMPLEX, HOST_DEVICE, HostBuffer, Place, TensorSpec
 from hvdlite.common.plain.numpy_adapter import read_splits
-from hvdlite.torch.devices import Device, HostDevice, find_device
+from hvdlite.torch.devices import Device, find_device
 from hvdlite.torch.dtypes import DTYPE_NAMES
+from hvdlite.torch.host_device import HostDevice
 
 
 def _increments_many() -> bool:
@@ -68,7 +69,8 @@ class TorchAdapter:
             and DTYPE_NAMES.get(tensor.dtype) == spec.dtype
             and spec.device == HOST_DEVICE
             and tensor.is_contiguous()
-            and not (tensor.is_neg() or tensor.is_conj())
+            and not tensor.is_neg()
+            and not (spec.dtype in COMPLEX and tensor.is_conj())
         ):
             return tensor.data_ptr(), tensor.untyped_storage()
         return None

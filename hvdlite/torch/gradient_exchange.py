@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hvdlite.common.api.prepared_bucket import send_announced
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
@@ -47,8 +48,9 @@ from hvdlite.torch.sparsity import Layouts
 #    The last ones wait for the step, also when all are complete: a backward that no step follows,
 #    on a rank that is interrupted, should leave nothing behind that other ranks have counted.
 # 2. In `engine/inbox.py`: the engine starts a round a cycle time after the first tensor, or
-#    at once when enough bytes are queued or somebody waits. A round costs about as much for a
-#    hundred tensors as for one, and not every tensor is a gradient of an optimizer.
+#    at once when somebody waits, or enough bytes are queued and the engine has a core of its own.
+#    A round costs about as much for a hundred tensors as for one, and not every tensor is a
+#    gradient of an optimizer.
 #
 # `ENOUGH_BYTES` (common/gradients/batches.py) is reduced in about a millisecond, so little is left
 # to wait for at the end. Where the ranks of the only host take all of its cores to compute, the
@@ -294,8 +296,12 @@ class GradientExchange:
         names = self.segment_schedule.agree(gradients)
         for bucket in self._schedule.rest(names):
             self._gather(bucket)
-        refused = self._send_all()
-        failures = self._wait()
+        try:
+            refused = self._send_all()
+            failures = self._wait()
+        except BaseException:  # A KeyboardInterrupt: the other ranks need what was started.
+            send_announced(for_collective())
+            raise
         # A `HorovodInternalError` comes on all ranks alike. Other failures concern the results of
         # this rank alone: the other ranks do not know of them and adapt their segments, and so
         # must this one.
@@ -318,12 +324,14 @@ class GradientExchange:
         """Send every bucket that can be sent, as other ranks wait for it; return the errors."""
         refused: list[Exception] = []
         self._waits_next = True
-        while self._pending:
-            try:
-                self._send()
-            except Exception as failure:
-                refused.append(failure)
-        self._waits_next = False
+        try:
+            while self._pending:
+                try:
+                    self._send()
+                except Exception as failure:
+                    refused.append(failure)
+        finally:  # Also for a KeyboardInterrupt: hooks send next, and do not wait.
+            self._waits_next = False
         return refused
 
     def _wait(self) -> list[Exception]:

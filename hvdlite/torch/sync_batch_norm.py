@@ -15,6 +15,8 @@ from hvdlite.torch import mpi_ops
 from hvdlite.torch.autograd import untraced
 
 Tensor = torch.Tensor
+# The accelerators that do not compute with float64.
+_WITHOUT_FLOAT64 = frozenset(("mlu", "mps", "npu"))
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -71,7 +73,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """The differentiable function; forward and backward each exchange one row of float64."""
+    """The differentiable function; forward and backward each exchange one row."""
 
     @staticmethod
     def forward(
@@ -100,9 +102,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         dims, shape = _channels(input)
         dy = _wide(gradient)
         centred = _wide(input) - _like(mean, dy, shape)
-        sums = torch.stack(
-            [dy.sum(dims, dtype=torch.float64), (dy * centred).sum(dims, dtype=torch.float64)]
-        )
+        exact = _widest(dy.device)
+        sums = torch.stack([dy.sum(dims, dtype=exact), (dy * centred).sum(dims, dtype=exact)])
         gradients: list[Tensor | None] = [None, None, None]
         if ctx.needs_input_grad[0]:
             mean_dy, mean_dy_xmu = _total(sums, ctx.process_set) / ctx.count
@@ -131,10 +132,11 @@ def _whole_batch(input: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor
     channels = input.shape[1]
     count = input.numel() // max(channels, 1)
     # Means, variances and the number of values; a rank without values contributes zeros.
-    row = torch.zeros(1, 2 * channels + 1, dtype=torch.float64, device=input.device)
+    exact = _widest(input.device)
+    row = torch.zeros(1, 2 * channels + 1, dtype=exact, device=input.device)
     if count:
         variance, mean = torch.var_mean(_wide(input), dims, correction=0)
-        row[0] = torch.cat([mean.double(), variance.double(), row.new_tensor([count])])
+        row[0] = torch.cat([mean.to(exact), variance.to(exact), row.new_tensor([count])])
     rows = mpi_ops.allgather(row, "sync_batch_norm.statistics", process_set)
     means, variances, counts = torch.split(rows, [channels, channels, 1], dim=1)
     total = counts.sum()
@@ -158,6 +160,11 @@ def _channels(input: Tensor) -> tuple[list[int], list[int]]:
     """Return the dimensions over which a channel extends, and the shape of a value per channel."""
     dims = [dim for dim in range(input.dim()) if dim != 1]
     return dims, [-1 if dim == 1 else 1 for dim in range(input.dim())]
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    """Return the dtype in which statistics of a device are exchanged."""
+    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -98,6 +98,14 @@ def test_a_sliced_loader_can_be_read_again() -> None:
     run_ranks(2, main)
 
 
+def test_full_batch_is_a_strategy_and_no_flag() -> None:
+    """MindSpore's flag is deprecated."""
+    refused: list[Any] = [data.slice_batch, data.Sliced, data.sampler_for]
+    for call in refused:
+        with pytest.raises(TypeError, match="full_batch"):
+            call(range(4), full_batch=True)
+
+
 def test_wrong_arguments_are_refused_before_a_batch_comes() -> None:
     with pytest.raises(ValueError, match="data_paralel"):
         data.Sliced([], "data_paralel")

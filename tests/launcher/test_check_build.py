@@ -85,7 +85,9 @@ def test_compiled_code_is_compiled_and_tried(tmp_path: Path) -> None:
         words[text] = True
     done = launch("--check-build", timeout=150, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert words.items() <= lines(done.stdout).items(), done.stdout
+    found = lines(done.stdout)
+    assert words.items() <= found.items(), done.stdout
+    assert any(text.startswith("TensorFlow: TensorFlow ") for text in found) == has_tensorflow
     libraries = {path.parent.name for path in tmp_path.rglob("*.so")}
     assert libraries == {"shm", "tf"} if has_tensorflow else {"shm"}
 
@@ -143,6 +145,14 @@ def test_a_trial_that_does_not_end_is_ended(
     assert not works
     assert "has not ended within" in text
     assert processes(str(tmp_path)) == {}
+
+
+def test_the_own_binding_to_nccl_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [path for path in check_build.DEVICE_PATHS if path.name == "own binding"]
+    monkeypatch.setattr(check_build, "DEVICE_PATHS", paths)
+    monkeypatch.setattr(check_build, "COMPILED_PATHS", ())
+    text = check_build.report({**os.environ, "HVDLITE_NCCL_LIBRARY": "/none/libnccl.so.2"})
+    assert "[ ] own binding: HVDLITE_NCCL_LIBRARY=/none/libnccl.so.2: /none/libnccl.so.2" in text
 
 
 @pytest.mark.parametrize(

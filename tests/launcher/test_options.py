@@ -171,7 +171,8 @@ def test_garbage_in_a_variable_is_found_before_a_start() -> None:
 VALUES = {"allreduce": "ring", "data_plane": "mpi", "log_level": "info", "timeline": "t.json",
           "thread_affinity": "0,1,2,3", "segmentation": "size:80,20", "autotune_log": "a",
           "autotune_noise": "0.5", "launcher": "ssh", "transport": "tcp",
-          "trace_iterations": "t.csv", "ps_workers": "independent"}  # fmt: skip
+          "trace_iterations": "t.csv", "ps_workers": "independent",
+          "device_allreduce": "hierarchical"}  # fmt: skip
 
 
 @pytest.mark.parametrize("entry", [e for e in settings() if e.flag], ids=lambda entry: entry.name)

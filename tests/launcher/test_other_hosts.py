@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.launcher.mpi import OPENMPI, find_all
-from tests.launcher.jobs import RANK, start
+from tests.launcher.jobs import IMPATIENT, RANK, start
 
 # Called instead of ssh: AGENT HOST COMMAND. There, the launcher's directory does not exist.
 AGENT = """\
@@ -67,7 +67,7 @@ def test_a_failure_there_ends_the_job(
     words: tuple[str, ...], end: str, code: int, sentence: str
 ) -> None:
     script = f"sys.stderr.write('last\\n')\nif rank == 2: {end}\ntime.sleep(600)"
-    with start(*words, RANK + script) as process:
+    with start(*words, RANK + script, program=IMPATIENT) as process:
         _, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert f"hvdlite-run: {sentence}" in err

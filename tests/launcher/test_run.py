@@ -115,7 +115,7 @@ def test_the_rank_that_fails_is_named_not_the_ones_that_notice() -> None:
 @pytest.mark.parametrize("end", ["sys.exit(7)", "os._exit(7)"])
 def test_the_first_rank_that_fails_ends_the_job(end: str) -> None:
     script = f"if rank == 1:\n    print('last words', flush=True); {end}\n" + SLEEP
-    done = launch("-np", "3", *python(script))
+    done = launch("-np", "3", *python(script), program=IMPATIENT)
     assert done.returncode == 7
     assert "[1]<stdout>:last words\n" in done.stdout
     assert done.stderr == "hvdlite-run: rank 1 failed with exit code 7; the job has been ended\n"

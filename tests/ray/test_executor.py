@@ -187,7 +187,9 @@ def group() -> Iterator[Any]:
 
 
 def workers_inside(count: int, use_current: bool) -> tuple[list[str], list[str]]:
-    settings = RayExecutor.create_settings(placement_group_timeout_s=2)
+    # Outside of the group there is no room, for which a test waits; inside, workers take a while.
+    limit = 40 if use_current else 1
+    settings = RayExecutor.create_settings(placement_group_timeout_s=limit)
     executor = RayExecutor(settings, count, use_current_placement_group=use_current)
     executor.start()
     groups = executor.run(group_of_this_process)

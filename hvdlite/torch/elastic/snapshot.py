@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvdlite.common.elastic.trees import map_leaves
-from hvdlite.torch.devices import pins
+from hvdlite.torch.device_modules import pins
 
 Tensor = torch.Tensor
 
