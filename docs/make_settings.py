@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hvdlite.common.plain.config import Setting, settings
+from hvdlite.common.plain.config import settings
+from hvdlite.common.plain.setting import Setting
 
 HEAD = """# Settings
 
