@@ -28,6 +28,8 @@ class Fake:
         self.c: Any = ctypes.CDLL(self.path)
         for name in ("fake_hold", "fake_release", "cudaStreamBeginCapture", "cudaGraphLaunch"):
             getattr(self.c, name).argtypes = (ctypes.c_void_p,) * (2 if "Graph" in name else 1)
+        for name in ("fake_allocated", "fake_pinned"):
+            getattr(self.c, name).argtypes = (ctypes.c_void_p,)
         self.c.cudaStreamBeginCapture.argtypes = (ctypes.c_void_p, ctypes.c_int)
         self.c.cudaStreamEndCapture.argtypes = (
             ctypes.c_void_p,

@@ -30,7 +30,8 @@ auto& changed = *new std::condition_variable;
 auto& journal = *new std::vector<std::string>;
 auto& used_devices = *new std::set<int>;    // that have a context: cudaSetDevice makes one
 auto& pinned = *new std::set<void*>;        // memory of the host
-int version = 22703, delay_us = 0, event_error = 0, allocations = 0, pending_polls = 0;
+auto& allocated = *new std::set<void*>;     // memory of devices
+int version = 22703, delay_us = 0, event_error = 0, pending_polls = 0;
 thread_local int device = 0, capture_mode = 0, last_error = 0;
 std::atomic<int> captures{0};  // in all threads
 // A thread that captures, or any while another does unless it has chosen not to be in the way.
@@ -300,11 +301,16 @@ void fake_version(int value) { version = value; }
 void fake_delay(int microseconds) { delay_us = microseconds; }
 void fake_event_error(int code) { event_error = code; }
 void fake_polls(int count) { pending_polls = count; }
-int fake_pinned() { std::lock_guard<std::mutex> lock(everything); return int(pinned.size()); }
-void fake_use_no_devices() { std::lock_guard<std::mutex> lock(everything); used_devices.clear(); }
+int fake_pinned(void* memory) { std::lock_guard<std::mutex> lock(everything); return int(pinned.count(memory)); }
+// The thread has chosen a device, as a new one has the first, and nobody uses that.
+void fake_choose(int number) {
+  std::lock_guard<std::mutex> lock(everything);
+  device = number;
+  used_devices.erase(number);
+}
 int fake_uses(int number) { std::lock_guard<std::mutex> lock(everything); return int(used_devices.count(number)); }
 int fake_depth() { return depth; }
-int fake_allocations() { std::lock_guard<std::mutex> lock(everything); return allocations; }
+int fake_allocated(void* memory) { std::lock_guard<std::mutex> lock(everything); return int(allocated.count(memory)); }
 void fake_fail(int member, int round, int code) {
   std::lock_guard<std::mutex> lock(everything);
   failures[member * 1000 + round] = code;
@@ -416,11 +422,11 @@ int cudaMallocAsync(void** memory, size_t bytes, Stream*) {
   *memory = malloc(bytes ? bytes : 1);
   memset(*memory, 0x55, bytes);  // Nobody may rely on zeros.
   std::lock_guard<std::mutex> lock(everything);
-  allocations++;
+  allocated.insert(*memory);
   return 0;
 }
 int cudaFreeAsync(void* memory, Stream* stream) {
-  of(stream)->add([=] { free(memory); std::lock_guard<std::mutex> lock(everything); allocations--; });
+  of(stream)->add([=] { std::lock_guard<std::mutex> lock(everything); allocated.erase(memory); free(memory); });
   return 0;
 }
 int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, Stream* stream) {
