@@ -107,11 +107,12 @@ def _rounded(nbytes: int) -> int:
 
 
 class Window:
-    """The memory of a peer, to be read."""
+    """The memory of a peer, to be read. Another thread may close it meanwhile."""
 
     def __init__(self, descriptor: int) -> None:
         """Take over a descriptor. Raises ProtocolError where its memory could vanish."""
         self._descriptor = descriptor
+        self._lock = threading.Lock()  # Guards it: its number may be that of another file later.
         self._memory = memoryview(b"")
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -124,14 +125,21 @@ class Window:
         """Return what lies at a place; raise ProtocolError where nothing does."""
         offset, nbytes = place
         if offset + nbytes > self._memory.nbytes:
-            size = os.fstat(self._descriptor).st_size
-            if offset + nbytes > size:
-                raise ProtocolError(f"a process shares {size} bytes, not {offset + nbytes}")
-            self._memory = memoryview(mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ))
+            with self._lock:
+                self._memory = self._mapped(offset + nbytes)
         return self._memory[offset : offset + nbytes]
+
+    def _mapped(self, nbytes: int) -> memoryview:
+        if self._descriptor < 0:
+            raise ProtocolError("the process whose memory a message names has gone")
+        size = os.fstat(self._descriptor).st_size
+        if nbytes > size:
+            raise ProtocolError(f"a process shares {size} bytes, not {nbytes}")
+        return memoryview(mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ))
 
     def close(self) -> None:
         """Close the descriptor; views keep the memory."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1

@@ -74,7 +74,7 @@ class Sharing:
 
     def close(self) -> None:
         """Forget the peer: it reads nothing any more."""
-        self._lent.clear()
+        self._lent = {}  # Another one, as another thread may go through the old one.
         self._theirs.close()
 
     def _look(self, number: int, place: Place) -> memoryview:

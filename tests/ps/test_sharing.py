@@ -106,6 +106,17 @@ def test_places_that_are_none_are_refused(
         pair[2].unpack(Message("push", body={NOTE: note}))
 
 
+def test_what_a_peer_has_said_before_it_went_is_dropped(
+    pair: tuple[Arena, Sharing, Sharing],
+) -> None:
+    """The thread at the door closes what the server's thread is about to look at."""
+    arena, here, there = pair
+    sent = here.pack(Message("push", payloads=[payload(filled(arena, 1))]))
+    there.close()
+    with pytest.raises(ProtocolError, match="has gone"):
+        there.unpack(sent)
+
+
 def test_memory_that_could_shrink_is_refused() -> None:
     descriptor = os.memfd_create("other")
     with pytest.raises(ProtocolError, match="could shrink"):
