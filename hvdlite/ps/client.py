@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,13 @@ from hvdlite.ps.sharing import Sharing
 
 SLOW_BYTES_PER_SECOND = 10e6  # On a slower network large messages may be sent twice.
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.1, 3.0
+CLOSED = "this process has left its parameter servers: its connections are closed"
+
+_Call = Callable[[], object]
+
+
+def _nothing() -> None:
+    """Leave it at that: nobody waits."""
 
 
 @dataclass
@@ -114,9 +122,12 @@ class Client:
         self._context = new_context(curve_token)
         self._identity = identity
         self._connections: dict[Caller, Connection] = {}
-        self._calls: deque[Callable[[], object]] = deque()
+        self._calls: deque[tuple[_Call, _Call]] = deque()
+        self._ended = False  # The thread takes no calls any more.
         self._timers: list[_Timer] = []
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Not by `close`, beside which others may still write to it.
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False
         self._closed = False
         self._pending: set[Handle] = set()  # Of `ask`. Only the thread changes it.
         self._failure: Exception | None = None  # What has ended the work of the thread.
@@ -156,8 +167,9 @@ class Client:
         if connection in self._visits:
             self._visits.pop(connection).close()
         self._visits[connection] = Visit(
-            name, self._identity, self.arena, lambda sharing: self.call(lambda: share(sharing))
-        )
+            name, self._identity, self.arena,
+            lambda sharing: self.call(lambda: share(sharing), sharing.close),
+        )  # fmt: skip
 
     def new(self, size: int, dtype: np.dtype[Any]) -> Array:
         """Return an array that is not initialized, in memory that servers of this host see."""
@@ -175,7 +187,10 @@ class Client:
         self.call(lambda: self._timers.append(_Timer(seconds, function)))
 
     def ask(self, function: Callable[[Callable[[Message | Exception], None]], object]) -> Handle:
-        """Run a function in the thread that calls what it is given with a result, or an error."""
+        """Run a function in the thread that calls what it is given with a result, or an error.
+
+        What has no result when the client is closed, or is asked later, fails.
+        """
         handle = Handle()
 
         def done(result: Message | Exception) -> None:
@@ -194,21 +209,31 @@ class Client:
             else:
                 done(self._failure)
 
-        self.call(begin)
+        self.call(begin, lambda: handle.fail(HorovodInternalError(CLOSED)))
         return handle
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Run a function in the thread soon; it must neither wait nor raise."""
-        self._calls.append(function)
-        os.eventfd_write(self._wake_fd, 1)
+    def call(self, function: _Call, otherwise: _Call = _nothing) -> None:
+        """Run a function in the thread soon, or `otherwise` where the client is closed before.
+
+        Neither may wait or raise.
+        """
+        self._calls.append((function, otherwise))
+        if self._ended:  # Looked at after the append: either the thread or this one finds it.
+            self._refuse_calls()
+        else:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _refuse_calls(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._calls.popleft()[1]()
 
     def close(self) -> None:
-        """End the thread and the connections."""
+        """End the thread and the connections; what waits for an answer fails."""
         if not self._closed:
             self._closed = True
             self.call(lambda: None)
             self._thread.join()
-            os.close(self._wake_fd)
 
     def _run(self) -> None:
         while not self._closed:
@@ -216,6 +241,9 @@ class Client:
                 self._look()
             except Exception as error:
                 self._fail(error)
+        self._ended = True
+        self._refuse_calls()
+        self._end_all(HorovodInternalError(CLOSED))
         for caller in self._connections:
             caller.close()
         for visit in self._visits.values():
@@ -228,7 +256,7 @@ class Client:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         while self._calls:
-            self._calls.popleft()()
+            self._calls.popleft()[0]()
         if self._closed:  # The byte that says so has been read above.
             return
         times = [connection.look() for connection in self._connections.values()]
@@ -251,18 +279,23 @@ class Client:
         The thread goes on, so that this process can still leave its cluster.
         """
         log.error("the parameter server's client has failed", exc_info=error)
-        if self._failure is not None:
-            return
-        self._failure = HorovodInternalError(
+        failure = HorovodInternalError(
             f"the thread of this process that talks with servers has failed: {error!r}"
         )
-        self._failure.__cause__ = error
+        failure.__cause__ = error
+        self._end_all(failure)
+
+    def _end_all(self, failure: Exception) -> None:
+        """Let all that waits, and all that comes, fail with the first of such errors."""
+        if self._failure is not None:
+            return
+        self._failure = failure
         for handle in [*self._pending]:
             self._pending.discard(handle)
             if not handle.poll():
-                handle.fail(self._failure)
+                handle.fail(failure)
         with contextlib.suppress(Exception):  # Its tables may be what has failed.
-            self.on_failure(self._failure)
+            self.on_failure(failure)
 
 
 def _nbytes_of(message: Message) -> int:

@@ -102,7 +102,7 @@ class Enrolment:
         """
         message = Message("leave", body={"why": why} if why else {})
         answered = Handle()  # Not one of the client, whose requests may all have failed.
-        self._client.call(lambda: self._say_leave(message, answered.complete))
+        self._client.call(lambda: self._say_leave(message, answered.complete), answered.complete)
         answered.ended_within(seconds)
 
     # -- the conversation

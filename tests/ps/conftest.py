@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdlite import ps
 from hvdlite.ps import enrolment, scheduler, server, worker
 from tests.ps.cluster import Cluster
+
+PACKAGE = str(Path(ps.__file__).parent)
+END_SECONDS = 10.0  # For what ends by itself, such as a thread that has met nobody.
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Fail where the parameter server leaves threads, its own ones or others that wait in it."""
+    before = set(threading.enumerate())
+    yield
+    limit = time.monotonic() + END_SECONDS
+    own = [each for each in _in_package() if each not in before]
+    for thread in own:
+        thread.join(max(0.0, limit - time.monotonic()))
+    left = {each.name: places for each, places in _in_package().items() if each in own}
+    assert not left, f"threads are left, with where they are: {left}"
+
+
+def _in_package() -> dict[threading.Thread, list[str]]:
+    """Return the threads that are in the package, and where."""
+    found, frames = {}, sys._current_frames()
+    for thread in threading.enumerate():
+        frame, places = frames.get(thread.ident or 0), []
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            frame = frame.f_back
+        if places:
+            found[thread] = places
+    return found
 
 
 @pytest.fixture

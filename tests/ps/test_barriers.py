@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from hvdlite.ps.messages import Message
 from hvdlite.ps.worker import Worker
-from tests.ps.cluster import LIMIT_SECONDS, Cluster, in_threads, wait_until
+from tests.ps.cluster import LIMIT_SECONDS, Cluster, Loop, in_threads, wait_until
 
 NewCluster = Callable[..., Cluster]
 
@@ -19,9 +19,11 @@ def two_workers(cluster: Cluster) -> list[Worker]:
 def test_a_successor_has_to_come_to_the_barrier_itself(new_cluster: NewCluster) -> None:
     cluster = new_cluster(1, 2)
     first, second = two_workers(cluster)
-    threading.Thread(target=first.barrier, daemon=True).start()
+    waiting = Loop(lambda _ended: first.barrier())
     wait_until(lambda: bool(cluster.state._barrier))
     first.close()
+    waiting.wait()
+    assert "its connections are closed" in str(waiting.error)
     successor = cluster.worker("worker 0", 0)
     waiter = threading.Thread(target=second.barrier, daemon=True)
     waiter.start()

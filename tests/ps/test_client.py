@@ -64,6 +64,16 @@ def test_a_call_that_raises_fails_its_own_handle() -> None:
     client.close()
 
 
+def test_what_waits_fails_when_its_client_is_closed_and_what_comes_later() -> None:
+    client = Client(b"a worker")
+    asked = client.ask(lambda _done: None)
+    client.close()
+    for handle in (asked, client.ask(lambda done: done(Message("done")))):
+        assert handle.ended_within(20)
+        with pytest.raises(HorovodInternalError, match="its connections are closed"):
+            handle.wait()
+
+
 @contextmanager
 def no_descriptors() -> Iterator[None]:
     """Let this process open nothing more."""

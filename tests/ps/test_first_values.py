@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.blocks import Array
 from hvdlite.ps.clocks import ASYNC, SYNC
 from hvdlite.ps.messages import Message
@@ -53,14 +54,25 @@ def test_another_takes_the_place_of_a_first_worker_that_is_lost(
     first, *others = workers_of(cluster, 3)
     cut_off = threading.Event()
 
-    def lose(_message: Message) -> int:
-        cut_off.set()
+    def lose(message: Message) -> int:
+        if message.kind == "start":
+            cut_off.set()
         return 0
+
+    def begin() -> None:
+        with pytest.raises(HorovodInternalError, match="its connections are closed"):
+            pulled(first, "t", mode)
 
     for link in [*first._servers.values()][reached:]:
         link.send = lose  # type: ignore[method-assign]
-    threading.Thread(target=pulled, args=(first, "t", mode), daemon=True).start()
-    assert cut_off.wait(20)
 
-    begun = in_threads(*[partial(pulled, worker, "t", mode) for worker in others], first.close)
-    assert begun == [{1.0}, {1.0}, None]
+    def goes_on(worker: Worker) -> set[float]:
+        assert cut_off.wait(20)  # The first one has declared the table before.
+        return pulled(worker, "t", mode)
+
+    def is_lost() -> None:
+        assert cut_off.wait(20)
+        first.close()
+
+    begun = in_threads(begin, is_lost, *[partial(goes_on, worker) for worker in others])
+    assert begun == [None, None, {1.0}, {1.0}]
