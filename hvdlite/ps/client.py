@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,8 @@ class Client:
     def __init__(self, identity: bytes, curve_token: bytes | None = None) -> None:
         self._context = new_context(curve_token)
         self._identity = identity
-        self._connections: dict[Caller, Connection] = {}
+        # Is replaced, never changed: the thread may go through it while another one connects.
+        self._connections: Mapping[Caller, Connection] = {}
         self._calls: deque[tuple[_Call, _Call]] = deque()
         self._ended = False  # The thread takes no calls any more.
         self._timers: list[_Timer] = []
@@ -148,7 +149,8 @@ class Client:
         address, _, name = address.partition(" ")
         near = bool(name) and self.arena is not None and is_here(name)
         caller = Caller(self._context, f"ipc://@{name}" if near else address, self._identity)
-        self._connections[caller] = connection = Connection(caller)
+        connection = Connection(caller)
+        self._connections = {**self._connections, caller: connection}
         if near:
             connection.unmapped = lambda: self._visit(connection, name)
             self._visit(connection, name)
@@ -177,7 +179,8 @@ class Client:
 
     def disconnect(self, connection: Connection) -> None:
         """End a connection, in the thread."""
-        del self._connections[connection.caller]
+        left = {each: to for each, to in self._connections.items() if to is not connection}
+        self._connections = left
         connection.caller.close()
         if connection in self._visits:
             self._visits.pop(connection).close()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps import client as client_module
 from hvdlite.ps import door
 from hvdlite.ps.arena import Arena
-from hvdlite.ps.channel import Listener, new_context
+from hvdlite.ps.channel import Caller, Listener, new_context
 from hvdlite.ps.client import Client
 from hvdlite.ps.messages import Message
 from tests.ps.cluster import Cluster, trainers, wait_until
@@ -61,6 +63,34 @@ def test_a_call_that_raises_fails_its_own_handle() -> None:
     assert handle.ended_within(20)
     with pytest.raises(HorovodInternalError, match="KeyError"):
         handle.wait()
+    client.close()
+
+
+def test_a_process_may_connect_while_the_thread_goes_through_its_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it does with the scheduler, when the thread has just begun."""
+    reached, connected = threading.Event(), threading.Event()
+    poll = client_module.poll
+
+    def slowly(callers: Mapping[Caller, object], wake_fd: int, seconds: float) -> list[Caller]:
+        each = iter(callers)
+        first = [*itertools.islice(each, 1)]
+        if first:
+            reached.set()
+            assert connected.wait(20)
+        return poll(dict.fromkeys([*first, *each]), wake_fd, seconds)
+
+    monkeypatch.setattr(client_module, "poll", slowly)
+    client = Client(b"a worker")
+    client.connect("tcp://127.0.0.1:1")
+    client.call(lambda: None)
+    assert reached.wait(20)
+    client.connect("tcp://127.0.0.1:2")
+    connected.set()
+    handle = client.ask(lambda done: done(Message("done")))
+    assert handle.ended_within(20)
+    assert handle.wait().kind == "done"  # The thread has not failed.
     client.close()
 
 
