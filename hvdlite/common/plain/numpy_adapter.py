@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from hvdlite.common.plain.result_memory import result_memory
 Array = NDArray[Any]
 
 ALIGNMENT_BYTES = 64  # The widest vector instructions and TensorFlow's tensors need it.
+_NoBytes = ctypes.c_char * 0
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -33,6 +35,24 @@ def read_splits(splits: Array) -> list[int]:
     if splits.size and not np.issubdtype(splits.dtype, np.integer):
         raise ValueError(f"splits must be integers (int32), not {splits.dtype}")
     return [int(split) for split in splits]
+
+
+@functools.cache
+def _has_buffer(dtype: np.dtype[Any]) -> bool:
+    """Return whether arrays of this dtype are buffers: numpy describes no others, as bfloat16."""
+    try:
+        _NoBytes.from_buffer(np.empty(1, dtype))
+    except ValueError:
+        return False
+    return True
+
+
+def _address(array: Array) -> int:
+    """Return where the memory begins of a contiguous array that can be written to."""
+    if _has_buffer(array.dtype):  # In a third of the time that numpy takes to describe the array.
+        return ctypes.addressof(_NoBytes.from_buffer(array))
+    start: int = array.__array_interface__["data"][0]
+    return start
 
 
 @functools.cache
@@ -74,7 +94,7 @@ class NumpyAdapter:
             and tensor.flags.carray
             and _name(tensor.dtype) == spec.dtype
         ):
-            return tensor.__array_interface__["data"][0], tensor
+            return _address(tensor), tensor
         return None
 
     def input(self, tensor: Array) -> HostBuffer:
