@@ -6,6 +6,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from hvdlite.common.base.errors import HorovodInternalError
@@ -37,16 +38,16 @@ class Handle:
     Any thread may wait for it; a waiting thread sleeps.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_event", "_gate", "_value", "queue")
+    __slots__ = ("_callbacks", "_done", "_error", "_event", "_value", "queue")
 
     def __init__(self) -> None:
-        self._gate = threading.Lock()  # Is locked until the result is there.
-        self._gate.acquire()
         self._done = False
         self._value: Any = None
         self._error: Exception | None = None
         # Where the result is still computed by a device: the event after which it is there.
         self._event: Event | None = None
+        # Called, and removed, when the result is there. A thread that waits adds one of its own, as
+        # most handles have their results before a thread waits for them.
         self._callbacks: list[Callable[[], None]] = []
         # Is told when a thread begins to wait; None before the entry is there.
         self.queue: Queue | None = None
@@ -71,16 +72,14 @@ class Handle:
 
     def _end(self) -> None:
         # Whoever sees that it is done may renew the handle at once.
-        gate, callbacks = self._gate, self._callbacks
+        callbacks = self._callbacks
         self._done = True
-        gate.release()
         if callbacks:
             _call_back(callbacks)
 
     def renew(self) -> None:
         """Stand for the next collective. Nobody waits for the last one, which has ended."""
-        self._gate, self._callbacks = threading.Lock(), []
-        self._gate.acquire()
+        self._callbacks = []
         self._value = self._error = self._event = self.queue = None
         self._done = False
 
@@ -118,22 +117,32 @@ class Handle:
         if self._done:
             return True
         self._hurry()
-        if self._gate.acquire(timeout=seconds):
-            self._gate.release()
+        self._sleep(seconds)
         return self._done
 
     def wait(self) -> Any:
         """Sleep until the result is there, and return it, or raise the error."""
-        if not self._done:  # a signal handler that waits too must not find the gate locked by us
+        if not self._done:
             queue = self.queue
             if queue is not None:
                 queue.attend(self)
             if not self._done:
-                with self._gate:
-                    pass
+                self._sleep()
         if self._error is not None:
             raise _fresh(self._error)
         return self._value
+
+    def _sleep(self, seconds: float = -1) -> None:
+        """Sleep until the result is there, at most `seconds` if these are given."""
+        gate = threading.Lock()
+        gate.acquire()
+        callbacks = self._callbacks
+        callbacks.append(gate.release)
+        if self._done:
+            _call_back(callbacks)
+        if not gate.acquire(timeout=seconds):
+            with suppress(ValueError):  # It may be called right now.
+                callbacks.remove(gate.release)
 
 
 def _call_back(callbacks: list[Callable[[], None]]) -> None:

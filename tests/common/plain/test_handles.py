@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 from typing import Any
 
@@ -16,15 +17,7 @@ from hvdlite.common.base.errors import (
 from hvdlite.common.plain.handles import Handle
 
 
-class Gate:
-    """A lock that does something before it is released."""
-
-    def __init__(self, lock: threading.Lock, first: Any) -> None:
-        self._lock, self._first = lock, first
-
-    def release(self) -> None:
-        self._first()
-        self._lock.release()
+pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_handle_that_is_renewed_while_it_ends_waits_for_its_next_end() -> None:
@@ -36,12 +29,86 @@ def test_a_handle_that_is_renewed_while_it_ends_waits_for_its_next_end() -> None
         handle.renew()
         handle.on_end(lambda: called.append(1))
 
-    handle._gate = Gate(handle._gate, overtake)  # type: ignore[assignment]
+    handle.on_end(overtake)
     handle.complete("first")
     assert not handle.poll() and not called
     assert not handle.ended_within(0)
     handle.complete("second")
     assert handle.wait() == "second" and called == [1]
+
+
+def test_all_threads_that_wait_wake_with_the_result_in_every_round() -> None:
+    """Some wait without a limit, and some look in between whether it is there."""
+    handle, results = Handle(), []
+    threads, rounds = 4, 200
+    barrier = threading.Barrier(threads + 1, timeout=30)
+
+    def wait(limited: bool) -> None:
+        for _ in range(rounds):
+            barrier.wait()
+            while limited and not handle.ended_within(1e-5):
+                pass
+            results.append(handle.wait())
+            barrier.wait()
+
+    waiting = [
+        threading.Thread(target=wait, args=(number % 2 == 1,), daemon=True)
+        for number in range(threads)
+    ]
+    for thread in waiting:
+        thread.start()
+    for number in range(rounds):
+        barrier.wait()
+        handle.complete(number)
+        barrier.wait()
+        handle.renew()
+    for thread in waiting:
+        thread.join(30)
+    assert results == [number for number in range(rounds) for _ in range(threads)]
+
+
+@pytest.mark.timeout(10)
+def test_an_end_between_the_last_look_and_the_sleep_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handle, make_lock = Handle(), threading.Lock
+
+    def end_meanwhile() -> Any:
+        handle.complete("there")
+        return make_lock()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Lock", end_meanwhile)
+        assert handle.wait() == "there"
+
+
+def test_waits_that_end_in_vain_leave_nothing_behind() -> None:
+    handle = Handle()
+    for _ in range(100):
+        assert not handle.ended_within(0)
+    assert handle._callbacks == []
+
+
+def test_a_signal_handler_waits_for_what_its_thread_waits_for() -> None:
+    handle, results = Handle(), []
+
+    def on_signal(number: int, frame: Any) -> None:
+        ending = threading.Thread(target=handle.complete, args=("there",))
+        ending.start()
+        results.append(handle.wait())
+        ending.join(30)
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    try:
+        main = threading.main_thread().ident
+        assert main is not None
+        interrupting = threading.Thread(target=signal.pthread_kill, args=(main, signal.SIGUSR1))
+        interrupting.start()
+        results.append(handle.wait())
+        interrupting.join(30)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert results == ["there", "there"]
 
 
 def test_a_renewed_handle_knows_no_error() -> None:
