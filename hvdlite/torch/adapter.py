@@ -26,6 +26,7 @@ def _increments_many() -> bool:
 
 
 _INCREMENTS_MANY = _increments_many()
+_increment_version = torch.autograd.graph.increment_version
 # A tensor of a subclass may keep its values elsewhere.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -118,7 +119,7 @@ class TorchAdapter:
         if not (tensor.is_cpu and self._host_is_memory):
             self._device(tensor).finish(tensor)
         if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+            _increment_version(tensor)
 
     def finish_all(self, tensors: Sequence[torch.Tensor]) -> None:
         """Do as `finish` does for several tensors, in one call where they are on the host."""
@@ -127,10 +128,10 @@ class TorchAdapter:
             for tensor in tensors:
                 self.finish(tensor)
         elif _INCREMENTS_MANY:
-            torch.autograd.graph.increment_version(written)
+            _increment_version(written)
         else:
             for tensor in written:
-                torch.autograd.graph.increment_version(tensor)
+                _increment_version(tensor)
 
     def _device(self, tensor: torch.Tensor) -> Device:
         return self._host if tensor.is_cpu else self._find(tensor.device.type)

@@ -13,7 +13,7 @@ from hvdlite.common.api.runner import EngineRunner
 
 Function = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 F = TypeVar("F", bound=Callable[..., Any])
-_is_compiling = torch.compiler.is_compiling  # Asked in each call of a collective.
+_is_compiling = torch.compiler.is_dynamo_compiling  # Asked in each call of a collective.
 
 
 def untraced(function: F) -> F:

@@ -15,21 +15,21 @@ T = TypeVar("T")
 class RepeatedCall(Generic[T]):
     """The operation behind a user's handle. Its entry is renewed when the name comes again.
 
-    While nobody uses it, it lies in `Runtime.repeated` under its name, as long as its prepared
-    call is remembered.
+    While nobody uses it, it lies in `Runtime.repeated` under its name, until calls are forgotten.
     """
 
-    __slots__ = ("_adapter", "_call", "_entry", "_name", "_runtime")
+    __slots__ = ("_adapter", "_call", "_entry", "_kept", "_name")
 
     def __init__(
         self,
-        runtime: Runtime,
+        kept: dict[str, RepeatedCall[T]],
         adapter: Adapter[T],
         name: str,
         call: PreparedCall,
         entry: PlacedEntry[T],
     ) -> None:
-        self._runtime = runtime
+        # `Runtime.repeated` as it was when the call was made: another one after calls are forgotten.
+        self._kept = kept
         self._adapter = adapter
         self._name = name
         self._call = call
@@ -51,20 +51,20 @@ class RepeatedCall(Generic[T]):
         `waits` says that the calling thread waits for it next. None for the first call, and
         for one that has other options, or a tensor of another kind.
         """
-        call = runtime.requests.get(name)
+        known: RepeatedCall[T] | None = runtime.repeated.pop(name, None)
+        call = runtime.requests.get(name) if known is None else known._call
         if type(call) is not PreparedCall or call.options is not options:
             return None
         place = adapter.place(tensor, call.spec)
         if place is None:
             return None
-        known: RepeatedCall[T] | None = runtime.repeated.pop(name, None)
-        if known is not None and known._call is call and known._adapter is adapter:
+        if known is not None and known._adapter is adapter:
             entry = known._entry
             entry.handle.renew()
             entry.renew(tensor, place, entry.handle)
         else:
             entry = PlacedEntry(call, adapter, tensor, place)
-            known = cls(runtime, adapter, name, call, entry)
+            known = cls(runtime.repeated, adapter, name, call, entry)
         runtime.engine.enqueue((entry,), waits=waits)
         return known
 
@@ -80,6 +80,5 @@ class RepeatedCall(Generic[T]):
         assert tensor is not None
         self._adapter.finish(tensor)
         entry.release()
-        if self._runtime.requests.get(self._name) is self._call:  # This bounds those that are kept.
-            self._runtime.repeated[self._name] = self
+        self._kept[self._name] = self
         return tensor

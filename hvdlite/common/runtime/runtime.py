@@ -257,7 +257,7 @@ class Runtime:
     def forget_calls(self) -> None:
         """Check all calls anew from now on."""
         self.requests.clear()
-        self.repeated.clear()
+        self.repeated = {}  # Calls under way come back to the old one.
         self.buckets.clear()
 
     def shutdown(self) -> None:
