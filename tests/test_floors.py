@@ -72,7 +72,16 @@ PURE_MODULES = {
     "hvdlite.data.strategies",
     *(
         f"hvdlite.ps.{module}"
-        for module in ("blocks", "clocks", "layout", "membership", "registry", "shard", "tables")
+        for module in [
+            "blocks",
+            "clocks",
+            "layout",
+            "membership",
+            "registry",
+            "shard",
+            "starts",
+            "tables",
+        ]
     ),
 }
 NOT_PURE = {"hvdlite.common.segmentation.saved_results"}

@@ -20,8 +20,8 @@ from hvdlite.ps.blocks import Array, TensorSpec
 from hvdlite.ps.clocks import Mode
 from hvdlite.ps.layout import PART_BYTES
 from hvdlite.ps.registry import TableOptions
+from hvdlite.ps.remote_table import RemoteTable
 from hvdlite.ps.serving import serve
-from hvdlite.ps.worker import RemoteTable
 
 TABLE = "optimizer"
 

@@ -19,9 +19,9 @@ from hvdlite.checkpoint.files import Reader
 from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.ps.blocks import Array, Block
+from hvdlite.ps.description import TableDescription
 from hvdlite.ps.layout import Part
 from hvdlite.ps.moving import Piece, Share
-from hvdlite.ps.server import TableDescription
 
 VALUE = "parameter_server"  # The value of a checkpoint that says where all lies.
 VALUES, STATE = "values", "state"

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hvdlite.ps.messages import Message
-from hvdlite.ps.tables import Answer
+from hvdlite.ps.messages import Answer, Message
 
 SERVER, WORKER = "server", "worker"
 ROLES = (SERVER, WORKER)

@@ -81,6 +81,13 @@ class Message(NamedTuple):
     payloads: Sequence[Buffer] = ()
 
 
+class Answer(NamedTuple):
+    """A message to a peer."""
+
+    peer: bytes
+    message: Message
+
+
 def pack(message: Message) -> list[Buffer]:
     """Return the frames of a message."""
     head = (PROTOCOL, *message[:5], message.body)

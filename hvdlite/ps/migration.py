@@ -15,11 +15,12 @@ from hvdlite.ps.admission import proved
 from hvdlite.ps.blocks import Array, blocks_of
 from hvdlite.ps.client import Client, Connection
 from hvdlite.ps.clocks import SYNC
+from hvdlite.ps.description import TableDescription, describe_table
 from hvdlite.ps.layout import Layout, Part
-from hvdlite.ps.messages import Message
+from hvdlite.ps.messages import Answer, Message
 from hvdlite.ps.moving import Share
-from hvdlite.ps.server import Server, TableDescription, describe_table
-from hvdlite.ps.tables import Answer, Saved
+from hvdlite.ps.server import Server
+from hvdlite.ps.tables import Saved
 
 Request = Callable[[Message, Callable[[Message], None]], None]
 

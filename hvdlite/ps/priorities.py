@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from hvdlite.ps.tables import Answer
+from hvdlite.ps.messages import Answer
 
 
 def by_priority(answers: Iterable[Answer], key_of: Callable[[str], int]) -> Iterator[Answer]:

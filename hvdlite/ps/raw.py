@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from hvdlite.ps.blocks import Array
+from hvdlite.ps.description import TableDescription
 from hvdlite.ps.row_store import RowStore
 from hvdlite.ps.row_tables import AddedRows
-from hvdlite.ps.server import TableDescription
-from hvdlite.ps.tables import Updater
+from hvdlite.ps.updater import Updater
 
 PREFIX = "raw."  # The tables of users have it before their names.
 

@@ -9,9 +9,9 @@ import numpy as np
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.blocks import Array, dtype_of
 from hvdlite.ps.messages import Message
+from hvdlite.ps.remote_table import RemoteTable
 from hvdlite.ps.shard import Shard
 from hvdlite.ps.turns import Turns, joined, until_settled
-from hvdlite.ps.worker import RemoteTable
 
 
 class RawTable(RemoteTable):

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.blocks import Array, TensorSpec, dtype_of
 from hvdlite.ps.client import Client
+from hvdlite.ps.description import describe_table
 from hvdlite.ps.link import ServerLink
 from hvdlite.ps.messages import Message
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.row_store import RowsSpec
 from hvdlite.ps.row_tables import RowShare, merge_repeated
-from hvdlite.ps.server import describe_table
 from hvdlite.ps.shard import Shard
 from hvdlite.ps.table_shards import TableShards
 from hvdlite.ps.tables import SKIP

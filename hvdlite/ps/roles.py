@@ -11,16 +11,17 @@ from typing import Any
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.channel import Listener, new_context
 from hvdlite.ps.client import Client
+from hvdlite.ps.description import TableDescription
 from hvdlite.ps.enrolment import Enrolment
 from hvdlite.ps.membership import ClusterPlan
 from hvdlite.ps.migration import Migration
 from hvdlite.ps.records import OFF, Records
 from hvdlite.ps.scheduler import Scheduler
-from hvdlite.ps.server import Server, TableDescription
+from hvdlite.ps.server import Server
 from hvdlite.ps.server_checkpoints import ServerCheckpoints
 from hvdlite.ps.settings import ANSWER_SECONDS, SERVER, ClusterSettings, address_towards
 from hvdlite.ps.snapshots import SnapshotFolder
-from hvdlite.ps.tables import Updater
+from hvdlite.ps.updater import Updater
 
 # How long a cluster without workers goes on, so that last answers are not lost.
 LAST_SECONDS = 1.0

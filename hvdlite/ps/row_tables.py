@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from hvdlite.ps.blocks import Array, dtype_of
 from hvdlite.ps.clocks import SYNC
-from hvdlite.ps.messages import Message
+from hvdlite.ps.messages import Answer, Message
 from hvdlite.ps.row_store import RowsSpec, RowStore
 from hvdlite.ps.sums import wide_dtype
-from hvdlite.ps.tables import Answer, Pull, Table, Updater
+from hvdlite.ps.tables import Pull, Table
+from hvdlite.ps.updater import Updater
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class RowTable(Table):
 
     def look(self, workers: Collection[int]) -> list[Answer]:
         """Begin when the first worker has come: no worker has values that are needed."""
-        if not self.begun and self._starts:
+        if not self.begun and self._starts.waiting:
             if self._restored:
                 self.begun = True
             elif lost := self._lost():
@@ -117,14 +118,14 @@ class RowTable(Table):
 
     def _lost(self) -> list[Answer]:
         """Fail workers that know newer rows: a server without snapshots has lost them."""
-        if all(start.version <= 0 for start in self._starts.values()):
+        if all(start.version <= 0 for start in self._starts.waiting.values()):
             return []
         why = f"the rows of {self.name!r} are lost with the server: start it with snapshots"
         answers = [
             self._answer(start.peer, start.request, "failed", {"why": why})
-            for start in self._starts.values()
+            for start in self._starts.waiting.values()
         ]
-        self._starts.clear()
+        self._starts.waiting.clear()
         return answers
 
     def _gradients_of(self, message: Message) -> list[Array]:

@@ -20,10 +20,9 @@ from hvdlite.ps.channel import Listener
 from hvdlite.ps.checkpoint_turns import CheckpointTurns
 from hvdlite.ps.layout import rebalance
 from hvdlite.ps.membership import SERVER, WORKER, ClusterPlan, Hello, Membership
-from hvdlite.ps.messages import Message
+from hvdlite.ps.messages import Answer, Message
 from hvdlite.ps.registry import Registry, TableOptions
 from hvdlite.ps.scaling import Change
-from hvdlite.ps.tables import Answer
 
 LOOK_SECONDS = 0.5
 

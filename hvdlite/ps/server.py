@@ -7,71 +7,22 @@ from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.ps.admission import Door
-from hvdlite.ps.blocks import Array, Block, TensorSpec
+from hvdlite.ps.blocks import Array
 from hvdlite.ps.channel import Listener
-from hvdlite.ps.clocks import Mode
-from hvdlite.ps.layout import Part
-from hvdlite.ps.messages import REPLACES, Message
+from hvdlite.ps.description import TableDescription
+from hvdlite.ps.messages import REPLACES, Answer, Message
 from hvdlite.ps.priorities import by_priority
 from hvdlite.ps.records import OFF, Records
-from hvdlite.ps.row_store import RowsSpec
-from hvdlite.ps.row_tables import RowShare, RowTable
+from hvdlite.ps.row_tables import RowTable
 from hvdlite.ps.snapshots import Snapshot, SnapshotFolder
-from hvdlite.ps.tables import Answer, Saved, Table, Updater
+from hvdlite.ps.tables import Saved, Table
+from hvdlite.ps.updater import Updater
 
 LOOK_SECONDS = 0.5
 # The payloads of messages among whose answers some have priority, each with so much for its head.
 MOST_BYTES_AT_ONCE, BYTES_OF_HEAD = 1 << 20, 1 << 14
 # Requests that depend on who keeps what.
 OF_LAYOUT = frozenset({"start", "offer", "push", "pull", "push_rows", "pull_rows", "save", "load"})
-
-
-class TableDescription:
-    """What a worker says of a table when it starts: alike in all workers."""
-
-    def __init__(self, name: str, body: Mapping[str, Any]) -> None:
-        self.body = body
-        try:
-            specs = [TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in body["specs"]]
-            self.name = name
-            self.specs: Sequence[TensorSpec] = specs
-            self.mode = Mode(body["mode"], body["staleness"], body.get("scale"))
-            self.average = bool(body["average"])
-            self.first_key = int(body["first_key"])  # Of the parts of its first tensor.
-            self.blocks = [
-                Block(dtype, group, tuple(Part(*part) for part in parts))
-                for dtype, group, parts in body["blocks"]
-            ]
-            self.rows: RowShare | None = None  # Of a table of rows, which has no blocks.
-            if body.get("rows"):
-                fields, server, servers = body["rows"]
-                self.rows = RowShare(RowsSpec(*fields), server, servers)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"the table {name!r} is described wrongly: {error}") from error
-
-
-def describe_table(
-    specs: Sequence[TensorSpec], blocks: Sequence[Block], mode: Mode, *, average: bool,
-    rows: RowShare | None = None, first_key: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """Return what `TableDescription` reads."""
-    return {
-        "rows": rows and [rows.spec.fields, rows.server, rows.servers],
-        "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
-        "first_key": first_key,
-        "mode": mode.name,
-        "staleness": mode.staleness,
-        "scale": mode.scale,
-        "average": average,
-        "blocks": [
-            [
-                block.dtype,
-                block.group,
-                [[part.key, part.start, part.stop, part.server] for part in block.parts],
-            ]
-            for block in blocks
-        ],
-    }
 
 
 class Server:

@@ -25,9 +25,9 @@ from hvdlite.ps.checkpoint_tables import (
     tensor_name,
 )
 from hvdlite.ps.clocks import SYNC
-from hvdlite.ps.messages import Message
-from hvdlite.ps.server import Server, TableDescription
-from hvdlite.ps.tables import Answer
+from hvdlite.ps.description import TableDescription
+from hvdlite.ps.messages import Answer, Message
+from hvdlite.ps.server import Server
 
 # What a worker raises again by its name; see `remote_error`.
 ERRORS: tuple[type[Exception], ...] = (

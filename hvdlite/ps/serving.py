@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from hvdlite.ps import context
+from hvdlite.ps.description import TableDescription
 from hvdlite.ps.raw import PREFIX, raw_updater
 from hvdlite.ps.roles import run_server
-from hvdlite.ps.server import TableDescription
-from hvdlite.ps.tables import Updater
+from hvdlite.ps.updater import Updater
 
 
 def serve(new_updater: Callable[[TableDescription], Updater] | None = None) -> NoReturn:

@@ -10,48 +10,20 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite.ps.blocks import Array, Block
 from hvdlite.ps.clocks import SYNC, Clocks, Mode
-from hvdlite.ps.messages import REPLACES, Message
+from hvdlite.ps.messages import REPLACES, Answer, Message
 from hvdlite.ps.pieces import PIECE, Assemblies, is_piece
 from hvdlite.ps.records import OFF
+from hvdlite.ps.starts import Start, Starts
 from hvdlite.ps.sums import add_up, divided
+from hvdlite.ps.updater import Updater
 
 SKIP = "skip"  # In the body of a push: a loss scaler has found an overflow; no update is made.
-
-
-class Updater(Protocol):
-    """Holds the values of a table, one flat array for each block, and changes them."""
-
-    def begin(self, values: Sequence[Array]) -> None:
-        """Take values, which the updater may keep."""
-
-    def values(self) -> list[Array]:
-        """Return the values, which the next `step` may change."""
-
-    def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
-        """Make an update; `numbers` are the hyperparameters of each parameter group, or empty.
-
-        The gradients are there until it returns; those that cannot be written are their worker's.
-        """
-
-    def state(self) -> dict[str, Array]:
-        """Return what belongs to the values, such as momenta."""
-
-    def load(self, state: Mapping[str, Array]) -> None:
-        """Take back what `state` has returned."""
-
-
-class Answer(NamedTuple):
-    """A message to a peer."""
-
-    peer: bytes
-    message: Message
 
 
 class Saved(NamedTuple):
@@ -62,18 +34,6 @@ class Saved(NamedTuple):
     version: int
     finished: dict[int, int]
     numbers: list[Mapping[str, Any]]
-
-
-@dataclass
-class _Start:
-    """A worker that has said `start` and waits for the table."""
-
-    peer: bytes
-    request: int
-    clock: int | None  # Its next step; None: it has none, and takes the one that it is given.
-    version: int  # Of the values that it has; -1: first ones; -2: none, which others have.
-    enters: int = 0  # It takes part from this step on, and not before.
-    first: int | None = None  # The worker whose first values all servers take.
 
 
 class Pull(NamedTuple):
@@ -97,9 +57,8 @@ class Table:
         self.begun = False  # The values are there.
         self._restored = False
         self._workers: set[int] = set()
-        self._wanted: int | None = None  # The worker whose values are awaited.
         self._of: int | None = None  # The worker whose first values it has begun with.
-        self._starts: dict[int, _Start] = {}
+        self._starts = Starts()
         self._pulls: dict[int, Pull] = {}
         # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
         self._gradients: dict[int, dict[int, list[Array] | None]] = {}
@@ -154,7 +113,7 @@ class Table:
 
     def moved(self) -> list[Answer]:
         """Return what workers hear that wait for this table, when other servers keep it."""
-        waiting = [(each.peer, each.request) for each in self._starts.values()]
+        waiting = [(each.peer, each.request) for each in self._starts.waiting.values()]
         waiting += [(pull.peer, pull.message.request) for pull in self._pulls.values()]
         return [self._answer(peer, request, "moved") for peer, request in waiting]
 
@@ -172,12 +131,11 @@ class Table:
     ) -> list[Answer]:
         """Let a worker take part; `workers` are all that the server has to hear of."""
         body = message.body
-        if worker == self._wanted:  # It asks again, as it has not heard that it is wanted.
-            self._wanted = None
-        self._starts[worker] = _Start(
+        start = Start(
             peer, message.request, body.get("clock"), body.get("version", -1),
             body.get("enters", 0), body.get("first"),
         )  # fmt: skip
+        self._starts.add(worker, start)
         if not self._numbers and body.get("numbers"):
             self._numbers = list(body["numbers"])
         return self.look(workers)
@@ -190,45 +148,15 @@ class Table:
                 self.clocks.leave(worker)
         if self.begun:
             return self._welcome() + self._go_on()
-        if self._wanted in self._starts and self._wanted in workers:
+        others, starts = self.others(), self._starts
+        if not starts.waiting or starts.is_awaited(workers):
             return []
-        missing = set(workers) - self._starts.keys() - set(self.others())
-        offers = [w for w, each in self._starts.items() if each.version >= -1 and w in workers]
-        if not self._starts or (missing and (self._restored or self._lost_steps())):
+        if (self._restored or self._lost_steps()) and starts.missing(workers, others):
             return []
-        newest = max((self._starts[worker].version for worker in offers), default=-2)
-        if self._restored and (newest <= self.version or self._goes_back):
+        if self._restored and (starts.newest(workers) <= self.version or self._goes_back):
             return self._begin()
-        chosen = self._chosen(offers, newest)
-        if chosen is None:
-            return []
-        self._wanted = chosen
-        start = self._starts[chosen]
-        return [self._answer(start.peer, start.request, "wanted")]
-
-    def _chosen(self, offers: Sequence[int], newest: int) -> int | None:
-        """Return the worker that is to offer its values; None: it has not come yet."""
-        if not offers:  # They take part in what another worker begins.
-            return None
-        if newest < 0:
-            return self._first_of(offers)
-        return min(worker for worker in offers if self._starts[worker].version == newest)
-
-    def _first_of(self, offers: Sequence[int]) -> int | None:
-        """Return the worker whose first values are taken; None: it has not started yet.
-
-        [Note: first values] Workers may begin with different values, and come to the servers in
-        another order to each. All servers take those of the worker that has declared the table
-        first. Where it is lost before, all wait until everybody has started, and take those of the
-        lowest number. That worker also replaces the values that other servers have of the lost one:
-        nobody has pulled them, since no worker goes on before all servers have begun.
-        """
-        firsts = [each.first for each in self._starts.values() if each.first is not None]
-        first = firsts[0] if firsts else None
-        if first is None or first in offers:
-            return min(offers) if first is None else first
-        missing = self._workers - self._starts.keys()
-        return None if first in missing or missing - set(self.others()) else min(offers)
+        start = starts.want(workers, others)
+        return [] if start is None else [self._answer(start.peer, start.request, "wanted")]
 
     def _lost_steps(self) -> bool:
         """Return whether workers have finished steps that this server has forgotten.
@@ -236,7 +164,7 @@ class Table:
         In sync the last worker to start may have newer values than the others, and all will come.
         """
         sync = self.clocks.mode.name == SYNC
-        return sync and any(start.version >= 0 for start in self._starts.values())
+        return sync and any(start.version >= 0 for start in self._starts.waiting.values())
 
     def offer(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
         """Begin with the values of a worker, unless the table has begun."""
@@ -246,10 +174,10 @@ class Table:
                 self._sent.clear()
             body = {"clock": self.clocks.enter(worker), "is_known": True, "of": self._of}
             return [self._answer(peer, message.request, "started", body)]
-        if worker != self._wanted:
+        if worker != self._starts.wanted:
             return []
         values = self._first_values_of(worker, message)
-        start = self._starts[worker]
+        start = self._starts.waiting[worker]
         start.peer, start.request = peer, message.request
         self.updater.begin(values)
         self.clocks.version = max(start.version, 0)
@@ -276,7 +204,7 @@ class Table:
 
     def _welcome(self) -> list[Answer]:
         answers, knew = [], set(self.clocks.finished)
-        for worker, start in sorted(self._starts.items()):
+        for worker, start in sorted(self._starts.waiting.items()):
             sync = self.clocks.mode.name == SYNC
             kind = "started"
             if start.clock is not None:
@@ -291,7 +219,7 @@ class Table:
             if start.enters > body["clock"]:
                 body["clock"] = self.clocks.finished[worker] = start.enters
             answers.append(self._answer(start.peer, start.request, kind, body))
-        self._starts.clear()
+        self._starts.waiting.clear()
         return answers
 
     # -- steps
@@ -336,7 +264,7 @@ class Table:
     def leave(self, worker: int) -> list[Answer]:
         """Let the others go on without a worker; what it has pushed counts."""
         self.clocks.leave(worker)
-        self._starts.pop(worker, None)
+        self._starts.waiting.pop(worker, None)
         self._pulls.pop(worker, None)
         self._pieces.forget(worker)
         return self._go_on() if self.begun else []

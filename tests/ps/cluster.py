@@ -15,16 +15,17 @@ import numpy as np
 from hvdlite.ps.blocks import Array, TensorSpec
 from hvdlite.ps.channel import Listener, new_context
 from hvdlite.ps.clocks import SYNC
+from hvdlite.ps.description import TableDescription
 from hvdlite.ps.membership import ClusterPlan
 from hvdlite.ps.registry import TableOptions
+from hvdlite.ps.remote_table import RemoteTable
 from hvdlite.ps.roles import run_server
 from hvdlite.ps.row_store import RowStore
 from hvdlite.ps.row_tables import AddedRows
 from hvdlite.ps.scheduler import Scheduler
-from hvdlite.ps.server import TableDescription
 from hvdlite.ps.settings import SERVER, WORKER, ClusterSettings
-from hvdlite.ps.tables import Updater
-from hvdlite.ps.worker import RemoteTable, Worker
+from hvdlite.ps.updater import Updater
+from hvdlite.ps.worker import Worker
 from tests.ps.test_tables import Momentum
 
 SIZES = (300, 7, 40)

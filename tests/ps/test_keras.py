@@ -23,7 +23,7 @@ from hvdlite.ps.layout import Part  # noqa: E402
 from hvdlite.ps.messages import Message  # noqa: E402
 from hvdlite.ps.moving import Share  # noqa: E402
 from hvdlite.ps.registry import Registry  # noqa: E402
-from hvdlite.ps.worker import RemoteTable  # noqa: E402
+from hvdlite.ps.remote_table import RemoteTable  # noqa: E402
 from tests.ps.test_training import RunningServer, in_threads  # noqa: E402
 
 New = Callable[[], Any]

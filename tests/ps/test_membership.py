@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hvdlite.ps.membership import SERVER, WORKER, ClusterPlan, Hello, Membership
-from hvdlite.ps.tables import Answer
+from hvdlite.ps.messages import Answer
 
 
 def hello(

@@ -10,10 +10,11 @@ import numpy as np
 from hvdlite.ps.blocks import TensorSpec, blocks_of
 from hvdlite.ps.channel import Listener
 from hvdlite.ps.clocks import ASYNC, Mode
+from hvdlite.ps.description import describe_table
 from hvdlite.ps.layout import place
 from hvdlite.ps.messages import Message
 from hvdlite.ps.raw import Added
-from hvdlite.ps.server import Server, describe_table
+from hvdlite.ps.server import Server
 
 PEER = b"worker 0"
 

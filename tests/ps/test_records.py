@@ -12,9 +12,9 @@ import pytest
 
 from hvdlite.common.timeline.recorder import Timeline
 from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Mode
-from hvdlite.ps.messages import Message
+from hvdlite.ps.messages import Answer, Message
 from hvdlite.ps.records import Records, Row, path_of_process
-from hvdlite.ps.tables import Answer, Table
+from hvdlite.ps.tables import Table
 from hvdlite.tools.timeline_reader import check
 from tests.ps.processes import cluster
 from tests.ps.scripts.torch_digits import main

@@ -13,10 +13,10 @@ from torch import nn
 
 from hvdlite.ps.blocks import TensorSpec
 from hvdlite.ps.clocks import SYNC
+from hvdlite.ps.description import TableDescription
 from hvdlite.ps.raw import new_store
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.remote_rows import RemoteRows
-from hvdlite.ps.server import TableDescription
 from hvdlite.ps.worker import Worker
 from hvdlite.torch.ps.row_updater import TorchRows
 from tests.ps.cluster import Cluster, in_threads, wait_until

@@ -10,8 +10,9 @@ import pytest
 
 from hvdlite.ps.channel import Listener
 from hvdlite.ps.clocks import SYNC, Mode
+from hvdlite.ps.description import describe_table
 from hvdlite.ps.messages import Message
-from hvdlite.ps.server import Server, describe_table
+from hvdlite.ps.server import Server
 from hvdlite.ps.snapshots import SnapshotFolder
 from tests.ps.test_tables import SPECS, Momentum, blocks, payloads, values_of
 

@@ -13,9 +13,9 @@ import pytest
 from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of
 from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Mode
 from hvdlite.ps.layout import place
-from hvdlite.ps.messages import Message, pack, parse
+from hvdlite.ps.messages import Answer, Message, pack, parse
 from hvdlite.ps.sums import add_up
-from hvdlite.ps.tables import Answer, Table
+from hvdlite.ps.tables import Table
 
 SPECS = [TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (3, 2), group=1)]
 

@@ -18,9 +18,10 @@ from hvdlite.ps.blocks import Array, TensorSpec, blocks_of
 from hvdlite.ps.channel import Listener, new_context
 from hvdlite.ps.client import Client
 from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Clocks, Mode
+from hvdlite.ps.description import describe_table
 from hvdlite.ps.layout import place
 from hvdlite.ps.messages import Message
-from hvdlite.ps.server import Server, describe_table
+from hvdlite.ps.server import Server
 from hvdlite.ps.shard import Shard
 from hvdlite.ps.snapshots import Snapshot, SnapshotFolder
 from tests.ps.test_tables import Momentum

@@ -13,8 +13,9 @@ from hvdlite.ps.clocks import ASYNC
 from hvdlite.ps.messages import Message
 from hvdlite.ps.raw import Added
 from hvdlite.ps.registry import TableOptions
+from hvdlite.ps.remote_table import RemoteTable
 from hvdlite.ps.shard import Shard
-from hvdlite.ps.worker import RemoteTable, Worker
+from hvdlite.ps.worker import Worker
 from tests.ps.cluster import SIZES, SPECS, Cluster, in_threads, trainers, wait_until
 
 NewCluster = Callable[..., Cluster]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from hvdlite.ps.blocks import TensorSpec
+from hvdlite.ps.description import TableDescription
 from hvdlite.ps.raw import new_store
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.row_store import RowsSpec
-from hvdlite.ps.server import TableDescription
 from hvdlite.torch import ps
 from hvdlite.torch.ps.row_updater import TorchRows
 from hvdlite.torch.ps.updater import TorchUpdater

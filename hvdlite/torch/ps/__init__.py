@@ -10,7 +10,8 @@ from hvdlite.ps import public
 from hvdlite.ps.access import RawCalls
 from hvdlite.ps.public import *  # noqa: F403
 from hvdlite.torch.ps.arrays import matrix_of, shaped_tensor_of
-from hvdlite.torch.ps.optimizer import DistributedOptimizer, set_param_ps
+from hvdlite.torch.ps.optimizer import DistributedOptimizer
+from hvdlite.torch.ps.parameters import set_param_ps
 
 _calls = RawCalls(matrix_of, shaped_tensor_of)
 poll = _calls.poll

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hvdlite.ps.blocks import Array
-from hvdlite.ps.server import TableDescription
+from hvdlite.ps.description import TableDescription
 from hvdlite.torch.ps.arrays import array_of, tensor_of
 
 NUMBERS = (bool, int, float)

@@ -1,0 +1,82 @@
+"""Workers that wait for a table to begin on a server, and which of them gives it its values.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class Start:
+    """A worker that has said `start` and waits for the table."""
+
+    peer: bytes
+    request: int
+    clock: int | None  # Its next step; None: it has none, and takes the one that it is given.
+    version: int  # Of the values that it has; -1: first ones; -2: none, which others have.
+    enters: int = 0  # It takes part from this step on, and not before.
+    first: int | None = None  # The worker whose first values all servers take.
+
+
+class Starts:
+    """The starts of a table that are not answered yet; `waiting` has them by their workers."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Start] = {}
+        self.wanted: int | None = None  # The worker whose values are awaited.
+
+    def add(self, worker: int, start: Start) -> None:
+        """Take note of a worker that waits, perhaps again."""
+        if worker == self.wanted:  # It asks again, as it has not heard that it is wanted.
+            self.wanted = None
+        self.waiting[worker] = start
+
+    def is_awaited(self, workers: Collection[int]) -> bool:
+        """Return whether one of `workers` knows that its values are wanted."""
+        return self.wanted in self.waiting and self.wanted in workers
+
+    def missing(self, workers: Collection[int], others: Collection[int]) -> set[int]:
+        """Return who has not started yet; `others` do not take part in the table."""
+        return set(workers) - self.waiting.keys() - set(others)
+
+    def newest(self, workers: Collection[int]) -> int:
+        """Return the version of the newest values that `workers` have; -2: none."""
+        return max((self.waiting[worker].version for worker in self._offers(workers)), default=-2)
+
+    def want(self, workers: Collection[int], others: Collection[int]) -> Start | None:
+        """Choose who is to offer its values; None: it has not come yet."""
+        offers, newest = self._offers(workers), self.newest(workers)
+        if not offers:  # They take part in what another worker begins.
+            return None
+        if newest < 0:
+            chosen = self._first_of(offers, workers, others)
+        else:
+            chosen = min(worker for worker in offers if self.waiting[worker].version == newest)
+        if chosen is None:
+            return None
+        self.wanted = chosen
+        return self.waiting[chosen]
+
+    def _offers(self, workers: Collection[int]) -> list[int]:
+        return [w for w, each in self.waiting.items() if each.version >= -1 and w in workers]
+
+    def _first_of(
+        self, offers: Sequence[int], workers: Collection[int], others: Collection[int]
+    ) -> int | None:
+        """Return the worker whose first values are taken; None: it has not started yet.
+
+        [Note: first values] Workers may begin with different values, and come to the servers in
+        another order to each. All servers take those of the worker that has declared the table
+        first. Where it is lost before, all wait until everybody has started, and take those of the
+        lowest number. That worker also replaces the values that other servers have of the lost one:
+        nobody has pulled them, since no worker goes on before all servers have begun.
+        """
+        firsts = [each.first for each in self.waiting.values() if each.first is not None]
+        first = firsts[0] if firsts else None
+        if first is None or first in offers:
+            return min(offers) if first is None else first
+        missing = set(workers) - self.waiting.keys()
+        return None if first in missing or missing - set(others) else min(offers)
