@@ -46,14 +46,16 @@ class RawCalls:
         mode: str = ASYNC,
         staleness: int | None = None,
         op: int = ReduceOp.SUM,
+        scale: str | None = None,
     ) -> None:
         """Begin a tensor with the values of the first worker that calls it; others take part.
 
-        A `push` of a name that was not started begins it with zeros. `mode` and `staleness` are
-        those of `DistributedOptimizer`; in sync, `op` is Sum or Average of what all workers push.
+        A `push` of a name that was not started begins it with zeros. `mode`, `staleness` and
+        `scale` are those of `DistributedOptimizer`: with "1/W", async and ssp divide each push by
+        the number of workers that take part. In sync, `op` is Sum or Average of what all push.
         """
         worker, value = _worker(), self._array(array)
-        _start(worker, name, value, _options(mode, staleness, op))
+        _start(worker, name, value, _options(mode, staleness, op, scale))
 
     def start_rows(
         self, name: str, count: int, length: int, dtype: str = "float32", seed: int = 0,
@@ -169,11 +171,13 @@ def _worker() -> Worker:
     return context.worker()
 
 
-def _options(mode: str, staleness: int | None, op: int) -> TableOptions:
-    Mode(mode, staleness)
+def _options(
+    mode: str, staleness: int | None, op: int, scale: str | None = None
+) -> TableOptions:
+    Mode(mode, staleness, scale)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"op is {op!r}: a server averages what is pushed, or adds it up")
-    return TableOptions(mode, staleness, op == ReduceOp.AVERAGE)
+    return TableOptions(mode, staleness, op == ReduceOp.AVERAGE, scale=scale)
 
 
 def _start(worker: Worker, name: str, value: Array, options: TableOptions) -> RawTable:

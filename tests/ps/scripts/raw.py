@@ -34,6 +34,7 @@ def main(_folder: Path) -> None:
         ps.synchronize(3)
     check_errors()
     sums()
+    shares()
     rows()
     ps.barrier()
     ps.shutdown()
@@ -65,6 +66,17 @@ def sums() -> None:
     for step in range(3):
         ps.push_async("mean", np.full(2, float(ps.rank() + step)))
         assert ps.pull("mean").tolist() == [1 + sum(each + 0.5 for each in range(step + 1))] * 2
+
+
+def shares() -> None:
+    """Each push of an async tensor may count by the share of its worker."""
+    ps.start("shared", np.ones(2), scale="1/W")
+    ps.barrier()
+    ps.push("shared", np.full(2, 6.0 + 4 * ps.rank()))
+    ps.barrier()
+    assert ps.pull("shared").tolist() == [1 + 6 / 2 + 10 / 2] * 2
+    with pytest.raises(ValueError, match="scale='1/W' divides each push of modes async and ssp"):
+        ps.start("no", np.ones(2), mode="sync", scale="1/W")
 
 
 def rows() -> None:
