@@ -171,9 +171,7 @@ def _worker() -> Worker:
     return context.worker()
 
 
-def _options(
-    mode: str, staleness: int | None, op: int, scale: str | None = None
-) -> TableOptions:
+def _options(mode: str, staleness: int | None, op: int, scale: str | None = None) -> TableOptions:
     Mode(mode, staleness, scale)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"op is {op!r}: a server averages what is pushed, or adds it up")

@@ -28,7 +28,7 @@ class RepeatedCall(Generic[T]):
         call: PreparedCall,
         entry: PlacedEntry[T],
     ) -> None:
-        # `Runtime.repeated` as it was when the call was made: another one after calls are forgotten.
+        # `Runtime.repeated` as it was when the call was made: another one once calls are forgotten.
         self._kept = kept
         self._adapter = adapter
         self._name = name

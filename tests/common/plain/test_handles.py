@@ -16,7 +16,6 @@ from hvdlite.common.base.errors import (
 )
 from hvdlite.common.plain.handles import Handle
 
-
 pytestmark = pytest.mark.timeout(60)
 
 
