@@ -166,28 +166,26 @@ class CudaContext:
         self._thread = threading.local()  # Has the stream that a thread queues work on.
         # Memory of the host, which copies may use for as long as there are streams.
         self._pinned: list[_Pinned] = []
-        # Guards `_streams`. The garbage collector may free memory while a thread holds it.
-        self._stream_lock = threading.RLock()
-        self._streams: set[Stream] = set()  # Those that exist.
-        # The ends of those that do not: memory may be freed later than its stream.
-        self._ends: dict[Stream, CudaEvent] = {}
+        self._streams: set[Stream] = set()  # Those of this context that exist.
 
     def new_stream(self) -> int:
         """Return a stream for communication."""
         with self.cuda.on(self.device):
             stream = self.cuda.new("cudaStreamCreateWithFlags", NOT_BLOCKING_STREAM)
-        with self._stream_lock:
+        with self.cuda.stream_lock:
             self._streams.add(stream)
-            before = self._ends.pop(stream, None)  # Of one that had the same address.
+            self.cuda.streams.add(stream)
+            before = self.cuda.stream_ends.pop(stream, None)  # Of one that had the same address.
         if before is not None:
             before.make_wait(stream)
         return stream
 
     def free_stream(self, stream: Stream) -> None:
         """Destroy it; CUDA does what is queued before."""
-        with self._stream_lock:
+        with self.cuda.stream_lock:
             self._streams.discard(stream)
-            self._ends[stream] = self.record(stream)
+            self.cuda.streams.discard(stream)
+            self.cuda.stream_ends[stream] = self.record(stream)
             self.cuda.do("cudaStreamDestroy", stream)
             if self._streams:
                 return
@@ -291,15 +289,15 @@ class CudaContext:
             buffer.owner.others.add(stream)
 
     def _end(self, stream: Stream) -> CudaEvent:
-        """Return an event behind what is queued on a stream, which may be gone."""
-        ended = self._ends.get(stream)
+        """Return an event behind what is queued on a stream, of any context, which may be gone."""
+        ended = self.cuda.stream_ends.get(stream)
         return self.record(stream) if ended is None else ended
 
     def free(self, address: int, stream: Stream, others: set[Stream]) -> None:
         """Free memory of a stream behind what is queued on it and on others. Any thread."""
         try:
-            with self._stream_lock, self.cuda.on(self.device):
-                behind = stream if stream in self._streams else DEFAULT_STREAM
+            with self.cuda.stream_lock, self.cuda.on(self.device):
+                behind = stream if stream in self.cuda.streams else DEFAULT_STREAM
                 for other in (others | {stream}) - {behind}:
                     self._end(other).make_wait(behind)
                 self.cuda.do("cudaFreeAsync", address, behind)

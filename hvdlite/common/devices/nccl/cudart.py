@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
@@ -69,6 +70,12 @@ class CudaRuntime:
             function.argtypes, function.restype = arguments, c_int
             self._functions[name] = function
         self._is_in_use = _is_in_use(found)
+        # What contexts know of each other's streams, as memory of one is used on streams of others.
+        # Guards the two below. The garbage collector may free memory while a thread holds it.
+        self.stream_lock = threading.RLock()
+        self.streams: set[int] = set()  # Those of contexts that exist.
+        # The ends of those that do not, as events: memory may be freed later than a stream.
+        self.stream_ends: dict[int, Any] = {}
 
     def call(self, name: str, *arguments: Any) -> int:
         """Call a function; return its result code."""

@@ -33,8 +33,10 @@ def fake_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fake(fake_path: Path) -> Iterator[Fake]:
-    """The library, without delays and errors."""
+    """The library, without delays and errors; nobody uses a stream that is gone."""
     library = Fake(fake_path)
     library.c.fake_reset()
     yield library
+    misused = library.c.fake_misused()
     library.c.fake_reset()
+    assert not misused, "streams were used after they were destroyed"

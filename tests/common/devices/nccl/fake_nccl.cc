@@ -20,7 +20,7 @@
 namespace {
 
 using Work = std::function<void()>;
-constexpr int kNotReady = 600, kCapturing = 900, kInvalidValue = 1;
+constexpr int kNotReady = 600, kCapturing = 900, kInvalidValue = 1, kInvalidHandle = 400;
 constexpr int kUnhandled = 1, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7;
 
 // Guards all that follows; the condition tells of any change. Nothing is destroyed at the exit of
@@ -32,6 +32,7 @@ auto& used_devices = *new std::set<int>;    // that have a context: cudaSetDevic
 auto& pinned = *new std::set<void*>;        // memory of the host
 auto& allocated = *new std::set<void*>;     // memory of devices
 int version = 22703, delay_us = 0, event_error = 0, pending_polls = 0;
+int misused = 0;  // calls for streams that were destroyed
 thread_local int device = 0, capture_mode = 0, last_error = 0;
 std::atomic<int> captures{0};  // in all threads
 // A thread that captures, or any while another does unless it has chosen not to be in the way.
@@ -49,6 +50,7 @@ struct Stream {
 
   void add(Work one) {
     std::lock_guard<std::mutex> lock(everything);
+    if (ended) misused++;  // CUDA may do anything.
     if (graph) graph->push_back(std::move(one));
     else work.push_back(std::move(one));
     changed.notify_all();
@@ -294,7 +296,7 @@ extern "C" {
 // ---- what tests control ----
 void fake_reset() {
   std::lock_guard<std::mutex> lock(everything);
-  journal.clear(); failures.clear(); refusals.clear(); late.clear();
+  journal.clear(); failures.clear(); refusals.clear(); late.clear(); misused = 0;
   version = 22703; delay_us = 0; event_error = 0; pending_polls = 0;
 }
 void fake_version(int value) { version = value; }
@@ -309,6 +311,7 @@ void fake_choose(int number) {
   used_devices.erase(number);
 }
 int fake_uses(int number) { std::lock_guard<std::mutex> lock(everything); return int(used_devices.count(number)); }
+int fake_misused() { std::lock_guard<std::mutex> lock(everything); return misused; }
 int fake_depth() { return depth; }
 int fake_allocated(void* memory) { std::lock_guard<std::mutex> lock(everything); return int(allocated.count(memory)); }
 void fake_fail(int member, int round, int code) {
@@ -388,7 +391,7 @@ int cudaEventCreateWithFlags(Event** event, unsigned flags) {
 }
 int cudaEventElapsedTime(float* milliseconds, Event* earlier, Event* later) {
   std::lock_guard<std::mutex> lock(everything);
-  if (!earlier->timed || !later->timed) return 400;  // cudaErrorInvalidResourceHandle
+  if (!earlier->timed || !later->timed) return kInvalidHandle;
   *milliseconds = std::chrono::duration<float, std::milli>(later->at - earlier->at).count();
   return 0;
 }

@@ -12,6 +12,7 @@ import pytest
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.devices.nccl.binding import DTYPES, IN_PROGRESS, NcclError
+from hvdlite.common.devices.nccl.context import CudaContext
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
 from hvdlite.common.plain.adapter import numpy_dtype
 from tests.common.devices.nccl.fake import Array, Fake, Member, run_members, values_of
@@ -318,6 +319,30 @@ def test_memory_is_freed_behind_the_work_of_all_streams(fake: Fake) -> None:
         context.free_stream(user)
 
     run_members(fake, 1, main)
+
+
+def test_memory_is_freed_behind_a_stream_of_another_context_that_is_gone(fake: Fake) -> None:
+    """As that of a tensor which was lifted to the device, when the job has failed meanwhile."""
+    cuda = CudaRuntime(fake.path)
+    context, other = CudaContext(cuda, 0), CudaContext(cuda, 0)
+    stream, used_on = context.new_stream(), other.new_stream()
+    with context.allocating(stream):
+        memory = context.empty(3, "float32")
+    address = memory.data_ptr()
+    context.keep(memory, used_on)
+    fake.c.fake_hold(used_on)
+    other.free_stream(used_on)
+    del memory
+    freed = context.record(stream)
+    assert not freed.query(), "what was queued is not done"
+    assert fake.c.fake_allocated(address)
+    fake.c.fake_release(used_on)
+    until = time.monotonic() + 20
+    while not freed.query():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert not fake.c.fake_allocated(address)
+    context.free_stream(stream)
 
 
 def test_an_abort_from_another_thread_wakes_a_stream(fake: Fake) -> None:
