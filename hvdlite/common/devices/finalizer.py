@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.base import Members
+from hvdlite.common.devices.communicators import quietly
 from hvdlite.common.devices.interface import Communicator, Event
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.transport.base import do_nothing
@@ -25,7 +26,7 @@ from hvdlite.common.transport.base import do_nothing
 log = logging.getLogger("hvdlite")
 SHORTEST_SLEEP, LONGEST_SLEEP = 50e-6, 2e-3  # Seconds between two looks at an event.
 DRAIN_SECONDS = 5.0  # How long the end of a job waits for work that nobody waited for.
-ABORT_SECONDS = 1.0  # How long it waits for work that is aborted.
+ABORT_SECONDS = 5.0  # How long it waits for work that was aborted.
 
 
 class Launched(NamedTuple):
@@ -55,9 +56,9 @@ class Finalizer:
         self._begin_thread = begin_thread
         self._queue: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Set by `fail` where the job has failed: nothing is waited for any more.
+        # Set by `fail` where the job has failed: segments end when the device has left them.
         self._failure: HorovodInternalError | None = None
-        self._failed_at = 0.0
+        self._until = 0.0  # Until when they wait for that.
         self._reported = False
 
     def add(self, launched: Launched) -> None:
@@ -68,18 +69,32 @@ class Finalizer:
         self._queue.put(launched)
 
     def fail(self, error: HorovodInternalError) -> None:
-        """Let all segments fail that are not known to be done. Call it before an abort."""
-        self._failed_at = time.monotonic()
+        """Let all segments fail that are not known to be done.
+
+        Then abort all communicators, and call `close`.
+        """
+        self._until = time.monotonic() + DRAIN_SECONDS + ABORT_SECONDS
         self._failure = error
 
-    def close(self) -> None:
-        """End the thread: at once after `fail`, else when all is done, or after a while."""
+    def drain(self) -> bool:
+        """End the thread when all is done; return whether that was so within `DRAIN_SECONDS`."""
+        return self._joined(DRAIN_SECONDS)
+
+    def close(self, record: Callable[[], Event]) -> None:
+        """End the thread after `fail`, when the device has left what was aborted.
+
+        `record` gives the event behind all that is queued, also after the last segment.
+        """
+        self._until = time.monotonic() + ABORT_SECONDS
+        self._joined(DRAIN_SECONDS + ABORT_SECONDS)
+        with suppress(Exception):  # A device that has failed records nothing.
+            self._await_abort(record())
+
+    def _joined(self, seconds: float) -> bool:
         self._queue.put(None)
         if self._thread is not None:
-            self._thread.join(DRAIN_SECONDS)
-            if self._thread.is_alive() and self._failure is None:
-                self._failure = HorovodInternalError("hvdlite has been shut down")
-                self._thread.join(DRAIN_SECONDS)
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -89,7 +104,7 @@ class Finalizer:
         while (launched := self._queue.get()) is not None:
             outcome = self._outcome(launched)
             if outcome is not None:
-                self._await_abort(launched)
+                self._await_abort(launched.event)
             launched.end(outcome)
 
     def _outcome(self, launched: Launched) -> HorovodInternalError | None:
@@ -117,13 +132,15 @@ class Finalizer:
         until = time.monotonic() + DRAIN_SECONDS
         while self._failure is None and time.monotonic() < until:
             time.sleep(LONGEST_SLEEP)
+        if self._failure is None:  # The engine is held up: what it would abort waits for nobody.
+            quietly(launched.communicator.abort)
+            self._until = time.monotonic() + ABORT_SECONDS
         return self._failure or HorovodInternalError(f"{launched.what}: {reason}")
 
-    def _await_abort(self, launched: Launched) -> None:
-        """Sleep until the device has left a segment, whose memory its owner may free next."""
-        until = self._failed_at + ABORT_SECONDS
+    def _await_abort(self, event: Event) -> None:
+        """Sleep until the device has left what is aborted, whose memory may be freed next."""
         with suppress(Exception):  # A device that has failed does nothing any more.
-            while time.monotonic() < until and not launched.event.query():
+            while not event.query() and time.monotonic() < self._until:
                 time.sleep(LONGEST_SLEEP)
 
 

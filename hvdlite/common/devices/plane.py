@@ -90,6 +90,8 @@ class DevicePlane:
         self._devices: dict[str, _Device] = {}
         self._communicators = CommunicatorTable(host.gather, negotiate)
         self._hierarchy = HierarchicalAllreduce(host, negotiate, on_error)
+        # The communicators of process sets that were removed, until they are closed.
+        self._leaving: list[Communicator] = []
         # Fusion buffers by members, dtype and name.
         self._buffers: dict[tuple[tuple[int, ...], str, str], Buffer] = {}
 
@@ -233,17 +235,22 @@ class DevicePlane:
         for library, communicator in self._communicators.pop(ranks):
             context, stream, finalizer, _ = self._devices[library]
             what = f"the end of the process set {list(ranks)}"
-            closing = _closing(communicator)
+            self._leaving.append(communicator)
+            closing = _closing(communicator, self._leaving)
             finalizer.add(Launched(context.record(stream), communicator, what, closing))
 
     def close(self, error: HorovodInternalError | None) -> None:
-        """End everything: with an error at once, otherwise when the devices are done."""
+        """End everything: with an error at once, otherwise when the devices are done.
+
+        The devices have left all memory afterwards, unless they hang.
+        """
+        if error is None:
+            drained = [device.finalizer.drain() for device in self._devices.values()]
+            if not all(drained):
+                error = HorovodInternalError("hvdlite has been shut down")
         if error is not None:
-            for device in self._devices.values():
-                device.finalizer.fail(error)
-            self._communicators.abort()
+            self._abort(error)
         for device in self._devices.values():
-            device.finalizer.close()
             quietly(partial(device.context.free_stream, device.stream))  # It may have failed.
         self._communicators.close()
         self._hierarchy.close()
@@ -251,10 +258,27 @@ class DevicePlane:
         self._devices.clear()
         self._on_error = ignore  # The engine refers to this plane.
 
+    def _abort(self, error: HorovodInternalError) -> None:
+        """Fail all segments when the devices have left them."""
+        for device in self._devices.values():
+            device.finalizer.fail(error)
+        self._communicators.abort()
+        for communicator in tuple(self._leaving):
+            quietly(communicator.abort)
+        for device in self._devices.values():
+            device.finalizer.close(partial(device.context.record, device.stream))
 
-def _closing(communicator: Communicator) -> Callable[[HorovodInternalError | None], None]:
+
+def _closing(
+    communicator: Communicator, leaving: list[Communicator]
+) -> Callable[[HorovodInternalError | None], None]:
     """Return what the finalizer calls when a communicator has no work any more."""
-    return lambda error: quietly(communicator.close if error is None else communicator.abort)
+
+    def ended(error: HorovodInternalError | None) -> None:
+        quietly(communicator.close if error is None else communicator.abort)
+        leaving.remove(communicator)
+
+    return ended
 
 
 def _unpack(outputs: Sequence[DeviceOutput]) -> None:

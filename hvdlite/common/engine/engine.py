@@ -509,8 +509,8 @@ class Engine:
 
     def _close(self, error: HorovodInternalError) -> None:
         try:
-            self._pending.close(error)
-            self.devices.close(error if self.failed else None)
+            reason = error if self.failed else None
+            self._pending.close(error, lambda: self.devices.close(reason))
         finally:
             if self._short_calls is not None:  # A thread that waits for others shall not any more.
                 self._short_calls.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.plain.entries import Entry, Key
 from hvdlite.common.plain.messages import Request
+from hvdlite.common.transport.base import do_nothing
 
 
 class PendingTable:
@@ -153,8 +154,12 @@ class PendingTable:
                 self._held.pop(key, None)
             return [self._entries.pop(key) for key in keys]
 
-    def close(self, error: HorovodInternalError) -> None:
-        """Refuse all entries from now on; fail those that are pending and not held, or running."""
+    def close(self, error: HorovodInternalError, end_work: Callable[[], None] = do_nothing) -> None:
+        """Refuse all entries from now on; fail those that are pending and not held, or running.
+
+        `end_work` is called before those that are running fail, since their owners free their
+        memory then: it ends what a device does with it.
+        """
         with self._lock:
             if self._closed is None:
                 self._closed = error
@@ -162,9 +167,18 @@ class PendingTable:
             self._entries = {}
             self._joined.clear()
             running, self._running = self._running, []
-        for entry in dict.fromkeys((*running, *failed)):
-            if not entry.handle.poll():
-                entry.handle.fail(error)
+        among = set(running)
+        _fail((entry for entry in failed if entry not in among), error)
+        try:
+            end_work()
+        finally:
+            _fail(running, error)
+
+
+def _fail(entries: Iterable[Entry], error: HorovodInternalError) -> None:
+    for entry in entries:
+        if not entry.handle.poll():
+            entry.handle.fail(error)
 
 
 def _is_join(request: Request) -> bool:

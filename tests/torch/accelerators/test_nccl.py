@@ -22,6 +22,7 @@ from hvdlite.common.devices.nccl.binding import Nccl
 from hvdlite.common.devices.nccl.context import CudaContext, CudaEvent
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
 from hvdlite.common.devices.nccl.library import KIND, CudaFramework, NcclLibrary
+from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.state import current
 from hvdlite.torch.accelerators.context import DTYPES
@@ -123,9 +124,14 @@ def on_nccl(
 
     def body(number: int) -> Any:
         current()._agree([], None)
+        engines.append(current().engine)
         return main(Rank(number, cuda))
 
-    return run_ranks(size, body, config=config, hosts=hosts)
+    engines: list[Engine] = []
+    results = run_ranks(size, body, config=config, hosts=hosts)
+    for engine in engines:
+        engine.join()  # It leaves nothing behind that the next test would find.
+    return results
 
 
 def test_every_collective_takes_the_way_of_the_device(
