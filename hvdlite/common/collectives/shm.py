@@ -32,7 +32,12 @@ from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
 from hvdlite.common.collectives.chained_view import Chain, even_part, member_chain
 from hvdlite.common.collectives.in_place import InPlace
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.native.collectives import MEMORY_BYTES, MOST_RANKS, NativeShm
+from hvdlite.common.collectives.native.collectives import (
+    MEASURED,
+    MEMORY_BYTES,
+    MOST_RANKS,
+    NativeShm,
+)
 from hvdlite.common.collectives.native.shm import Library
 from hvdlite.common.transport.base import Transport
 
@@ -56,12 +61,13 @@ class ShmBackend:
         transport: Transport,
         library: Library | None = None,
         piece_bytes: int = PIECE_BYTES,
+        stores: int = MEASURED,
     ) -> None:
         self._transport = transport
         self._piece_bytes = piece_bytes
         self._native: NativeShm | None = None
         if library is not None and len(transport.topology.peers(transport.rank)) <= MOST_RANKS:
-            self._native = NativeShm(transport, library, SLOTS * piece_bytes)
+            self._native = NativeShm(transport, library, SLOTS * piece_bytes, stores)
         # Whether all members have the same library, by their ranks; they ask each other once.
         self._agreed: dict[tuple[int, ...], bool] = {}
         self._memory: dict[int, Array] = {}

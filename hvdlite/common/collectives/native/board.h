@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "segment.h"
+#include "slot_stores.h"
 
 namespace {
 
@@ -17,7 +18,8 @@ constexpr int64_t kLine = 64;  // bytes of a cache line: what one rank writes is
 // The progress of one rank as one of its peers sees it, in pieces since the job began.
 struct Counters {
   uint64_t packed, reduced, unpacked;
-  char rest[kLine - 24];
+  uint32_t read_ns[kTimedSlots];  // by slot of the peer: how long I have read the piece there
+  char rest[kLine - 24 - 4 * kTimedSlots];
 };
 
 using Counter = uint64_t Counters::*;
@@ -58,6 +60,18 @@ class Boards {
         __atomic_store_n(&(mine->told[local].*counter), group_.base[local] + uint64_t(pieces),
                          __ATOMIC_RELEASE);
     }
+  }
+
+  // Tell a member how long I have read what it put into a slot, or how much longer than told before.
+  void tell_time(int64_t member, int64_t slot, int64_t ns, bool longer) const {
+    uint32_t* told = &board(group_.own)->told[group_.local[member]].read_ns[slot];
+    if (longer) ns += __atomic_load_n(told, __ATOMIC_RELAXED);
+    __atomic_store_n(told, uint32_t(ns < UINT32_MAX ? ns : UINT32_MAX), __ATOMIC_RELAXED);
+  }
+
+  // How long a member has read my slot: known when it has told that its piece is unpacked.
+  int64_t time_of(int64_t member, int64_t slot) const {
+    return __atomic_load_n(&told_by(group_.local[member])->read_ns[slot], __ATOMIC_RELAXED);
   }
 
   void tell(Counter counter, int64_t pieces) const {

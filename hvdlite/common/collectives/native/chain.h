@@ -40,9 +40,9 @@ class Chain {
   }
 
   // Copy [from, to) to a slot.
-  void pack(int64_t from, int64_t to, char* slot) {
+  void pack(int64_t from, int64_t to, char* slot, bool streamed) {
     spans(from, to, [&](const char* address, int64_t n) {
-      memcpy(slot, address, n * itemsize_);
+      copy(slot, address, n * itemsize_, streamed);
       slot += n * itemsize_;
     });
   }

@@ -36,13 +36,16 @@ class Allreduce : public Pipeline<Allreduce> {
     return work_.whole ? go_whole() : run();
   }
 
-  void pack(int64_t piece) {
-    pack_range(piece, 0, part(piece, me()));
-    pack_range(piece, part(piece, me() + 1), length(piece));
+  void pack(int64_t piece, bool streamed) {
+    pack_range(piece, 0, part(piece, me()), streamed);
+    pack_range(piece, part(piece, me() + 1), length(piece), streamed);
   }
 
-  void reduce(int64_t piece) {
-    reduce_range(piece, part(piece, me()), part(piece, me() + 1), boards_.slot(me(), piece));
+  void reduce(int64_t piece, bool streamed) {
+    char* slot = boards_.slot(me(), piece);
+    timed_read(piece, kAll, [&] {
+      reduce_range(piece, part(piece, me()), part(piece, me() + 1), slot, streamed);
+    });
   }
 
   void unpack(int64_t piece) {
@@ -50,7 +53,9 @@ class Allreduce : public Pipeline<Allreduce> {
       if (m == me()) continue;
       int64_t from = part(piece, m), first = piece * length_;
       const char* slot = boards_.slot(m, piece) + from * work_.itemsize;
-      unpacks_.unpack(first + from, first + part(piece, m + 1), slot, false);
+      timed_read(piece, m, [&] {
+        unpacks_.unpack(first + from, first + part(piece, m + 1), slot, false);
+      });
     }
   }
 
@@ -69,32 +74,40 @@ class Allreduce : public Pipeline<Allreduce> {
 
   int64_t go_whole() {
     if (progress_.packed == 0) {
-      pack_range(0, 0, packs_.total);
+      pack_range(0, 0, packs_.total, false);
       boards_.tell(&Counters::packed, ++progress_.packed);
     }
     for (int64_t m = 0; m < members(); ++m)
       if (m != me() && !boards_.wait(m, &Counters::packed, 1)) return kWaiting;
-    reduce_range(0, 0, packs_.total, nullptr);
+    reduce_range(0, 0, packs_.total, nullptr, false);
     boards_.tell(&Counters::unpacked, 1);
     boards_.finish(1);
     return kDone;
   }
 
-  void pack_range(int64_t piece, int64_t from, int64_t to) {
+  void pack_range(int64_t piece, int64_t from, int64_t to, bool streamed) {
     int64_t first = piece * length_;
-    packs_.pack(first + from, first + to, boards_.slot(me(), piece) + from * work_.itemsize);
+    char* slot = boards_.slot(me(), piece) + from * work_.itemsize;
+    packs_.pack(first + from, first + to, slot, streamed);
   }
 
-  void reduce_range(int64_t piece, int64_t from, int64_t to, char* copy) {
+  void reduce_range(int64_t piece, int64_t from, int64_t to, char* copy, bool streamed) {
     const char* parts[kMaxMembers];
     int64_t itemsize = work_.itemsize, first = piece * length_;
     for (int64_t m = 0; m < members(); ++m) parts[m] = boards_.slot(m, piece) + from * itemsize;
     if (copy != nullptr) copy += from * itemsize;
     auto use = [&](const char* source, char* target, int64_t n) {
       parts[me()] = source;
-      reduce_(members(), work_.prescale, work_.postscale, parts, n, target, copy);
-      for (int64_t m = 0; m < members(); ++m) parts[m] += n * itemsize;
-      if (copy != nullptr) copy += n * itemsize;
+      int64_t most = streamed ? kBlock : n;
+      for (int64_t at = 0; at < n; at += most) {
+        int64_t k = n - at < most ? n - at : most;
+        char* result = target + at * itemsize;
+        reduce_(members(), work_.prescale, work_.postscale, parts, k, result,
+                streamed ? nullptr : copy);
+        if (streamed) stream(copy, result, k * itemsize);
+        for (int64_t m = 0; m < members(); ++m) parts[m] += k * itemsize;
+        if (copy != nullptr) copy += k * itemsize;
+      }
     };
     spans_of_both(sources_, targets_, first + from, first + to, itemsize, use);
   }
@@ -104,11 +117,13 @@ class Allreduce : public Pipeline<Allreduce> {
 template <class Steps>
 class Scattering : public Pipeline<Steps> {
  public:
-  void pack(int64_t piece) {
+  void pack(int64_t piece, bool streamed) {
     int64_t from = piece * length_;
     for (int64_t m = 0; m < this->members(); ++m)
-      if (m != this->me())
-        sources_[m].pack(from, sources_[m].end(from, length_), part(this->me(), m, piece));
+      if (m != this->me()) {
+        char* slot = part(this->me(), m, piece);
+        sources_[m].pack(from, sources_[m].end(from, length_), slot, streamed);
+      }
   }
 
  protected:
@@ -150,7 +165,9 @@ class Reducescatter : public Scattering<Reducescatter> {
       parts[me()] = source;
       reduce_to(parts, n, target);
     };
-    spans_of_both(mine, target_, from, mine.end(from, length_), itemsize, use);
+    timed_read(piece, kAll, [&] {
+      spans_of_both(mine, target_, from, mine.end(from, length_), itemsize, use);
+    });
     if (work_.streamed) end_of_stream();
   }
 
@@ -186,11 +203,13 @@ class Allgather : public Pipeline<Allgather> {
     progress_.pieces = pieces_of(most, length_);
   }
 
-  void pack(int64_t piece) {
+  void pack(int64_t piece, bool streamed) {
     int64_t from = piece * length_, itemsize = work_.itemsize;
     char* slot = boards_.slot(me(), piece);
     auto use = [&](const char* source, char* target, int64_t n) {
-      if (work_.streamed) {
+      if (streamed) {
+        stream_to_both(slot, target, source, n * itemsize);
+      } else if (work_.streamed) {
         stream(target, source, n * itemsize, slot);
       } else {
         memcpy(slot, source, n * itemsize);
@@ -205,8 +224,10 @@ class Allgather : public Pipeline<Allgather> {
     int64_t from = piece * length_;
     for (int64_t m = 0; m < members(); ++m) {
       Chain& target = targets_[m];
-      if (m != me())
+      if (m == me()) continue;
+      timed_read(piece, m, [&] {
         target.unpack(from, target.end(from, length_), boards_.slot(m, piece), work_.streamed);
+      });
     }
     if (work_.streamed) end_of_stream();
   }
@@ -214,6 +235,16 @@ class Allgather : public Pipeline<Allgather> {
  private:
   Chain source_, targets_[kMaxMembers];
   const int64_t length_;
+
+  // Block by block, so that the second copy finds the source in the first cache.
+  void stream_to_both(char* slot, char* target, const char* source, int64_t bytes) {
+    constexpr int64_t kBytes = 8 << 10;
+    for (int64_t at = 0; at < bytes; at += kBytes) {
+      int64_t n = bytes - at < kBytes ? bytes - at : kBytes;
+      stream(slot + at, source + at, n);
+      copy(target + at, source + at, n, work_.streamed);
+    }
+  }
 };
 
 class Alltoall : public Scattering<Alltoall> {
@@ -242,8 +273,10 @@ class Alltoall : public Scattering<Alltoall> {
     int64_t from = piece * length_;
     for (int64_t m = 0; m < members(); ++m) {
       Chain& target = targets_[m];
-      if (m != me())
+      if (m == me()) continue;
+      timed_read(piece, m, [&] {
         target.unpack(from, target.end(from, length_), part(m, me(), piece), work_.streamed);
+      });
     }
     copy_own(piece);
     if (work_.streamed) end_of_stream();
@@ -284,16 +317,18 @@ class Broadcast : public Pipeline<Broadcast> {
   bool gives(int64_t member) const { return member == work_.root; }
   bool takes(int64_t member) const { return member != work_.root; }
 
-  void pack(int64_t piece) {
-    int64_t from = piece * length_;
-    if (gives(me())) tensors_.pack(from, tensors_.end(from, length_), boards_.slot(me(), piece));
+  void pack(int64_t piece, bool streamed) {
+    int64_t from = piece * length_, to = tensors_.end(from, length_);
+    if (gives(me())) tensors_.pack(from, to, boards_.slot(me(), piece), streamed);
   }
 
   void unpack(int64_t piece) {
     int64_t from = piece * length_;
     if (!takes(me())) return;
     int64_t to = tensors_.end(from, length_);
-    tensors_.unpack(from, to, boards_.slot(work_.root, piece), work_.streamed);
+    timed_read(piece, work_.root, [&] {
+      tensors_.unpack(from, to, boards_.slot(work_.root, piece), work_.streamed);
+    });
     if (work_.streamed) end_of_stream();
   }
 

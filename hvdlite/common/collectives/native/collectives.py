@@ -44,13 +44,18 @@ ROW_START = BOARD_BYTES - MOST_RANKS * 8
 MEMORY_BYTES = BOARD_BYTES + SLOTS * PIECE_BYTES  # of each rank
 
 ALLREDUCE, REDUCESCATTER, ALLGATHER, ALLTOALL, BROADCAST = range(5)  # as in `hvdlite_run`
+# How a rank stores into its own slots: as it measures, or always alike (`Stores` in slot_stores.h).
+MEASURED, ALL_PLAIN, ALL_STREAMED = range(3)
+_STORES_NUMBERS = 14  # SlotStores, in numbers of 8 bytes
 _COUNTED = 2  # what it returns when the counts of an alltoall are known
 
 
 class NativeShm:
     """The compiled collectives at one rank. They own a part of the memory that ranks share."""
 
-    def __init__(self, transport: Transport, found: Library, start: int) -> None:
+    def __init__(
+        self, transport: Transport, found: Library, start: int, stores: int = MEASURED
+    ) -> None:
         self._transport = transport
         self._library = found
         self._start = start  # of this part in the memory of every rank, in bytes
@@ -62,7 +67,8 @@ class NativeShm:
         self._memory = np.zeros(len(self._ranks), np.uint64)
         self._base = np.zeros(len(self._ranks), np.uint64)
         # By the ranks of the members: what is the same in all calls, and what it points to.
-        self._groups: dict[tuple[int, ...], tuple[SegmentArguments, Array]] = {}
+        self._groups: dict[tuple[int, ...], tuple[SegmentArguments, Array, Array]] = {}
+        self._stores = stores
 
     @property
     def identity(self) -> int:
@@ -172,12 +178,14 @@ class NativeShm:
         known = self._groups.get(members.ranks)
         if known is None:
             known = self._groups[members.ranks] = self._group(members)
-        arguments = SegmentArguments.from_buffer_copy(known[0])
+        group, _, stores = known
+        arguments = SegmentArguments.from_buffer_copy(group)
+        arguments.stores = address(stores) + collective * stores.strides[0]
         arguments.collective = collective
         arguments.itemsize = itemsize
         return arguments
 
-    def _group(self, members: Members) -> tuple[SegmentArguments, Array]:
+    def _group(self, members: Members) -> tuple[SegmentArguments, Array, Array]:
         local = np.array([self._number[rank] for rank in members.ranks], np.int64)
         for rank in members.ranks:
             self._map(rank)
@@ -195,7 +203,9 @@ class NativeShm:
             memory=address(self._memory),
             base=address(self._base),
         )
-        return group, local
+        stores = np.zeros((BROADCAST + 1, _STORES_NUMBERS), np.int64)
+        stores[:, 0] = self._stores
+        return group, local, stores
 
     def _map(self, rank: int) -> None:
         if rank not in self._views:

@@ -11,6 +11,12 @@
 
 namespace {
 
+#ifdef __SSE2__
+constexpr bool kStreams = true;  // otherwise `stream` is a plain copy
+#else
+constexpr bool kStreams = false;
+#endif
+
 #if defined(__AVX512F__)
 using Word = __m512i;
 Word load_word(const char* source) { return _mm512_loadu_si512(source); }
@@ -28,7 +34,7 @@ void store_word(char* target, Word word) { _mm_storeu_si128((Word*)target, word)
 void stream_word(char* target, Word word) { _mm_stream_si128((Word*)target, word); }
 #endif
 
-// Copy past the caches, and as usual to `also` if there is one. `end_of_stream` must follow before
+// Copy past the caches, and plainly to `also` if there is one. `end_of_stream` must follow before
 // another thread is told.
 void stream(char* target, const char* source, int64_t bytes, char* also = nullptr) {
   int64_t at = 0;

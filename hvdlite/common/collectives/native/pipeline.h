@@ -26,13 +26,17 @@
 namespace {
 
 constexpr int64_t kDone = 0, kWaiting = 1, kCounted = 2;
+constexpr int64_t kAll = -1;  // members
 
 // `Steps` derives from it and has the steps; it may say who gives, and who takes.
 template <class Steps>
 class Pipeline {
  public:
   explicit Pipeline(Segment& segment)
-      : work_(segment.work), progress_(segment.progress), boards_(segment.group) {}
+      : work_(segment.work),
+        progress_(segment.progress),
+        stores_(*segment.work.stores),
+        boards_(segment.group) {}
 
   // Run until all is done, or a rank has not come in time: then a new pipeline goes on.
   int64_t go() {
@@ -43,11 +47,12 @@ class Pipeline {
   static constexpr bool kReducesBetween = false;
   bool gives(int64_t member) const { return true; }
   bool takes(int64_t member) const { return true; }
-  void reduce(int64_t piece) {}
+  void reduce(int64_t piece, bool streamed) {}
 
  protected:
   const Work& work_;
   Progress& progress_;
+  SlotStores& stores_;
   const Boards boards_;
 
   int64_t members() const { return boards_.members(); }
@@ -62,8 +67,35 @@ class Pipeline {
     return kDone;
   }
 
+  int64_t slot_of(int64_t piece) const { return piece % boards_.slots(); }
+
+  // Whether pieces are timed, and go into the slots as trials say: few pieces stay in the caches.
+  bool tries() const {
+    return kStreams && stores_.stores == kMeasured && progress_.pieces > boards_.slots() &&
+           boards_.slots() <= kTimedSlots;
+  }
+
+  // Steps call it to read what `member` has put into its slot, or, with kAll, what all have: it tells
+  // them how long that took. Nobody reads the next piece of a slot before its owner has used that.
+  template <class Read>
+  void timed_read(int64_t piece, int64_t member, Read read) const {
+    if (!tries()) return read();
+    int64_t start = now_ns();
+    read();
+    int64_t ns = now_ns() - start;
+    bool second = Steps::kReducesBetween && member != kAll;  // what is unpacked was reduced before
+    for (int64_t m = 0; m < members(); ++m)
+      if (m != me() && (member == kAll || member == m))
+        boards_.tell_time(m, slot_of(piece), ns, second);
+  }
+
   void pack_next() {
-    self().pack(progress_.packed++);
+    int64_t piece = progress_.packed++;
+    bool streamed = choose_stores(piece);
+    timed(piece, [&] {
+      self().pack(piece, streamed);
+      if (streamed) end_of_stream();
+    });
     if (!Steps::kReducesBetween) progress_.reduced = progress_.packed;
     if (self().gives(me())) boards_.tell(&Counters::packed, progress_.packed);
   }
@@ -86,10 +118,49 @@ class Pipeline {
     return -1;
   }
 
+  // Run a step that stores into my slot, and add its time to what the piece takes.
+  template <class Step>
+  void timed(int64_t piece, Step step) {
+    if (!tries()) return step();
+    int64_t start = now_ns();
+    step();
+    int64_t& own = stores_.own[slot_of(piece)];
+    if (own != kUntimed) own += now_ns() - start;
+  }
+
+  // Return whether the piece that I pack now is streamed.
+  bool choose_stores(int64_t piece) {
+    int64_t slot = slot_of(piece);
+    bool streamed = kStreams && stores_.stores == kAllStreamed;
+    if (tries() && self().gives(me())) {
+      streamed = stores_.next(slot, me(), time_of_last(piece));
+    } else {
+      stores_.mark(slot, streamed);
+    }
+    // The first piece of an alltoall is not timed.
+    if (slot < kTimedSlots) stores_.own[slot] = tries() ? 0 : kUntimed;
+    return streamed;
+  }
+
+  // How long the last piece in this slot took: to store it, and to read it for the slowest taker.
+  int64_t time_of_last(int64_t piece) const {
+    int64_t slot = slot_of(piece), own = stores_.own[slot];
+    return piece < boards_.slots() || own == kUntimed ? kUntimed : own + slowest_reader(slot);
+  }
+
+  int64_t slowest_reader(int64_t slot) const {
+    int64_t slowest = 0;
+    for (int64_t m = 0; m < members(); ++m)
+      if (m != me() && self().takes(m) && slowest < boards_.time_of(m, slot))
+        slowest = boards_.time_of(m, slot);
+    return slowest;
+  }
+
   bool try_unpack() {
     if (progress_.unpacked == progress_.reduced || behind(kGiven, progress_.unpacked + 1) >= 0)
       return false;
-    self().unpack(progress_.unpacked++);
+    int64_t piece = progress_.unpacked++;
+    self().unpack(piece);
     if (self().takes(me()) || progress_.unpacked == progress_.pieces)
       boards_.tell(&Counters::unpacked, progress_.unpacked);
     return true;
@@ -99,7 +170,12 @@ class Pipeline {
     if (progress_.reduced == progress_.packed ||
         behind(&Counters::packed, progress_.reduced + 1) >= 0)
       return false;
-    self().reduce(progress_.reduced++);
+    int64_t piece = progress_.reduced++;
+    bool streamed = stores_.streamed >> slot_of(piece) & 1;
+    timed(piece, [&] {
+      self().reduce(piece, streamed);
+      if (streamed) end_of_stream();
+    });
     boards_.tell(&Counters::reduced, progress_.reduced);
     return true;
   }

@@ -6,6 +6,8 @@
 
 namespace {
 
+struct SlotStores;  // slot_stores.h
+
 // The members, and the memory that they share.
 struct Group {
   int64_t members, index, local_size;  // how many, my place among them, ranks of this host
@@ -33,6 +35,7 @@ struct Work {
   int64_t whole, streamed;
   double prescale, postscale;
   Chains source, target;
+  SlotStores* stores;
   int64_t* counts;  // alltoall: elements that I send to each member, then (set) that each sends me
 };
 

@@ -56,6 +56,7 @@ class SegmentArguments(ctypes.Structure):
         ("target_tensors", _Integer),
         ("target_sizes", _Pointer),
         ("targets", _Pointer),
+        ("stores", _Pointer),
         ("counts", _Pointer),
         *((name, _Integer) for name in ("pieces", "packed", "reduced", "unpacked")),
     )  # fmt: skip

@@ -7,6 +7,7 @@
 //   reducer.h   sums, products, extremes     pipeline.h   the order of the steps
 //   copies.h    copies, past the caches      chain.h      tensors as one row of elements
 //   segment.h   the arguments                collectives.h
+//   slot_stores.h   how a rank stores into its own slots
 //
 // short_call.h is another way, for small data that somebody waits for.
 
