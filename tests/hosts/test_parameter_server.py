@@ -1,8 +1,9 @@
-"""Servers and workers on three hosts: a job of the launcher, a cut cable, and roles by hand."""
+"""Servers and workers on three hosts: by the launcher and by hand, a cut cable, killed ones."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from pathlib import Path
@@ -34,23 +35,35 @@ def test_a_job_with_servers_on_three_hosts(lab: Lab) -> None:
         assert f"server {number} is here" in done.stdout
 
 
-def roles(lab: Lab, stack: contextlib.ExitStack, steps: int, **words: str) -> dict[str, Running]:
-    """Start a scheduler and a server on nodea, a server on nodeb, and a worker on each host."""
-    common = {
+def common_words(**words: str) -> dict[str, str]:
+    """Return the variables that all processes have alike."""
+    return {
         "HVDLITE_SCHEDULER": f"{address('nodea')}:4242", "HVDLITE_NUM_SERVERS": "2",
         "HVDLITE_NUM_WORKERS": "3", "HVDLITE_PS_TOKEN": "a secret", "PYTHONPATH": PYTHONPATH,
         **words,
     }  # fmt: skip
+
+
+def roles(lab: Lab, stack: contextlib.ExitStack, steps: int, **words: str) -> dict[str, Running]:
+    """Start a scheduler and a server on nodea, a server on nodeb, and a worker on each host."""
+    common = common_words(**words)
     places = [("scheduler", 0), ("server", 0), ("server", 1), *(("worker", n) for n in range(3))]
     running = {}
     for role, number in places:
-        own = {
-            "HVDLITE_ROLE": role, "HVDLITE_NODE_ID": f"{role}{number}",
-            "HVDLITE_NODE_NUMBER": str(number),
-        }  # fmt: skip
-        job = lab.start(HOSTS[number], *SUMS, str(steps), **common, **own)
-        running[f"{role}{number}"] = stack.enter_context(job)
+        running[f"{role}{number}"] = start(lab, stack, steps, role, number, **common)
     return running
+
+
+def start(
+    lab: Lab, stack: contextlib.ExitStack, steps: int, role: str, number: int, **words: str
+) -> Running:
+    """Start one process, perhaps again, on its host."""
+    own = {
+        "HVDLITE_ROLE": role, "HVDLITE_NODE_ID": f"{role}{number}",
+        "HVDLITE_NODE_NUMBER": str(number),
+    }  # fmt: skip
+    job = lab.start(HOSTS[number], *SUMS, str(steps), **words, **own)
+    return stack.enter_context(job)
 
 
 def end(running: dict[str, Running], steps: int) -> None:
@@ -74,6 +87,24 @@ def test_a_cable_that_is_cut_for_a_while_loses_nothing_and_applies_nothing_twice
             time.sleep(seconds)
             assert running["worker0"].process.poll() is None
         end(running, 500)
+
+
+@pytest.mark.parametrize("name", ["server1", "worker2", "scheduler0"])
+def test_a_process_that_is_killed_and_started_again_leaves_the_sums(lab: Lab, name: str) -> None:
+    """Each version is saved, as is what the scheduler has to know again."""
+    reached = lab.folder / "shared" / "reached"
+    role, number = name[:-1], int(name[-1])
+    words = {
+        "HVDLITE_PS_SNAPSHOT": str(SHARED / f"saved-{name}"), "HVDLITE_PS_SNAPSHOT_EVERY": "1",
+        "HVDLITE_PS_WORKERS": "independent", "SAY": "50",
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        running = roles(lab, stack, 200, **words)
+        wait_for(reached)
+        running[name].signal(signal.SIGKILL)
+        assert running[name].finish(20).returncode != 0
+        running[name] = start(lab, stack, 200, role, number, **common_words(**words))
+        end(running, 200)
 
 
 def wait_for(file: Path, seconds: float = 30.0) -> None:

@@ -1,12 +1,15 @@
-"""A folder of snapshots is for one job."""
+"""A folder of snapshots is for one job, and keeps two of each table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps.snapshots import Snapshot, SnapshotFolder
 from tests.ps.cluster import Cluster, train_in_one, trainers
 from tests.ps.cluster import bits as bits_of
 
@@ -44,3 +47,22 @@ def test_a_job_goes_on_from_its_own_snapshots_when_all_of_it_was_killed(
     assert again.table.clock == 3
     again.train(6)
     assert bits_of(again.values) == train_in_one(6, lambda _step: [0])
+
+
+def test_the_newest_two_of_a_table_are_kept(tmp_path: Path) -> None:
+    """One that is damaged has another before it; the file that is written is none of them."""
+    folder = SnapshotFolder(tmp_path, 0)
+    for version in range(5):
+        for table in ("first", "second"):
+            values = [np.full(3, float(version))]
+            about = (table, {}, version, {0: version}, values, {"momentum": -values[0]})
+            (folder.write if table == "first" else folder.write_soon)(Snapshot(*about))
+    folder.close()
+    found = sorted(path.relative_to(tmp_path / "server-0") for path in tmp_path.rglob("*.*"))
+    assert [(path.parts[0], int(path.stem.split("-")[1])) for path in found] == [
+        ("first", 3), ("first", 4), ("second", 3), ("second", 4),
+    ]  # fmt: skip
+    for snapshot in SnapshotFolder(tmp_path, 0).newest():
+        assert (snapshot.version, snapshot.finished) == (4, {0: 4})
+        np.testing.assert_array_equal(snapshot.values, [[4.0] * 3])
+        np.testing.assert_array_equal(snapshot.state["momentum"], [-4.0] * 3)

@@ -88,9 +88,9 @@ class Worker:
             body["clock"] = self.step
         return self.send(table, Message("start", body=body))
 
-    def push(self, table: Table) -> list[Answer]:
+    def push(self, table: Table, body: Mapping[str, Any] | None = None) -> list[Answer]:
         arrays = payloads(values_of(self.step, self.number))
-        return self.send(table, Message("push", clock=self.step, payloads=arrays))
+        return self.send(table, Message("push", clock=self.step, body=body or {}, payloads=arrays))
 
     def pull(self, table: Table, clock: int) -> list[Answer]:
         return self.send(table, Message("pull", clock=clock))
@@ -396,6 +396,26 @@ def test_each_push_is_divided_by_the_workers_that_take_part(mode: Mode) -> None:
     push(first, 1)
     deliver(table, workers, second.start(table))  # It comes again.
     push(second, 2)
+    deliver(table, workers, first.pull(table, first.step))
+    assert_same(first.values, alone.values())
+
+
+def test_in_async_the_hyperparameters_that_came_last_count() -> None:
+    """For the pushes of all workers, whoever has sent them."""
+    table, workers = new_table(Mode(ASYNC)), job(2)
+    for worker in workers.values():
+        deliver(table, workers, worker.start(table))
+    alone = Momentum()
+    alone.begin(values_of(-1, 0))
+    first, second = workers.values()
+    for worker, sent, rate in [
+        (first, 0.25, 0.25), (second, None, 0.25), (second, 2.0, 2.0), (first, None, 2.0),
+        (first, 0.5, 0.5), (second, None, 0.5),
+    ]:  # fmt: skip
+        alone.step(values_of(worker.step, worker.number), [{"lr": rate}])
+        body = {} if sent is None else {"numbers": [{"lr": sent}]}
+        deliver(table, workers, worker.push(table, body))
+        worker.step += 1
     deliver(table, workers, first.pull(table, first.step))
     assert_same(first.values, alone.values())
 
