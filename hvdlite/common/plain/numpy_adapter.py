@@ -17,7 +17,7 @@ from hvdlite.common.plain.result_memory import result_memory
 Array = NDArray[Any]
 
 ALIGNMENT_BYTES = 64  # The widest vector instructions and TensorFlow's tensors need it.
-_NoBytes = ctypes.c_char * 0
+_no_bytes_of: Any = (ctypes.c_char * 0).from_buffer  # The beginning of a buffer.
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -41,7 +41,7 @@ def read_splits(splits: Array) -> list[int]:
 def _has_buffer(dtype: np.dtype[Any]) -> bool:
     """Return whether arrays of this dtype are buffers: numpy describes no others, as bfloat16."""
     try:
-        _NoBytes.from_buffer(np.empty(1, dtype))
+        _no_bytes_of(np.empty(1, dtype))
     except ValueError:
         return False
     return True
@@ -50,7 +50,7 @@ def _has_buffer(dtype: np.dtype[Any]) -> bool:
 def _address(array: Array) -> int:
     """Return where the memory begins of a contiguous array that can be written to."""
     if _has_buffer(array.dtype):  # In a third of the time that numpy takes to describe the array.
-        return ctypes.addressof(_NoBytes.from_buffer(array))
+        return ctypes.addressof(_no_bytes_of(array))
     start: int = array.__array_interface__["data"][0]
     return start
 
