@@ -149,14 +149,25 @@ class CommunicatorTable:
         self._negotiate = negotiate
         # None where the members cannot be connected, and everything is staged.
         self._known: dict[tuple[str, tuple[int, ...]], Communicator | None] = {}
+        # Which members use each of them: its own, and larger ones whose layers have it. All of its
+        # members are among these, so that they see the last one go at the same time.
+        self._users: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
         # None where the members on some host cannot, or hosts have different numbers of them.
         self._layers: dict[tuple[str, tuple[int, ...]], Layers | None] = {}
 
     def find(
-        self, library: DeviceLibrary, context: Context, members: Members
+        self,
+        library: DeviceLibrary,
+        context: Context,
+        members: Members,
+        user: tuple[int, ...] = (),
     ) -> Communicator | None:
-        """Return the communicator of members, which all make this call; None: stage."""
+        """Return the communicator of members, which all make this call; None: stage.
+
+        It is for the members `user`, by default for these themselves.
+        """
         key = library.name, members.ranks
+        self._users.setdefault(key, set()).add(user or members.ranks)
         if key not in self._known:
             outcome = connect(
                 library,
@@ -179,7 +190,7 @@ class CommunicatorTable:
         if key not in self._layers:
             layers = layers_of(members)
             if layers is not None:
-                layers.communicator = self.find(library, context, layers.local)
+                layers.communicator = self.find(library, context, layers.local, members.ranks)
                 outcomes = self._gather(members, b"" if layers.communicator is None else b"1")
                 if not all(outcomes):
                     layers = None
@@ -187,16 +198,18 @@ class CommunicatorTable:
         return self._layers[key]
 
     def pop(self, ranks: tuple[int, ...]) -> list[tuple[str, Communicator]]:
-        """Forget the members `ranks`; return their communicators with the names of the libraries.
+        """Forget the members `ranks`; return what nobody uses any more, with the libraries' names.
 
-        All of them make this call. What is left belongs to layers of larger sets, whose other
-        members do not forget it.
+        All of them make this call.
         """
         for key in [key for key in self._layers if key[1] == ranks]:
             del self._layers[key]
-        used = [layers.communicator for layers in self._layers.values() if layers is not None]
-        keys = [key for key, known in self._known.items() if key[1] == ranks and known not in used]
-        popped = [(key[0], self._known.pop(key)) for key in keys]
+        popped = []
+        for key, users in list(self._users.items()):
+            users.discard(ranks)
+            if not users:
+                del self._users[key]
+                popped.append((key[0], self._known.pop(key, None)))
         return [(library, known) for library, known in popped if known is not None]
 
     def abort(self) -> None:
@@ -210,6 +223,7 @@ class CommunicatorTable:
         for communicator in self._existing():
             quietly(communicator.close)
         self._known.clear()
+        self._users.clear()
         self._layers.clear()
         self._negotiate = do_nothing  # The engine refers to this table.
 

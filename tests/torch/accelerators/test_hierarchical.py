@@ -17,7 +17,7 @@ from hvdlite.common.runtime.state import current
 from hvdlite.torch.accelerators.context import TorchContext
 from tests.common.devices.nccl.fake import Fake
 from tests.torch.accelerators.direct import CountingDevice, on_devices
-from tests.torch.accelerators.fakes import Rank, on_fake
+from tests.torch.accelerators.fakes import Rank, on_fake, wait_for
 from tests.torch.accelerators.test_nccl import Rank as NcclRank
 from tests.torch.accelerators.test_nccl import on_nccl
 
@@ -145,6 +145,38 @@ def test_the_layers_of_others_outlive_a_set_of_one_host() -> None:
         assert members_of_communicators(rank) == [(0, 2) if rank in (0, 2) else (1, 3)]
 
     on_devices(4, main, LAYERS, hosts=PAIRS)
+
+
+def test_the_communicators_of_layers_are_closed_with_the_last_set_that_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two sets share the ranks of the first host, and not those of the second one."""
+
+    def main(here: Rank) -> None:
+        first, second = (hvd.add_process_set(ranks) for ranks in ([0, 1, 3, 4], [0, 1, 4, 5]))
+
+        def check(*sets: hvd.ProcessSet) -> None:
+            for each in sets:
+                if here.rank in (each.ranks or ()):
+                    total = here.forms.allreduce(torch.ones(3), op=hvd.Sum, process_set=each)
+                    assert here.read(total) == [4.0] * 3
+
+        check(first, second)
+        made = here.library.communicators
+        assert len(made) == (2 if here.rank == 4 else here.rank != 2)
+        assert hvd.remove_process_set(first)
+        if here.rank in (3, 4):
+            wait_for(lambda: made[0].is_closed)
+        check(second)
+        if here.rank in (0, 1):
+            assert not made[0].is_closed, "the second set uses it"
+        assert hvd.remove_process_set(second)
+        wait_for(lambda: all(each.is_closed for each in made))
+        assert not any(each.is_aborted for each in made)
+        assert here.device.staged == 0
+
+    libraries = [FakeLibrary(device=rank) for rank in range(6)]
+    on_fake(main, libraries, monkeypatch, FAKE_LAYERS, [[0, 1, 2], [3, 4, 5]])
 
 
 def test_order_on_the_stream_of_a_slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
