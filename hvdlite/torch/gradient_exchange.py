@@ -270,18 +270,23 @@ class GradientExchange:
             packed, pending.context = compression.compress(packed)
         pending.packed = packed
 
-    @torch.no_grad()
     def synchronize(self) -> None:
         """Send the gradients that backward has not sent, wait for all, and write ``p.grad``.
 
         Raises `HorovodInternalError` when a reduction failed, and `RuntimeError` for a gradient
         that was changed while it was being reduced; no reduction is in flight afterwards.
         """
-        self._segments.settle()
-        if self.reduction.active:
-            self._reduce_all()
-        elif self._segments.as_views:
-            self.segment_schedule.adopt_local_gradients(self.param_groups)
+        # Not by `no_grad` as a decorator, which takes 30 us more here, right after backward.
+        recorded = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            self._segments.settle()
+            if self.reduction.active:
+                self._reduce_all()
+            elif self._segments.as_views:
+                self.segment_schedule.adopt_local_gradients(self.param_groups)
+        finally:
+            torch.set_grad_enabled(recorded)
         self.synchronized = True
 
     def _reduce_all(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 import hvdlite.torch as hvd
 from hvdlite.torch import gradient_exchange as exchange
+from hvdlite.torch.compression import Compressor
 from tests.ranks import run_ranks
 from tests.torch.small_net import SIZE, Tensor, flat, loss_of, net, reduced_gradients, sgd
 
@@ -204,3 +205,38 @@ def test_lbfgs_takes_the_same_path_on_all_ranks() -> None:
     for model in models:
         assert torch.equal(flat(model), flat(models[0]))
     torch.testing.assert_close(flat(models[0]), flat(alone), rtol=1e-2, atol=1e-3)
+
+
+class Failing(Compressor):
+    """Notes whether autograd records, and fails where the results come."""
+
+    recorded: ClassVar[list[bool]] = []
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
+        cls.recorded.append(torch.is_grad_enabled())
+        return tensor, None
+
+    @classmethod
+    def decompress(cls, tensor: Tensor, context: Any) -> Tensor:
+        cls.recorded.append(torch.is_grad_enabled())
+        raise ArithmeticError("decompress fails")
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_synchronize_records_nothing_and_leaves_the_mode_as_it_was(records: bool) -> None:
+    models = [net() for _ in range(SIZE)]
+    Failing.recorded = []
+
+    def main(rank: int) -> None:
+        optimizer = hvd.DistributedOptimizer(
+            sgd(models[rank]), models[rank].named_parameters(), compression=Failing
+        )
+        loss_of(models[rank], rank).backward()
+        with torch.set_grad_enabled(records):
+            with pytest.raises(ArithmeticError, match="decompress fails"):
+                optimizer.synchronize()
+            assert torch.is_grad_enabled() is records
+
+    run_ranks(SIZE, main)
+    assert Failing.recorded and not any(Failing.recorded)

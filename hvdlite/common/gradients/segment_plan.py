@@ -136,7 +136,8 @@ class SegmentPlan:
         """Return the options of the reduction of these gradients, which form one segment."""
         options = self._reduction.options
         if self.strategy is None:
-            return options._replace(grouped=len(names) > 1)
+            grouped = len(names) > 1
+            return options if options.grouped == grouped else options._replace(grouped=grouped)
         return options._replace(
             grouped=True,
             names=tuple(names),
