@@ -42,6 +42,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agent_folder import AgentFolder
 from hvdlite.launcher.channel import BEATS, MUCH_BYTES, PART_BYTES, PROLOGUE, VERSION, Channel
 from hvdlite.launcher.event_loop import EventLoop
@@ -56,6 +57,7 @@ TERMINATE_SECONDS = 1.0  # From SIGTERM to SIGKILL, when the launcher has gone.
 TOLD_SECONDS = 2.0  # The same, when the agent itself was told to end.
 LOOK_SECONDS = 1.0
 TOLD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FOLDER_REMEDY = "Remedy: make the same folder there, or share it between the hosts"
 
 
 class Agent:
@@ -208,15 +210,24 @@ class Agent:
         try:
             os.chdir(job["directory"])
         except OSError as error:
-            self.channel.send("refused", f"cannot enter {job['directory']}: {error.strerror}")
+            self._refuse(f"cannot enter {job['directory']}: {error.strerror}. {FOLDER_REMEDY}")
             return
         if job["call"] is not None:
             self.folder.link(job["call"])
         self._silence_seconds = job["silence_seconds"]
         self._variables = RankVariables(job, self.folder)
+        try:
+            self._variables.check_devices()
+        except ConfigError as error:
+            self._refuse(f"cannot start its ranks: {error}")
+            return
         self.loop.listen(self.folder.events_fd, lambda _fd: self._report_raised())
         self._let_meet(job)
         self.channel.send("ready")
+
+    def _refuse(self, clause: str) -> None:
+        """Tell the launcher why this host cannot take part, as a clause about the host."""
+        self.channel.send("refused", clause)
 
     def _let_meet(self, job: dict[str, Any]) -> None:
         """Open the socket at which the ranks meet, or by which workers talk with the driver."""

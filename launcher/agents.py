@@ -106,8 +106,7 @@ class Agents:
                 self._cluster.start_servers()
 
     def _refused(self, agent: AgentConnection, text: str) -> None:
-        remedy = "make the same folder there, or share it between the hosts"
-        self._fail(f"host {agent.host.name} {text}. Remedy: {remedy}")
+        self._fail(f"host {agent.host.name} {text}")
 
     def _fail(self, sentence: str) -> None:
         """End the start of the job: no rank runs yet."""

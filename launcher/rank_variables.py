@@ -36,6 +36,14 @@ class RankVariables:
         self._local_size = len(job["ranks"])
         self._cores = 0  # That this host leaves to the job, counted when it is needed.
 
+    def check_devices(self) -> None:
+        """Raise `ConfigError` where this host has too few devices for its ranks.
+
+        Those of an elastic job come later; each is looked at when it starts.
+        """
+        if self._local_size:
+            visible_devices(self._environ, self._local_size - 1)
+
     def environ_of(self, rank: Mapping[str, Any]) -> dict[str, str]:
         """Return the environment of the rank that the launcher describes so."""
         mine: dict[str, str] = self._environ | rank["variables"]

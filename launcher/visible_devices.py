@@ -34,9 +34,11 @@ def visible_devices(environ: Mapping[str, str], local_rank: int) -> dict[str, st
     for name in VARIABLES:
         listed = [each.strip() for each in environ.get(name, "").split(",") if each.strip()]
         if listed and len(listed) < first + count:
+            last = first + count - 1
+            needed = f"devices {first} to {last}" if count > 1 else f"device {first}"
             raise ConfigError(
-                f"--gpus-per-rank {count}: the rank with local rank {local_rank} needs devices "
-                f"{first} to {first + count - 1} of this host, and {name}={environ[name]} lists "
+                f"--gpus-per-rank {count}: the rank with local rank {local_rank} needs {needed} "
+                f"of this host, and {name}={environ[name]} lists "
                 f"{len(listed)}: start fewer ranks on the host, or list more devices"
             )
         mine = listed[first : first + count] or map(str, range(first, first + count))

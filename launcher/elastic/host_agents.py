@@ -142,8 +142,7 @@ class HostAgents:
         return self._elastic.host_timeout_seconds if agent.host.remote else 0.0
 
     def _refused(self, agent: AgentConnection, text: str) -> None:
-        remedy = "make the same folder there, or share it between the hosts"
-        self._refuse(agent, f"it {text}. Remedy: {remedy}")
+        self._refuse(agent, f"it {text}")
 
     def _refuse(self, agent: AgentConnection, why: str) -> None:
         self.drop_agent(agent.host.name)

@@ -465,6 +465,15 @@ def test_a_working_directory_that_is_not_there(
     assert "Remedy: make the same folder there" in done.stderr
 
 
+def test_more_ranks_than_listed_devices() -> None:
+    words = ("-np", "3", "--gpus-per-rank", "1", "true")
+    done = launch(*words, CUDA_VISIBLE_DEVICES="0,1")
+    assert done.returncode == 1
+    assert "the rank with local rank 2 needs device 2 of this host" in done.stderr
+    assert "CUDA_VISIBLE_DEVICES=0,1 lists 2: start fewer ranks on the host" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 STUB = """\
 import sys, time
 from hvdlite.launcher.channel import LENGTH, PROLOGUE
