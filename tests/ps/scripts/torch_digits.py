@@ -1,7 +1,8 @@
 """A process of a cluster that trains the digits, in whatever role; a worker saves its weights.
 
 `DIE=NODE:STEP` kills a worker before a step, once; `SAY=NODE:STEP` lets it make the file `reached`
-there; `HALT=STEP` lets all workers stop there until somebody writes to the FIFO `go`.
+there; `HALT=STEP` lets all workers stop there until somebody writes to the FIFO `go`, and
+`HALT=NODE:STEP` one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main(
             os.kill(os.getpid(), signal.SIGKILL)
         if os.environ.get("SAY") == f"{node}:{step}":
             (folder / "reached").touch()
-        if os.environ.get("HALT") == str(step):
+        if os.environ.get("HALT") in (f"{step}", f"{node}:{step}"):
             (folder / f"halted-{node}").touch()
             (folder / "go").read_text()
         optimizer.zero_grad()
