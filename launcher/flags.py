@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
             name for name, action in self._option_string_actions.items()
             if action.help != argparse.SUPPRESS
         ]  # fmt: skip
-        close = difflib.get_close_matches(flag.partition("=")[0].lower(), known, n=1)
+        close = difflib.get_close_matches(flag.partition("=")[0].lower(), known, n=1, cutoff=0.75)
         hint = f"did you mean {close[0]}?" if close else "hvdlite-run --help lists the flags"
         return ConfigError(f"unknown flag {flag}: {hint}")
 

@@ -79,10 +79,13 @@ def DistributedOptimizer(  # noqa: N802
     (what hvdlite.common.gradients.arguments tells of all others)
 
     Raises `ValueError` for arguments that contradict each other, and before `init`; `TypeError`
-    for `fusion` of another type.
+    for what is no optimizer, and for `fusion` of another type.
     """
     if isinstance(optimizer, (ReducingMixin, AdasumMixin)):
         raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
+    if not hasattr(optimizer, "param_groups"):
+        kind = type(optimizer).__name__
+        raise TypeError(f"DistributedOptimizer wraps an optimizer of PyTorch, not {kind}")
     reduction = ReductionConfig(
         compression,
         scaling(op, gradient_predivide_factor),

@@ -99,6 +99,12 @@ def test_an_unknown_flag_is_named(flag: str) -> None:
         parse_args(["-np", "2", flag, "python", "train.py"])
 
 
+@pytest.mark.parametrize("flag", ["--foo", "--epochs"])
+def test_a_flag_that_is_like_none_gets_no_guess(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown flag {flag}: hvdlite-run --help lists"):
+        parse_args([flag, "python", "train.py"])
+
+
 @pytest.mark.parametrize(
     ("flag", "meant"),
     [

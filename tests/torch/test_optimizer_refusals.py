@@ -171,3 +171,12 @@ def test_an_optimizer_is_wrapped_once() -> None:
             hvd.DistributedOptimizer(wrapped)
 
     run_ranks(2, main)
+
+
+def test_what_is_no_optimizer_is_named() -> None:
+    def main(rank: int) -> None:
+        model: Any = torch.nn.Linear(2, 1)
+        with pytest.raises(TypeError, match="wraps an optimizer of PyTorch, not Linear"):
+            hvd.DistributedOptimizer(model)
+
+    run_ranks(2, main)
