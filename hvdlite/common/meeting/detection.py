@@ -49,6 +49,7 @@ MPI_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 LAUNCHER_EVENTS = "HVDLITE_LAUNCHER_EVENTS"  # It begins with a token of the job.
 SERVER = "HVDLITE_RENDEZVOUS_SERVER"
 INCARNATION = "HVDLITE_INCARNATION"
+ROLE = "HVDLITE_ROLE"  # in a job with parameter servers
 
 
 def detect(
@@ -178,6 +179,11 @@ def _own(environ: Mapping[str, str], slurm: Launch | None) -> Launch | None:
     if not (rank and size) and slurm is not None:
         launch = replace(slurm, source=OWN)
     elif not (rank and size):
+        if (role := environ.get(ROLE, "worker")) != "worker":
+            raise ConfigError(
+                f"{ROLE}={role}: this process is a {role} of parameters, no rank, and its script "
+                "calls hvd.init(). Call ps.init() first, or leave --ps-servers out"
+            )
         missing = "this rank (HVDLITE_RANK)" if size else "the number of ranks (HVDLITE_SIZE)"
         raise ConfigError(f"{RENDEZVOUS}={environ[RENDEZVOUS]} is set, but nothing says {missing}")
     else:

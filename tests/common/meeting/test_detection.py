@@ -187,6 +187,10 @@ ERRORS: dict[str, tuple[dict[str, str], Any, list[str]]] = {
     "half an address": (
         {**MASTER, "MASTER_PORT": ""}, None, ["set MASTER_ADDR and MASTER_PORT"],
     ),
+    "a parameter server": (
+        {"HVDLITE_ROLE": "server", "HVDLITE_RENDEZVOUS": "unix:/tmp/meeting"}, None,
+        ["HVDLITE_ROLE=server: this process is a server", "Call ps.init() first"],
+    ),
     "our numbers without an address": (NUMBERS, None, ["set HVDLITE_RENDEZVOUS=host:port"]),
     "an address without a rank": (
         {"HVDLITE_SIZE": "4", "HVDLITE_RENDEZVOUS": "a:1"}, None, ["HVDLITE_RANK"],
