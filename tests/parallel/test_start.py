@@ -260,12 +260,14 @@ done()
 
 @both
 def test_the_watchdog_of_the_user_stays_set() -> None:
-    """faulthandler has one slot for a watchdog: it is the user's (pytest sets it, too)."""
-    run(2, """
+    """faulthandler has one slot for a watchdog: it is the user's (pytest sets it, too).
+
+    The watchdog reads the frames of a thread while that runs, so modules are imported before.
+    """
+    run(2, HVD + """
 import faulthandler, tempfile
 log = tempfile.TemporaryFile()
 faulthandler.dump_traceback_later(0.2, repeat=True, file=log)
-""" + HVD + """
 hvd.init(); check()
 length = os.fstat(log.fileno()).st_size
 assert wait_until(lambda: os.fstat(log.fileno()).st_size > length), "it was cancelled"
