@@ -39,9 +39,9 @@ class RankVariables:
     def check_devices(self) -> None:
         """Raise `ConfigError` where this host has too few devices for its ranks.
 
-        Those of an elastic job come later; each is looked at when it starts.
+        An elastic job has slots here, of which it may never use all.
         """
-        if self._local_size:
+        if not self._job["elastic"]:
             visible_devices(self._environ, self._local_size - 1)
 
     def environ_of(self, rank: Mapping[str, Any]) -> dict[str, str]:

@@ -474,6 +474,14 @@ def test_more_ranks_than_listed_devices() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_an_elastic_job_may_have_more_slots_than_listed_devices() -> None:
+    words = ("-np", "1", "--min-np", "1", "--max-np", "1", "-H", "localhost:2")
+    say = ("sh", "-c", "echo device $CUDA_VISIBLE_DEVICES")
+    done = launch(*words, "--gpus-per-rank", "1", *say, CUDA_VISIBLE_DEVICES="5")
+    assert done.returncode == 0
+    assert "device 5" in done.stdout
+
+
 STUB = """\
 import sys, time
 from hvdlite.launcher.channel import LENGTH, PROLOGUE
