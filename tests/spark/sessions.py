@@ -65,6 +65,6 @@ def wait_for_ends(*processes: int) -> None:
 def _is_alive(process: int) -> bool:
     try:
         status = Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
