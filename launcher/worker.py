@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.base.report_failure import report
+from hvdlite.common.base.report_failure import leave_out_own_frames, report
 from hvdlite.launcher.passed_variables import CALL_VARIABLE
 
 CALL = "call.pickle"
@@ -127,6 +127,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def dump_error(error: Exception, rank: int = -1) -> bytes:
+    leave_out_own_frames(error)
     text = "".join(traceback.format_exception(error))
     victim = isinstance(error, HorovodInternalError)
     when = time.time()

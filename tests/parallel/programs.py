@@ -172,7 +172,30 @@ def raises() -> None:
         while True:
             hvd.allreduce(np.ones(100_000), name="gradient")
     except hvd.HorovodInternalError as error:
-        assert "rank 1 has been shut down" in str(error), error
+        said = "rank 1 has ended by RuntimeError: the data is broken ("
+        assert said in str(error) and "programs.py, line" in str(error), error
+
+
+def raises_and_shuts_down() -> None:
+    """Rank 1 shuts down on its way out; the others hear why."""
+    hvd.init()
+    hvd.barrier()
+    try:
+        if hvd.rank() == 1:
+            raise RuntimeError("the data is broken")
+        while True:
+            hvd.allreduce(np.ones(100_000), name="gradient")
+    except hvd.HorovodInternalError as error:
+        said = "rank 1 has been shut down after RuntimeError: the data is broken ("
+        assert said in str(error) and "and cannot take part any more" in str(error), error
+    finally:
+        hvd.shutdown()
+
+
+def disagrees() -> None:
+    """Each rank has a tensor of another shape."""
+    hvd.init()
+    hvd.allreduce(np.ones(3 + hvd.rank()), name="x")
 
 
 def forgets_shutdown() -> None:

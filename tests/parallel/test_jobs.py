@@ -114,6 +114,20 @@ def test_a_rank_that_raises_ends_the_others() -> None:
 
 
 @both
+def test_a_rank_that_shuts_down_on_its_way_out_says_why() -> None:
+    output = check(3, "raises_and_shuts_down", well=2)
+    assert "RuntimeError: the data is broken" in output
+
+
+@both
+def test_ranks_that_disagree_print_their_own_lines_alone() -> None:
+    output = check(2, "disagrees", well=0)
+    shown = {Path(file).name for file in re.findall(r'File "([^<"]+)"', output)}
+    assert shown == {"programs.py"}, output
+    assert "ranks disagree on shape: rank 0 has (3,), rank 1 has (4,)" in output
+
+
+@both
 def test_a_script_that_forgets_shutdown_ends_well() -> None:
     check(3, "forgets_shutdown")
 

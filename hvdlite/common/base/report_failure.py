@@ -1,4 +1,6 @@
-"""Tells the launcher which rank raised first: by the exit codes alone, victims look like culprits.
+"""Tells by which exception a rank ends: the launcher, and by the engine the other ranks.
+
+By the exit codes alone, victims look like culprits.
 
 A rank that ends by an exception shuts hvdlite down on its way out; the others then fail too, and
 may be gone before it. So the rank says at once, through the launcher's named pipe or its own
@@ -15,7 +17,8 @@ import traceback
 from collections.abc import Iterator
 from types import TracebackType
 
-from hvdlite.common.base.errors import DEPARTED, HorovodInternalError
+from hvdlite.common.base.errors import DEPARTED, SHUT_DOWN, HorovodInternalError
+from hvdlite.common.base.user_frames import is_of_user, without_own_frames
 
 # "<token> <rank> <path>": the launcher's named pipe, or "-" for standard error (on other hosts).
 EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"
@@ -23,13 +26,16 @@ WORKER_VARIABLE = "HVDLITE_WORKER"  # Set in elastic jobs alone.
 STANDARD_ERROR = "-"
 LOG_LEVELS = ("HVDLITE_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
 LONGEST_TEXT = 600  # A line of so many characters is written to a pipe as a whole, or not at all.
-OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+LONGEST_REASON = 300  # In an error of each other rank, which may quote it again.
+
+# What other ranks say of this one, by `reason_of_end`; the last one counts.
+_reasons = [""]
 
 
 def report_uncaught() -> None:
-    """Have an exception that ends this process reported to the launcher, where there is one."""
+    """Have an exception that ends this process reported to those who ask for its reason."""
     previous, process = sys.excepthook, os.getpid()
-    if EVENTS_VARIABLE not in os.environ or getattr(previous, "reports_to_launcher", False):
+    if getattr(previous, "reports_failure", False):
         return
 
     def hook(
@@ -39,19 +45,24 @@ def report_uncaught() -> None:
             previous(kind, error, traceback)
             return
         report(error)
-        if previous is not sys.__excepthook__ or _debugging():
+        if _debugging():
             previous(kind, error, traceback)
-        elif _is_victim(error):
+            return
+        launched, usual = EVENTS_VARIABLE in os.environ, previous is sys.__excepthook__
+        if launched and usual and _is_victim(error):
             print(_one_line(error), file=sys.stderr, flush=True)
-        elif not (isinstance(error, KeyboardInterrupt) and WORKER_VARIABLE in os.environ):
-            previous(kind, error, traceback)  # The launcher says that it was interrupted.
+        elif not (launched and usual and _is_interrupt(error)):  # Of which the launcher tells.
+            leave_out_own_frames(error)
+            previous(kind, error, error.__traceback__)
 
-    hook.reports_to_launcher = True  # type: ignore[attr-defined]
+    hook.reports_failure = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
 def report(error: BaseException) -> None:
-    """Tell the launcher, where there is one, that `error` ends this rank."""
+    """Tell the launcher, where there is one, that `error` ends this rank; see `reason_of_end`."""
+    if not (hasattr(sys, "ps1") or sys.flags.interactive):  # Else the process goes on after it.
+        _reasons.append(f"has ended by {_shortened(_one_line(error), LONGEST_REASON)}")
     events = os.environ.get(EVENTS_VARIABLE, "")
     if not events:
         return
@@ -59,8 +70,8 @@ def report(error: BaseException) -> None:
     # An exception that was raised while a victim's was handled is the victim's, too.
     internal = any(isinstance(each, HorovodInternalError) for each in _chain(error))
     text = " ".join(_describe(error).split())
-    if len(text) > LONGEST_TEXT:
-        text = f"{text[:LONGEST_TEXT]} ..."
+    if len(text) > LONGEST_TEXT:  # TensorFlow says what has happened at the end.
+        text = f"{text[: LONGEST_TEXT // 3]} ... {text[-LONGEST_TEXT * 2 // 3 :]}"
     line = f"{token} raised {rank} {'internal' if internal else 'own'} {text}\n"
     data = line.encode(errors="backslashreplace")
     with contextlib.suppress(OSError, ValueError):  # the launcher is gone
@@ -72,6 +83,23 @@ def report(error: BaseException) -> None:
             os.write(pipe, data)
         finally:
             os.close(pipe)
+
+
+def reason_of_end() -> str:
+    """Return how the exception that ends this process is told to other ranks; '': there is none."""
+    return _reasons[-1]
+
+
+def reason_of_shutdown() -> str:
+    """Return the same for a shutdown while an exception is handled, as in a `finally`."""
+    error = sys.exc_info()[1]
+    if error is None:
+        return ""
+    return f"{SHUT_DOWN} after {_shortened(_one_line(error), LONGEST_REASON)},"
+
+
+def _shortened(text: str, longest: int) -> str:
+    return f"{text[:longest]} ..." if len(text) > longest else text
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -94,6 +122,16 @@ def _describe(error: BaseException) -> str:
     return f"{name}: {text}" if text else name
 
 
+def leave_out_own_frames(error: BaseException) -> None:
+    """Shorten the tracebacks of `error`, and of what it comes from, unless debugging."""
+    for each in _chain(error) if not _debugging() else ():
+        each.__traceback__ = without_own_frames(each.__traceback__)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) and WORKER_VARIABLE in os.environ
+
+
 def _is_victim(error: BaseException) -> bool:
     """Return whether `error` only tells that another rank has failed or left."""
     if not isinstance(error, HorovodInternalError):
@@ -111,9 +149,6 @@ def _debugging() -> bool:
 def _one_line(error: BaseException) -> str:
     """Return the exception and the user's line that it came through."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame for frame in frames
-        if not frame.filename.startswith(OWN_FOLDER) and "site-packages" not in frame.filename
-    ]  # fmt: skip
-    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    users = [frame for frame in frames if is_of_user(frame.filename)]
+    where = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
     return " ".join(_describe(error).split()) + where

@@ -6,7 +6,7 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 from hvdlite.common.base.bitsets import lowest, numbers_of
-from hvdlite.common.base.errors import DEPARTED
+from hvdlite.common.base.errors import DEPARTED, SHUT_DOWN
 from hvdlite.common.collectives.table import SPECS, CollectiveSpec, disagreement
 from hvdlite.common.decisions.request_readiness import RanksByRequest, all_ranks
 from hvdlite.common.plain.messages import Request, Response
@@ -45,9 +45,10 @@ def _refusal(spec: CollectiveSpec, request: Request, ranks: int) -> str:
     return ""
 
 
-def departure_error(rank: int, request: Request) -> str:
+def departure_error(rank: int, request: Request, reason: str = "") -> str:
     """Return the error of a tensor that `rank`, which has shut down, will never submit."""
-    return f"{request.collective} '{request.name}': rank {rank} {DEPARTED}"
+    how = reason or SHUT_DOWN
+    return f"{request.collective} '{request.name}': rank {rank} {how} {DEPARTED}"
 
 
 def join_error(rank: int, request: Request) -> str:

@@ -143,10 +143,11 @@ class Coordinator:
         # The segments of answers that were cut before, by the ids of these, which are kept. Only
         # those of which members know all bits, until a bit or a threshold changes.
         self._cut: dict[tuple[int, ...], tuple[list[Response], list[Order]]] = {}
-        # The ranks that have shut down, as a mask, and in order: errors blame the first one.
+        # The ranks that have shut down, as a mask, and in order with their reasons: errors blame
+        # the first one.
         self._departed = 0
         self._releases = Releases()
-        self._departed_order: list[int] = []
+        self._departed_order: dict[int, str] = {}
 
     def receive(self, report: Report, now: float) -> None:
         """Count what some ranks have ready, at `now` seconds."""
@@ -177,10 +178,13 @@ class Coordinator:
         if len(self._ready) + len(self._answered) > answers:
             state.progress = now
 
-    def depart(self, rank: int) -> None:
-        """Record that `rank` shuts down: tensors that need it fail, now and later."""
+    def depart(self, rank: int, reason: str = "") -> None:
+        """Record that `rank` shuts down: tensors that need it fail, now and later.
+
+        Their errors say the `reason`, such as the exception that ends the rank.
+        """
         self._departed |= 1 << rank
-        self._departed_order.append(rank)
+        self._departed_order[rank] = reason
         for state in self._sets.values():
             if state.mask & self._departed:
                 self._fail_all(state)
@@ -434,7 +438,7 @@ class Coordinator:
     def _departure_error(self, state: ProcessSetState, request: Request) -> str:
         needed = state.needed(request)
         first = next(rank for rank in self._departed_order if needed >> rank & 1)
-        return departure_error(first, request)
+        return departure_error(first, request, self._departed_order[first])
 
     # -- orders
 

@@ -144,14 +144,14 @@ class ControlPlane:
             if self._timeline.enabled:
                 self._record_readiness(report)
 
-    def depart(self, rank: int) -> None:
+    def depart(self, rank: int, reason: str) -> None:
         """Ask the coordinator to let `rank`, this one or one below, shut down."""
         self.pass_on()  # The reports of the rank must arrive before its departure.
         log.debug("rank %d: rank %d wants to shut down", self._rank, rank)
         if self._coordinator is not None:
-            self._coordinator.depart(rank)
+            self._coordinator.depart(rank, reason)
         else:
-            self._send_up(Depart(rank))
+            self._send_up(Depart(rank, reason))
 
     def retune(self, retune: Retune) -> None:
         """Order all ranks to use these settings. Rank 0 only."""
@@ -241,7 +241,7 @@ class ControlPlane:
         raise _reason_of(message)
 
     def _on_depart(self, message: Depart) -> None:
-        self.depart(message.rank)
+        self.depart(message.rank, message.reason)
 
     def _on_capabilities(self, message: Capabilities) -> None:
         if self._coordinator is None:

@@ -123,6 +123,7 @@ class Engine:
         # Set by `shutdown`. The engine thread then asks the coordinator once for the departure.
         self._shutdown_requested = threading.Event()
         self._departure_sent = False
+        self._departure_reason = ""  # What the errors of other ranks say of this one.
         self._short_calls = self._find_short_calls()
         self._inbox = Inbox(
             transport.wake,
@@ -243,11 +244,13 @@ class Engine:
 
         return remove
 
-    def shutdown(self) -> None:
+    def shutdown(self, reason: str = "") -> None:
         """Depart from the job. Returns when no other rank waits for this one any more.
 
-        The thread continues for as long as ranks below this one in the control tree need it.
+        The thread continues for as long as ranks below this one in the control tree need it. Errors
+        of ranks that need this one say the `reason`, as in "rank 1 has ended by ...".
         """
+        self._departure_reason = reason
         self._shutdown_requested.set()
         if self._short_calls is not None:
             self._short_calls.close()
@@ -379,7 +382,7 @@ class Engine:
             self._control_plane.report(self._memory.reports(entries))
         if departs and not self._departure_sent:
             self._departure_sent = True
-            self._control_plane.depart(self.rank)
+            self._control_plane.depart(self.rank, self._departure_reason)
 
     def _timeout(self) -> float | None:
         """Return how long to sleep for messages: 0 while there is work, None without a limit."""

@@ -18,7 +18,7 @@ import msgpack
 from hvdlite.common.base.bitsets import NumberSet, runs_of
 from hvdlite.common.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 NO_BIT = -1
 NO_RANK = -1
 JOB_THRESHOLD = -1  # As `Request.fusion_bytes`: the fusion threshold of the job.
@@ -148,6 +148,7 @@ class Depart(NamedTuple):
     """The request of `rank` to shut down, answered by `Departed`."""
 
     rank: int
+    reason: str = ""  # What errors say of the rank; "" where it has shut down and no more is known.
 
 
 class Capabilities(NamedTuple):
@@ -354,7 +355,7 @@ _FIELDS: dict[type, tuple[Any, ...]] = {
     DeviceRuns: (_texts,),
     Capabilities: (_natural, _texts),
     Abort: (_integer, _text),
-    Depart: (_natural,),
+    Depart: (_natural, _text),
     StackQuery: (_naturals,),
     StackReply: (_natural, _text),
     ClockQuery: (_natural, _integer),

@@ -10,7 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.base.report_failure import report_uncaught
+from hvdlite.common.base.report_failure import (
+    reason_of_end,
+    reason_of_shutdown,
+    report_uncaught,
+)
 from hvdlite.common.meeting import launch as launches
 from hvdlite.common.meeting.launch import Launch
 from hvdlite.common.membership.frames import Newcomer, World
@@ -162,7 +166,7 @@ def restart() -> None:
         sets = {key: ranks for key, ranks in table.all().items() if table.is_added(key)}
         worker.sets.note_world(worker.world, sets, runtime.known_sets)
     ranks = global_process_set.ranks
-    shutdown()
+    _depart()
     global_process_set.ranks = ranks  # `init` changes the list in place.
     init(comm)
 
@@ -224,13 +228,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def shutdown() -> None:
     """Depart from the job. Pending collectives fail; `init` may be called again afterwards.
 
-    Other ranks may go on among themselves: collectives that need this rank fail and name it.
+    Other ranks may go on among themselves: collectives that need this rank fail and name it, and
+    the exception that is being handled here, if there is one.
     """
+    _depart(reason_of_shutdown())
+
+
+def _depart(reason: str = "") -> None:
     runtime, this_process.runtime = this_process.runtime, None
     if runtime is None:
         return
     try:
-        runtime.shutdown()
+        runtime.shutdown(reason)
     finally:
         global_process_set.ranks = global_process_set.mpi_comm = this_process.comm = None
         this_process.shut_down.append(runtime)
@@ -249,7 +258,7 @@ def _forget_finished() -> None:
 
 def _at_exit() -> None:
     """Depart from the job, and wait for the ranks that still need this one."""
-    shutdown()
+    _depart(reason_of_end())
     for runtime in this_process.shut_down:
         runtime.engine.join()
     _forget_finished()

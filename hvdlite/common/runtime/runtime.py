@@ -260,8 +260,10 @@ class Runtime:
         self.repeated = {}  # Calls under way come back to the old one.
         self.buckets.clear()
 
-    def shutdown(self) -> None:
+    def shutdown(self, reason: str = "") -> None:
         """Depart from the job; the engine thread may go on for ranks that need it.
+
+        Errors of ranks that need this one say the `reason`.
 
         All steps are done even if one raises, such as `KeyboardInterrupt` during a wait.
         """
@@ -271,7 +273,7 @@ class Runtime:
                 steps.callback(self._forget_set, process_set_id)
             steps.callback(self.formed_sets.close)
             steps.callback(self.recording.leave if self._lasts else self.timeline.close)
-            steps.callback(self.engine.shutdown)
+            steps.callback(self.engine.shutdown, reason)
             if not self._lasts:
                 steps.callback(self.trainers.close)
 

@@ -46,6 +46,17 @@ def test_a_steady_step_travels_as_bits() -> None:
     assert len(encode(Orders(first))) > 100 * len(encode(Reports((Report(0, (1,), bits),))))
 
 
+def test_what_ends_a_rank_is_told_to_those_who_wait_for_it() -> None:
+    coordinator = new_coordinator(2, cache_capacity=1024)
+    coordinator.receive(Report(0, (0,), (), (request("early"),)), 0.0)
+    coordinator.depart(1, "has ended by ValueError: no data (train.py, line 3)")
+    (error,) = [item.error for item in items(coordinator)]
+    assert error == (
+        "allreduce 'early': rank 1 has ended by ValueError: no data (train.py, line 3) and cannot "
+        "take part any more"
+    )
+
+
 def test_a_departed_rank_fails_what_waits_and_what_comes() -> None:
     coordinator = new_coordinator(2, cache_capacity=1024)
     coordinator.receive(Report(0, (0,), (), (request("early"),)), 0.0)

@@ -47,6 +47,7 @@ MESSAGES: list[Message] = [
     Capabilities(2, ("cuda NCCL allreduce float32 SUM",)),
     Abort(-1, "reason"),
     Depart(2),
+    Depart(2, "has ended by ValueError"),
     StackQuery((1, 2)),
     StackReply(1, "text"),
     ClockReply(1, 10**18, -5),
