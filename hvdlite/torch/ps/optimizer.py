@@ -11,6 +11,7 @@ from torch.optim import SparseAdam
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import check_passes
 from hvdlite.ps import context
+from hvdlite.ps.blocks import TensorSpec
 from hvdlite.ps.clocks import Mode
 from hvdlite.ps.description import TableDescription
 from hvdlite.ps.layout import PART_BYTES
@@ -86,7 +87,9 @@ def DistributedOptimizer(  # noqa: N802
             "workers have no collectives: let all parameters go by the servers"
         )
     if context.role() == "server":
-        groups = {  # The first table changes those of the optimizer.
+        # The first table changes the groups of the optimizer.
+        specs = specs_of(optimizer, names)
+        groups = {
             names[parameter]: group
             for group in optimizer.param_groups
             for parameter in group["params"]
@@ -94,7 +97,7 @@ def DistributedOptimizer(  # noqa: N802
         }
         serve(
             lambda described: (
-                _updater(optimizer, names, described, whole=partition == "tensor")
+                _updater(optimizer, specs, described, whole=partition == "tensor")
                 if described.rows is None
                 else _row_updater(optimizer, groups, described)
             )
@@ -119,10 +122,9 @@ def DistributedOptimizer(  # noqa: N802
 
 
 def _updater(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str],
-    described: TableDescription, *, whole: bool,
+    optimizer: torch.optim.Optimizer, own: Sequence[TensorSpec], described: TableDescription, *,
+    whole: bool,
 ) -> TorchUpdater:  # fmt: skip
-    own = specs_of(optimizer, names)
     for there, here in zip(described.specs, own, strict=False):
         if there != here:
             raise ValueError(f"a worker has the parameter {there}, and the server {here}")
