@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import faults
-from tests.hosts.jobs import ALL, hvdlite_run
+from tests.hosts.jobs import ALL, LAUNCHER, hvdlite_run
 from tests.hosts.lab import HOSTS, ROOT, SHARED, Lab, Running, address
 
 pytest.importorskip("zmq", reason="the extra 'ps' is not installed")
@@ -33,6 +33,18 @@ def test_a_job_with_servers_on_three_hosts(lab: Lab) -> None:
     assert done.stdout.count(total(STEPS, 3)) == 3, done.stdout
     for number in range(3):
         assert f"server {number} is here" in done.stdout
+
+
+def test_ctrl_c_leaves_nothing_on_three_hosts(lab: Lab) -> None:
+    """No process and no file, as `lab` sees to, and so no port."""
+    flags = "--launcher", "ssh", "--no-check-hosts", "-np", "3", "-H", ALL, "--ps-servers", "3"
+    words = *flags, *SUMS, "100000000"
+    with lab.start("nodea", *LAUNCHER, *words, PYTHONPATH=PYTHONPATH) as running:
+        assert running.process.stdout is not None
+        lines = [running.process.stdout.readline() for _ in range(6)]
+        assert sum("is here" in line for line in lines) == 6, lines
+        running.signal(signal.SIGINT)
+        assert running.finish(30).returncode == 128 + signal.SIGINT
 
 
 def common_words(**words: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ import pytest
 from hvdlite import ps
 from hvdlite.ps import enrolment, scheduler, server, worker
 from tests.ps.cluster import Cluster
+from tests.ps.sites import Site
 
 PACKAGE = str(Path(ps.__file__).parent)
 END_SECONDS = 10.0  # For what ends by itself, such as a thread that has met nobody.
@@ -44,6 +45,12 @@ def _in_package() -> dict[threading.Thread, list[str]]:
         if places:
             found[thread] = places
     return found
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    """This host, for processes."""
+    return Site(tmp_path)
 
 
 @pytest.fixture

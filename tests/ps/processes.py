@@ -6,7 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
-import socket
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +14,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import torch
+
+from tests.ps.sites import Site, enter_host
 
 LIMIT_SECONDS = 60
 _FORKS = multiprocessing.get_context("forkserver")
@@ -35,33 +37,22 @@ DIALECTS = {
 }  # fmt: skip
 
 
-@contextlib.contextmanager
-def held_port() -> Iterator[int]:
-    """Yield a port on which a process may listen, and which no other process is given meanwhile.
-
-    The socket here is bound and does not listen, which SO_REUSEADDR allows beside one that does.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
-
-
 class Cluster:
-    """Processes that run `main(*words)`, each with the environment of its role."""
+    """Processes that run `main(folder, *words)`, each with the environment of its role."""
 
     def __init__(
-        self, folder: Path, ports: tuple[int, int], servers: int, workers: int,
+        self, site: Site, ports: tuple[int, int], servers: int, workers: int,
         main: Callable[..., None], *words: object, dialect: str = "", **variables: str,
     ) -> None:  # fmt: skip
-        self.folder = folder
+        self.site, self.folder = site, site.folder
         scheduler_port, self._port = ports
         self.variables = {
-            "HVDLITE_SCHEDULER": f"127.0.0.1:{scheduler_port}", "HVDLITE_PS_TOKEN": "a secret",
+            "HVDLITE_SCHEDULER": f"{site.address('scheduler')}:{scheduler_port}",
+            "HVDLITE_PS_TOKEN": "a secret",
             "HVDLITE_NUM_SERVERS": str(servers), "HVDLITE_NUM_WORKERS": str(workers), **variables,
         }  # fmt: skip
         self.dialect = dialect
-        self._main, self._words = main, words
+        self._main, self._words = main, (site.inside, *words)
         self.processes: dict[str, ForkServerProcess] = {}
 
     def start(self, role: str, number: int = 0, **variables: str) -> None:
@@ -71,9 +62,11 @@ class Cluster:
         if role == "worker" and environ.get("HVDLITE_PS_WORKERS") == "mpi":
             environ |= {
                 "HVDLITE_RANK": str(number), "HVDLITE_SIZE": environ["HVDLITE_NUM_WORKERS"],
-                "HVDLITE_RENDEZVOUS": f"127.0.0.1:{self._port}", "HVDLITE_SECRET": "another",
+                "HVDLITE_RENDEZVOUS": f"{self.site.address('worker')}:{self._port}",
+                "HVDLITE_SECRET": "another",
             }  # fmt: skip
-        words = self._spelt(environ), self._log(name), self._main, self._words
+        host = self.site.first_process(role, number)
+        words = self._spelt(environ), self._log(name), host, self._main, self._words
         self.processes[name] = _FORKS.Process(target=_run, args=words)
         self.processes[name].start()
 
@@ -114,22 +107,32 @@ class Cluster:
         return found
 
     def times(self, worker: int) -> list[float]:
-        """Return when the first step of a worker has begun, and when each has ended."""
+        """Return when the first step of the worker of this name has begun, and all have ended."""
         found: list[float] = json.loads((self.folder / f"worker{worker}.json").read_text())
         return found
 
-    def wait_for_file(self, name: str) -> None:
+    def wait_for_file(self, pattern: str) -> None:
         """Wait until a process has made a file in the folder."""
+        self.wait_until(lambda: any(self.folder.glob(pattern)))
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something has come true, while no process fails."""
         limit = time.monotonic() + LIMIT_SECONDS
-        while not (self.folder / name).exists():
+        while not holds():
             codes = {each: process.exitcode for each, process in self.processes.items()}
             said = "".join(map(self.said, self.processes))
-            assert time.monotonic() < limit and not any(codes.values()), (name, codes, said)
+            assert time.monotonic() < limit and not any(codes.values()), (codes, said)
             time.sleep(0.002)
+
+    def pid(self, name: str) -> int:
+        """Return the number that a process has here."""
+        pid = self.processes[name].pid
+        assert pid is not None
+        return self.site.program_of(pid)
 
     def kill(self, name: str) -> None:
         """Kill a process by SIGKILL."""
-        self.processes[name].kill()
+        os.kill(self.pid(name), signal.SIGKILL)
         self.processes[name].join()
 
     def _log(self, name: str) -> Path:
@@ -137,24 +140,27 @@ class Cluster:
 
 
 def _run(
-    variables: dict[str, str], log: Path, main: Callable[..., None], words: tuple[object, ...]
-) -> None:
+    variables: dict[str, str], log: Path, host: int | None, main: Callable[..., None],
+    words: tuple[object, ...],
+) -> None:  # fmt: skip
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ.update(variables)
+    if host is not None:
+        enter_host(host)
     main(*words)
 
 
 @contextlib.contextmanager
 def cluster(
-    folder: Path, servers: int, workers: int, main: Callable[..., None], *words: object,
+    site: Site, servers: int, workers: int, main: Callable[..., None], *words: object,
     dialect: str = "", **variables: str,
 ) -> Iterator[Cluster]:  # fmt: skip
     """Start a scheduler, servers and workers; what is left of them is killed at the end."""
-    with held_port() as one, held_port() as other:
+    with site.port() as one, site.port() as other:
         ports = one, other
-        made = Cluster(folder, ports, servers, workers, main, *words, dialect=dialect, **variables)
+        made = Cluster(site, ports, servers, workers, main, *words, dialect=dialect, **variables)
         try:
             made.start("scheduler")
             for number in range(servers):

@@ -19,6 +19,7 @@ from hvdlite.torch import ps
 from hvdlite.torch.ps.backward import BackwardFollower
 from tests.ps.digits import batch, loss_of, network
 from tests.ps.processes import cluster
+from tests.ps.sites import Site
 
 STEPS = 12
 
@@ -123,8 +124,8 @@ def train_in_one() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def test_clipping_passes_and_lost_pieces_leave_the_run_bitwise_one_process(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2, 2, train_far, tmp_path) as job:
+def test_clipping_passes_and_lost_pieces_leave_the_run_bitwise_one_process(site: Site) -> None:
+    with cluster(site, 2, 2, train_far) as job:
         assert not job.wait_for_all()
     wanted = train_in_one()
     for number in range(2):

@@ -12,7 +12,7 @@ from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.ps.cli import main as cli
 from tests.parallel.jobs import environment
 from tests.ps.cluster import Cluster
-from tests.ps.processes import held_port
+from tests.ps.sites import held_port
 
 WORKER = """
 import hvdlite.numpy as hvd

@@ -31,7 +31,7 @@ from tests.ps.cluster import (
     trainers,
     wait_until,
 )
-from tests.ps.processes import held_port
+from tests.ps.sites import held_port
 from tests.ps.test_tables import Momentum
 
 NewCluster = Callable[..., Cluster]

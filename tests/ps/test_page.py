@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.jobs import ROOT, environment
-from tests.ps.processes import held_port
+from tests.ps.sites import held_port
 
 pytest.importorskip("torch")
 

@@ -11,21 +11,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.ps.digits import accuracy, train_in_one
+from tests.ps.digits import accuracy, network, train_in_one
 from tests.ps.processes import Cluster, cluster
-from tests.ps.scripts.torch_digits import main
+from tests.ps.scripts import raw_pushes
+from tests.ps.scripts.torch_digits import main, main_in_parts
+from tests.ps.sites import Site
 from tests.ps.test_torch import same
 
 soak = pytest.mark.soak
 # Each process may use this share of a core while nobody pushes.
 IDLE_SECONDS, IDLE_SHARE = 1000.0, 0.0005
+PART_BYTES = 2048
+JOIN_SECONDS = 5.0  # From the start of a process to the end of its first step.
 
 
-def saved(folder: Path, every: int) -> dict[str, str]:
+def saved(site: Site, every: int) -> dict[str, str]:
     """Return the variables with which servers save each so many versions."""
-    return {
-        "HVDLITE_PS_SNAPSHOT": str(folder / "saved"), "HVDLITE_PS_SNAPSHOT_EVERY": str(every),
-    }  # fmt: skip
+    where = str(site.inside / "saved")
+    return {"HVDLITE_PS_SNAPSHOT": where, "HVDLITE_PS_SNAPSHOT_EVERY": str(every)}
+
+
+def traced(site: Site) -> dict[str, str]:
+    """Return the variable with which all processes write what they do."""
+    return {"HVDLITE_TRACE_ITERATIONS": str(site.inside / "trace.csv")}
+
+
+def rows_of(job: Cluster, server: int, kind: str) -> list[dict[str, str]]:
+    """Return what a server has written of pushes, pulls or updates."""
+    path = job.folder / f"trace.server{server}.csv"
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return [row for row in csv.DictReader(file) if row["kind"] == kind]
 
 
 def lose_server(job: Cluster) -> None:
@@ -36,37 +53,35 @@ def lose_server(job: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("steps", "at"), [(60, 15), pytest.param(800, 200, marks=soak)])
-def test_a_server_killed_in_sync_leaves_the_run_bitwise(
-    tmp_path: Path, steps: int, at: int
-) -> None:
+def test_a_server_killed_in_sync_leaves_the_run_bitwise(site: Site, steps: int, at: int) -> None:
     """Each version is saved, with the state of Adam."""
-    words = tmp_path, "sync", None, "adam", steps
-    variables = saved(tmp_path, 1) | {"SAY": f"worker0:{at}", "SLOW": "0.003"}
-    with cluster(tmp_path, 2, 2, main, *words, **variables) as job:
+    words = "sync", None, "adam", steps
+    variables = saved(site, 1) | {"SAY": f"worker0:{at}", "SLOW": "0.003"}
+    with cluster(site, 2, 2, main, *words, **variables) as job:
         lose_server(job)
         assert not job.wait_for_all()
     assert all(same(job.weights(number), train_in_one("adam", 2, steps)) for number in range(2))
 
 
-@soak
-def test_a_server_killed_in_async_loses_no_more_than_an_interval(tmp_path: Path) -> None:
-    words = tmp_path, "async", None, "adam", 800
-    variables = saved(tmp_path, 20) | {"SAY": "worker1:200", "SLOW": "0.002"}
-    variables["HVDLITE_TRACE_ITERATIONS"] = str(tmp_path / "trace.csv")
-    with cluster(tmp_path, 2, 2, main, *words, **variables) as job:
+@pytest.mark.parametrize(("steps", "at"), [(100, 30), pytest.param(800, 200, marks=soak)])
+def test_a_server_killed_in_async_loses_no_more_than_an_interval(
+    site: Site, steps: int, at: int
+) -> None:
+    words = "async", None, "adam", steps
+    variables = saved(site, 20) | {"SAY": f"worker1:{at}", "SLOW": "0.002"} | traced(site)
+    with cluster(site, 2, 2, main, *words, **variables) as job:
         lose_server(job)
         assert not job.wait_for_all()
-    assert accuracy(job.weights(0)) > 0.95
+    assert accuracy(job.weights(0)) > (0.95 if steps > 500 else 0.85)
     for server in range(2):
-        with open(tmp_path / f"trace.server{server}.csv", newline="") as file:
-            versions = [int(row["version"]) for row in csv.DictReader(file)]
-        assert 1600 - 20 <= max(versions) <= 1600
+        versions = [int(row["version"]) for row in rows_of(job, server, "update")]
+        assert 2 * steps - 20 <= max(versions) <= 2 * steps
 
 
 @soak
-def test_a_worker_killed_in_a_whole_training_leaves_the_run_bitwise(tmp_path: Path) -> None:
-    words = tmp_path, "sync", None, "sgd", 300
-    with cluster(tmp_path, 2, 2, main, *words, DIE="worker1:100") as job:
+def test_a_worker_killed_in_a_whole_training_leaves_the_run_bitwise(site: Site) -> None:
+    words = "sync", None, "sgd", 300
+    with cluster(site, 2, 2, main, *words, DIE="worker1:100") as job:
         assert job.wait("worker1") < 0
         job.start("worker", 1)
         assert not job.wait_for_all()
@@ -74,12 +89,10 @@ def test_a_worker_killed_in_a_whole_training_leaves_the_run_bitwise(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.5, 60), pytest.param(10.0, 900, marks=soak)])
-def test_steps_go_on_while_the_scheduler_is_away(
-    tmp_path: Path, seconds: float, steps: int
-) -> None:
-    words = tmp_path, "sync", None, "sgd", steps
-    variables = saved(tmp_path, 50) | {"SAY": "worker0:10", "SLOW": "0.015"}
-    with cluster(tmp_path, 2, 2, main, *words, **variables) as job:
+def test_steps_go_on_while_the_scheduler_is_away(site: Site, seconds: float, steps: int) -> None:
+    words = "sync", None, "sgd", steps
+    variables = saved(site, 50) | {"SAY": "worker0:10", "SLOW": "0.015"}
+    with cluster(site, 2, 2, main, *words, **variables) as job:
         job.wait_for_file("reached")
         job.kill("scheduler0")
         begin = time.monotonic()
@@ -94,19 +107,63 @@ def test_steps_go_on_while_the_scheduler_is_away(
     assert all(same(job.weights(number), train_in_one("sgd", 2, steps)) for number in range(2))
 
 
+def test_workers_go_back_where_nobody_has_the_steps_of_a_killed_server(site: Site) -> None:
+    """They have pushed 33 steps, and pulled none of them; the last snapshot is of step 20."""
+    with cluster(site, 2, 2, raw_pushes.main, 33, 20, 40, **saved(site, 20)) as job:
+        for name in ("pushed0", "pushed1"):
+            job.wait_for_file(name)
+        for server in range(2):
+            job.wait_for_file(f"saved/server-{server}/*/*-000000000020.safetensors")
+        job.kill("server1")
+        job.start("server", 1)
+        (site.folder / "go").touch()
+        assert not job.wait_for_all()
+    for number in range(2):
+        assert f"sums {40 * (1.0 + 2.0)} {40 * 2.0}" in job.said(f"worker{number}")
+
+
+def test_a_worker_that_joins_takes_part_while_another_one_stands(site: Site) -> None:
+    os.mkfifo(site.folder / "go")
+    words = "async", None, "sgd", 150
+    with cluster(site, 2, 2, main, *words, HALT="worker1:60", SAY="worker0:50") as job:
+        job.wait_for_file("reached")
+        begin = time.monotonic()
+        job.start("worker", 2, HVDLITE_PS_JOIN="1")
+        assert job.wait("worker2") == 0
+        (site.folder / "go").write_text("")
+        assert not job.wait_for_all()
+    _, first_step, *_ = job.times(2)
+    assert first_step - begin < JOIN_SECONDS
+
+
+def test_a_server_that_joins_takes_its_share_and_leaves_the_run_bitwise(site: Site) -> None:
+    words = PART_BYTES, "sync", None, "adam", 150
+    variables = {"SAY": "worker0:20", "SLOW": "0.05"} | traced(site)
+    with cluster(site, 2, 2, main_in_parts, *words, **variables) as job:
+        job.wait_for_file("reached")
+        job.start("server", 2, HVDLITE_PS_JOIN="1")
+        job.wait_until(lambda: bool(rows_of(job, 2, "update")))
+        (site.folder / "hurry").touch()
+        assert not job.wait_for_all()
+    assert all(same(job.weights(number), train_in_one("adam", 2, 150)) for number in range(2))
+    loads = [int(rows_of(job, server, "push")[-1]["bytes"]) for server in range(3)]
+    assert sum(loads) == 4 * sum(each.numel() for each in network().parameters())
+    assert max(loads) - min(loads) < PART_BYTES
+
+
 @soak
 @pytest.mark.timeout(IDLE_SECONDS + 200)
-def test_idle_processes_use_no_processor(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "go")
-    words = tmp_path, "sync", None, "sgd", 20
-    with cluster(tmp_path, 2, 2, main, *words, HALT="10") as job:
+def test_idle_processes_use_no_processor(site: Site) -> None:
+    os.mkfifo(site.folder / "go")
+    words = "sync", None, "sgd", 20
+    with cluster(site, 2, 2, main, *words, HALT="10") as job:
         for name in ("worker0", "worker1"):
             job.wait_for_file(f"halted-{name}")
         time.sleep(5.0)  # Until all that the beginning has left to do is done.
         before = used(job)
         time.sleep(IDLE_SECONDS)
         shares = {name: (end - before[name]) / IDLE_SECONDS for name, end in used(job).items()}
-        (tmp_path / "go").write_text("")
+        (site.folder / "go").write_text("")
         assert not job.wait_for_all()
     print(json.dumps(shares))
     assert shares.pop("scheduler0") < 2 * IDLE_SHARE  # It hears the beats of all others.
@@ -115,7 +172,7 @@ def test_idle_processes_use_no_processor(tmp_path: Path) -> None:
 
 def used(job: Cluster) -> dict[str, float]:
     """Return the seconds for which each process has had a processor."""
-    return {name: processor_seconds(each.pid or 0) for name, each in job.processes.items()}
+    return {name: processor_seconds(job.pid(name)) for name in job.processes}
 
 
 def processor_seconds(pid: int) -> float:

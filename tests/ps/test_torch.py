@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from tests.ps.digits import OPTIMIZERS, accuracy, batch, loss_of, network, train
 from tests.ps.processes import cluster
 from tests.ps.scripts import torch_mixed
 from tests.ps.scripts.torch_digits import main, main_with_schedule
+from tests.ps.sites import Site
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -22,37 +23,58 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("name", "workers"), [("sgd", 2), ("adam", 2), ("adam", 3)])
-def test_sync_is_bitwise_one_process(tmp_path: Path, name: str, workers: int) -> None:
-    with cluster(tmp_path, 2, workers, main, tmp_path, "sync", None, name, 60) as job:
+def test_sync_is_bitwise_one_process(site: Site, name: str, workers: int) -> None:
+    with cluster(site, 2, workers, main, "sync", None, name, 60) as job:
         assert not job.wait_for_all()
     wanted = train_in_one(name, workers, 60)
     assert all(same(job.weights(number), wanted) for number in range(workers))
 
 
 @pytest.mark.parametrize("dialect", ["MindSpore", "ps-lite"])
-def test_processes_are_started_with_the_names_of_others(tmp_path: Path, dialect: str) -> None:
+def test_processes_are_started_with_the_names_of_others(site: Site, dialect: str) -> None:
     """A scheduler, a server and a worker, as an operator for MindSpore starts them."""
-    words = tmp_path, "sync", None, "adam", 40
-    with cluster(tmp_path, 1, 1, main, *words, dialect=dialect) as job:
+    words = "sync", None, "adam", 40
+    with cluster(site, 1, 1, main, *words, dialect=dialect) as job:
         assert not job.wait_for_all()
     assert same(job.weights(0), train_in_one("adam", 1, 40))
 
 
-def test_a_worker_that_stops_holds_nobody_up_in_async(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "go")
-    words = tmp_path, "async", None, "sgd", 300
-    with cluster(tmp_path, 2, 2, main, *words, HALT="worker1:20", SAY="worker0:299") as job:
+def test_a_worker_that_stops_holds_nobody_up_in_async(site: Site) -> None:
+    os.mkfifo(site.folder / "go")
+    words = "async", None, "sgd", 300
+    with cluster(site, 2, 2, main, *words, HALT="worker1:20", SAY="worker0:299") as job:
         job.wait_for_file("reached")
-        (tmp_path / "go").write_text("")
+        (site.folder / "go").write_text("")
         assert not job.wait_for_all()
     assert accuracy(job.weights(1)) > 0.93
 
 
+@pytest.mark.parametrize(
+    "staleness",
+    [2, pytest.param(0, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.soak)],
+)
+def test_a_worker_that_stops_holds_the_other_up_at_the_bound_in_ssp(
+    site: Site, staleness: int
+) -> None:
+    """It has finished 20 steps, and the other one can finish `staleness + 1` more."""
+    os.mkfifo(site.folder / "go")
+    last = 20 + staleness  # The step whose end has to wait: the next one needs what is missing.
+    words = "ssp", staleness, "sgd", 60
+    with cluster(site, 2, 2, main, *words, HALT="worker1:20", SAY=f"worker0:{last}") as job:
+        job.wait_for_file("reached")
+        job.wait_for_file("halted-worker1")
+        released = time.monotonic()
+        (site.folder / "go").write_text("")
+        assert not job.wait_for_all()
+    ends = job.times(0)
+    assert ends[last] < released < ends[last + 1]
+
+
 @pytest.mark.soak
-def test_a_slow_worker_is_waited_for_in_ssp(tmp_path: Path) -> None:
+def test_a_slow_worker_is_waited_for_in_ssp(site: Site) -> None:
     staleness = 2
-    words = tmp_path, "ssp", staleness, "sgd", 300
-    with cluster(tmp_path, 2, 2, main, *words, SLOW="0.003") as job:
+    words = "ssp", staleness, "sgd", 300
+    with cluster(site, 2, 2, main, *words, SLOW="0.003") as job:
         assert not job.wait_for_all()
     assert accuracy(job.weights(1)) > 0.93
     fast, slow = job.times(0), job.times(1)
@@ -60,36 +82,36 @@ def test_a_slow_worker_is_waited_for_in_ssp(tmp_path: Path) -> None:
     assert ahead <= staleness + 1 + 1  # A step ends a little after its push.
 
 
-def test_servers_and_allreduce_differ_by_the_order_of_sums_alone(tmp_path: Path) -> None:
+def test_servers_and_allreduce_differ_by_the_order_of_sums_alone(site: Site) -> None:
     """With three ranks, of which each adds gradients up in another order."""
-    words = tmp_path, None, False, False
-    with cluster(tmp_path, 2, 3, torch_mixed.main, *words, HVDLITE_PS_WORKERS="mpi") as job:
+    words = None, False, False
+    with cluster(site, 2, 3, torch_mixed.main, *words, HVDLITE_PS_WORKERS="mpi") as job:
         assert not job.wait_for_all()
-    found = torch.load(tmp_path / "worker2.pt")
+    found = torch.load(site.folder / "worker2.pt")
     for name, wanted in found["reduced"].items():
         assert (found["mixed"][name] - wanted).norm() <= 1e-6 * wanted.norm()
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "workers"), [("sgd", 2), ("adam", 2), ("sgd", 3)])
-def test_a_whole_training_is_bitwise_one_process(tmp_path: Path, name: str, workers: int) -> None:
-    with cluster(tmp_path, 2, workers, main, tmp_path, "sync", None, name, 300) as job:
+def test_a_whole_training_is_bitwise_one_process(site: Site, name: str, workers: int) -> None:
+    with cluster(site, 2, workers, main, "sync", None, name, 300) as job:
         assert not job.wait_for_all()
     assert same(job.weights(0), train_in_one(name, workers, 300))
     assert accuracy(job.weights(0)) > 0.94
 
 
-def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2, 2, main, tmp_path, "sync", None, "sgd", 60, DIE="worker1:20") as job:
+def test_a_killed_worker_returns_and_the_run_is_bitwise_undisturbed(site: Site) -> None:
+    with cluster(site, 2, 2, main, "sync", None, "sgd", 60, DIE="worker1:20") as job:
         assert job.wait("worker1") == -signal.SIGKILL
         job.start("worker", 1)
         assert not job.wait_for_all()
     assert all(same(job.weights(number), train_in_one("sgd", 2, 60)) for number in range(2))
 
 
-def test_whole_tensors_are_stepped_over_in_their_shapes(tmp_path: Path) -> None:
-    words = tmp_path, "sync", None, "norms", 20, "tensor"
-    with cluster(tmp_path, 2, 2, main, *words) as job:
+def test_whole_tensors_are_stepped_over_in_their_shapes(site: Site) -> None:
+    words = "sync", None, "norms", 20, "tensor"
+    with cluster(site, 2, 2, main, *words) as job:
         assert not job.wait_for_all()
     assert same(job.weights(0), train_in_one("norms", 2, 20))
 
@@ -119,9 +141,9 @@ def train_with_schedule(steps: int, overflow_step: int) -> dict[str, torch.Tenso
     return model.state_dict()
 
 
-def test_schedules_travel_and_an_overflow_skips_the_step_everywhere(tmp_path: Path) -> None:
+def test_schedules_travel_and_an_overflow_skips_the_step_everywhere(site: Site) -> None:
     """With two backward passes a step, and sums of the workers' gradients."""
-    with cluster(tmp_path, 2, 2, main_with_schedule, tmp_path, 12, 7) as job:
+    with cluster(site, 2, 2, main_with_schedule, 12, 7) as job:
         assert not job.wait_for_all()
     wanted = train_with_schedule(12, 7)
     assert all(same(job.weights(number), wanted) for number in range(2))
@@ -133,14 +155,14 @@ def test_schedules_travel_and_an_overflow_skips_the_step_everywhere(tmp_path: Pa
     ids=["all by servers", "patterns", "set_param_ps"],
 )  # fmt: skip
 def test_servers_and_allreduce_make_the_same_steps(
-    tmp_path: Path, parameters: list[str] | None, mark: bool, clip: bool
+    site: Site, parameters: list[str] | None, mark: bool, clip: bool
 ) -> None:
     """Bitwise for two ranks, whichever parameters go by servers."""
-    words = tmp_path, parameters, mark, clip
-    with cluster(tmp_path, 1, 2, torch_mixed.main, *words, HVDLITE_PS_WORKERS="mpi") as job:
+    words = parameters, mark, clip
+    with cluster(site, 1, 2, torch_mixed.main, *words, HVDLITE_PS_WORKERS="mpi") as job:
         assert not job.wait_for_all()
     for worker in range(2):
-        found = torch.load(tmp_path / f"worker{worker}.pt")
+        found = torch.load(site.folder / f"worker{worker}.pt")
         assert same(found["mixed"], found["reduced"])
     untrained = torch_mixed.model().state_dict()
     assert not any(torch.equal(found["mixed"][name], untrained[name]) for name in untrained)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from hvdlite.torch import ps
 from hvdlite.torch.ps.row_updater import TorchRows
 from tests.ps.processes import cluster
 from tests.ps.scripts.torch_rows import ROWS, WIDTH, main, train_in_one
+from tests.ps.sites import Site
 
 COUNT = 256  # A table in one process has no elements that PyTorch rounds in another way.
 SPEC = RowsSpec(COUNT, 3, seed=5)
@@ -163,8 +163,8 @@ def test_what_cannot_begin_on_servers_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("name", "servers"), [("sgd", 2), ("sparse_adam", 1)])
-def test_a_recommender_is_bitwise_one_process(tmp_path: Path, name: str, servers: int) -> None:
-    with cluster(tmp_path, servers, 2, main, tmp_path, name, 12) as job:
+def test_a_recommender_is_bitwise_one_process(site: Site, name: str, servers: int) -> None:
+    with cluster(site, servers, 2, main, name, 12) as job:
         assert not job.wait("worker0")
         assert not job.wait_for_all()
     wanted: dict[str, Tensor] = train_in_one(name, 2, 12)

@@ -2,7 +2,8 @@
 
 `DIE=NODE:STEP` kills a worker before a step, once; `SAY=NODE:STEP` lets it make the file `reached`
 there; `HALT=STEP` lets all workers stop there until somebody writes to the FIFO `go`, and
-`HALT=NODE:STEP` one.
+`HALT=NODE:STEP` one. `SLOW=SECONDS` lets the last worker wait in each step, until there is a file
+`hurry`. A worker that joins has the samples of another one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hvdlite.torch import ps
+from hvdlite.torch.ps import optimizer as ps_optimizer
 from tests.ps.digits import OPTIMIZERS, batch, loss_of, network
 
 
@@ -31,10 +34,10 @@ def main(
         OPTIMIZERS[name](model.parameters()), model.named_parameters(), mode=mode,
         staleness=staleness, partition=partition,
     )  # fmt: skip
-    node = os.environ.get(
-        "HVDLITE_NODE_ID", ""
-    )  # Its number is by the order in which workers come.
-    slow = float(os.environ.get("SLOW", "0")) if ps.rank() == ps.size() - 1 else 0.0
+    # Its number is by the order in which workers come.
+    node = os.environ.get("HVDLITE_NODE_ID", "")
+    own = ps.rank() % ps.size()
+    slow = float(os.environ.get("SLOW", "0")) if node == f"worker{ps.size() - 1}" else 0.0
     times = [time.monotonic()]
     for step in range(optimizer.finished_steps, steps):
         if os.environ.get("DIE") == f"{node}:{step}" and not (folder / "died").exists():
@@ -46,13 +49,20 @@ def main(
             (folder / f"halted-{node}").touch()
             (folder / "go").read_text()
         optimizer.zero_grad()
-        loss_of(model, *batch(step, ps.rank(), ps.size())).backward()
-        time.sleep(slow)
+        loss_of(model, *batch(step, own, ps.size())).backward()
+        if slow and not (folder / "hurry").exists():
+            time.sleep(slow)
         optimizer.step()
         times.append(time.monotonic())
     torch.save(model.state_dict(), folder / f"worker{ps.rank()}.pt")
-    (folder / f"worker{ps.rank()}.json").write_text(json.dumps(times))
+    (folder / f"{node}.json").write_text(json.dumps(times))
     ps.shutdown()
+
+
+def main_in_parts(folder: Path, part_bytes: int, *words: Any) -> None:
+    """Train with tensors that are cut into parts of so many bytes."""
+    ps_optimizer.PART_BYTES = part_bytes
+    main(folder, *words)
 
 
 def main_with_schedule(folder: Path, steps: int, overflow_step: int) -> None:
