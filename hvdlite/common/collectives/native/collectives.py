@@ -26,7 +26,7 @@ from hvdlite.common.collectives.native.segment import (
 from hvdlite.common.collectives.native.shm import Library
 from hvdlite.common.transport.base import Transport, connection_lost
 
-SLOTS = 8
+SLOTS = 8  # of a rank, where the host has few ranks
 PIECE_BYTES = 256 << 10
 SMALL_BYTES = 32 << 10  # to add so much takes less time than to wait once more
 # Results of so many bytes go past the caches, but for those of an allreduce, whose memory is there
@@ -42,6 +42,10 @@ MOST_RANKS = 256  # kMaxMembers in chain.h
 BOARD_BYTES = 32 << 10  # room for the board of so many, and for the row of an alltoall
 ROW_START = BOARD_BYTES - MOST_RANKS * 8
 MEMORY_BYTES = BOARD_BYTES + SLOTS * PIECE_BYTES  # of each rank
+
+# The slots of all ranks of a host take no more than this, down to so many for each rank: what is on
+# its way then stays in the last cache, with the tensors that it comes from and goes to.
+HOST_SLOT_BYTES, LEAST_SLOTS = 4 << 20, 4
 
 ALLREDUCE, REDUCESCATTER, ALLGATHER, ALLTOALL, BROADCAST = range(5)  # as in `hvdlite_run`
 # How a rank stores into its own slots: as it measures, or always alike (`Stores` in slot_stores.h).
@@ -194,7 +198,7 @@ class NativeShm:
             index=members.index,
             local_size=len(self._ranks),
             own=self._number[self._transport.rank],
-            slots=SLOTS,
+            slots=slots_of(len(self._ranks)),
             slot_bytes=PIECE_BYTES,
             slots_start=BOARD_BYTES,
             row_start=ROW_START,
@@ -212,6 +216,11 @@ class NativeShm:
             view = self._transport.shared(rank, self._start + MEMORY_BYTES)[self._start :]
             self._views[rank] = view
             self._memory[self._number[rank]] = address(view)
+
+
+def slots_of(ranks: int) -> int:
+    """Return how many slots a rank uses on a host of so many; the same for all groups there."""
+    return min(SLOTS, max(LEAST_SLOTS, HOST_SLOT_BYTES // (ranks * PIECE_BYTES)))
 
 
 def _streamed(arrays: Sequence[Array]) -> bool:
