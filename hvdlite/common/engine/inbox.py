@@ -2,6 +2,8 @@
 
 Entries gather for a moment, since negotiating ten tensors together costs little more than one:
 until a thread waits for one of them, until they hold many bytes, or until the cycle time is over.
+Where ranks take all cores, that time begins anew with further entries, up to `MOST_CYCLES` times:
+an engine that wakes there stops the thread that still enqueues, and negotiates twice.
 
 The engine drains all that has gathered whenever it is awake, but for the entry of a thread that has
 said that it waits next: it may be a short call, and the ranks that wait for it would wait in vain.
@@ -25,6 +27,7 @@ from hvdlite.common.plain.handles import Handle
 # unless the engine has no core of its own: then it would only interrupt the thread that enqueues.
 # See [Note: why gradients gather twice] in torch/gradient_exchange.py.
 ENOUGH_BYTES = 1 << 20
+MOST_CYCLES = 5
 
 
 def enough_bytes(topology: Topology, cores: int) -> float:
@@ -72,14 +75,16 @@ class Inbox:
         self._short_calls = short_calls
         self._clock = clock
         self._enough = enough
+        self._gathers_on = math.isinf(enough)  # no core is free for the engine
         # Guards all attributes below. Reentrant, as a signal handler may enqueue within any method.
         self._lock = threading.RLock()
         self._entries: list[Entry] = []
         self._bytes = 0
         self._engine = _Engine.AWAKE
         self._drains = 0  # So a thread can tell whether the engine still sleeps as it has seen it.
-        # Where a wake-up is scheduled: when half of the time until then is over.
-        self._put_off_after = 0.0
+        # Where a wake-up is scheduled: from when on it may be put off, which is when half of the
+        # time until then is over, and until when further entries may put it off.
+        self._put_off_after = self._put_off_until = 0.0
         # The entry that a thread waits for next, and until when it is kept from the engine.
         self._kept: Entry | None = None
         self._kept_until = 0.0
@@ -119,15 +124,19 @@ class Inbox:
         """Return in how many seconds to wake the engine, which sleeps; None if it is not needed.
 
         The entries before the `first` ones may have been short calls, whose wake-up is still to
-        come: it is put off, so that the engine sleeps while one short call follows the other.
+        come: it is put off, so that the engine sleeps while one short call follows the other. Where
+        ranks take all cores, later entries put it off as well.
         """
         if self._gather_seconds == 0 or self._bytes >= self._enough:
             self._kept = None
             return 0.0
-        if self._engine is _Engine.WAKES_SOON and not first:
+        scheduled = self._engine is _Engine.WAKES_SOON
+        if scheduled and not first and not self._gathers_on:
             return None
         now = self._clock()
-        if self._engine is _Engine.WAKES_SOON and now < self._put_off_after:
+        if first:
+            self._put_off_until = now + (MOST_CYCLES - 1) * self._gather_seconds
+        if scheduled and (now < self._put_off_after or now > self._put_off_until):
             return None
         self._put_off_after = now + self._gather_seconds / 2
         return self._gather_seconds

@@ -38,7 +38,8 @@ class CollectiveSettings:
     )  # fmt: skip
     cycle_time_ms: float = setting(
         1.0, "CYCLE_TIME", number(float, 0, "milliseconds"),
-        "Longest time in which more tensors may gather while nobody waits for one; 0: none.",
+        "Longest time in which more tensors may gather while nobody waits for one; 0: none. Five "
+        "times as long while more come, where the ranks of the only host take all cores.",
         flag="--cycle-time-ms", yaml="params.cycle_time_ms",
     )  # fmt: skip
     cache_capacity: int = setting(

@@ -11,7 +11,7 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.engine.inbox import ENOUGH_BYTES, Inbox, enough_bytes
+from hvdlite.common.engine.inbox import ENOUGH_BYTES, MOST_CYCLES, Inbox, enough_bytes
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
@@ -199,6 +199,38 @@ def test_many_bytes_gather_on_where_the_engine_has_no_core_of_its_own() -> None:
     assert queue.woken == [SOON]
     queue.queue.hurry()
     assert queue.woken == [SOON, 0.0]
+
+
+def test_an_engine_without_a_core_is_not_woken_while_tensors_follow_each_other() -> None:
+    """One negotiation for what a thread enqueues in a few milliseconds; no tensor waits longer."""
+    now = due = 0.0
+    came: list[float] = []
+    waited: list[float] = []  # the first tensor of each round
+
+    def wake(within: float) -> None:
+        nonlocal due
+        due = now + within
+
+    inbox = Inbox(wake, SOON, clock=lambda: now, enough=enough_bytes(Topology.single_host(2), 2))
+    assert inbox.may_sleep()
+    for number in range(100):
+        came.append(now)
+        inbox.put([Entry(Request(0, str(number), "barrier"))])
+        now += SOON / 10
+        if now >= due:
+            waited.append(now - came[0])
+            assert len(inbox.drain()) == len(came)
+            assert inbox.may_sleep()
+            came.clear()
+    assert len(waited) == 2
+    assert max(waited) < (MOST_CYCLES + 0.5) * SOON
+
+
+def test_an_engine_without_a_core_is_woken_as_soon_as_nothing_follows() -> None:
+    queue = Queue(enough=enough_bytes(Topology.single_host(2), cores=2))
+    for name in "abc":
+        queue.add(name)
+    assert queue.woken == [SOON]
 
 
 @pytest.mark.parametrize("who", ["the first tensor", "many bytes", "a thread that waits"])
