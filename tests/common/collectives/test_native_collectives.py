@@ -225,6 +225,27 @@ def test_all_collectives_of_overlapping_groups_take_turns() -> None:
     on_ranks(3, program)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_sleep_ends_by_a_wake_up(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks look around by themselves after an hour: a wake-up that is missing takes as long."""
+    monkeypatch.setattr(native, "CHECK_SECONDS", 3600.0)
+    monkeypatch.setattr(native, "PIECE_BYTES", 8 << 10)  # hundreds of pieces, and of sleeps
+    here, lot = found(), random.Random(size)
+    groups = [tuple(range(size)), *(tuple(sorted(lot.sample(range(size), 2))) for _ in range(3))]
+    turns = [(lot.choice(groups), lot.choice(NAMES)) for _ in range(60)]
+
+    def program(transport: Transport) -> None:
+        backend = ShmBackend(transport, here)
+        for members, name in turns:
+            if transport.rank in members:
+                topology = transport.topology.restrict(members)
+                group = Members(members, members.index(transport.rank), topology)
+                collective_of(transport, backend, name, group)
+
+    on_ranks(size, program)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_member_that_leaves_is_named_by_every_collective(name: str, gone: int) -> None:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <linux/futex.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -26,8 +27,10 @@ using Counter = uint64_t Counters::*;
 
 // What a rank writes and its peers read, at the start of its memory.
 struct Board {
-  uint32_t waits_for;  // local number of a peer, plus 1: that one must wake me
-  char rest[kLine - 4];
+  uint32_t waits_for;   // local number of a peer, plus 1: that one must wake me
+  uint32_t counter;     // when this counter, an offset in `Counters`,
+  uint64_t wanted;      // has come to this
+  char rest[kLine - 16];
   Counters told[];  // by the peer's local number
 };
 
@@ -81,7 +84,11 @@ class Boards {
       if (m == me()) continue;
       Board* theirs = board(group_.local[m]);
       uint32_t name = uint32_t(group_.own + 1);
-      if (__atomic_load_n(&theirs->waits_for, __ATOMIC_RELAXED) == name &&
+      // What the acquired number does not show is of a later sleep, which looks again.
+      if (__atomic_load_n(&theirs->waits_for, __ATOMIC_ACQUIRE) == name &&
+          __atomic_load_n(&theirs->counter, __ATOMIC_RELAXED) == offset(counter) &&
+          __atomic_load_n(&theirs->wanted, __ATOMIC_RELAXED) <=
+              group_.base[group_.local[m]] + uint64_t(pieces) &&
           __atomic_compare_exchange_n(&theirs->waits_for, &name, 0, false, __ATOMIC_SEQ_CST,
                                       __ATOMIC_RELAXED))
         syscall(SYS_futex, &theirs->waits_for, FUTEX_WAKE, 1, nullptr, nullptr, 0);
@@ -114,6 +121,12 @@ class Boards {
     return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
   }
 
+  static uint32_t offset(Counter counter) {
+    return counter == &Counters::packed    ? offsetof(Counters, packed)
+           : counter == &Counters::reduced ? offsetof(Counters, reduced)
+                                           : offsetof(Counters, unpacked);
+  }
+
   char* memory(int64_t member) const { return group_.memory[group_.local[member]]; }
   Board* board(int64_t local) const { return (Board*)group_.memory[local]; }
   const Counters* told_by(int64_t local) const { return &board(local)->told[group_.own]; }
@@ -131,8 +144,10 @@ class Boards {
     uint32_t name = uint32_t(local + 1);
     timespec limit = {time_t(group_.timeout_ns / 1000000000), long(group_.timeout_ns % 1000000000)};
     bool in_time = true;
+    __atomic_store_n(&mine->counter, offset(counter), __ATOMIC_RELAXED);
+    __atomic_store_n(&mine->wanted, wanted, __ATOMIC_RELAXED);
     while (load(seen) < wanted && in_time) {
-      __atomic_store_n(&mine->waits_for, name, __ATOMIC_RELAXED);
+      __atomic_store_n(&mine->waits_for, name, __ATOMIC_RELEASE);
       __atomic_thread_fence(__ATOMIC_SEQ_CST);  // before looking again: see `tell`
       if (load(seen) < wanted) {
         long slept = syscall(SYS_futex, &mine->waits_for, FUTEX_WAIT, name, &limit, nullptr, 0);

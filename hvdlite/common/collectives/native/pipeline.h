@@ -15,6 +15,13 @@
 // They tell so by counters on their boards, one set for each peer, since the sets of ranks that
 // work together differ. A rank that sleeps names the peer it waits for; only that one wakes it.
 // The rank whose piece is the oldest of all can always go on, so no ranks can wait for each other.
+//
+// To wake a rank takes as long as to copy a piece, on both sides. So a rank that has nothing to do in
+// a long segment sleeps until there are several pieces to unpack, or as many free slots: `many` says
+// how many. It waits for no more pieces than it has given itself, so that the rank that has given the
+// fewest, of those that sleep, waits for none that is not there: each peer has given as many. And a
+// rank that waits for free slots waits for half of them at most: whoever is so far behind has so many
+// pieces to unpack.
 
 #pragma once
 
@@ -27,6 +34,7 @@ namespace {
 
 constexpr int64_t kDone = 0, kWaiting = 1, kCounted = 2;
 constexpr int64_t kAll = -1;  // members
+constexpr int64_t kWakes = 16;  // of a rank in a long segment, at least
 
 // `Steps` derives from it and has the steps; it may say who gives, and who takes.
 template <class Steps>
@@ -190,9 +198,18 @@ class Pipeline {
   }
 
   bool wait_for_the_oldest() const {
-    if (progress_.unpacked < progress_.reduced) return wait(kGiven, progress_.unpacked + 1);
+    int64_t ready = progress_.reduced - progress_.unpacked;
+    if (ready > 0) return wait(kGiven, progress_.unpacked + many(ready));
     if (progress_.reduced < progress_.packed) return wait(&Counters::packed, progress_.reduced + 1);
-    return wait(&Counters::unpacked, progress_.packed + 1 - boards_.slots());
+    int64_t freed = many(progress_.pieces - progress_.packed);
+    return wait(&Counters::unpacked, progress_.packed + freed - boards_.slots());
+  }
+
+  // For how many pieces to sleep, `most` at most. The first one is worth a wake-up: all wait for it.
+  int64_t many(int64_t most) const {
+    if (Steps::kReducesBetween || progress_.unpacked == 0) return 1;
+    int64_t few = progress_.pieces / kWakes < most ? progress_.pieces / kWakes : most;
+    return few < 1 ? 1 : few < boards_.slots() / 2 ? few : boards_.slots() / 2;
   }
 
   bool wait(Counter counter, int64_t pieces) const {
