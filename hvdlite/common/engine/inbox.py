@@ -85,6 +85,8 @@ class Inbox:
         # Where a wake-up is scheduled: from when on it may be put off, which is when half of the
         # time until then is over, and until when further entries may put it off.
         self._put_off_after = self._put_off_until = 0.0
+        # Where ranks take all cores: when the last entry came, and when the engine wakes for it.
+        self._came = self._due = 0.0
         # The entry that a thread waits for next, and until when it is kept from the engine.
         self._kept: Entry | None = None
         self._kept_until = 0.0
@@ -133,18 +135,19 @@ class Inbox:
         scheduled = self._engine is _Engine.WAKES_SOON
         if scheduled and not first and not self._gathers_on:
             return None
-        now = self._clock()
+        now = self._came = self._clock()
         if first:
             self._put_off_until = now + (MOST_CYCLES - 1) * self._gather_seconds
         if scheduled and (now < self._put_off_after or now > self._put_off_until):
             return None
         self._put_off_after = now + self._gather_seconds / 2
+        self._due = now + self._gather_seconds
         return self._gather_seconds
 
     def hurry(self) -> None:
         """Wake the engine at once: a thread waits for an entry, so nothing more gathers."""
         with self._lock:
-            self._kept = None
+            self._kept, self._due = None, 0.0
             wake, drains = self._engine is not _Engine.AWAKE and bool(self._entries), self._drains
         if wake:
             self._wake_from(drains, 0.0)
@@ -204,14 +207,18 @@ class Inbox:
     def may_sleep(self) -> bool:
         """Return whether there is nothing to drain; if so, the next entry wakes the engine.
 
-        It wakes in time for an entry that is kept.
+        It wakes in time for an entry that is kept, and for others that still gather.
         """
         with self._lock:
             if not self._entries:
                 self._engine = _Engine.ASLEEP
                 return True
             left = self._kept_until - self._clock() if self._keeps(self._entries) else 0.0
-            if len(self._entries) > 1 or left <= 0:
+            if self._still_come():
+                left = self._due - self._clock()
+            elif len(self._entries) > 1:
+                left = 0.0
+            if left <= 0:
                 self._engine = _Engine.AWAKE
                 return False
             self._engine = _Engine.WAKES_SOON
@@ -221,11 +228,14 @@ class Inbox:
     def drain(self, *, everything: bool = False) -> list[Entry]:
         """Remove and return all entries, in the order in which they were enqueued.
 
-        An entry that is kept stays, unless others came after it, or `everything` is wanted.
+        An entry that is kept stays, unless others came after it, or `everything` is wanted. All
+        stay where a message has woken the engine and more entries are about to come.
         """
         with self._lock:
             self._engine = _Engine.AWAKE
             self._drains += 1
+            if not everything and self._still_come():
+                return []
             entries, self._entries = self._entries, []
             self._bytes = 0
             if not everything and self._keeps(entries) and self._clock() < self._kept_until:
@@ -234,6 +244,15 @@ class Inbox:
             else:
                 self._kept = None
             return entries
+
+    def _still_come(self) -> bool:
+        """Return whether a thread enqueues, and goes on as soon as the engine leaves it the core.
+
+        Then one entry has followed the other a moment ago, and nobody waits for one of them.
+        """
+        if not self._gathers_on or not self._entries:
+            return False
+        return self._clock() < min(self._came + self._gather_seconds / 4, self._due)
 
     def _keeps(self, entries: Sequence[Entry]) -> bool:
         """Return whether the last of `entries` is kept: what came after it must not overtake it."""

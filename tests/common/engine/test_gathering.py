@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import threading
 from typing import Any
@@ -224,6 +225,40 @@ def test_an_engine_without_a_core_is_not_woken_while_tensors_follow_each_other()
             came.clear()
     assert len(waited) == 2
     assert max(waited) < (MOST_CYCLES + 0.5) * SOON
+
+
+@pytest.mark.parametrize("then", ["a thread waits", "nothing comes", "all go"])
+def test_a_message_of_another_rank_does_not_divide_what_a_thread_enqueues(then: str) -> None:
+    """Its engine has no core, and is not to negotiate the first half of a step alone."""
+    now, alarms = 0.0, []
+    enough = enough_bytes(Topology.single_host(2), 2)
+    inbox = Inbox(
+        lambda within: alarms.append(now + within), SOON, clock=lambda: now, enough=enough
+    )
+    assert inbox.may_sleep()
+    entries = [Entry(Request(0, name, "allreduce", "float32", (1,))) for name in "abc"]
+    for entry in entries:
+        inbox.put([entry])
+        now += SOON / 20
+        assert inbox.drain() == []  # a message has come
+        assert inbox.may_sleep()
+        assert now < alarms[-1] <= now + SOON
+    if then == "a thread waits":
+        assert not entries[1].handle.ended_within(0)
+        assert alarms[-1] == now
+    elif then == "nothing comes":
+        now = alarms[-1]
+    assert inbox.drain(everything=then == "all go") == entries
+
+
+def test_a_message_of_another_rank_has_what_came_a_while_ago() -> None:
+    now = 0.0
+    inbox = Inbox(lambda within: None, SOON, clock=lambda: now, enough=math.inf)
+    assert inbox.may_sleep()
+    entry = Entry(Request(0, "computes meanwhile", "allreduce", "float32", (1,)))
+    inbox.put([entry])
+    now += SOON / 2
+    assert inbox.drain() == [entry]
 
 
 def test_an_engine_without_a_core_is_woken_as_soon_as_nothing_follows() -> None:
