@@ -1,6 +1,10 @@
-"""What a server keeps of a table, as flat blocks: the parts of one dtype and parameter group.
+"""What a server keeps of a table, as flat blocks: parts of one dtype and parameter group.
 
 A push and a pull have one payload for each block, in which its parts lie one after another.
+
+[Note: blocks] A block has no more bytes than BLOCK_BYTES, but for one of a single part. Whoever
+receives a payload has it in memory of the C library, which gives memory back to the system that
+is larger than some MiB: each of its pages would be a page fault in each step.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from numpy.typing import NDArray
 from hvdlite.ps.layout import Layout, Part
 
 Array = NDArray[Any]
+BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Block:
-    """The parts of one dtype and group that one server keeps, sorted."""
+    """Parts of one dtype and group that one server keeps, sorted."""
 
     dtype: str
     group: int
@@ -106,9 +111,20 @@ def blocks_of(
     specs: Sequence[TensorSpec], first_key: int, layout: Layout, server: int
 ) -> list[Block]:
     """Return the blocks of a table that a server keeps; its keys begin with `first_key`."""
-    found: dict[tuple[int, str], list[Part]] = {}
+    found: dict[tuple[int, str], list[list[Part]]] = {}
+    room: dict[tuple[int, str], int] = {}  # In the last block of each kind.
     for part in layout.parts_of(server):
-        if first_key <= part.key < first_key + len(specs):
-            spec = specs[part.key - first_key]
-            found.setdefault((spec.group, spec.dtype), []).append(part)
-    return [Block(dtype, group, tuple(parts)) for (group, dtype), parts in sorted(found.items())]
+        if not first_key <= part.key < first_key + len(specs):
+            continue
+        spec = specs[part.key - first_key]
+        kind, nbytes = (spec.group, spec.dtype), (part.stop - part.start) * spec.itemsize
+        if nbytes > room.get(kind, -1):
+            found.setdefault(kind, []).append([])
+            room[kind] = BLOCK_BYTES
+        found[kind][-1].append(part)
+        room[kind] -= nbytes
+    return [
+        Block(dtype, group, tuple(parts))
+        for (group, dtype), blocks in sorted(found.items())
+        for parts in blocks
+    ]

@@ -109,7 +109,8 @@ class Share:
         for number, block in enumerate(blocks):
             array, slots = _filled(block, by_key)
             values.append(array)
-            every = {**rest.get((block.dtype, block.group), {}), **slots}
+            of_block = rest.get((block.dtype, block.group), {})  # Each block changes its own.
+            every = {**{name: each.copy() for name, each in of_block.items()}, **slots}
             state.update({f"{number}.{name}".rstrip("."): each for name, each in every.items()})
         return values, state
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hvdlite import ps
-from hvdlite.ps import enrolment, scheduler, server, worker
+from hvdlite.ps import blocks, enrolment, scheduler, server, worker
 from tests.ps.cluster import Cluster
 from tests.ps.sites import Site
 
@@ -60,6 +60,7 @@ def new_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     monkeypatch.setattr(server, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(scheduler, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(worker, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1700)  # Two parts: servers have several blocks.
     made: list[Cluster] = []
 
     def new(servers: int, workers: int, **words: Any) -> Cluster:

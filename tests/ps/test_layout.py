@@ -8,6 +8,8 @@ import time
 import numpy as np
 import pytest
 
+from hvdlite.ps import blocks as blocks_module
+from hvdlite.ps.blocks import TensorSpec, blocks_of
 from hvdlite.ps.layout import Layout, Part, cut, moves, place, rebalance
 
 
@@ -43,6 +45,28 @@ def resnet50() -> list[int]:
                 sizes += [4 * width * inside, 4 * width, 4 * width]
             inside = 4 * width
     return [*sizes, 1000 * 2048, 1000]
+
+
+def test_blocks_are_of_one_kind_and_no_larger_than_they_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A part that is larger has a block of its own."""
+    monkeypatch.setattr(blocks_module, "BLOCK_BYTES", 40)
+    sizes = [
+        (5, "float32", 0), (5, "float32", 0), (0, "float32", 0), (1, "float32", 0),
+        (3, "float64", 0), (30, "float32", 0), (2, "float32", 1), (2, "float32", 0),
+    ]  # fmt: skip
+    specs = [
+        TensorSpec(str(number), dtype, (size,), group)
+        for number, (size, dtype, group) in enumerate(sizes)
+    ]
+    layout = place([spec.size for spec in specs], [spec.itemsize for spec in specs], 1, None)
+    found = blocks_of(specs, 0, layout, 0)
+    keys = [(block.group, block.dtype, [part.key for part in block.parts]) for block in found]
+    assert keys == [
+        (0, "float32", [0, 1, 2]), (0, "float32", [3]), (0, "float32", [5]), (0, "float32", [7]),
+        (0, "float64", [4]), (1, "float32", [6]),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_servers", [2, 3, 4, 8])

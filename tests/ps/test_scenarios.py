@@ -63,6 +63,27 @@ def test_a_server_killed_in_sync_leaves_the_run_bitwise(site: Site, steps: int, 
     assert all(same(job.weights(number), train_in_one("adam", 2, steps)) for number in range(2))
 
 
+@pytest.mark.parametrize("staleness", [2, pytest.param(0, marks=soak), pytest.param(8, marks=soak)])
+def test_a_worker_that_stops_holds_the_other_up_at_the_bound_in_ssp(
+    site: Site, staleness: int
+) -> None:
+    """It has finished 20 steps, and the other one can finish `staleness + 1` more."""
+    os.mkfifo(site.folder / "go")
+    last = 20 + staleness  # The step whose end has to wait: the next one needs what is missing.
+    words = "ssp", staleness, "sgd", 60
+    variables = {"HALT": "worker1:20", "SAY": f"worker0:{last}"} | traced(site)
+    with cluster(site, 2, 2, main, *words, **variables) as job:
+        job.wait_for_file("reached")
+        job.wait_for_file("halted-worker1")
+        released = time.monotonic()
+        (site.folder / "go").write_text("")
+        assert not job.wait_for_all()
+    ends = job.times(0)
+    assert ends[last] < released < ends[last + 1]
+    behind = [int(row["stale"]) for server in range(2) for row in rows_of(job, server, "pull")]
+    assert max(behind) == staleness
+
+
 @pytest.mark.parametrize(("steps", "at"), [(100, 30), pytest.param(800, 200, marks=soak)])
 def test_a_server_killed_in_async_loses_no_more_than_an_interval(
     site: Site, steps: int, at: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -47,27 +46,6 @@ def test_a_worker_that_stops_holds_nobody_up_in_async(site: Site) -> None:
         (site.folder / "go").write_text("")
         assert not job.wait_for_all()
     assert accuracy(job.weights(1)) > 0.93
-
-
-@pytest.mark.parametrize(
-    "staleness",
-    [2, pytest.param(0, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.soak)],
-)
-def test_a_worker_that_stops_holds_the_other_up_at_the_bound_in_ssp(
-    site: Site, staleness: int
-) -> None:
-    """It has finished 20 steps, and the other one can finish `staleness + 1` more."""
-    os.mkfifo(site.folder / "go")
-    last = 20 + staleness  # The step whose end has to wait: the next one needs what is missing.
-    words = "ssp", staleness, "sgd", 60
-    with cluster(site, 2, 2, main, *words, HALT="worker1:20", SAY=f"worker0:{last}") as job:
-        job.wait_for_file("reached")
-        job.wait_for_file("halted-worker1")
-        released = time.monotonic()
-        (site.folder / "go").write_text("")
-        assert not job.wait_for_all()
-    ends = job.times(0)
-    assert ends[last] < released < ends[last + 1]
 
 
 @pytest.mark.soak

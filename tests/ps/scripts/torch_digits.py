@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hvdlite.ps import blocks
 from hvdlite.torch import ps
 from hvdlite.torch.ps import optimizer as ps_optimizer
 from tests.ps.digits import OPTIMIZERS, batch, loss_of, network
@@ -60,8 +61,8 @@ def main(
 
 
 def main_in_parts(folder: Path, part_bytes: int, *words: Any) -> None:
-    """Train with tensors that are cut into parts of so many bytes."""
-    ps_optimizer.PART_BYTES = part_bytes
+    """Train with tensors that are cut into parts of so many bytes, of which blocks have two."""
+    ps_optimizer.PART_BYTES, blocks.BLOCK_BYTES = part_bytes, 2 * part_bytes
     main(folder, *words)
 
 
