@@ -45,7 +45,7 @@ MEMORY_BYTES = BOARD_BYTES + SLOTS * PIECE_BYTES  # of each rank
 
 # The slots of all ranks of a host take no more than this, down to so many for each rank: what is on
 # its way then stays in the last cache, with the tensors that it comes from and goes to.
-HOST_SLOT_BYTES, LEAST_SLOTS = 4 << 20, 4
+HOST_SLOT_BYTES, LEAST_SLOTS = 8 << 20, 4
 
 ALLREDUCE, REDUCESCATTER, ALLGATHER, ALLTOALL, BROADCAST = range(5)  # as in `hvdlite_run`
 # How a rank stores into its own slots: as it measures, or always alike (`Stores` in slot_stores.h).
