@@ -9,7 +9,7 @@ is larger than some MiB: each of its pages would be a page fault in each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -100,6 +100,15 @@ class Block:
                 tensors[key - first_key][start:stop] for key, start, stop, _, _ in self._places
             ]
             np.concatenate(pieces, out=into, casting="unsafe")
+
+    def gather_others(
+        self, tensors: Sequence[Array], first_key: int, into: Array,
+        here: Collection[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        """Copy the parts out that are not here: `here` says where others begin and end in it."""
+        for key, start, stop, at, end in self._places:
+            if (at, end) not in here:
+                into[at:end] = tensors[key - first_key][start:stop]
 
     def scatter(self, block: Array, tensors: Sequence[Array], first_key: int) -> None:
         """Copy the parts back into flat tensors."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from hvdlite.ps.blocks import Array, Block
+from hvdlite.ps.blocks import Array, Block, dtype_of
 from hvdlite.ps.client import Client
 from hvdlite.ps.link import ServerLink
-from hvdlite.ps.pieces import EarlySender, Rest, rest_of
+from hvdlite.ps.pieces import EarlySender, Gone
 from hvdlite.ps.shard import Shard
 
 
@@ -23,9 +23,8 @@ class EarlyPushes:
         self, client: Client, blocks: Sequence[Sequence[Block]], first_key: int,
         shards: Sequence[Shard], links: Sequence[ServerLink],
     ) -> None:  # fmt: skip
-        self._client, self._blocks = client, blocks
-        self._shards, self._links = shards, links
-        self._sender = EarlySender(blocks, first_key)
+        self._client, self._shards, self._links = client, shards, links
+        self._sender = EarlySender(blocks, first_key, partial(new_memory, client))
 
     def send(self, tensor: int, gradient: Callable[[], Array]) -> None:
         """Send what is large of the gradient of a tensor, if it goes to another host.
@@ -40,17 +39,14 @@ class EarlyPushes:
         for server, body, payload in self._sender.pieces_of(tensor, gradient(), far=far):
             self._client.call(partial(self._shards[server].push_piece, body, payload))
 
-    def end(self, tensors: Sequence[Array]) -> Callable[[int, Sequence[memoryview]], Rest | None]:
+    def end(self, tensors: Sequence[Array]) -> dict[int, Gone]:
         """End a step with these gradients, or without any.
 
-        Return what tells, for a server and the payloads of its push, what is left to be sent; None:
-        all of it.
+        Return by server what was sent of them; a server that is not there is to get all of it.
         """
-        gone = self._sender.end(tensors)
+        return self._sender.end(tensors)
 
-        def rest(server: int, payloads: Sequence[memoryview]) -> Rest | None:
-            if server not in gone:
-                return None
-            return rest_of(self._blocks[server], gone[server], payloads)
 
-        return rest
+def new_memory(client: Client, block: Block) -> Array:
+    """Return memory for a block, from which a client sends it."""
+    return client.new(block.size, dtype_of(block.dtype))

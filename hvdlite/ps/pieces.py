@@ -14,7 +14,7 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,6 +116,7 @@ class Gone(NamedTuple):
 
     attempt: int
     pieces: Collection[Piece]
+    arrays: Mapping[int, Array]  # Of blocks: memory for all of each, with its pieces in it.
 
 
 class Rest(NamedTuple):
@@ -153,11 +154,18 @@ class EarlySender:
 
     What was sent is compared with the gradients of the push, which may have been clipped, unscaled
     or added to since: then the whole push is sent, and after two of those in a row nothing is sent
-    early. No piece is sent twice in an attempt. `blocks` are those of each server in one layout.
+    early. No piece is sent twice in an attempt. `blocks` are those of each server in one layout;
+    `new` makes memory for one.
     """
 
-    def __init__(self, blocks: Sequence[Sequence[Block]], first_key: int) -> None:
+    def __init__(
+        self, blocks: Sequence[Sequence[Block]], first_key: int,
+        new: Callable[[Block], Array] = Block.new,
+    ) -> None:  # fmt: skip
         self.misses = 0
+        self._blocks, self._new = blocks, new
+        # By server and block: what is pushed of this step, as far as it was sent.
+        self._arrays: dict[int, dict[int, Array]] = {}
         self._attempt = int.from_bytes(os.urandom(6), "big")
         self._parts: dict[int, list[_Own]] = {}  # By the number of the tensor.
         self._sent: dict[int, dict[Piece, tuple[int, int, Array]]] = {}  # By server.
@@ -179,15 +187,26 @@ class EarlySender:
     def pieces_of(
         self, tensor: int, gradient: Array, *, far: Collection[int]
     ) -> Iterator[Sending]:  # fmt: skip
-        """Yield copies of the pieces of a flat gradient that go to servers that are `far`."""
+        """Yield copies of the pieces of a flat gradient that go to servers that are `far`.
+
+        They lie where the push has them, which then copies no more than the rest.
+        """
         if not self.wants(tensor):
             return
         for server, piece, start in self._parts[tensor]:
             if server in far and piece not in self._sent.get(server, ()):
-                copy = gradient[start : start + piece.stop - piece.start].copy()
+                copy = self._array(server, piece.block)[piece.start : piece.stop]
+                own = gradient[start : start + copy.size]
+                np.copyto(copy, own, casting="unsafe")  # Of another dtype, it is found at the end.
                 self._sent.setdefault(server, {})[piece] = tensor, start, copy
                 body = {PIECE: [[piece.block, piece.start]], ATTEMPT: self._attempt}
                 yield Sending(server, body, memoryview(copy.view(np.uint8).data))
+
+    def _array(self, server: int, block: int) -> Array:
+        arrays = self._arrays.setdefault(server, {})
+        if block not in arrays:
+            arrays[block] = self._new(self._blocks[server][block])
+        return arrays[block]
 
     def end(self, tensors: Sequence[Array]) -> dict[int, Gone]:
         """End the step, whose gradients are `tensors`; without any, the step is skipped.
@@ -195,6 +214,7 @@ class EarlySender:
         Return by server what was sent of them; a server that is not there is to get all of it.
         """
         sent, self._sent = self._sent, {}
+        arrays, self._arrays = self._arrays, {}
         attempt, self._attempt = self._attempt, self._attempt + 1
         if not sent or not tensors:
             return {}
@@ -204,7 +224,9 @@ class EarlySender:
                     self.misses += 1
                     return {}
         self.misses = 0
-        return {server: Gone(attempt, pieces.keys()) for server, pieces in sent.items()}
+        return {
+            server: Gone(attempt, pieces.keys(), arrays[server]) for server, pieces in sent.items()
+        }
 
 
 def _same_bits(one: Array, other: Array) -> bool:

@@ -12,11 +12,11 @@ from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of, dtype_of
 from hvdlite.ps.client import Client
 from hvdlite.ps.description import describe_table
-from hvdlite.ps.early import EarlyPushes
+from hvdlite.ps.early import EarlyPushes, new_memory
 from hvdlite.ps.layout import Layout, Part
 from hvdlite.ps.link import ServerLink
 from hvdlite.ps.messages import Message
-from hvdlite.ps.pieces import Rest
+from hvdlite.ps.pieces import Gone, Rest, rest_of
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.shard import MovedError, PsRolledBack, Shard
 from hvdlite.ps.table_shards import TableShards
@@ -117,10 +117,11 @@ class RemoteTable(TableShards):
             raise
         self.gate.let_pass()
         handles = []
-        rest_of = self._early.end(tensors)
+        early = self._early.end(tensors)
         for server, shard in enumerate(self._shards):
-            payloads = self._cut(tensors, server) if tensors else []
-            rest = rest_of(server, payloads)
+            gone = early.get(server)
+            payloads = self._cut(tensors, server, gone) if tensors else []
+            rest = gone and rest_of(self._blocks[server], gone, payloads)
             handles.append(self._client.ask(_push(shard, body, payloads, rest)))
         joined(handles, lambda _: None).on_end(self.gate.answered)
         return handles
@@ -158,11 +159,19 @@ class RemoteTable(TableShards):
     def _cut_values(self, values: Callable[[], Sequence[Array]], server: int) -> list[memoryview]:
         return self._cut(values(), server)
 
-    def _cut(self, tensors: Sequence[Array], server: int) -> list[memoryview]:
+    def _cut(
+        self, tensors: Sequence[Array], server: int, gone: Gone | None = None
+    ) -> list[memoryview]:
+        """Return the payloads of a server; what has gone lies in some of them already."""
         payloads = []
-        for block in self._blocks[server]:
-            array = self._client.new(block.size, dtype_of(block.dtype))
-            block.gather(tensors, self._first_key, array)
+        for number, block in enumerate(self._blocks[server]):
+            if gone is None or number not in gone.arrays:
+                array = new_memory(self._client, block)
+                block.gather(tensors, self._first_key, array)
+            else:
+                array = gone.arrays[number]
+                here = {(each.start, each.stop) for each in gone.pieces if each.block == number}
+                block.gather_others(tensors, self._first_key, array, here)
             payloads.append(memoryview(array.view("u1").data))
         return payloads
 
