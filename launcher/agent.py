@@ -252,9 +252,14 @@ class Agent:
         def output(stream: str, data: bytes) -> None:
             self.channel.send("output", number, stream, data)
 
+        try:
+            environ = self._variables.environ_of(rank)
+        except ConfigError as error:  # Of an elastic job, whose slots are not checked before.
+            self._refuse(f"cannot start its ranks: {error}")
+            return
         start = RankStart(
             command=rank["command"],
-            environ=self._variables.environ_of(rank),
+            environ=environ,
             cores=self._variables.cores_of(rank),
             terminals=rank["terminals"],
         )

@@ -161,6 +161,20 @@ def test_a_host_that_cannot_return_is_given_up() -> None:
     assert (job.hosts, job.agents) == ("a", {"a"})
 
 
+def test_a_host_that_is_refused_at_the_start_says_why_once() -> None:
+    job = Simulation(num_proc=4)
+    job.slow_workers = True
+    job.discover({"a": 4})
+    why = "it cannot start its ranks: too few devices"
+    job.lose_host("a", why, back=False)
+    assert job.lines == [f"host a is given up for good: {why}"]
+    code, sentence = finished(job)
+    assert code == 1
+    assert sentence == (
+        f"the job could not start: 4 workers (host a[0-3]) were lost: its host was lost: {why}"
+    )
+
+
 def test_two_deaths_are_one_reset() -> None:
     job = running({"a": 4}, num_proc=4, reset_limit=1)
     job.busy.update((0, 3))

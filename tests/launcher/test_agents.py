@@ -482,6 +482,16 @@ def test_an_elastic_job_may_have_more_slots_than_listed_devices() -> None:
     assert "device 5" in done.stdout
 
 
+def test_an_elastic_job_that_uses_more_slots_than_listed_devices() -> None:
+    words = ("-np", "2", "--min-np", "2", "-H", "localhost:2", "--elastic-timeout", "600")
+    done = launch(*words, "--gpus-per-rank", "1", "true", CUDA_VISIBLE_DEVICES="5")
+    assert done.returncode == 1
+    given_up, end = done.stderr.splitlines()
+    why = "it cannot start its ranks: --gpus-per-rank 1: the rank with local rank 1 needs device 1"
+    assert given_up.startswith(f"hvdlite-run: host localhost is given up for good: {why}")
+    assert end.startswith("hvdlite-run: the job could not start: ") and end.count(why) == 1
+
+
 STUB = """\
 import sys, time
 from hvdlite.launcher.channel import LENGTH, PROLOGUE

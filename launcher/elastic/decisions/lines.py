@@ -43,14 +43,20 @@ def name(worker: Worker, world: World | None) -> str:
 
 def ended(workers: Sequence[Worker], world: World | None) -> str:
     """Return who was lost, with host[slot], why, and the exit code, for the end of a job."""
-    parts = []
+    alike: dict[tuple[str, str, bool], list[Worker]] = {}
     for worker in workers:
-        who = "a worker"
-        if world is not None and worker.number in world.members:
-            who = f"rank {world.rank(worker.number)}"
         known = not worker.code or EXIT_CODE in worker.why
-        code = "" if known else f" ({EXIT_CODE} {worker.code})"
-        parts.append(f"{who} (host {worker.host}[{worker.slot}]) was lost: {worker.why}{code}")
+        why = worker.why if known else f"{worker.why} ({EXIT_CODE} {worker.code})"
+        member = world is not None and worker.number in world.members
+        alike.setdefault((worker.host, why, member), []).append(worker)
+    parts = []
+    for (host, why, member), group in alike.items():
+        who = "a worker" if len(group) == 1 else f"{len(group)} workers"
+        if world is not None and member:
+            ranks = [world.rank(each.number) for each in group]
+            who = f"rank{'' if len(group) == 1 else 's'} {spans(ranks)}"
+        place = f"host {host}[{spans([each.slot for each in group])}]"
+        parts.append(f"{who} ({place}) {'was' if len(group) == 1 else 'were'} lost: {why}")
     return cut(parts, "; ")
 
 

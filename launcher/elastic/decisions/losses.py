@@ -131,12 +131,12 @@ class Losses:
         elif not ranks and self._failures.cannot_start(host, now):
             self.exclude(host, "its workers fail as they start", now)
 
-    def _drop(self, worker: Worker, why: str, now: float) -> None:
+    def _drop(self, worker: Worker, why: str, now: float, *, said: bool = False) -> None:
         worker.stage, worker.why, worker.ready = Stage.LOST, why, False
         self.workers.append(worker)
         if worker.number in self._succession.members:
             self._succession.lose(worker, now)
-        else:
+        elif not said:
             self._order(Say(lines.lost([worker], None)))
 
     def give_up_closed(self, now: float) -> None:
@@ -168,17 +168,18 @@ class Losses:
         self._order(Say(f"host {host} is given up {span}: {why}"))
         for worker in self._roster.on(host):
             if worker.living:
-                self._drop(worker, "its host was given up", now)
+                self._drop(worker, "its host was given up", now, said=True)
         self._staffing.drop_host(host, now)
 
     def lose_host(self, host: str, why: str, may_return: bool, now: float) -> None:
         """Lose all workers of a host whose agent has gone, and try it again later if it may be."""
         self._hosts.end(host, now)
+        shown = self._hosts.shown(host, now)
         for worker in self._roster.on(host):
             worker.running = False
-            if worker.living:
-                self._drop(worker, f"its host was lost: {why}", now)
-        if not self._hosts.shown(host, now):
+            if worker.living:  # The host has a line of its own below.
+                self._drop(worker, f"its host was lost: {why}", now, said=shown)
+        if not shown:
             return
         if self._plan.failures_by_host or not may_return:
             self.exclude(host, why, now)
