@@ -10,7 +10,8 @@
 The last one writes the file by which later jobs choose how to reduce between hosts.
 
 Every result is compared with what numpy computes from the inputs of all ranks, before it is timed.
-Rank 0 prints. A wrong result ends all ranks with exit code 1.
+Rank 0 prints. A wrong result ends all ranks with exit code 1, and a single rank, which has no
+other to talk with, ends with exit code 2 and says how to start several.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +39,7 @@ from hvdlite.common.collectives.model_file import save, usual_path
 from hvdlite.common.plain.numpy_adapter import Array
 from hvdlite.common.runtime import state
 
+ALONE = 2  # The exit code where there is nobody to talk with.
 WARM_CALLS = 5
 LATENCY_SIZES = (4, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
 MODEL_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
@@ -97,14 +100,20 @@ COLLECTIVES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` on every rank; return the exit code: 0, or 1 (wrong result)."""
+    """Run the command line `argv` on every rank; return the exit code.
+
+    It is 0, 1 for a wrong result, or 2 where one rank alone has nothing to measure.
+    """
     options = _parser().parse_args(argv)
     hvd.init()
     commands = [options.run] if options.run else [helloworld, ring, latency, bandwidth]
     if not options.run and len(state.current().topology.hosts) > 1:
         commands.append(model)
-    if hvd.size() == 1:
-        _show("1 rank measures no communication: hvdlite-run -np 2 python -m hvdlite.bench\n")
+    if hvd.size() == 1 and commands != [helloworld]:
+        words = shlex.join(sys.argv[1:] if argv is None else argv)
+        start = f"hvdlite-run -np 2 python -m hvdlite.bench {words}".rstrip()
+        print(f"hvdlite.bench: 1 rank has no other to talk with; start 2: {start}", file=sys.stderr)
+        return ALONE
     try:
         for number, command in enumerate(commands):
             _show("\n" * (number > 0) + f"{command.__name__}, {_ranks(hvd.size())}")

@@ -28,7 +28,7 @@ class Failure:
         if self.code == NOT_EXECUTABLE:
             return f"rank {self.rank} failed: its command cannot be executed (exit code 126)"
         if self.cause:
-            return f"rank {self.rank} failed: {self.cause} (exit code {self.code})"
+            return f"rank {self.rank} failed: {self.cause.rstrip('.')} (exit code {self.code})"
         try:
             name = signal.Signals(0 if self.by_choice else self.code - 128).name
         except ValueError:

@@ -102,10 +102,24 @@ def test_one_rank_is_told_how_to_start_several(
 ) -> None:
     for name in ("init", "shutdown"):
         monkeypatch.setattr(hvd, name, lambda: None)
-    run_ranks(ranks, lambda rank: bench.main(["latency", "--bytes", "4", "--calls", "1"]))
-    said = capsys.readouterr().out
-    assert ("hvdlite-run -np 2 python -m hvdlite.bench" in said) == (ranks == 1)
-    assert f"latency, {'1 rank' if ranks == 1 else '2 ranks'}\n" in said
+    words = ["latency", "--bytes", "4", "--calls", "1"]
+    codes = run_ranks(ranks, lambda rank: bench.main(words))
+    said = capsys.readouterr()
+    if ranks == 1:
+        assert codes == [2] and said.out == ""
+        start = "hvdlite-run -np 2 python -m hvdlite.bench latency --bytes 4 --calls 1"
+        assert said.err == f"hvdlite.bench: 1 rank has no other to talk with; start 2: {start}\n"
+    else:
+        assert codes == [0, 0] and said.out.startswith("latency, 2 ranks\n")
+
+
+def test_one_rank_says_where_it_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(hvd, name, lambda: None)
+    assert run_ranks(1, lambda rank: bench.main(["helloworld"])) == [0]
+    assert capsys.readouterr().out.startswith("helloworld, 1 rank\n")
 
 
 def test_the_network_of_several_hosts_is_measured_compared_and_written(

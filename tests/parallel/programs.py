@@ -358,8 +358,10 @@ def wrong_timeline() -> None:
     try:
         hvd.init()
     except (OSError, hvd.HorovodInternalError) as error:
-        assert "/nonexistent" in str(error), error
+        assert "rank 0 cannot write the timeline" in str(error), error
+        assert str(error).endswith("'/nonexistent/timeline.json'"), error
         assert isinstance(error, OSError) == (rank == 0), error
+        assert rank == 0 or str(error).startswith("init has failed on rank 0 by FileNotFound")
     else:
         raise AssertionError("init went well")
 

@@ -368,6 +368,10 @@ _LABEL = {
 }
 
 
+# How the settings of an `init` begin that has failed on its rank, before the reason.
+INIT_FAILED = "failed: "
+
+
 def disagreement(first: tuple[int, Request], other: tuple[int, Request]) -> str:
     """Return why the requests of two ranks for one name disagree; '' if they agree.
 
@@ -379,6 +383,9 @@ def disagreement(first: tuple[int, Request], other: tuple[int, Request]) -> str:
             f"'{request.name}': ranks disagree on the operation: rank {rank} has "
             f"{_operation(request)}, rank {other_rank} has {_operation(other_request)}"
         )
+    for number, each in (first, other):
+        if each.collective == "init" and each.settings.startswith(INIT_FAILED):
+            return f"init has failed on rank {number} by {each.settings.removeprefix(INIT_FAILED)}"
     for field in SPECS[request.collective].agree:
         value, other_value = _value(request, field), _value(other_request, field)
         if value != other_value:

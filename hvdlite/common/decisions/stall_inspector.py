@@ -75,20 +75,21 @@ class StallInspector:
             count = _count(len(tensors), "tensor")
             subject = f"{count} submitted by some ranks and not by others"
         lines = [
-            f"stalled: {subject} for up to {longest:.0f} s. "
+            f"stalled for up to {longest:.0f} s: {subject}. "
             "A rank may have taken another branch, or failed.",
         ]
         for rank in missing:
             names = [item.name for item in tensors if rank in item.missing]
             if names:
-                lines.append(f"  rank {rank} has not submitted: {_shown(names)}")
+                lines.append(f"  Rank {rank} has not submitted: {_shown(names)}.")
         for join in late:
             if join.joined:
-                lines.append(f"  {_ranks(join.joined, 'wait')} in join for {_ranks(join.missing)}")
+                waiting = _ranks(join.joined, "wait").capitalize()
+                lines.append(f"  {waiting} in join for {_ranks(join.missing)}.")
         if shutdown:
             lines.append(
-                f"  the limit of {self.shutdown_seconds:g} s is over: the job ends, "
-                "or goes on without late ranks if it is elastic"
+                f"  The limit of {self.shutdown_seconds:g} s is over: the job ends, "
+                "or goes on without late ranks if it is elastic."
             )
         return "\n".join(lines)
 

@@ -260,7 +260,7 @@ class ControlPlane:
 
     def _on_stack_reply(self, message: StackReply) -> None:
         if self._tree.is_root:
-            log.warning("main thread of rank %d:\n%s", message.rank, message.stack)
+            log.warning("main thread of rank %d:\n%s", message.rank, message.stack.rstrip())
         else:
             self._send_up(message)
 

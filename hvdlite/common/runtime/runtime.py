@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.collectives.table import INIT_FAILED
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.entries import Entry
@@ -203,9 +204,9 @@ class Runtime:
             "HVDLITE_DATA_PLANE": self.config.data_plane,
             "process_sets": [s.ranks if s.mpi_comm is None else "comm" for s in sets],
         }
-        if failure is not None:
-            settings["error"] = f"{type(failure).__name__}: {failure}"
         text = ", ".join(f"{name}={value}" for name, value in settings.items())
+        if failure is not None:
+            text = f"{INIT_FAILED}{type(failure).__name__}: {failure}"
         self.call(Request(GLOBAL_ID, "init", "init", settings=text))
 
     def ranks_of(self, process_set: ProcessSet) -> list[int]:

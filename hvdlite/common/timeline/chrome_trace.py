@@ -26,24 +26,25 @@ class TraceFile:
 
     TAIL = b"\n]\n"
 
-    def __init__(self, path: str, first: str) -> None:
-        """Replace the file `path` by an array of the event `first`.
+    def __init__(self, path: str, first: str, rank: int) -> None:
+        """Replace the file `path` of a rank by an array of the event `first`.
 
-        Raises `OSError` that names the path when it cannot be written or is no regular file.
+        Raises `OSError` that names path and rank when it cannot be written or is no regular file.
         """
+        self.rank = rank
         self.path = os.path.abspath(path)
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise _unwritable(error.errno, path) from None
+            raise self._unwritable(error.errno, path) from None
         try:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                raise _unwritable(errno.EINVAL, path, "not a regular file")
+                raise self._unwritable(errno.EINVAL, path, "not a regular file")
             os.ftruncate(self._fd, 0)
             self._write_at(0, b"[\n" + first.encode() + self.TAIL)
         except OSError as error:
             self.close()
-            raise error if error.filename else _unwritable(error.errno, path) from None
+            raise error if error.filename else self._unwritable(error.errno, path) from None
 
     def append(self, events: Iterable[str]) -> None:
         """Overwrite the final bracket with `events` and a new bracket, in one system call."""
@@ -57,7 +58,7 @@ class TraceFile:
         # The disk is full: drop the partial batch, so that the file stays complete JSON.
         os.ftruncate(self._fd, offset)
         os.pwrite(self._fd, self.TAIL, offset)
-        raise _unwritable(errno.ENOSPC, self.path)
+        raise self._unwritable(errno.ENOSPC, self.path)
 
     def close(self) -> None:
         """Close the file; idempotent."""
@@ -65,10 +66,9 @@ class TraceFile:
             os.close(self._fd)
             self._fd = -1
 
-
-def _unwritable(number: int | None, path: str, reason: str = "") -> OSError:
-    reason = reason or os.strerror(number or 0)
-    return OSError(number, f"cannot write the timeline: {reason}", path)
+    def _unwritable(self, number: int | None, path: str, reason: str = "") -> OSError:
+        reason = reason or os.strerror(number or 0)
+        return OSError(number, f"rank {self.rank} cannot write the timeline: {reason}", path)
 
 
 class _Track:
@@ -106,7 +106,7 @@ class TraceWriter:
         self._pids = HEAD_PID  # the last pid in use
         self._quoted: dict[str, str] = {}  # JSON strings by name: phases recur in every step
         self._events: list[str] = []
-        self.file = TraceFile(path, self._head(clock_offset_seconds))
+        self.file = TraceFile(path, self._head(clock_offset_seconds), rank)
         self._events.append(
             f'{{"name": "process_sort_index", "ph": "M", "pid": {HEAD_PID}, '
             '"args": {"sort_index": 0}}'

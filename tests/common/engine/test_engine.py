@@ -513,9 +513,9 @@ def test_a_stall_is_reported_with_names_ranks_and_stacks(
         log.removeHandler(watch)
         log.propagate = before
     text = caplog.text
-    assert "rank 3 has not submitted: allreduce.t0, allreduce.t1" in text
+    assert "Rank 3 has not submitted: allreduce.t0, allreduce.t1" in text
     assert "and 2 more" in text
-    assert "rank 2 has not submitted" not in text
+    assert "Rank 2 has not submitted" not in text
     assert "seen.wait(30)" in text or "run_ranks" in text  # where the main thread stands
 
 
@@ -527,7 +527,7 @@ def test_a_stall_beyond_the_limit_ends_the_job() -> None:
             assert failure.value.rank == 1
         else:
             current().engine.departed.wait(30)
-            with pytest.raises(hvd.HorovodInternalError, match="rank 1 has not submitted"):
+            with pytest.raises(hvd.HorovodInternalError, match="Rank 1 has not submitted"):
                 hvd.allreduce(np.ones(1), name="t")
 
     config = Config(stall_warning_seconds=0.1, stall_shutdown_seconds=0.3)

@@ -174,7 +174,7 @@ def test_a_stall_report_names_who_waits_in_join_and_for_whom(
         hvd.join()
 
     run_ranks(SIZE, main, hosts=hosts, config=Config(stall_warning_seconds=0.5))
-    assert "ranks 0, 1, 2 wait in join for rank 3\n" in watch.text
+    assert "Ranks 0, 1, 2 wait in join for rank 3.\n" in watch.text
     assert "has not submitted" not in watch.text
 
 

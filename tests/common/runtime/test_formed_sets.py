@@ -248,8 +248,8 @@ def test_members_that_name_different_ranks_are_named_by_the_stall_report(hosts: 
         run_ranks(4, main, hosts=hosts, config=limits)
     finally:
         logging.getLogger("hvdlite").removeHandler(log)
-    assert "rank 1 has not submitted: form_process_set.[0, 1, 2]" in log.text
-    assert "rank 0 has not submitted: form_process_set.[0, 1]" in log.text
+    assert "Rank 1 has not submitted: form_process_set.[0, 1, 2]" in log.text
+    assert "Rank 0 has not submitted: form_process_set.[0, 1]" in log.text
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

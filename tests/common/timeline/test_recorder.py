@@ -244,8 +244,8 @@ def test_an_unwritable_path_is_refused_at_once(tmp_path: Path) -> None:
     file.touch()
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "no" / "t.json", tmp_path, file / "t.json", tmp_path / "pipe"):
-        with pytest.raises(OSError, match="cannot write the timeline") as caught:
-            Timeline.open(str(path), 0)
+        with pytest.raises(OSError, match="rank 3 cannot write the timeline") as caught:
+            Timeline.open(str(path), 3)
         assert str(path) in str(caught.value)
 
 
