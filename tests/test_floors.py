@@ -73,6 +73,7 @@ PURE_MODULES = {
     *(
         f"hvdlite.ps.{module}"
         for module in [
+            "barrier",
             "blocks",
             "clocks",
             "layout",

@@ -13,7 +13,8 @@ from typing import Any
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps.admission import proved
-from hvdlite.ps.client import Client, Connection
+from hvdlite.ps.client import Client
+from hvdlite.ps.connection import Connection
 from hvdlite.ps.messages import Message, version_mismatch
 from hvdlite.ps.settings import ClusterSettings
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.ps.admission import proved
-from hvdlite.ps.client import Client, Connection
+from hvdlite.ps.client import Client
+from hvdlite.ps.connection import Connection
 from hvdlite.ps.messages import Message, version_mismatch
 from hvdlite.ps.shard import Shard
 from hvdlite.ps.turns import Done

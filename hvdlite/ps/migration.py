@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from hvdlite.ps.admission import proved
 from hvdlite.ps.blocks import Array, blocks_of
-from hvdlite.ps.client import Client, Connection
+from hvdlite.ps.client import Client
 from hvdlite.ps.clocks import SYNC
+from hvdlite.ps.connection import Connection
 from hvdlite.ps.description import TableDescription, describe_table
 from hvdlite.ps.layout import Layout, Part
 from hvdlite.ps.messages import Answer, Message

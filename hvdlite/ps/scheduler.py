@@ -15,6 +15,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.ps.admission import Door
+from hvdlite.ps.barrier import Barrier
 from hvdlite.ps.blocks import TensorSpec
 from hvdlite.ps.channel import Listener
 from hvdlite.ps.checkpoint_turns import CheckpointTurns
@@ -39,9 +40,7 @@ class Scheduler:
         self.left = 0  # How many workers have done their part.
         self._door = Door(token)
         self._state_file = state_file
-        self._barrier: dict[int, Answer] = {}  # Of workers that wait for all others.
-        # Worker -> its process and the barrier that it has passed last, as it counts them.
-        self._met: dict[int, tuple[str, int]] = {}
+        self.barrier = Barrier()
         self._news: dict[str, Any] = {}  # That all members were told last.
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "hello": self._hello, "beat": self._beat, "leave": self._leave,
@@ -61,7 +60,7 @@ class Scheduler:
             self.membership.load(state["membership"], time.monotonic())
             self.registry.load(state["registry"])
             self._wanted, self._job = state["wanted"], state["job"]
-            self._met = {worker: (peer, count) for worker, peer, count in state["met"]}
+            self.barrier.load(state["met"])
             self._turns = CheckpointTurns(*state["loads"])
             self.membership.servers_in_use = self.registry.layout.num_servers
 
@@ -257,26 +256,20 @@ class Scheduler:
         if member is None:
             return [_answer(peer, message, "restarted")]
         count = int(message.body["count"])
-        passed = self._met.get(member.number, ("", 0))
-        if passed[0] == peer.hex() and count <= passed[1]:  # Its answer was lost.
-            return [_answer(peer, message, "done")]
-        self._barrier[member.number] = _answer(peer, message, "done", count=count)
+        answer = _answer(peer, message, "done", count=count)
+        if self.barrier.has_passed(member.number, peer, count):  # Its answer was lost.
+            return [answer]
+        self.barrier.waiting[member.number] = answer
         return self._open_barrier()
 
     def _open_barrier(self) -> list[Answer]:
         """Let the workers go on when each one that takes part has come."""
         members = self.membership.members
-        for worker, waiting in [*self._barrier.items()]:
-            member = members.get((WORKER, worker))
-            if member is None or member.peer != waiting.peer:  # A successor has to come itself.
-                del self._barrier[worker]
-        if not self._barrier or set(self.membership.workers()) - self._barrier.keys():
-            return []
-        opened, self._barrier = self._barrier, {}
-        for worker, answer in opened.items():
-            self._met[worker] = answer.peer.hex(), answer.message.body["count"]
-        self._keep()  # Before anybody hears of it: a scheduler that comes again must know, too.
-        return [*opened.values()]
+        peers = {number: each.peer for (role, number), each in members.items() if role == WORKER}
+        opened = self.barrier.open(peers, self.membership.workers())
+        if opened:
+            self._keep()  # Before anybody hears of it: a scheduler that comes again knows, too.
+        return opened
 
     def _keep(self) -> None:
         """Write down what must be known again; a file that is half written is never seen."""
@@ -285,7 +278,7 @@ class Scheduler:
         state = {
             "membership": self.membership.state(), "registry": self.registry.state(),
             "wanted": self._wanted, "job": self._job,
-            "met": [[n, *passed] for n, passed in self._met.items()],
+            "met": self.barrier.state(),
             "loads": [self._turns.loads, dict(self._turns.steps)],
         }  # fmt: skip
         temporary = self._state_file.with_suffix(".unfinished")

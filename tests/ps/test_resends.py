@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from hvdlite.ps.channel import Caller
-from hvdlite.ps.client import Connection
+from hvdlite.ps.connection import Connection
 from hvdlite.ps.messages import Message
 
 

@@ -19,7 +19,8 @@ from hvdlite.common.base.errors import ProtocolError
 from hvdlite.ps import channel, sums
 from hvdlite.ps.arena import SHARED_BYTES, Arena, Window
 from hvdlite.ps.channel import Listener, new_context
-from hvdlite.ps.client import Client, Connection
+from hvdlite.ps.client import Client
+from hvdlite.ps.connection import Connection
 from hvdlite.ps.door import Visit
 from hvdlite.ps.messages import Message
 from hvdlite.ps.sharing import NOTE, Sharing
