@@ -330,7 +330,7 @@ class Engine:
         timeout = self._timeout()
         with self._timeline.receiving(sleeps=timeout != 0):
             self._control_plane.receive(timeout)
-        self._report_entries()
+        self._report_entries(gathers=not self._control_plane.orders)
         self._control_plane.pass_on()
         if self._control_plane.orders:
             self._obey(self._control_plane.orders.popleft())
@@ -358,7 +358,7 @@ class Engine:
         """
         self._control_plane.receive(0)
         self._check_devices()
-        self._report_entries()
+        self._report_entries(gathers=False)
         self._control_plane.pass_on()
 
     def _note_device_error(self, error: HorovodInternalError) -> None:
@@ -372,10 +372,13 @@ class Engine:
         if error is not None:
             raise self._control_plane.reason_for(error)
 
-    def _report_entries(self) -> None:
-        """Report the entries of the inbox, and after them the departure if one is requested."""
+    def _report_entries(self, *, gathers: bool) -> None:
+        """Report the entries of the inbox, and after them the departure if one is requested.
+
+        More may gather before, where this thread has no order to execute meanwhile.
+        """
         departs = self._shutdown_requested.is_set()
-        entries = self._inbox.drain(everything=departs)
+        entries = self._inbox.drain(everything=departs, gathers=gathers)
         if entries:
             if self._short_calls is not None:
                 self._short_calls.decline(entries)

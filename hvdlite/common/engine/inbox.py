@@ -87,6 +87,7 @@ class Inbox:
         self._put_off_after = self._put_off_until = 0.0
         # Where ranks take all cores: when the last entry came, and when the engine wakes for it.
         self._came = self._due = 0.0
+        self._hurries = False  # A thread waits for what is here.
         # The entry that a thread waits for next, and until when it is kept from the engine.
         self._kept: Entry | None = None
         self._kept_until = 0.0
@@ -147,7 +148,7 @@ class Inbox:
     def hurry(self) -> None:
         """Wake the engine at once: a thread waits for an entry, so nothing more gathers."""
         with self._lock:
-            self._kept, self._due = None, 0.0
+            self._kept, self._hurries = None, bool(self._entries)
             wake, drains = self._engine is not _Engine.AWAKE and bool(self._entries), self._drains
         if wake:
             self._wake_from(drains, 0.0)
@@ -225,19 +226,20 @@ class Inbox:
         self._wake(left)
         return True
 
-    def drain(self, *, everything: bool = False) -> list[Entry]:
+    def drain(self, *, everything: bool = False, gathers: bool = True) -> list[Entry]:
         """Remove and return all entries, in the order in which they were enqueued.
 
         An entry that is kept stays, unless others came after it, or `everything` is wanted. All
-        stay where a message has woken the engine and more entries are about to come.
+        stay where a message has woken the engine and more entries are about to come, if the engine
+        `gathers`: it has nothing else to do until then.
         """
         with self._lock:
             self._engine = _Engine.AWAKE
             self._drains += 1
-            if not everything and self._still_come():
+            if gathers and not everything and self._still_come():
                 return []
             entries, self._entries = self._entries, []
-            self._bytes = 0
+            self._bytes, self._hurries = 0, False
             if not everything and self._keeps(entries) and self._clock() < self._kept_until:
                 self._entries.append(entries.pop())
                 self._bytes = self._entries[0].size_bytes
@@ -250,7 +252,7 @@ class Inbox:
 
         Then one entry has followed the other a moment ago, and nobody waits for one of them.
         """
-        if not self._gathers_on or not self._entries:
+        if not self._gathers_on or not self._entries or self._hurries:
             return False
         return self._clock() < min(self._came + self._gather_seconds / 4, self._due)
 

@@ -17,24 +17,18 @@ class _LongGathering(Inbox):
     Otherwise an engine that still looks at a message takes what was about to be a short call.
     """
 
-    _hurried = False
-
-    def hurry(self) -> None:
-        with self._lock:
-            self._hurried = self._hurried or bool(self._entries)
-        super().hurry()
-
     def may_sleep(self) -> bool:
         with self._lock:
-            if self._hurried:
+            if self._hurries:
                 return super().may_sleep()
             self._engine = _Engine.ASLEEP
             return True
 
-    def drain(self, *, everything: bool = False) -> list[Entry]:
+    def drain(self, *, everything: bool = False, gathers: bool = True) -> list[Entry]:
         with self._lock:
-            hurried, self._hurried = self._hurried or everything, False
-            return super().drain(everything=everything) if hurried else []
+            if not (self._hurries or everything):
+                return []
+            return super().drain(everything=everything, gathers=gathers)
 
 
 @pytest.fixture

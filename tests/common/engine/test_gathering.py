@@ -12,6 +12,7 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.engine.engine import Engine
 from hvdlite.common.engine.inbox import ENOUGH_BYTES, MOST_CYCLES, Inbox, enough_bytes
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.plain.config import Config
@@ -249,6 +250,47 @@ def test_a_message_of_another_rank_does_not_divide_what_a_thread_enqueues(then: 
     elif then == "nothing comes":
         now = alarms[-1]
     assert inbox.drain(everything=then == "all go") == entries
+
+
+def test_what_a_thread_waits_for_does_not_gather_with_what_comes_meanwhile() -> None:
+    """Another thread enqueues between the note that somebody waits and the wake-up."""
+    now = 0.0
+    entries = [Entry(Request(0, name, "allreduce", "float32", (1,))) for name in "abc"]
+
+    def wake(within: float) -> None:
+        if within == 0:
+            inbox.put(entries[2:])
+
+    inbox = Inbox(wake, SOON, clock=lambda: now, enough=math.inf)
+    assert inbox.may_sleep()
+    inbox.put(entries[:1])
+    inbox.put(entries[1:2])
+    now += SOON * 0.6  # The wake-up may be put off from now on.
+    assert not entries[0].handle.ended_within(0)
+    assert inbox.drain() == entries
+    assert inbox.may_sleep()
+    inbox.put([again := Entry(Request(0, "again", "allreduce", "float32", (1,)))])
+    assert inbox.drain() == []  # Nobody waits for this one.
+    assert inbox.drain(gathers=False) == [again]
+
+
+def test_entries_are_reported_before_an_order_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks would wait for them until it has ended."""
+    seen = set()
+    report_entries = Engine._report_entries
+
+    def note(engine: Engine, *, gathers: bool) -> None:
+        seen.add((gathers, bool(engine._control_plane.orders)))
+        report_entries(engine, gathers=gathers)
+
+    def main(rank: int) -> None:
+        for _ in range(10):
+            hvd.synchronize(hvd.allreduce_async(np.ones(1000), name="x"))
+
+    monkeypatch.setattr(Engine, "_report_entries", note)
+    run_ranks(2, main)
+    assert (False, True) in seen
+    assert (True, True) not in seen
 
 
 def test_a_message_of_another_rank_has_what_came_a_while_ago() -> None:
