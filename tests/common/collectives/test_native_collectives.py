@@ -50,9 +50,13 @@ def test_every_collective_is_numpys(size: int, dtype: str, setting: str) -> None
     on_ranks(size, program)
 
 
+@pytest.mark.parametrize("slot_bytes", [0, 1 << 62], ids=["few slots", "many slots"])
 @pytest.mark.parametrize("dtype", ["float32", "int16"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_more_than_the_slots_hold(size: int, dtype: str) -> None:
+def test_more_than_the_slots_hold(
+    size: int, dtype: str, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "HOST_SLOT_BYTES", slot_bytes)
     elements = 2 * IN_SLOTS // numpy_dtype(dtype).itemsize + 5
     found()
 
@@ -226,9 +230,12 @@ def test_all_collectives_of_overlapping_groups_take_turns() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_sleep_ends_by_a_wake_up(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "slot_bytes"), [(2, 1 << 62), (3, 1 << 62), (3, 0), (5, 0)])
+def test_every_sleep_ends_by_a_wake_up(
+    size: int, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks look around by themselves after an hour: a wake-up that is missing takes as long."""
+    monkeypatch.setattr(native, "HOST_SLOT_BYTES", slot_bytes)  # many slots for each rank, or few
     monkeypatch.setattr(native, "CHECK_SECONDS", 3600.0)
     monkeypatch.setattr(native, "PIECE_BYTES", 8 << 10)  # hundreds of pieces, and of sleeps
     here, lot = found(), random.Random(size)

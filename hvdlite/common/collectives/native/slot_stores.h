@@ -33,7 +33,7 @@ struct SlotStores {
   // one of them at a time changes its way.
   static constexpr int64_t kTried = 1, kCompared = 2;  // slots
   static constexpr int64_t kTrialRounds = 5, kTurnRounds = 8;
-  static constexpr int64_t kPeriodRounds = 256;  // five pieces of 2048 go the worse way
+  static constexpr int64_t kPeriodRounds = 256;  // five pieces of 2048 go the worse way, with 8 slots
 
   // Return whether the next piece of `slot` is streamed, where the member with number `turn` chooses
   // by trials. The last piece of this slot took `last_ns`.
