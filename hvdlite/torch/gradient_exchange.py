@@ -47,8 +47,9 @@ from hvdlite.torch.sparsity import Layouts
 #    the processor's caches: to enqueue a gradient there takes 100 us, at the end of backward 10 us.
 #    The last ones wait for the step, also when all are complete: a backward that no step follows,
 #    on a rank that is interrupted, should leave nothing behind that other ranks have counted.
-# 2. In `engine/inbox.py`: the engine starts a round a cycle time after the first tensor, or
-#    at once when somebody waits, or enough bytes are queued and the engine has a core of its own.
+# 2. In `engine/inbox.py`: the engine starts a round a cycle time after the first tensor, or at
+#    once when somebody waits, or enough bytes are queued and the engine has a core of its own.
+#    Where it has none, it also waits while further tensors follow, for five cycle times at most.
 #    A round costs about as much for a hundred tensors as for one, and not every tensor is a
 #    gradient of an optimizer.
 #
