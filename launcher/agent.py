@@ -13,6 +13,7 @@ since each start waits for it.
 | job {directory, variables, ranks ...}   | ready, or refused TEXT                  |
 | part NAME BYTES (of a file)             |                                         |
 | start NUMBER {rank, command, variables} | started NUMBER PID                      |
+|                                         | or unable NUMBER TEXT (a worker)        |
 |                                         | output NUMBER STREAM BYTES              |
 |                                         | raised NUMBER WORDS                     |
 | signal SIGNAL [NUMBERS]                 | part NUMBER BYTES, exit NUMBER CODE     |
@@ -255,7 +256,7 @@ class Agent:
         try:
             environ = self._variables.environ_of(rank)
         except ConfigError as error:  # Of an elastic job, whose slots are not checked before.
-            self._refuse(f"cannot start its ranks: {error}")
+            self.channel.send("unable", number, str(error))
             return
         start = RankStart(
             command=rank["command"],

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdlite.common.base.errors import DEPARTED, SHUT_DOWN
+from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
 from hvdlite.launcher.first_failure import Failure, FirstFailure
 from hvdlite.launcher.hosts import host_of_rank
 from hvdlite.launcher.options import LaunchOptions
@@ -25,7 +25,8 @@ HINTS = {
         "start the script with that one",
     r"BdbQuit": "a debugger needs a terminal: hvdlite-run --debug-rank N gives it to rank N",
 }  # fmt: skip
-DEPARTURE = re.compile(rf"rank (\d+) {SHUT_DOWN} {DEPARTED}")
+# `reason_of_shutdown` tells what a rank has shut down after, which may be the end of its data.
+DEPARTURE = re.compile(rf"rank (\d+) {HAS_SHUT_DOWN}(?: after .*?,)? {DEPARTED}")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class WorkerEvents(Protocol):
     def worker_closed(self, number: int, now: float) -> None: ...
     def worker_raised(self, number: int, cause: str, now: float) -> None: ...
     def worker_lost(self, number: int, why: str, now: float) -> None: ...
+    def worker_refused(self, number: int, why: str, now: float) -> None: ...
     def worker_ended(
         self, number: int, code: int, cause: str | None, by_signal: bool, now: float
     ) -> None: ...
@@ -47,9 +48,10 @@ class WorkerProcesses:
         self._workers: dict[int, _Worker] = {}
         # By the kind of a message. Whatever is said of others than these is too late.
         self._handlers: dict[str, Callable[..., None]] = {
-            "started": self._started, "output": output.feed, "raised": self._raised,
-            "part": description.keep_answer, "exit": self._exit, "said": self._said,
-            "stopped": self._stopped, "silent": self._silent, "closed": self._closed,
+            "started": self._started, "unable": self._unable, "output": output.feed,
+            "raised": self._raised, "part": description.keep_answer, "exit": self._exit,
+            "said": self._said, "stopped": self._stopped, "silent": self._silent,
+            "closed": self._closed,
         }  # fmt: skip
 
     def __bool__(self) -> bool:
@@ -106,6 +108,10 @@ class WorkerProcesses:
 
     def _started(self, number: int, pid: int) -> None:
         self._workers[number].pid = pid
+
+    def _unable(self, number: int, why: str) -> None:
+        self._forget(number)
+        self._events.worker_refused(number, why, time.monotonic())
 
     def _raised(self, number: int, words: str) -> None:
         kind, _, cause = words.partition(" ")

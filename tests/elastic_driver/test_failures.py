@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hvdlite.launcher.elastic.decisions.plan import READY, WAIT
 from tests.elastic_driver.running import finished, running
 from tests.elastic_driver.simulation import Simulation
 
@@ -173,6 +174,55 @@ def test_a_host_that_is_refused_at_the_start_says_why_once() -> None:
     assert sentence == (
         f"the job could not start: 4 workers (host a[0-3]) were lost: its host was lost: {why}"
     )
+
+
+@pytest.mark.parametrize("admit", [READY, WAIT])
+def test_slots_for_which_a_host_has_no_device_end_no_rank(admit: str) -> None:
+    job = running({"a": 2}, admit=admit)
+    job.slow_workers = True
+    job.discover({"a": 4})
+    why = "the rank with local rank 2 needs device 2"
+    for number in (2, 3):
+        job.processes[number].alive = False
+        job.event("worker_refused", number, why)
+    job.pass_checks()
+    assert [job.processes[number].alive for number in job.members] == [True, True]
+    assert (job.members, job.hosts, job.agents) == ([0, 1], "aa", {"a"})
+    job.wait(1000)
+    assert job.lines.count(f"host a is used with 2 slots at most from now on: {why}") == 1
+    assert sum(why in line for line in job.lines) == 1
+    assert sorted(job.processes) == [0, 1, 2, 3]  # No other worker was tried.
+    job.slow_workers = False
+    job.kill(1)
+    job.newcomers_ready()
+    job.pass_checks()
+    assert (job.members, job.processes[4].slot) == ([0, 4], 1)
+    job.return_all()
+    assert finished(job) == (0, "")
+
+
+def test_a_host_that_has_no_device_for_its_first_workers_is_given_up() -> None:
+    job = running({"a": 2})
+    job.slow_workers = True
+    job.discover({"a": 2, "b": 2})
+    for process in job.on("b"):
+        process.alive = False
+    job.event("worker_refused", 2, "too few devices")
+    why = "it cannot start its ranks: too few devices"
+    assert job.lines[-1] == f"host b is given up for good: {why}"
+    job.wait(1000)
+    assert (job.hosts, job.agents, sorted(job.processes)) == ("aa", {"a"}, [0, 1, 2, 3])
+
+
+def test_a_slot_that_fails_twice_is_named_once() -> None:
+    job = running({"a": 1})
+    job.discover({"a": 2})
+    for number in (1, 2):
+        job.end(number, 1, "ValueError: no data")
+        job.wait(2)
+    job.kill(0)
+    lost = "2 workers (host a[1]) were lost: ValueError: no data (exit code 1)"
+    assert lost in finished(job)[1]
 
 
 def test_two_deaths_are_one_reset() -> None:

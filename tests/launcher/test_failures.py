@@ -223,6 +223,44 @@ def test_a_rank_that_has_fewer_batches_is_told_of_join() -> None:
     assert "join()" in hint
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "try:\n    train(leave=sys.exit)\nfinally:\n    hvd.shutdown()",
+        "try:\n    train(leave=lambda: next(iter(())))\nexcept StopIteration:\n    hvd.shutdown()",
+    ],
+)
+def test_a_rank_that_shuts_down_at_the_end_of_its_data_has_ended_normally(end: str) -> None:
+    script = (
+        "import sys, numpy as np, hvdlite.numpy as hvd\n"
+        "hvd.init()\n"
+        "def train(leave):\n"
+        "    for step in range(1000):\n"
+        "        if rank == 1 and step == 3: leave()\n"
+        "        hvd.allreduce(np.ones(1), name='x')\n"
+    )
+    *_, cause, hint = run(script + end, ranks=2)
+    assert "rank 1 has been shut down" in cause and "SystemExit" not in cause
+    assert hint.startswith("hvdlite-run: hint: rank 1 has ended normally while rank 0 still")
+
+
+@pytest.mark.parametrize(
+    ("after", "code", "hinted"),
+    [
+        ("", 0, True),
+        (" after StopIteration (train.py, line 4),", 0, True),
+        (" after SystemExit: 3 (train.py, line 4),", 3, False),
+        (" after a word with which no sentence goes on", 0, False),
+    ],
+)
+def test_the_hint_to_join_needs_a_rank_that_has_ended_well(
+    after: str, code: int, hinted: bool
+) -> None:
+    cause = f"allreduce 'x': rank 1 has been shut down{after} and cannot take part any more"
+    failure = Failure(0, 1, cause=f"HorovodInternalError: {cause} (train.py, line 7)")
+    assert ("join()" in failure_sentence(failure, {1: code})) == hinted
+
+
 @each_launcher
 def test_a_debugger_without_a_terminal_is_told_of_debug_rank() -> None:
     *_, cause, hint = run("import bdb; raise bdb.BdbQuit", ranks=1)

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterator
 from types import TracebackType
 
-from hvdlite.common.base.errors import DEPARTED, SHUT_DOWN, HorovodInternalError
+from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN, HorovodInternalError
 from hvdlite.common.base.user_frames import is_of_user, without_own_frames
 
 # "<token> <rank> <path>": the launcher's named pipe, or "-" for standard error (on other hosts).
@@ -91,11 +91,15 @@ def reason_of_end() -> str:
 
 
 def reason_of_shutdown() -> str:
-    """Return the same for a shutdown while an exception is handled, as in a `finally`."""
+    """Return the same for a shutdown while an exception is handled, as in a `finally`.
+
+    What ends a process or a generator in order is no reason.
+    """
     error = sys.exc_info()[1]
-    if error is None:
+    in_order = isinstance(error, SystemExit) and error.code in (None, 0)
+    if error is None or in_order or isinstance(error, GeneratorExit):
         return ""
-    return f"{SHUT_DOWN} after {_shortened(_one_line(error), LONGEST_REASON)},"
+    return f"{HAS_SHUT_DOWN} after {_shortened(_one_line(error), LONGEST_REASON)},"
 
 
 def _shortened(text: str, longest: int) -> str:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import linecache
 import os
+import sysconfig
 from types import TracebackType
 
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-LIBRARIES = "site-packages"
+LIBRARIES = ("site-packages", "dist-packages")  # The second one is Debian's.
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+FROZEN = "<frozen"  # Modules of the standard library that the interpreter holds itself.
 
 
 def is_own(filename: str) -> bool:
@@ -21,8 +24,10 @@ def is_own(filename: str) -> bool:
 
 
 def is_of_user(filename: str) -> bool:
-    """Return whether a file belongs neither to hvdlite nor to an installed library."""
-    return not is_own(filename) and LIBRARIES not in filename
+    """Return whether a file belongs neither to hvdlite nor to a library, be it Python's own."""
+    of_python = filename.startswith((STANDARD_LIBRARY + os.sep, FROZEN))
+    installed = any(folder in filename for folder in LIBRARIES)
+    return not (is_own(filename) or of_python or installed)
 
 
 def without_own_frames(traceback: TracebackType | None) -> TracebackType | None:

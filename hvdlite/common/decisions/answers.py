@@ -6,7 +6,7 @@ This module never sends, sleeps or reads a clock.
 from __future__ import annotations
 
 from hvdlite.common.base.bitsets import lowest, numbers_of
-from hvdlite.common.base.errors import DEPARTED, SHUT_DOWN
+from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
 from hvdlite.common.collectives.table import SPECS, CollectiveSpec, disagreement
 from hvdlite.common.decisions.request_readiness import RanksByRequest, all_ranks
 from hvdlite.common.plain.messages import Request, Response
@@ -47,7 +47,7 @@ def _refusal(spec: CollectiveSpec, request: Request, ranks: int) -> str:
 
 def departure_error(rank: int, request: Request, reason: str = "") -> str:
     """Return the error of a tensor that `rank`, which has shut down, will never submit."""
-    how = reason or SHUT_DOWN
+    how = reason or HAS_SHUT_DOWN
     return f"{request.collective} '{request.name}': rank {rank} {how} {DEPARTED}"
 
 

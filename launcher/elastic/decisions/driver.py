@@ -197,6 +197,21 @@ class Driver:
             self._losses.give_up(worker, why, now)
         self._advance(now)
 
+    def worker_refused(self, number: int, why: str, now: float) -> None:
+        """Note that the host of a worker has nothing for it, so that no process was started.
+
+        `why` is a clause about its slot. It holds for the higher slots, too.
+        """
+        worker = self._roster.get(number)
+        if worker is None or not worker.running or self._finished:
+            return
+        worker.running = False
+        if worker.stage is Stage.LEAVING:
+            worker.stage = Stage.DISMISSED
+        elif worker.living:
+            self._losses.refuse(worker, why, now)
+        self._advance(now)
+
     def stop(self, code: int, sentence: str, now: float) -> None:
         """End the job from outside, after Ctrl-C for example; who does that says why."""
         self._finish(code, sentence, told="")

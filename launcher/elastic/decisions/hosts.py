@@ -52,6 +52,7 @@ class Hosts:
         self._agents: dict[str, Agent] = {}
         self._leaving: dict[str, Leave] = {}
         self._leaves: Counter[str] = Counter()
+        self._limits: dict[str, int] = {}
 
     def agent(self, host: str) -> Agent:
         """Return the agent of a host."""
@@ -61,6 +62,13 @@ class Hosts:
         """Take an answer of discovery; a host that it did not show may come back at once."""
         self.found = dict(hosts)
         self._leaving = {host: leave for host, leave in self._leaving.items() if host in hosts}
+
+    def limit(self, host: str, slots: int) -> bool:
+        """Use no more slots of a host, whatever discovery shows; return whether that is news."""
+        if slots >= self._limits.get(host, slots + 1):
+            return False
+        self._limits[host] = slots
+        return True
 
     def leave(self, host: str, why: str) -> float | None:
         """Note that a host will go; return for how long, or None where that is known."""
@@ -86,7 +94,7 @@ class Hosts:
     def usable(self, now: float) -> dict[str, int]:
         """Return the slots of the hosts on which workers may run, in the order of discovery."""
         return {
-            host: slots
+            host: min(slots, self._limits.get(host, slots))
             for host, slots in (self.found or {}).items()
             if not self._leaves_now(host, now)
             and not self.cooldowns.excluded(host, now)

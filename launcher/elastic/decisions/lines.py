@@ -55,7 +55,7 @@ def ended(workers: Sequence[Worker], world: World | None) -> str:
         if world is not None and member:
             ranks = [world.rank(each.number) for each in group]
             who = f"rank{'' if len(group) == 1 else 's'} {spans(ranks)}"
-        place = f"host {host}[{spans([each.slot for each in group])}]"
+        place = f"host {host}[{spans({each.slot for each in group})}]"
         parts.append(f"{who} ({place}) {'was' if len(group) == 1 else 'were'} lost: {why}")
     return cut(parts, "; ")
 

@@ -85,6 +85,23 @@ class Losses:
         worker.kill_at, worker.terminate_at = now + BYE_SECONDS, None
         self.lose(worker, _raised(cause, EXCEPTION_CODE), True, now)
 
+    def refuse(self, worker: Worker, why: str, now: float) -> None:
+        """Note that a host has nothing for a worker, such as a device: its slot is not used again.
+
+        A host without a rank is given up: who has listed too many slots should know at once.
+        """
+        host = worker.host
+        ranks = [each for each in self._succession.living_members() if each.host == host]
+        if not ranks:
+            self._order(DropAgent(host))
+            self.lose_host(host, f"it cannot start its ranks: {why}", False, now)
+            return
+        slots = max(worker.slot, len(ranks))
+        self._drop(worker, why, now, said=True)
+        if self._hosts.limit(host, slots):
+            at_most = f"{lines.count(slots, 'slot')} at most"
+            self._order(Say(f"host {host} is used with {at_most} from now on: {why}"))
+
     def note_code(self, worker: Worker, code: int) -> None:
         """Note the exit code of a worker that was lost by an exception before."""
         was_killed = worker.kill_at is None

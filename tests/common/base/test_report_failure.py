@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 
 import pytest
@@ -20,6 +22,40 @@ def test_a_long_text_keeps_its_end(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("token raised 1 own RuntimeError: Graph execution error: File")
     assert line.endswith("ranks disagree on shape") and len(line) < 700
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SystemExit(), ""),
+        (SystemExit(0), ""),
+        (SystemExit(3), "has been shut down after SystemExit: 3 "),
+        (SystemExit("no data"), "has been shut down after SystemExit: no data "),
+        (GeneratorExit(), ""),
+        (StopIteration(), "has been shut down after StopIteration "),
+        (ValueError("no data"), "has been shut down after ValueError: no data "),
+    ],
+)
+def test_a_shutdown_on_the_way_out_tells_what_is_no_end_in_order(
+    error: BaseException, said: str
+) -> None:
+    reason = "nothing"
+    with contextlib.suppress(BaseException):
+        try:
+            raise error
+        finally:
+            reason = report_failure.reason_of_shutdown()
+    where = f"({__file__}, line {error.__traceback__.tb_lineno})," if error.__traceback__ else ""
+    assert reason == (said and said + where)
+    assert report_failure.reason_of_shutdown() == ""
+
+
+def test_the_line_of_an_error_is_the_script_s() -> None:
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("no")
+    assert caught.traceback[-1].path.name == "decoder.py"
+    said = report_failure._one_line(caught.value)
+    assert said.endswith(f" ({__file__}, line {caught.value.__traceback__.tb_lineno})")
 
 
 def test_an_error_of_an_interactive_session_does_not_end_it(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import linecache
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,7 +17,7 @@ import pytest
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import leave_out_own_frames
-from hvdlite.common.base.user_frames import without_own_frames
+from hvdlite.common.base.user_frames import OWN_FOLDER, is_of_user, without_own_frames
 from hvdlite.common.runtime import state
 from tests.ranks import run_ranks
 
@@ -68,6 +71,58 @@ def test_errors_of_the_script_stay_as_they_are() -> None:
     error = caught(lambda: np.ones(3).reshape(5))
     assert without_own_frames(error.__traceback__) is error.__traceback__
     assert without_own_frames(None) is None
+
+
+OWN_CODE = """
+import contextlib
+
+class Quiet(contextlib.ContextDecorator):
+    def __enter__(self):
+        pass
+    def __exit__(self, *error):
+        pass
+
+@Quiet()
+def begin():
+    raise ValueError("no data")
+
+def call():
+    begin()
+"""
+
+
+def test_a_context_manager_between_two_frames_is_not_the_script_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = f"{OWN_FOLDER}/with_contexts.py"
+    entry = (len(OWN_CODE), None, OWN_CODE.splitlines(keepends=True), file)
+    monkeypatch.setitem(linecache.cache, file, entry)
+    names: dict[str, Any] = {}
+    exec(compile(OWN_CODE, file, "exec"), names)
+    error = caught(names["call"])
+    assert [Path(file).name for file in files(error)[1:]] == [
+        "with_contexts.py", "contextlib.py", "with_contexts.py"
+    ]  # fmt: skip
+    leave_out_own_frames(error)
+    assert files(error) == [HERE]
+
+
+@pytest.mark.parametrize(
+    ("filename", "users"),
+    [
+        ("train.py", True),
+        ("/home/ann/json/train.py", True),
+        ("<stdin>", True),
+        (json.__file__, False),
+        (contextlib.__file__, False),
+        (np.__file__, False),
+        ("/usr/lib/python3/dist-packages/yaml/__init__.py", False),
+        ("<frozen runpy>", False),
+        (hvd.__file__, False),
+    ],
+)
+def test_which_files_are_the_users(filename: str, users: bool) -> None:
+    assert is_of_user(filename) == users
 
 
 def test_the_causes_of_an_error_are_shortened_too() -> None:

@@ -106,6 +106,31 @@ def test_a_discovery_script_that_fails_at_first_ends_the_job(
     assert not (tmp_path / "x").exists()
 
 
+def test_a_slot_without_a_device_ends_no_rank_and_is_told_once(tmp_path: Path) -> None:
+    path, slots = tmp_path / "hosts.sh", tmp_path / "slots"
+    path.write_text(f"#!/bin/sh\ncat '{slots}'\n")
+    path.chmod(0o755)
+    slots.write_text("localhost:2\n")
+    words = ("-np", "2", "--min-np", "1", "--max-np", "4", "--gpus-per-rank", "1")
+    words += ("--host-discovery-script", str(path))
+    with elastic(tmp_path, *words, CUDA_VISIBLE_DEVICES="5,7") as job:
+        first = job.watch.world(2)
+        (tmp_path / "more").write_text("localhost:4\n")
+        (tmp_path / "more").replace(slots)
+        why = "--gpus-per-rank 1: the rank with local rank 2 needs device 2 of this host"
+        line = job.watch.line("at most from now on")
+        assert line.startswith(
+            f"hvdlite-run: host localhost is used with 2 slots at most from now on: {why}"
+        )
+        kill(first[1])
+        (alone,) = job.watch.world(1)
+        again = job.watch.world(2, epoch=alone.epoch + 1)  # In the slot that has a device.
+        assert (alone.pid, again[0].pid, again[1].local) == (first[0].pid, first[0].pid, 1)
+        assert job.end() == 0
+    assert sum("device 2" in line for line in job.watch.err) == 1, job.watch.err
+    assert {place.size for place in job.watch.places()} == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("failure", "code", "why"),
     [
