@@ -35,7 +35,7 @@ import msgpack
 
 from hvdlite.common.base.errors import HorovodVersionMismatchError, ProtocolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 KINDS = frozenset(
     {
         "hello", "challenge", "welcome", "refused", "declare", "layout", "beat", "leave",

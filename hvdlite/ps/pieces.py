@@ -189,7 +189,8 @@ class EarlySender:
     ) -> Iterator[Sending]:  # fmt: skip
         """Yield copies of the pieces of a flat gradient that go to servers that are `far`.
 
-        They lie where the push has them, which then copies no more than the rest.
+        They lie where the push has them, which then copies no more than the rest. Threads may call
+        this at the same time for different tensors, and none while a step ends.
         """
         if not self.wants(tensor):
             return
@@ -204,9 +205,12 @@ class EarlySender:
 
     def _array(self, server: int, block: int) -> Array:
         arrays = self._arrays.setdefault(server, {})
-        if block not in arrays:
-            arrays[block] = self._new(self._blocks[server][block])
-        return arrays[block]
+        found = arrays.get(block)
+        if found is None:
+            # Another thread may have made it meanwhile, and its pieces lie there already: all of
+            # them have to get the same memory, which `setdefault` sees to in one operation.
+            found = arrays.setdefault(block, self._new(self._blocks[server][block]))
+        return found
 
     def end(self, tensors: Sequence[Array]) -> dict[int, Gone]:
         """End the step, whose gradients are `tensors`; without any, the step is skipped.

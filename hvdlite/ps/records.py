@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import NamedTuple, TextIO
 
+from hvdlite.common.timeline.chrome_trace import unwritable_by
 from hvdlite.common.timeline.recorder import Timeline
 
 TIMELINE, TRACE = "HVDLITE_TIMELINE", "HVDLITE_TRACE_ITERATIONS"
@@ -101,7 +102,10 @@ class Records:
         path, trace = environ.get(TIMELINE, ""), environ.get(TRACE, "")
         owns = timeline is None and bool(path) and path.lower() != DYNAMIC
         if owns:
-            timeline = Timeline.open(path_of_process(path, role, number), number)
+            try:
+                timeline = Timeline.open(path_of_process(path, role, number), number)
+            except OSError as error:
+                raise unwritable_by(f"{role} {number}", error) from None
         rows = None
         if trace:
             name = str(PurePath(path_of_process(trace, role, number)).with_suffix(".csv"))

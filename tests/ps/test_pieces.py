@@ -109,6 +109,32 @@ def test_what_goes_to_this_host_is_not_sent_early_nor_after_a_skip() -> None:
     assert list(sender.end(gradients)) == [first.server]
 
 
+def test_tensors_of_one_block_come_in_two_threads() -> None:
+    """The other thread sends all that it has while this one makes memory for the block."""
+    (own,) = blocks_on(1)
+    gradients = [np.arange(1, size + 1, dtype="f") for size in SIZES]
+    made: list[Array] = []
+
+    def new(block: Block) -> Array:
+        made.append(array := np.zeros(block.size, block.dtype))
+        if len(made) == 1:
+            in_threads(lambda: send(0))
+        return array
+
+    def send(tensor: int) -> None:
+        list(sender.pieces_of(tensor, gradients[tensor], far=[0]))
+
+    sender = EarlySender([own], 0, new)
+    send(2)
+    assert len(made) == 2
+    gone = sender.end(gradients)[0]
+    assert len(gone.pieces) == 4
+    (push,) = cut(own, gradients)
+    wanted = np.frombuffer(push, np.float32)
+    for _, start, stop in gone.pieces:
+        assert bits([gone.arrays[0][start:stop]]) == bits([wanted[start:stop]])
+
+
 # -- what a server makes of it
 
 GIVEN = payloads(values_of(0, 0))  # Blocks of 5 and 6 elements of 4 and 2 bytes.

@@ -131,8 +131,9 @@ def test_a_request_that_fails_is_ended_by_the_next_one(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    for word in ("HVDLITE_TIMELINE", "HVDLITE_TRACE_ITERATIONS"):
-        with pytest.raises(OSError, match="server3"):
+    why = "server 3 cannot write the timeline: No such file"
+    for word, wanted in (("HVDLITE_TIMELINE", why), ("HVDLITE_TRACE_ITERATIONS", "No such file")):
+        with pytest.raises(FileNotFoundError, match=rf"\[Errno 2\] {wanted}.*server3"):
             Records.by_settings({word: str(tmp_path / "none" / "a.csv")}, "server", 3)
     assert path_of_process("/a/b.json", "server", 3) == "/a/b.server3.json"
 

@@ -231,19 +231,17 @@ def test_a_worker_joins_and_takes_part(new_cluster: NewCluster, mode: str) -> No
     pair = trainers(cluster, 2, mode)
     end: list[int] = []
 
-    def join() -> tuple[Trainer, float]:
+    def join() -> Trainer:
         wait_until(lambda: pair[0].table.clock >= 50)
-        started = time.monotonic()
         third = Trainer(cluster.worker("worker 2", joins=True), mode)
         begin = third.table.clock
         third.train(begin + 3)
-        took = time.monotonic() - started
         third.worker.leave()
         end.append(pair[0].table.clock + 5)
-        return third, took
+        return third
 
-    third, took = in_threads(join, *[lambda t=trainer: train_to(t, end) for trainer in pair])[0]
-    assert third.worker.number == 2 and took < 2.0
+    third = in_threads(join, *[lambda t=trainer: train_to(t, end) for trainer in pair])[0]
+    assert third.worker.number == 2
     if mode == SYNC:
         begin = third.table.clock - 3
         assert begin >= 50

@@ -22,7 +22,6 @@ soak = pytest.mark.soak
 # Each process may use this share of a core while nobody pushes.
 IDLE_SECONDS, IDLE_SHARE = 1000.0, 0.0005
 PART_BYTES = 2048
-JOIN_SECONDS = 5.0  # From the start of a process to the end of its first step.
 
 
 def saved(site: Site, every: int) -> dict[str, str]:
@@ -85,18 +84,21 @@ def test_a_worker_that_stops_holds_the_other_up_at_the_bound_in_ssp(
 
 
 @pytest.mark.parametrize(("steps", "at"), [(100, 30), pytest.param(800, 200, marks=soak)])
-def test_a_server_killed_in_async_loses_no_more_than_an_interval(
+def test_a_server_killed_in_async_loses_no_more_than_two_intervals(
     site: Site, steps: int, at: int
 ) -> None:
+    """The snapshot of the last one may still be on its way to the disk."""
     words = "async", None, "adam", steps
-    variables = saved(site, 20) | {"SAY": f"worker1:{at}", "SLOW": "0.002"} | traced(site)
+    every = 20
+    variables = saved(site, every) | {"SAY": f"worker1:{at}", "SLOW": "0.002"} | traced(site)
     with cluster(site, 2, 2, main, *words, **variables) as job:
         lose_server(job)
         assert not job.wait_for_all()
     assert accuracy(job.weights(0)) > (0.95 if steps > 500 else 0.85)
     for server in range(2):
         versions = [int(row["version"]) for row in rows_of(job, server, "update")]
-        assert 2 * steps - 20 <= max(versions) <= 2 * steps
+        lost = 2 * steps - max(versions)
+        assert 0 <= lost <= (2 * every if server == 0 else 0)
 
 
 @soak
@@ -148,25 +150,27 @@ def test_a_worker_that_joins_takes_part_while_another_one_stands(site: Site) -> 
     words = "async", None, "sgd", 150
     with cluster(site, 2, 2, main, *words, HALT="worker1:60", SAY="worker0:50") as job:
         job.wait_for_file("reached")
-        begin = time.monotonic()
+        job.wait_for_file("halted-worker1")
         job.start("worker", 2, HVDLITE_PS_JOIN="1")
         assert job.wait("worker2") == 0
+        released = time.monotonic()
         (site.folder / "go").write_text("")
         assert not job.wait_for_all()
-    _, first_step, *_ = job.times(2)
-    assert first_step - begin < JOIN_SECONDS
+    _, *ends = job.times(2)
+    assert ends and max(ends) < released < job.times(1)[61]
 
 
 def test_a_server_that_joins_takes_its_share_and_leaves_the_run_bitwise(site: Site) -> None:
-    words = PART_BYTES, "sync", None, "adam", 150
-    variables = {"SAY": "worker0:20", "SLOW": "0.05"} | traced(site)
+    words = PART_BYTES, "sync", None, "adam", 20
+    variables = {"SAY": "worker0:20", "SLOW": "0.02", "ENDLESS": "1"} | traced(site)
     with cluster(site, 2, 2, main_in_parts, *words, **variables) as job:
         job.wait_for_file("reached")
         job.start("server", 2, HVDLITE_PS_JOIN="1")
         job.wait_until(lambda: bool(rows_of(job, 2, "update")))
         (site.folder / "hurry").touch()
         assert not job.wait_for_all()
-    assert all(same(job.weights(number), train_in_one("adam", 2, 150)) for number in range(2))
+    steps = len(job.times(0)) - 1  # It has taken as many as the server has needed to come.
+    assert all(same(job.weights(number), train_in_one("adam", 2, steps)) for number in range(2))
     loads = [int(rows_of(job, server, "push")[-1]["bytes"]) for server in range(3)]
     assert sum(loads) == 4 * sum(each.numel() for each in network().parameters())
     assert max(loads) - min(loads) < PART_BYTES

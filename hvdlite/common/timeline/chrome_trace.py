@@ -19,6 +19,7 @@ SEGMENT_TRACK = "[segments]"  # the track of segments, with their bytes
 HEAD_PID = 0  # the "process" of events that describe the whole file
 NEGOTIATE_PREFIX = "NEGOTIATE_"
 TRACKS = 1 << 15  # the most open tracks; the least recently used one is dropped
+CANNOT_WRITE = " cannot write the timeline: "
 
 
 class TraceFile:
@@ -31,20 +32,18 @@ class TraceFile:
 
         Raises `OSError` that names path and rank when it cannot be written or is no regular file.
         """
-        self.rank = rank
         self.path = os.path.abspath(path)
+        self._fd = -1
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise self._unwritable(error.errno, path) from None
-        try:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                raise self._unwritable(errno.EINVAL, path, "not a regular file")
+                raise OSError(errno.EINVAL, "not a regular file")
             os.ftruncate(self._fd, 0)
             self._write_at(0, b"[\n" + first.encode() + self.TAIL)
         except OSError as error:
             self.close()
-            raise error if error.filename else self._unwritable(error.errno, path) from None
+            why = f"rank {rank}{CANNOT_WRITE}{error.strerror}"
+            raise OSError(error.errno, why, path) from None
 
     def append(self, events: Iterable[str]) -> None:
         """Overwrite the final bracket with `events` and a new bracket, in one system call."""
@@ -58,7 +57,7 @@ class TraceFile:
         # The disk is full: drop the partial batch, so that the file stays complete JSON.
         os.ftruncate(self._fd, offset)
         os.pwrite(self._fd, self.TAIL, offset)
-        raise self._unwritable(errno.ENOSPC, self.path)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file; idempotent."""
@@ -66,9 +65,14 @@ class TraceFile:
             os.close(self._fd)
             self._fd = -1
 
-    def _unwritable(self, number: int | None, path: str, reason: str = "") -> OSError:
-        reason = reason or os.strerror(number or 0)
-        return OSError(number, f"rank {self.rank} cannot write the timeline: {reason}", path)
+
+def unwritable_by(who: str, error: OSError) -> OSError:
+    """Return the error of a file that was not made as that of `who`, such as ``server 3``.
+
+    A timeline calls its process a rank, which those of a parameter server are not.
+    """
+    _, _, reason = str(error.strerror).partition(CANNOT_WRITE)
+    return OSError(error.errno, f"{who}{CANNOT_WRITE}{reason}", error.filename)
 
 
 class _Track:

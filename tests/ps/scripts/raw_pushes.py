@@ -16,8 +16,6 @@ from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.serving import serve
 from hvdlite.ps.shard import PsRolledBack
 
-MOST_SECONDS = 5.0  # Until a worker knows that it has to go back.
-
 
 def main(folder: Path, pushes: int, saved: int, steps: int) -> None:
     """Go back from step `pushes` to step `saved`, and on to step `steps`."""
@@ -41,10 +39,8 @@ def main(folder: Path, pushes: int, saved: int, steps: int) -> None:
     (folder / f"pushed{rank}").touch()
     while not (folder / "go").exists():
         time.sleep(0.005)
-    begin = time.monotonic()
     with pytest.raises(PsRolledBack, match=f"goes on from step {saved}, and this wo") as raised:
         table.pull(values)
-    assert time.monotonic() - begin < MOST_SECONDS
     assert raised.value.version == table.clock == saved
     while table.clock < steps:
         push()

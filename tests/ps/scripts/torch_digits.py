@@ -3,7 +3,9 @@
 `DIE=NODE:STEP` kills a worker before a step, once; `SAY=NODE:STEP` lets it make the file `reached`
 there; `HALT=STEP` lets all workers stop there until somebody writes to the FIFO `go`, and
 `HALT=NODE:STEP` one. `SLOW=SECONDS` lets the last worker wait in each step, until there is a file
-`hurry`. A worker that joins has the samples of another one.
+`hurry`; with `ENDLESS=1` all go on until then, and for so many steps more as they are to make
+otherwise. That is for sync, where nobody is further ahead than that. A worker that joins has the
+samples of another one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +42,12 @@ def main(
     # Its number is by the order in which workers come.
     node = os.environ.get("HVDLITE_NODE_ID", "")
     own = ps.rank() % ps.size()
-    slow = float(os.environ.get("SLOW", "0")) if node == f"worker{ps.size() - 1}" else 0.0
+    is_last = node == f"worker{ps.size() - 1}"
+    slow = float(os.environ.get("SLOW", "0")) if is_last else 0.0
     times = [time.monotonic()]
-    for step in range(optimizer.finished_steps, steps):
+    first = optimizer.finished_steps
+    is_endless = bool(os.environ.get("ENDLESS"))
+    for step in endless(folder, first, steps, is_last) if is_endless else range(first, steps):
         if os.environ.get("DIE") == f"{node}:{step}" and not (folder / "died").exists():
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -58,6 +65,18 @@ def main(
     torch.save(model.state_dict(), folder / f"worker{ps.rank()}.pt")
     (folder / f"{node}.json").write_text(json.dumps(times))
     ps.shutdown()
+
+
+def endless(folder: Path, first: int, more: int, decides: bool) -> Iterator[int]:
+    """Yield steps until `more` have come since the worker that `decides` has found `hurry`."""
+    end = folder / "end"
+    for step in count(first):
+        if decides and not end.exists() and (folder / "hurry").exists():
+            (folder / "end.new").write_text(str(step + more))
+            (folder / "end.new").rename(end)
+        if end.exists() and step >= int(end.read_text()):
+            return
+        yield step
 
 
 def main_in_parts(folder: Path, part_bytes: int, *words: Any) -> None:
