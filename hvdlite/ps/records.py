@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import NamedTuple, TextIO
 
-from hvdlite.common.timeline.chrome_trace import unwritable_by
 from hvdlite.common.timeline.recorder import Timeline
 
 TIMELINE, TRACE = "HVDLITE_TIMELINE", "HVDLITE_TRACE_ITERATIONS"
@@ -102,10 +101,8 @@ class Records:
         path, trace = environ.get(TIMELINE, ""), environ.get(TRACE, "")
         owns = timeline is None and bool(path) and path.lower() != DYNAMIC
         if owns:
-            try:
-                timeline = Timeline.open(path_of_process(path, role, number), number)
-            except OSError as error:
-                raise unwritable_by(f"{role} {number}", error) from None
+            path = path_of_process(path, role, number)
+            timeline = Timeline.open(path, number, who=f"{role} {number}")
         rows = None
         if trace:
             name = str(PurePath(path_of_process(trace, role, number)).with_suffix(".csv"))

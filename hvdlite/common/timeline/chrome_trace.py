@@ -19,7 +19,6 @@ SEGMENT_TRACK = "[segments]"  # the track of segments, with their bytes
 HEAD_PID = 0  # the "process" of events that describe the whole file
 NEGOTIATE_PREFIX = "NEGOTIATE_"
 TRACKS = 1 << 15  # the most open tracks; the least recently used one is dropped
-CANNOT_WRITE = " cannot write the timeline: "
 
 
 class TraceFile:
@@ -27,10 +26,11 @@ class TraceFile:
 
     TAIL = b"\n]\n"
 
-    def __init__(self, path: str, first: str, rank: int) -> None:
-        """Replace the file `path` of a rank by an array of the event `first`.
+    def __init__(self, path: str, first: str, who: str) -> None:
+        """Replace the file `path` by an array of the event `first`.
 
-        Raises `OSError` that names path and rank when it cannot be written or is no regular file.
+        Raises `OSError` that names the path and `who` it is that cannot write there, or finds no
+        regular file.
         """
         self.path = os.path.abspath(path)
         self._fd = -1
@@ -42,7 +42,7 @@ class TraceFile:
             self._write_at(0, b"[\n" + first.encode() + self.TAIL)
         except OSError as error:
             self.close()
-            why = f"rank {rank}{CANNOT_WRITE}{error.strerror}"
+            why = f"{who} cannot write the timeline: {error.strerror}"
             raise OSError(error.errno, why, path) from None
 
     def append(self, events: Iterable[str]) -> None:
@@ -64,15 +64,6 @@ class TraceFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def unwritable_by(who: str, error: OSError) -> OSError:
-    """Return the error of a file that was not made as that of `who`, such as ``server 3``.
-
-    A timeline calls its process a rank, which those of a parameter server are not.
-    """
-    _, _, reason = str(error.strerror).partition(CANNOT_WRITE)
-    return OSError(error.errno, f"{who}{CANNOT_WRITE}{reason}", error.filename)
 
 
 class _Track:
@@ -100,8 +91,13 @@ class TraceWriter:
     time `now` in monotonic nanoseconds.
     """
 
-    def __init__(self, path: str, rank: int, clock_offset_seconds: float | None) -> None:
-        """Write to the file `path`; the clock offset is None where it is not yet measured."""
+    def __init__(
+        self, path: str, rank: int, clock_offset_seconds: float | None, who: str
+    ) -> None:  # fmt: skip
+        """Write to the file `path`; the clock offset is None where it is not yet measured.
+
+        Errors name the process `who`.
+        """
         self._rank = rank
         self._start_ns = time.monotonic_ns()
         self._start_epoch_us = time.time_ns() // 1000
@@ -110,7 +106,7 @@ class TraceWriter:
         self._pids = HEAD_PID  # the last pid in use
         self._quoted: dict[str, str] = {}  # JSON strings by name: phases recur in every step
         self._events: list[str] = []
-        self.file = TraceFile(path, self._head(clock_offset_seconds), rank)
+        self.file = TraceFile(path, self._head(clock_offset_seconds), who)
         self._events.append(
             f'{{"name": "process_sort_index", "ph": "M", "pid": {HEAD_PID}, '
             '"args": {"sort_index": 0}}'

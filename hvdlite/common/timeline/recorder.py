@@ -56,9 +56,13 @@ class Timeline:
     nothing. In a forked child a timeline is off and leaves the parent's file alone.
     """
 
-    def __init__(self, rank: int, *, queue_events: int = QUEUE_EVENTS) -> None:
-        """Make a timeline that is off; its queue holds at most `queue_events`."""
+    def __init__(self, rank: int, *, who: str = "", queue_events: int = QUEUE_EVENTS) -> None:
+        """Make a timeline that is off; its queue holds at most `queue_events`.
+
+        Errors name the process `who`, which is the rank unless it is said.
+        """
         self.rank = rank
+        self._who = who or f"rank {rank}"
         self.enabled = False
         self._bound = queue_events
         self._clock_offset_seconds: float | None = 0.0 if rank == 0 else None
@@ -80,21 +84,21 @@ class Timeline:
     # ---- on and off
 
     @classmethod
-    def open(cls, path: str, rank: int, mark_cycles: bool = False) -> Timeline:
+    def open(cls, path: str, rank: int, mark_cycles: bool = False, *, who: str = "") -> Timeline:
         """Return a timeline that records to `path` from now on; raise as `record_to`."""
-        timeline = cls(rank)
+        timeline = cls(rank, who=who)
         timeline.record_to(path, mark_cycles)
         return timeline
 
     def record_to(self, path: str, mark_cycles: bool = False) -> None:
         """Record to the file `path`, which is overwritten; a file in use until now is completed.
 
-        When `path` is in use already, only `mark_cycles` changes. Raises `OSError` that names the
-        path when it cannot be written; recording then goes on as before.
+        When `path` is in use already, only `mark_cycles` changes. Raises `OSError` that names path
+        and process when it cannot be written; recording then goes on as before.
         """
         with self._lock:
             if not self.records_to(path):
-                trace = TraceWriter(path, self.rank, self._clock_offset_seconds)
+                trace = TraceWriter(path, self.rank, self._clock_offset_seconds, self._who)
                 self._finish_file()
                 self._trace = trace
             self._mark_cycles = mark_cycles

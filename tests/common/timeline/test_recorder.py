@@ -304,7 +304,7 @@ def test_names_that_never_come_back_are_forgotten(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace_module, "TRACKS", 4)
-    trace = trace_module.TraceWriter(str(path), 0, 0.0)
+    trace = trace_module.TraceWriter(str(path), 0, 0.0, "rank 0")
     for number in range(50):
         trace.negotiate_start(number, f"allreduce.noname.{number}", "allreduce")
     assert len(trace._tracks) == 4
