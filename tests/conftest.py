@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from tests.wheel import ROOT, build, build_for, copy_of_the_checkout, cross_comp
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Elastic jobs compare the state of all ranks after each reset, whichever test starts them.
 os.environ.setdefault("HVDLITE_ELASTIC_CHECK", "1")
+# A shell starts what runs in the background without SIGINT, which jobs would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 MPI_FOLDERS = {"parallel", "launcher", "hosts"}
