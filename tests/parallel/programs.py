@@ -50,7 +50,8 @@ def collectives() -> None:
     local = size // hosts
     assert (hvd.local_rank(), hvd.local_size()) == (rank % local, local)
     assert (hvd.cross_rank(), hvd.cross_size()) == (rank // local, hosts)
-    assert hvd.is_homogeneous() and hvd.mpi_built() and not hvd.gloo_enabled()
+    assert hvd.is_homogeneous() and hvd.mpi_built() and hvd.gloo_built()
+    assert hvd.gloo_enabled() == (not STARTED_BY_MPI), "one of MPI and Gloo, as in Horovod"
     assert hvd.mpi_enabled() == STARTED_BY_MPI == ("mpi4py" in sys.modules)
     try:
         assert hvd.mpi_threads_supported() in (True, False) and STARTED_BY_MPI

@@ -88,8 +88,8 @@ def mpi_built(verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Return False: hvdlite does not use Gloo."""
-    return _answer("hvdlite has Gloo", basics.gloo_built(), verbose)
+    """Return True: ranks can meet and talk over TCP, for which Horovod needs Gloo."""
+    return _answer("hvdlite has what Horovod needs Gloo for (TCP)", basics.gloo_built(), verbose)
 
 
 def nccl_built(verbose: bool = False) -> int:

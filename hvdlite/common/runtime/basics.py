@@ -96,6 +96,20 @@ def mpi_built() -> bool:
     return find_spec("mpi4py") is not None
 
 
+def gloo_enabled() -> bool:
+    """Return whether hvdlite does in this job what Horovod uses Gloo for: all but MPI's part.
+
+    That is a job that MPI has not started. False before `init`.
+    """
+    runtime = find()
+    return runtime is not None and runtime.mpi_group is None
+
+
+def gloo_built() -> bool:
+    """Return True: ranks can meet and talk over TCP, for which Horovod needs Gloo."""
+    return True
+
+
 def _absent(library: str) -> Callable[[], bool]:
     def answer() -> bool:
         return False
@@ -104,8 +118,6 @@ def _absent(library: str) -> Callable[[], bool]:
     return answer
 
 
-gloo_enabled = _absent("Gloo")
-gloo_built = _absent("Gloo")
 ddl_built = _absent("DDL")
 ccl_built = _absent("oneCCL")
 cuda_built = _absent("compiled CUDA code")

@@ -147,6 +147,19 @@ def test_what_it_is_built_on(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.endswith(f": {'yes' if answer else 'no'}\n")
 
 
+def test_without_mpi_a_script_for_horovod_finds_gloo() -> None:
+    """Horovod has one of them at least, and one of them is in use once it is initialised."""
+    adapter = pytest.importorskip("hvdlite.numpy")
+    assert adapter.gloo_built() is util.gloo_built() is True
+    assert adapter.gloo_enabled() is False, "before init"
+    adapter.init()
+    try:
+        assert (adapter.mpi_enabled(), adapter.gloo_enabled()) == (False, True)
+    finally:
+        adapter.shutdown()
+    assert not (adapter.ccl_built() or adapter.ddl_built() or adapter.nccl_built())
+
+
 # -- frameworks, with made-up ones: what is installed here does not matter
 
 
