@@ -96,7 +96,8 @@ def allreduce(
     after the reduction. `compression` makes what is sent smaller. `device_dense`
     and `device_sparse` have no effect.
 
-    A `tf.IndexedSlices` gives one with the rows of all ranks; op is Average or Sum then.
+    A `tf.IndexedSlices` gives one with the rows of all ranks; op is Average or Sum then, and the
+    Average of integers is float32, or float64 for those of 32 and 64 bits.
 
     Differentiable: the gradient is reduced in the same way.
     """

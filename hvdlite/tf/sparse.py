@@ -46,14 +46,15 @@ def check_slices(slices: tf.IndexedSlices, options: CallOptions) -> None:
 def averaged(values: tf.Tensor, options: CallOptions) -> tf.Tensor:
     """Return the gathered values, divided by the number of ranks where the reduction is Average.
 
-    The number is that of the world in which a graph is run. Their dtype stays what it is.
+    The number is that of the world in which a graph is run. Integers become floating-point numbers,
+    as in Horovod and by TensorFlow's division: float32 up to 16 bits, float64 beyond.
     """
     if options.reduce_op is not ReduceOp.AVERAGE:
         return values
-    size = size_of(options.process_set)
-    if values.dtype.is_integer:  # truncated toward zero, as a dense average is
-        return tf.cast(tf.cast(values, tf.float64) / tf.cast(size, tf.float64), values.dtype)
-    return values / tf.cast(size, values.dtype)
+    dtype = values.dtype
+    if dtype.is_integer:  # 300 ranks are no int8.
+        dtype = tf.float32 if dtype.size <= 2 else tf.float64
+    return tf.cast(values, dtype) / tf.cast(size_of(options.process_set), dtype)
 
 
 def allreduce_mixed(
