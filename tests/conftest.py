@@ -1,6 +1,7 @@
 """Marks every test by what it needs, from the folder or the module that it is in.
 
-The sdist and the wheel of the checkout are built once for all tests.
+`distribution.py` spreads the tests over workers. The sdist and the wheel of the checkout are built
+once for all of them.
 """
 
 from __future__ import annotations
@@ -8,17 +9,24 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import distribution
+from tests.distribution import once, pytest_cmdline_main, pytest_xdist_make_scheduler
 from tests.wheel import ROOT, build, build_for, copy_of_the_checkout, cross_compiler
+
+__all__ = ["pytest_cmdline_main", "pytest_xdist_make_scheduler"]
 
 # Hundreds of short processes import the checkout: most read what the first of them has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Elastic jobs compare the state of all ranks after each reset, whichever test starts them.
 os.environ.setdefault("HVDLITE_ELASTIC_CHECK", "1")
 # A shell starts what runs in the background without SIGINT, which jobs would inherit.
@@ -37,11 +45,13 @@ FRAMEWORKS = {
 }
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the markers `mpi`, `hosts`, `slurm`, `ray`, `spark`, `tf` and `torch`."""
     for item in items:
         for marker in markers(item.path.relative_to(TESTS)):
             item.add_marker(marker)
+    if distribution.is_worker(config):
+        distribution.mix(items)
 
 
 def markers(path: Path) -> Iterator[str]:
@@ -61,8 +71,11 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("setuptools", "77", reason="the extra 'test' is not installed")
     if not (ROOT / ".git").exists():
         pytest.skip("this is no git checkout")
-    source = copy_of_the_checkout(tmp_path_factory.mktemp("source"))
-    return build("sdist", source, tmp_path_factory.mktemp("dist"))
+
+    def make(folder: Path) -> Path:
+        return build("sdist", copy_of_the_checkout(folder / "source"), folder / "dist")
+
+    return once(tmp_path_factory, "sdist", make)
 
 
 @pytest.fixture(scope="session")
@@ -78,20 +91,24 @@ def unpacked_sdist(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="session")
-def wheel(unpacked_sdist: Path, sdist: Path) -> Path:
+def wheel(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of the sdist, so the sdist has what a build needs; compiled where that can be."""
-    return build("wheel", unpacked_sdist, sdist.parent)
+    return once(tmp_path_factory, "wheel", partial(build, "wheel", unpacked_sdist))
 
 
 @pytest.fixture(scope="session")
-def pure_wheel(unpacked_sdist: Path, sdist: Path) -> Path:
+def pure_wheel(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that is built where there is no compiler."""
-    return build("wheel", unpacked_sdist, sdist.parent, CXX="/nowhere/c++")
+
+    def make(folder: Path) -> Path:
+        return build("wheel", unpacked_sdist, folder, CXX="/nowhere/c++")
+
+    return once(tmp_path_factory, "pure-wheel", make)
 
 
 @pytest.fixture(scope="session")
-def aarch64_wheel(unpacked_sdist: Path, sdist: Path) -> Path:
+def aarch64_wheel(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel for aarch64."""
     if shutil.which(cross_compiler("aarch64")) is None:
         pytest.skip("there is no compiler for aarch64")
-    return build_for("aarch64", unpacked_sdist, sdist.parent)
+    return once(tmp_path_factory, "aarch64-wheel", partial(build_for, "aarch64", unpacked_sdist))

@@ -13,7 +13,7 @@ from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import LaunchOptions, resolve
 from tests.launcher.jobs import start
 from tests.launcher.other_hosts import python
-from tests.parallel.start_ranks import free_port
+from tests.ports import free_port
 
 # As Trainer 2 sets them in the pods of a runtime with a torch policy.
 POD = {

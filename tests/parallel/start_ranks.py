@@ -11,14 +11,12 @@ import argparse
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from typing import NamedTuple
 
 from hvdlite.launcher.signals import die_with_parent
-
-LOOPBACK = "127.0.0.1"
+from tests.ports import LOOPBACK, free_port
 
 
 class Host(NamedTuple):
@@ -41,19 +39,6 @@ def read_host(text: str) -> Host:
     """Parse one element of --hosts."""
     namespace, address, slots = text.split(":")
     return Host(namespace, address, int(slots))
-
-
-def free_port() -> int:
-    """A port that is free now, and that the system gives to nobody who asks for any."""
-    for port in secrets.SystemRandom().sample(range(20000, 32000), 100):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no port is free")
 
 
 def main() -> int:

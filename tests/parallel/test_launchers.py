@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment, run_command
-from tests.parallel.start_ranks import free_port
+from tests.ports import free_port
 
 LIMIT_SECONDS = 60
 # mpi4py cannot be imported, as where no MPI is installed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,6 +52,11 @@ def test_one_step_applies_the_reduced_gradients(op: str) -> None:
     check_one_step(op, tolerance=1e-5)
 
 
+def some_groups(model: torch.nn.Sequential) -> list[list[torch.nn.Parameter]]:
+    first, last = cast(list[torch.nn.Linear], [model[0], model[2]])
+    return [[first.weight, last.bias], [first.bias]]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,7 +64,7 @@ def test_one_step_applies_the_reduced_gradients(op: str) -> None:
         {"groups": 2},
         {"groups": 1},
         {"groups": 100},
-        {"groups": lambda model: [[model[0].weight, model[2].bias], [model[0].bias]]},
+        pytest.param({"groups": some_groups}, id="groups of parameters"),
         {"groups": 2, "gradient_predivide_factor": 2.5},
         {"groups": 2, "compression": hvd.Compression.none, "sparse_as_dense": True},
     ],

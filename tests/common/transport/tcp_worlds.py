@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -79,13 +78,3 @@ def train(transports: list[TcpTransport], rounds: int = 3) -> None:
             assert transports[rank].receive(10) == [Incoming(1 - rank, b"x")]
 
     run_threads(2, main)
-
-
-def free_ports(count: int) -> tuple[int, int]:
-    """The first and the last of so many ports that are free now."""
-    for first in range(20_000, 32_000, count):
-        with suppress(OSError):
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-            return first, first + count - 1
-    raise AssertionError("no ports are free")

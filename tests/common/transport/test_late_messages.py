@@ -22,7 +22,8 @@ from hvdlite.common.transport.tcp.strangers import (
     Slot,
 )
 from hvdlite.common.transport.tcp.transport import TcpTransport
-from tests.common.transport.tcp_worlds import TWO_HOSTS, exchange_arrays, free_ports, rings, train
+from tests.common.transport.tcp_worlds import TWO_HOSTS, exchange_arrays, rings, train
+from tests.ports import free_ports
 from tests.ranks import run_threads
 from tests.worlds import TcpWorld
 

@@ -30,12 +30,12 @@ from tests.common.transport import networks
 from tests.common.transport.tcp_worlds import (
     TWO_HOSTS,
     exchange_arrays,
-    free_ports,
     open_pair,
     rings,
     run_world,
     train,
 )
+from tests.ports import free_ports
 from tests.ranks import run_threads
 from tests.worlds import TcpWorld
 

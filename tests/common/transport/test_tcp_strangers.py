@@ -22,7 +22,8 @@ from hvdlite.common.transport.tcp import connections
 from hvdlite.common.transport.tcp.connect import connect
 from hvdlite.common.transport.tcp.strangers import CLAIM, CONTROL, DATA, Identity, Slot
 from hvdlite.common.transport.tcp.transport import TcpTransport
-from tests.common.transport.tcp_worlds import TWO_HOSTS, free_ports, open_pair, rings, train
+from tests.common.transport.tcp_worlds import TWO_HOSTS, open_pair, rings, train
+from tests.ports import free_ports
 from tests.ranks import run_threads
 from tests.worlds import TcpWorld
 

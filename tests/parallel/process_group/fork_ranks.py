@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from hvdlite.launcher.signals import die_with_parent
 from tests.parallel.process_group import killed, worker
-from tests.parallel.start_ranks import LOOPBACK, free_port
+from tests.ports import LOOPBACK, free_port
 
 KILLED = "killed"
 follow_parent = die_with_parent(signal.SIGKILL) or (lambda: None)

@@ -1,0 +1,98 @@
+"""Spreads the tests over several processes, the workers, where pytest-xdist is installed.
+
+A run of folders, such as the whole suite, gets two workers for each core, for most tests start
+processes and wait for them. A run of files gets none, and neither does `-n 0`.
+
+A worker is handed units: a file, so that what its tests share is made once, or a test of those that
+start processes and share nothing. Both kinds are mixed, so that a core has work while jobs wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKERS_PER_CORE = 2
+# Of the files in these folders, each test is a unit.
+SEPARATE = ("tests/parallel/", "tests/launcher/", "tests/elastic/", "tests/hosts/")
+# Files among them of which all tests look at one job.
+TOGETHER = ("tests/parallel/test_process_group.py",)
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Return whether this process is one of several that run the tests."""
+    return hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads in the same hook what is set here
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Choose the number of workers, unless the command line does."""
+    option = config.option
+    if not config.pluginmanager.hasplugin("xdist") or is_worker(config):
+        return
+    chosen = option.numprocesses is not None or option.tx or option.dist != "no"
+    if not (chosen or option.collectonly or option.usepdb) and _are_folders(config):
+        option.numprocesses = WORKERS_PER_CORE * len(os.sched_getaffinity(0))
+    if option.dist == "no" and option.numprocesses:
+        option.dist = "loadscope"  # by `Scheduling`
+        option.loadscopereorder = False
+
+
+def _are_folders(config: pytest.Config) -> bool:
+    return all(Path(config.invocation_params.dir, word).is_dir() for word in config.args)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return what hands units to workers, unless the command line chooses another way."""
+    if config.option.dist != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(nodeid)
+
+    return Scheduling(config, log)
+
+
+def unit(test: str) -> str:
+    """Return the unit of a test: its file, or itself."""
+    file = test.split("::", 1)[0]
+    return test if file.startswith(SEPARATE) and file not in TOGETHER else file
+
+
+def mix(items: list[pytest.Item]) -> None:
+    """Sort tests so that both kinds of units alternate, and long ones come first."""
+    tests_of = Counter(unit(item.nodeid) for item in items)
+    slow = {unit(item.nodeid) for item in items if item.get_closest_marker("slow")}
+    places: dict[str, float] = {}
+    for separate in (True, False):
+        kind = [each for each in tests_of if each.startswith(SEPARATE) == separate]
+        kind.sort(key=lambda each: (each not in slow, -tests_of[each]))
+        places.update({each: number / len(kind) for number, each in enumerate(kind)})
+    items.sort(key=lambda item: (places[unit(item.nodeid)], unit(item.nodeid)))
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Path]) -> Path:
+    """Return what `make` has made in an empty folder, in the first worker that asks for it."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # of the folders of all workers
+    folder = base / f"once-{name}"
+    with open(base / f"once-{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = folder / "made"
+        if not made.exists():
+            with suppress(FileNotFoundError):
+                folder.rename(factory.mktemp("failed"))
+            folder.mkdir()
+            made.write_text(str(make(folder)))
+        return Path(made.read_text())
