@@ -41,8 +41,7 @@ from measuring import Spread, make_parser, parse, say, slowest, table
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.common.iterations.files import read_rows
-from hvdlite.common.iterations.rows import IterationRow
+from hvdlite.common.iterations.rows import IterationRow, read_rows
 
 DIGITS = Path(__file__).parent.parent / "examples" / "torch_digits.py"
 GRADIENTS, WIDTH = 16, 64

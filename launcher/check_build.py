@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points, packages_distributions, version
 from typing import NamedTuple
 
-from hvdlite.common.plain.collective_settings import DATA_PLANES
-from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.config import DATA_PLANES, Config
 from hvdlite.launcher.mpi import INSTALL_OPENMPI, Mpi, find_all
 
 FRAMEWORKS = (

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.plain.config import settings
-from hvdlite.common.plain.misspelt import closest
+from hvdlite.common.plain.config import closest, settings
 from hvdlite.common.plain.setting import Setting, boolean
 
 # Keys of horovodrun that have no meaning here, and what to use instead.

@@ -8,8 +8,7 @@ import shlex
 import socket
 from collections.abc import Mapping
 
-from hvdlite.common.base.bridges import BRIDGE, USUAL_BRIDGES
-from hvdlite.common.base.fabric import has_fabric
+from hvdlite.common.base.networks import BRIDGE, USUAL_BRIDGES, has_fabric
 from hvdlite.launcher.allocation import is_task
 from hvdlite.launcher.commands import build_environment, keep_alive_arguments
 from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, library_of

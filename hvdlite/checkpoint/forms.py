@@ -17,7 +17,7 @@ from hvdlite.checkpoint.layouts import flat_layouts
 from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.checkpoint.tensors import Tensors
 from hvdlite.common.layouts.layout import Layout, whole
-from hvdlite.common.layouts.sources import ranks_needed
+from hvdlite.common.layouts.transfer import ranks_needed
 
 PathLike = str | os.PathLike[str]
 Layouts = Mapping[str, Any]

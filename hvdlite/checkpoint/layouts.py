@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdlite.checkpoint.tensors import as_layout
 from hvdlite.common.layouts.layout import Layout
-from hvdlite.common.plain.misspelt import closest
+from hvdlite.common.plain.config import closest
 
 
 def flat_layouts(layouts: Mapping[str, Any], prefix: str = "") -> dict[str, Layout]:

@@ -15,7 +15,7 @@ from hvdlite.checkpoint.layouts import given_layouts
 from hvdlite.checkpoint.manifest import Manifest, Record
 from hvdlite.checkpoint.tensors import Array, Tensors, kinds_of
 from hvdlite.common.layouts.layout import Layout, whole
-from hvdlite.common.layouts.sources import writers
+from hvdlite.common.layouts.transfer import writers
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients.user_calls import (
+from hvdlite.common.gradients.segment_plan import (
     set_comm_fusion,
     set_split_strategy_by_idx,
     set_split_strategy_by_size,

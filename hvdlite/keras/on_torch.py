@@ -12,7 +12,7 @@ from hvdlite.common.api.prepared_bucket import send_announced
 from hvdlite.common.api.reduced_copies import ReducedCopies
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients import reducer
-from hvdlite.common.gradients.batches import single_and_grouped
+from hvdlite.common.gradients.buckets import single_and_grouped
 from hvdlite.common.gradients.variables import Sources
 from hvdlite.common.runtime.state import for_collective
 from hvdlite.common.segmentation.strategies import Gradient

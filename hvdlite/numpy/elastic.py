@@ -23,8 +23,7 @@ from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.elastic.arrays import broadcast_arrays
 from hvdlite.common.elastic.run import run
 from hvdlite.common.elastic.source import sync_source
-from hvdlite.common.elastic.state import ObjectState
-from hvdlite.common.elastic.trees import map_leaves, named_leaves
+from hvdlite.common.elastic.state import ObjectState, map_leaves, named_leaves
 from hvdlite.common.runtime.basics import rank
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.gradients.batches import batches_of, single_and_grouped
-from hvdlite.common.gradients.buckets import ReductionConfig
+from hvdlite.common.gradients.buckets import ReductionConfig, batches_of, single_and_grouped
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.state import find

@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvdlite.common.api.differentiable import Verbs
 from hvdlite.common.api.options import CallOptions, reduction, scattering
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients.user_calls import (
+from hvdlite.common.gradients.segment_plan import (
     set_comm_fusion,
     set_split_strategy_by_idx,
     set_split_strategy_by_size,

@@ -20,8 +20,12 @@ from hvdlite.common.api.prepared_bucket import send_announced
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.gradients.batches import ENOUGH_BYTES, enough_bytes
-from hvdlite.common.gradients.buckets import BucketSchedule, ReductionConfig
+from hvdlite.common.gradients.buckets import (
+    ENOUGH_BYTES,
+    BucketSchedule,
+    ReductionConfig,
+    enough_bytes,
+)
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.runtime.state import for_collective
 from hvdlite.torch import mpi_ops
@@ -53,7 +57,7 @@ from hvdlite.torch.sparsity import Layouts
 #    A round costs about as much for a hundred tensors as for one, and not every tensor is a
 #    gradient of an optimizer.
 #
-# `ENOUGH_BYTES` (common/gradients/batches.py) is reduced in about a millisecond, so little is left
+# `ENOUGH_BYTES` (common/gradients/buckets.py) is reduced in about a millisecond, so little is left
 # to wait for at the end. Where the ranks of the only host take all of its cores to compute, the
 # engine has none of its own: its work is hidden behind nothing, and each round interrupts backward,
 # so that rounds are fewer. The measurements are in docs/decisions/0006. Buckets of a segmentation

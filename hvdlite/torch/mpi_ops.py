@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.base.reduce_op import ReduceOp
-from hvdlite.common.gradients.user_calls import (
+from hvdlite.common.gradients.segment_plan import (
     set_comm_fusion,
     set_split_strategy_by_idx,
     set_split_strategy_by_size,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvdlite.common.iterations.files import read_rows
+from hvdlite.common.iterations.rows import read_rows
 from tests.elastic.fake_driver import STOP
 from tests.elastic.test_worlds import MODULE, in_world, stop
 from tests.elastic.workers import Workers, job

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import hvdlite.keras as hvd
-from hvdlite.common.iterations.files import read_rows
-from hvdlite.common.iterations.rows import IterationRow
+from hvdlite.common.iterations.rows import IterationRow, read_rows
 from hvdlite.common.plain.config import Config
 from hvdlite.keras.framework import keras
 from tests.keras.training import BATCH, INPUTS, ROWS, TARGETS, make_model, sgd

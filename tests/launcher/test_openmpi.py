@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.base.fabric import has_fabric
+from hvdlite.common.base.networks import has_fabric
 from hvdlite.launcher import environment
 from hvdlite.launcher.environment import rank_environment
 from hvdlite.launcher.hosts import parse_hosts

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvdlite.tf as hvd
-from hvdlite.common.gradients.batches import CROWDED, ENOUGH_BYTES
+from hvdlite.common.gradients.buckets import CROWDED, ENOUGH_BYTES
 from hvdlite.tf.native.loader import library
 from tests.short_calls import short_calls
 

@@ -16,7 +16,7 @@ import hvdlite.numpy as hvd_numpy
 import hvdlite.tf as hvd
 from hvdlite.common.api import prepared_bucket, reduced_copies
 from hvdlite.common.api.tensor_entries import PlacedEntry, TensorEntry
-from hvdlite.common.gradients import batches
+from hvdlite.common.gradients import buckets
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
 from hvdlite.common.runtime.state import current
 from hvdlite.tf import bucket_call, collective_call
@@ -244,7 +244,7 @@ def test_gradients_of_a_graph_are_divided_where_enough_bytes_are_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Backward computes the last ones first: they travel while it goes on."""
-    monkeypatch.setattr(batches, "enough_bytes", lambda *_: 200)
+    monkeypatch.setattr(buckets, "enough_bytes", lambda *_: 200)
     sizes = {"a": 100, "b": 300, "c": 0, "d": 150, "e": 60}
-    found = batches.batches_of(["e", "d", "c", "b", "a"], sizes, Any, 1)  # type: ignore[arg-type]
+    found = buckets.batches_of(["e", "d", "c", "b", "a"], sizes, Any, 1)  # type: ignore[arg-type]
     assert found == [["e", "d"], ["c", "b"], ["a"]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hvdlite.common.segmentation.parsing import by_size
 from hvdlite.common.segmentation.rules import TimedReduction
-from hvdlite.tools.trace_advice import Advice, advise
+from hvdlite.tools.trace_report import Advice, advise
 
 MIB = 1 << 20
 FP_END, BP_END, END = 10.0, 30.0, 45.0

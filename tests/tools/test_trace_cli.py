@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.common.iterations.files import open_rows
-from hvdlite.common.iterations.rows import IterationRow, IterationTimes, SegmentTimes, make_row
+from hvdlite.common.iterations.rows import (
+    IterationRow,
+    IterationTimes,
+    SegmentTimes,
+    make_row,
+    open_rows,
+)
 from hvdlite.common.timeline.recorder import path_of_rank
 from hvdlite.tools import trace_plot, trace_report
 from hvdlite.tools.trace_cli import main
-from hvdlite.tools.trace_summary import median_iteration, read_trace, summarize
-from hvdlite.tools.typical_iteration import typical_iteration
+from hvdlite.tools.trace_summary import median_iteration, read_trace, summarize, typical_iteration
 
 rich = pytest.importorskip("rich", reason="the extra 'trace' is not installed")
 MS = 1e-3

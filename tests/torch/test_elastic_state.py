@@ -205,7 +205,7 @@ def test_a_sync_sends_one_buffer_for_each_dtype(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_flat_buffers_carry_every_dtype_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdlite.common.elastic.pieces.PIECE_BYTES", 64)
+    monkeypatch.setattr("hvdlite.common.elastic.arrays.PIECE_BYTES", 64)
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
     dtypes += [torch.complex64, torch.float8_e4m3fn]
 

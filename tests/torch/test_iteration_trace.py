@@ -22,8 +22,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import hvdlite.torch as hvd
-from hvdlite.common.iterations.files import read_rows
-from hvdlite.common.iterations.rows import IterationRow
+from hvdlite.common.iterations.rows import IterationRow, read_rows
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks

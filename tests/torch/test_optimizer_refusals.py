@@ -13,7 +13,7 @@ from torch import nn
 
 import hvdlite.torch as hvd
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.gradients.batches import CROWDED, ENOUGH_BYTES, enough_bytes
+from hvdlite.common.gradients.buckets import CROWDED, ENOUGH_BYTES, enough_bytes
 from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
 from tests.torch.small_net import SIZE, Tensor, flat, loss_of, net, sgd

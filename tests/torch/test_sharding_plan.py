@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.common.layouts.layout import Layout
-from hvdlite.common.layouts.placements import to_placements
+from hvdlite.common.layouts.layout import Layout, to_placements
 from hvdlite.torch import sharding
 from hvdlite.torch.sharding.dtensor import Replicate, Shard
 

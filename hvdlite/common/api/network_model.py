@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import linear_regression, median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,15 +16,41 @@ from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives import measure
 from hvdlite.common.collectives.costs import COSTS, Model, cheapest, step_seconds
-from hvdlite.common.collectives.host_costs import (
-    COLLECTIVES,
-    collective_seconds,
-    collective_way,
-)
+from hvdlite.common.collectives.host_costs import COLLECTIVES, collective_seconds, collective_way
+from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime import state
-from hvdlite.common.runtime.probe import run_on_engine
 from hvdlite.common.runtime.process_sets import global_process_set
+from hvdlite.common.runtime.runtime import Runtime
+
+# Run a function on the engine threads of all ranks at the same time: for measurements.
+
+
+Result = TypeVar("Result")
+
+
+def run_on_engine(
+    runtime: Runtime, name: str, collective: Callable[[str], object], probe: Callable[[], Result]
+) -> Result:
+    """Run `probe` on the engine thread right after the collective `name`; return its result.
+
+    `collective` runs that collective by its name, which no other call has at the time. All ranks
+    call this at the same time, and may send and receive in `probe` by the transport. An error in
+    `probe` ends the job, and `collective` raises it.
+    """
+    results: list[Result] = []
+
+    def observe(run: SegmentRun) -> None:  # Called before the call of `collective` returns.
+        if any(each.endswith(name) for each in run.names):  # "broadcast." may precede it.
+            results.append(probe())
+
+    remove = runtime.engine.observe(observe)
+    try:
+        collective(name)
+    finally:
+        remove()
+    return results[0]
+
 
 _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 

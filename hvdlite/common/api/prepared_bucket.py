@@ -19,8 +19,7 @@ from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorE
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.adapter import Adapter
 from hvdlite.common.plain.entries import Bundle
-from hvdlite.common.plain.handles import Handle
-from hvdlite.common.plain.shared_handle import SharedHandle
+from hvdlite.common.plain.handles import Handle, SharedHandle
 from hvdlite.common.runtime.runtime import Runtime
 
 T = TypeVar("T")

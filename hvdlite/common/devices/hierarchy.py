@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.devices.collectives import DeviceRun, Work, fused
+from hvdlite.common.devices.communicators import Layers
 from hvdlite.common.devices.finalizer import LONGEST_SLEEP, SHORTEST_SLEEP, described, ignore
 from hvdlite.common.devices.host_paths import HostPaths
 from hvdlite.common.devices.interface import Communicator, Event, HostMemory
-from hvdlite.common.devices.layers import Layers
 from hvdlite.common.transport.base import do_nothing
 
 

@@ -30,7 +30,7 @@ from hvdlite.common.devices.collectives import (
     DeviceRun,
     nothing_to_move,
 )
-from hvdlite.common.devices.communicators import CommunicatorTable, quietly
+from hvdlite.common.devices.communicators import CommunicatorTable, Layers, quietly
 from hvdlite.common.devices.finalizer import Finalizer, Launched, described, ignore
 from hvdlite.common.devices.hierarchy import HierarchicalAllreduce
 from hvdlite.common.devices.host_paths import HostPaths
@@ -44,7 +44,6 @@ from hvdlite.common.devices.interface import (
     Stream,
     TimedEvent,
 )
-from hvdlite.common.devices.layers import Layers
 from hvdlite.common.devices.operands import EntryOperand, JoinedOperand
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request, Response

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.runner import EngineRunner
-from hvdlite.common.elastic.pieces import in_pieces
 from hvdlite.common.elastic.source import Source
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.state import for_collective
+
+# The pieces in which many arrays or tensors are sent as flat buffers.
+PIECE_BYTES = 64 << 20  # The most that a flat buffer takes, unless one array is larger.
+
+
+class Sized(Protocol):
+    """An array of numpy or a tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+
+
+T = TypeVar("T", bound=Sized)
+
+
+def in_pieces(arrays: Sequence[T]) -> Iterator[list[T]]:
+    """Yield neighbours that fit in a buffer; nothing where no array has any element."""
+    piece: list[T] = []
+    size_bytes = 0
+    for array in arrays:
+        if piece and size_bytes + array.nbytes > PIECE_BYTES:
+            yield piece
+            piece, size_bytes = [], 0
+        piece.append(array)
+        size_bytes += array.nbytes
+    if size_bytes:
+        yield piece
+
 
 _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.api.objects import broadcast_object
-from hvdlite.common.elastic.agreement import check_same_tensors
 from hvdlite.common.elastic.arrays import broadcast_arrays
-from hvdlite.common.elastic.source import sync_source
+from hvdlite.common.elastic.source import check_same_tensors, sync_source
 from hvdlite.common.elastic.state import ObjectState
 from hvdlite.common.runtime.basics import rank
 

@@ -16,7 +16,7 @@ from hvdlite.common.collectives.backend_choice import Backends, choose
 from hvdlite.common.collectives.base import Backend, Members
 from hvdlite.common.collectives.table import SPECS, CollectiveRun, Operand, reduction_of
 from hvdlite.common.decisions.fusion import size_bytes
-from hvdlite.common.devices.neutral import neutral_value
+from hvdlite.common.devices.operands import neutral_value
 from hvdlite.common.devices.plane import DevicePlane, Span
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.entries import Entry, Observer, SegmentRun

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import csv
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from hvdlite.common.plain.setting import trace_path
 
 
 class SegmentTimes(NamedTuple):
@@ -122,3 +129,184 @@ def row_of(values: Mapping[str, Any]) -> IterationRow:
             segments.append(SegmentTimes(*times))
         k += 1
     return IterationRow(**scalars, segments=tuple(segments))
+
+
+# The files of the iteration trace: CSV, which grows by rows, and Parquet, written at the end.
+#
+# The number of segments is not known in advance. When a row has more of them than the file has
+# columns for, a wider CSV file is written, which then replaces the old one atomically.
+CHUNK_ROWS = 10_000  # rows kept as Python objects before they become an Arrow table
+
+
+class RowsFormatError(ValueError):
+    """The error that a file is no iteration trace; the message names the file."""
+
+
+class RowsFile(Protocol):
+    """A file to which rows are appended."""
+
+    path: str
+
+    def append(self, rows: Sequence[IterationRow]) -> None:
+        """Append rows; raise `OSError` when they cannot be written."""
+
+    def close(self) -> None:
+        """Complete the file; raise `OSError` when it cannot be written."""
+
+
+def check_path(path: str) -> None:
+    """Raise `ValueError` unless the suffix is ``.csv`` or ``.parquet``."""
+    try:
+        trace_path(path)
+    except ValueError as error:
+        raise ValueError(f"the iteration trace {path!r} {error}") from None
+
+
+def open_rows(path: str) -> RowsFile:
+    """Open the file `path` for writing: CSV or Parquet, by its suffix. An old file is replaced.
+
+    Raises `ValueError` for another suffix, `OSError` when it cannot be written, and `ImportError`
+    for Parquet without pyarrow.
+    """
+    check_path(path)
+    return CsvFile(path) if path.endswith(".csv") else ParquetFile(path)
+
+
+class CsvFile:
+    """A CSV file; rows are in it when `append` returns."""
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        self._segments = 0  # the number of segments that the columns have room for
+        self._file = open(self.path, "w", encoding="utf-8", newline="")  # noqa: SIM115
+        self._write([columns(0)])
+
+    def append(self, rows: Sequence[IterationRow]) -> None:
+        """See `RowsFile.append`."""
+        segments = max((len(row.segments) for row in rows), default=0)
+        if segments > self._segments:
+            self._widen(segments)
+        self._write(map(self._format, rows))
+
+    def _format(self, row: IterationRow) -> list[str]:
+        formatted = [
+            "" if value is None else f"{value:.9f}" if isinstance(value, float) else str(value)
+            for value in cells(row)
+        ]
+        return [*formatted, *[""] * (len(columns(self._segments)) - len(formatted))]
+
+    def _widen(self, segments: int) -> None:
+        more = "," * (len(columns(segments)) - len(columns(self._segments)))
+        part = f"{self.path}.part"
+        wider = open(part, "w", encoding="utf-8", newline="")  # noqa: SIM115
+        try:
+            with open(self.path, encoding="utf-8", newline="") as old:
+                next(old)
+                csv.writer(wider, lineterminator="\n").writerow(columns(segments))
+                wider.writelines(f"{line.rstrip()}{more}\n" for line in old)
+            wider.flush()
+            os.replace(part, self.path)
+        except BaseException:
+            wider.close()
+            Path(part).unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file, self._segments = wider, segments
+
+    def _write(self, lines: Iterable[Sequence[str]]) -> None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(lines)
+        self._file.write(text.getvalue())
+        self._file.flush()  # whole lines only, so that a killed run leaves a good file
+
+    def close(self) -> None:
+        """See `RowsFile.close`."""
+        self._file.close()
+
+
+class ParquetFile:
+    """A Parquet file; rows wait in memory, some hundred bytes each, until `close` writes them."""
+
+    def __init__(self, path: str) -> None:
+        self._arrow, self._parquet = _pyarrow()
+        self.path = os.path.abspath(path)
+        self._rows: list[IterationRow] = []
+        self._tables: list[Any] = []
+        Path(self.path).write_bytes(b"")  # an unwritable path fails now, not at the end of the run
+
+    def append(self, rows: Sequence[IterationRow]) -> None:
+        """See `RowsFile.append`."""
+        self._rows.extend(rows)
+        if len(self._rows) >= CHUNK_ROWS:
+            self._pack()
+
+    def _pack(self) -> None:
+        names = columns(max((len(row.segments) for row in self._rows), default=0))
+        arrow = self._arrow
+        types = {
+            name: arrow.int64() if name in WHOLE or name.endswith("_bytes") else arrow.float64()
+            for name in names
+        }
+        filled = (
+            [*values, *[None] * (len(names) - len(values))] for values in map(cells, self._rows)
+        )
+        values = list(zip(*filled, strict=True)) or [()] * len(names)
+        arrays = {
+            name: arrow.array(column, types[name])
+            for name, column in zip(names, values, strict=True)
+        }
+        self._tables.append(arrow.table(arrays))
+        self._rows = []
+
+    def close(self) -> None:
+        """See `RowsFile.close`."""
+        if self._rows or not self._tables:
+            self._pack()
+        table = self._arrow.concat_tables(self._tables, promote_options="default")
+        ordered = sorted(table.column_names, key=columns(table.num_columns).index)
+        self._parquet.write_table(table.select(ordered), self.path)
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError:
+        raise ImportError(
+            "a trace in Parquet needs pyarrow: pip install 'hvdlite[parquet]', or name a .csv file"
+        ) from None
+
+
+# -- reading
+
+
+def read_rows(path: str) -> list[IterationRow]:
+    """Return the rows of a file; an incomplete last line of CSV is left out.
+
+    Raises `OSError`, `RowsFormatError` that names the file and the place, and `ImportError`.
+    """
+    try:
+        trace_path(path)
+        records = _read_csv(path) if path.endswith(".csv") else _read_parquet(path)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise RowsFormatError(f"{path}: {error}") from None
+    rows = []
+    for number, record in enumerate(records, 1):
+        try:
+            rows.append(row_of(record))
+        except KeyError as error:
+            raise RowsFormatError(f"{path}: no column {error}: is it an iteration trace?") from None
+        except (TypeError, ValueError) as error:
+            raise RowsFormatError(f"{path}, row {number}: {error}") from None
+    return rows
+
+
+def _read_csv(path: str) -> Iterator[dict[str, Any]]:
+    text = Path(path).read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    return csv.DictReader(io.StringIO(whole))
+
+
+def _read_parquet(path: str) -> list[dict[str, Any]]:
+    _, parquet = _pyarrow()
+    records: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    return records

@@ -19,9 +19,16 @@ from weakref import WeakMethod, finalize
 
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.collectives.table import SPECS
-from hvdlite.common.iterations.files import RowsFile, check_path, open_rows
 from hvdlite.common.iterations.marks import IterationMarks, StepMarks
-from hvdlite.common.iterations.rows import IterationRow, IterationTimes, SegmentTimes, make_row
+from hvdlite.common.iterations.rows import (
+    IterationRow,
+    IterationTimes,
+    RowsFile,
+    SegmentTimes,
+    check_path,
+    make_row,
+    open_rows,
+)
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current

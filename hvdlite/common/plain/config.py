@@ -7,13 +7,281 @@ bases come first; each base has those of one subject.
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hvdlite.common.plain.job_settings import JobSettings
-from hvdlite.common.plain.setting import MIB, Setting, boolean, choice, core_list, number, setting
+from hvdlite.common.plain.setting import (
+    MIB,
+    PREFIX,
+    Setting,
+    boolean,
+    choice,
+    core_list,
+    name_list,
+    number,
+    port_range,
+    segmentation,
+    setting,
+    trace_path,
+)
+from hvdlite.common.segmentation.strategies import JOB_THRESHOLD_BYTES
+
+# The settings of collectives, and of what watches them: fusion, timeline, tuning, stalls.
+DATA_PLANES = ("auto", "shm", "ring", "mpi")
+ALLREDUCES = (
+    "auto", "shm", "ring", "hierarchical", "trees", "halving", "two_level", "doubling", "mpi",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSettings:
+    """How tensors are reduced, and what is recorded of it. Units end the names."""
+
+    fusion_threshold_bytes: int = setting(
+        JOB_THRESHOLD_BYTES, "FUSION_THRESHOLD", number(int, 0, "bytes"),
+        "Most bytes that are fused into one segment; 0 turns fusion off.",
+        flag="--fusion-threshold-mb", yaml="params.fusion_threshold_mb", flag_scale=MIB,
+    )  # fmt: skip
+    segmentation: str = setting(
+        "threshold", "SEGMENTATION", segmentation,
+        "Which gradients are reduced together: threshold[:MB], size:60,20,20 (percent), "
+        "index:28,60,160, mb:16[,50], count:50, or auto[:FILE].",
+        flag="--segmentation", yaml="params.segmentation", alias=False,
+    )  # fmt: skip
+    cycle_time_ms: float = setting(
+        1.0, "CYCLE_TIME", number(float, 0, "milliseconds"),
+        "Longest time in which more tensors may gather while nobody waits for one; 0: none. Five "
+        "times as long while more come, where the ranks of the only host take all cores.",
+        flag="--cycle-time-ms", yaml="params.cycle_time_ms",
+    )  # fmt: skip
+    cache_capacity: int = setting(
+        1024, "CACHE_CAPACITY", number(int, 0, "tensors"),
+        "Negotiated tensors that are remembered, per process set; 0 turns the response cache off.",
+        flag="--cache-capacity", yaml="params.cache_capacity",
+    )  # fmt: skip
+    allreduce: str = setting(
+        "auto", "ALLREDUCE", choice(*ALLREDUCES),
+        "How allreduce moves bytes: auto, shm, ring, hierarchical (rings between hosts), trees, "
+        "halving, two_level or doubling (these between hosts), or mpi.",
+        flag="--allreduce", yaml="params.allreduce", alias=False,
+    )  # fmt: skip
+    network_model: str = setting(
+        "auto", "NETWORK_MODEL", str,
+        "What the choice of allreduce between hosts goes by: a file that python -m hvdlite.bench "
+        "has written, of rank 0; auto (the one in ~/.config/hvdlite if there is one), or default.",
+        flag="--network-model", yaml="params.network_model", alias=False,
+    )  # fmt: skip
+    data_plane: str = setting(
+        "auto", "DATA_PLANE", choice(*DATA_PLANES),
+        "How the other collectives move bytes: auto, shm, ring or mpi.",
+        flag="--data-plane", yaml="params.data_plane", alias=False,
+    )  # fmt: skip
+    hierarchical_allreduce: bool = setting(
+        False, "HIERARCHICAL_ALLREDUCE", boolean,
+        "Horovod's spelling of HVDLITE_ALLREDUCE=hierarchical and "
+        "HVDLITE_DEVICE_ALLREDUCE=hierarchical.",
+        flag="--hierarchical-allreduce", no_flag="--no-hierarchical-allreduce",
+        yaml="params.hierarchical_allreduce",
+    )  # fmt: skip
+    disable_group_fusion: bool = setting(
+        False, "DISABLE_GROUP_FUSION", boolean,
+        "Fuse the members of a grouped collective with nothing else.",
+    )  # fmt: skip
+    timeline: str = setting(
+        "", "TIMELINE", str,
+        "Write a Chrome-trace timeline to this file (DYNAMIC: wait for start_timeline).",
+        flag="--timeline-filename", yaml="timeline.filename",
+    )  # fmt: skip
+    timeline_mark_cycles: bool = setting(
+        False, "TIMELINE_MARK_CYCLES", boolean,
+        "Mark every wake-up of the engine in the timeline.",
+        flag="--timeline-mark-cycles", no_flag="--no-timeline-mark-cycles",
+        yaml="timeline.mark_cycles",
+    )  # fmt: skip
+    timeline_all_ranks: bool = setting(
+        False, "TIMELINE_ALL_RANKS", boolean,
+        "Every rank writes a timeline; '.rank<N>' is put before the file's suffix.",
+        flag="--timeline-all-ranks", no_flag="--no-timeline-all-ranks",
+        yaml="timeline.all_ranks", alias=False,
+    )  # fmt: skip
+    autotune: bool = setting(
+        False, "AUTOTUNE", boolean,
+        "Try other settings while the job runs, and keep the best (see autotune.md).",
+        flag="--autotune", no_flag="--no-autotune", yaml="autotune.enabled",
+    )  # fmt: skip
+    autotune_log: str = setting(
+        "", "AUTOTUNE_LOG", str,
+        "Write what autotuning tries to this CSV file; the last line is what it keeps.",
+        flag="--autotune-log-file", yaml="autotune.log_file",
+    )  # fmt: skip
+    autotune_warmup_samples: int = setting(
+        3, "AUTOTUNE_WARMUP_SAMPLES", number(int, 0, "samples"),
+        "Samples that autotuning drops at the start.",
+        flag="--autotune-warmup-samples", yaml="autotune.warmup_samples",
+    )  # fmt: skip
+    autotune_steps_per_sample: int = setting(
+        10, "AUTOTUNE_STEPS_PER_SAMPLE", number(int, 1, "steps"),
+        "Steps of one measurement; a sample of autotuning is the median of five.",
+        flag="--autotune-steps-per-sample", yaml="autotune.steps_per_sample",
+    )  # fmt: skip
+    autotune_max_samples: int = setting(
+        20, "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", number(int, 1, "samples"),
+        "Samples after which autotuning knows the fusion threshold and the cycle time.",
+        flag="--autotune-bayes-opt-max-samples", yaml="autotune.bayes_opt_max_samples",
+    )  # fmt: skip
+    autotune_noise: float = setting(
+        0.8, "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", number(float, 0, "share of the variance", 1),
+        "How much of what samples differ by is noise, from 0 to 1.",
+        flag="--autotune-gaussian-process-noise", yaml="autotune.gaussian_process_noise",
+    )  # fmt: skip
+    trace_iterations: str = setting(
+        "", "TRACE_ITERATIONS", trace_path,
+        "Every rank writes when its iterations did what to this file, .csv or .parquet; "
+        "'.rank<N>' is put before the suffix.",
+        flag="--trace-iterations", yaml="trace.iterations", alias=False,
+    )  # fmt: skip
+    stall_check_disable: bool = setting(
+        False, "STALL_CHECK_DISABLE", boolean,
+        "Do not look for tensors that some ranks never submit.",
+        flag="--no-stall-check", no_flag="--stall-check",
+        yaml="stall_check.enabled", yaml_inverted=True,
+    )  # fmt: skip
+    stall_warning_seconds: float = setting(
+        60.0, "STALL_CHECK_TIME_SECONDS", number(float, 0, "seconds"),
+        "Warn when a tensor has waited this long for some ranks, at most once a second; "
+        "0 is never.",
+        flag="--stall-check-warning-time-seconds", yaml="stall_check.warning_time_seconds",
+    )  # fmt: skip
+    stall_shutdown_seconds: float = setting(
+        0.0, "STALL_SHUTDOWN_TIME_SECONDS", number(float, 0, "seconds"),
+        "End the job, or of an elastic one the late ranks, when a tensor has waited this long for "
+        "some ranks; 0 is never.",
+        flag="--stall-check-shutdown-time-seconds", yaml="stall_check.shutdown_time_seconds",
+    )  # fmt: skip
+
+
+# The settings of jobs: how ranks start and meet, elastic training, and parameter servers.
+LAUNCHERS = ("auto", "ssh", "srun", "jsrun", "mpirun")
+TRANSPORTS = ("auto", "tcp", "mpi")
+ADMISSIONS = ("ready", "wait")
+PS_WORKERS = ("mpi", "independent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings(CollectiveSettings):
+    """Where ranks meet, and how long they wait for each other. Units end the names."""
+
+    start_timeout_seconds: float = setting(
+        120.0, "START_TIMEOUT", number(float, 1, "seconds"),
+        "How long all ranks may take until every one has started.",
+        flag="--start-timeout",
+    )  # fmt: skip
+    launcher: str = setting(
+        "auto", "LAUNCHER", choice(*LAUNCHERS),
+        "What starts the ranks: ssh (agents, on this host without ssh), srun or jsrun (agents, by "
+        "Slurm or LSF), mpirun, or auto.",
+        flag="--launcher", alias=False,
+    )  # fmt: skip
+    transport: str = setting(
+        "auto", "TRANSPORT", choice(*TRANSPORTS),
+        "What connects the ranks: tcp, mpi (in a job that MPI has started), or auto: mpi where MPI "
+        "has started the ranks and every host has a fabric, tcp otherwise.",
+        flag="--transport", alias=False,
+    )  # fmt: skip
+    network_interfaces: tuple[str, ...] = setting(
+        (), "NETWORK_INTERFACES", name_list,
+        "Where ranks listen for other hosts: interfaces, addresses or subnets, such as "
+        "eth0,10.1.0.0/16; by default all interfaces but the loopback and bridges inside a host.",
+        flag="--network-interfaces", alias=False,
+    )  # fmt: skip
+    tcp_ports: tuple[int, ...] = setting(
+        (), "TCP_PORTS", port_range,
+        "First and last port on which ranks listen for other hosts, such as 12000-12100; "
+        "by default any port.",
+        flag="--tcp-ports", alias=False,
+    )  # fmt: skip
+    tcp_streams: int = setting(
+        1, "TCP_STREAMS", number(int, 1, "connections", 16),
+        "Connections for large tensors between two ranks of different hosts; that of rank 0 holds. "
+        "More than 1 help only where the network limits each connection.",
+        flag="--tcp-streams", alias=False,
+    )  # fmt: skip
+    peer_timeout_seconds: float = setting(
+        10.0, "PEER_TIMEOUT", number(float, 2, "seconds"),
+        "How long another host may be silent before its ranks count as lost.",
+        flag="--peer-timeout", alias=False,
+    )  # fmt: skip
+    elastic_timeout_seconds: float = setting(
+        600.0, "ELASTIC_TIMEOUT", number(float, 0, "seconds"),
+        "Elastic training: how long fewer slots than -np (at the start) or --min-np may last.",
+        flag="--elastic-timeout",
+    )  # fmt: skip
+    elastic_admit: str = setting(
+        "ready", "ELASTIC_ADMIT", choice(*ADMISSIONS),
+        "Elastic training: admit new ranks when they are ready, or let the next commit wait for "
+        "them as soon as their host is seen; --as-horovod means wait.",
+        alias=False,
+    )  # fmt: skip
+    elastic_host_timeout_seconds: float = setting(
+        1.0, "ELASTIC_HOST_TIMEOUT", number(float, 0.2, "seconds"),
+        "Elastic training: how long another host may be silent before its ranks count as lost.",
+        alias=False,
+    )  # fmt: skip
+    elastic_worker_timeout_seconds: float = setting(
+        10.0, "ELASTIC_WORKER_TIMEOUT", number(float, 2, "seconds"),
+        "Elastic training: how long a rank may be silent before it counts as lost.",
+        alias=False,
+    )  # fmt: skip
+    elastic_check: bool = setting(
+        False, "ELASTIC_CHECK", boolean,
+        "Elastic training: compare the state of all ranks after each reset, bit by bit.",
+        alias=False,
+    )  # fmt: skip
+    ps_servers: int = setting(
+        0, "PS_SERVERS", number(int, 0, "servers"),
+        "Parameter server: how many servers hvdlite-run starts beside the workers; 0: none.",
+        flag="--ps-servers", yaml="parameter_server.servers", alias=False,
+    )  # fmt: skip
+    ps_workers: str = setting(
+        "mpi", "PS_WORKERS", choice(*PS_WORKERS),
+        "Parameter server: workers are the ranks of a job (mpi), or processes that may be lost, "
+        "return, come and leave, and have no collectives (independent). Processes that are started "
+        "by hand are independent where this is not set.",
+        flag="--ps-workers", yaml="parameter_server.workers", alias=False,
+    )  # fmt: skip
+    ps_snapshot: str = setting(
+        "", "PS_SNAPSHOT", str,
+        "Parameter server: the folder in which servers save their tables, and from which one that "
+        "is started again goes on.",
+        flag="--ps-snapshot", yaml="parameter_server.snapshot", alias=False,
+    )  # fmt: skip
+    ps_snapshot_every: int = setting(
+        100, "PS_SNAPSHOT_EVERY", number(int, 1, "updates"),
+        "Parameter server: a snapshot is made every so many updates; with 1, a server that is lost "
+        "changes nothing.",
+        flag="--ps-snapshot-every", yaml="parameter_server.snapshot_every", alias=False,
+    )  # fmt: skip
+    ps_restarts: int = setting(
+        3, "PS_RESTARTS", number(int, 0, "restarts"),
+        "Parameter server: how often hvdlite-run starts a server again that was killed, and an "
+        "independent worker.",
+        flag="--ps-restarts", yaml="parameter_server.restarts", alias=False,
+    )  # fmt: skip
+    ps_timeout_seconds: float = setting(
+        300.0, "PS_TIMEOUT", number(float, 1, "seconds"),
+        "Parameter server: how long a server may be silent before it is lost for good.",
+        flag="--ps-timeout", yaml="parameter_server.timeout", alias=False,
+    )  # fmt: skip
+    ps_worker_timeout_seconds: float = setting(
+        30.0, "PS_WORKER_TIMEOUT", number(float, 1, "seconds"),
+        "Parameter server: how long an independent worker may be silent before the others go on "
+        "without it.",
+        flag="--ps-worker-timeout", yaml="parameter_server.worker_timeout", alias=False,
+    )  # fmt: skip
+
 
 NATIVE = ("auto", "on", "off")
 COMPLETIONS = ("auto", "stream", "host")
@@ -132,3 +400,36 @@ def settings() -> Iterator[Setting]:
             continue
         env, parse, help, where = each.metadata["setting"]
         yield Setting(each.name, each.default, env, parse, help, **where)
+
+
+# Names that begin as those of hvdlite's environment variables and are none: typing errors.
+
+
+# What launchers and users say of a job, without the prefix. A test looks for others in the code.
+OF_A_JOB = (
+    "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "HOST_NAME",
+    "RENDEZVOUS", "RENDEZVOUS_SERVER", "SECRET", "INCARNATION", "ELASTIC", "ELASTIC_DRIVER",
+    "WORKER", "RANK_PROCESS", "SPARK_DEVICES",
+    "ROLE", "SCHEDULER", "NUM_SERVERS", "NUM_WORKERS", "NODE_ID", "NODE_NUMBER", "PS_TOKEN",
+    "PS_CURVE", "PS_JOIN",
+)  # fmt: skip
+# Beginnings of names that the launcher and tests give, without the prefix.
+RESERVED = ("LAUNCHER_", "TEST_")
+
+
+def misspelt(environ: Iterable[str]) -> list[str]:
+    """Return a sentence about each variable of hvdlite in `environ` that does not exist."""
+    known = [entry.variable for entry in settings()] + [PREFIX + name for name in OF_A_JOB]
+    reserved = tuple(PREFIX + name for name in RESERVED)
+    return [
+        f"the environment variable {name} is unknown, and ignored"
+        + (closest(name, known) or "; docs/settings.md lists those that there are")
+        for name in sorted(environ)
+        if name.startswith(PREFIX) and name not in known and not name.startswith(reserved)
+    ]
+
+
+def closest(name: str, known: Collection[str]) -> str:
+    """Return a question about which of the `known` names was meant; "" where none is like it."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f": did you mean {found[0]}?" if found else ""

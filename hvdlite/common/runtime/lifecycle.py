@@ -6,32 +6,55 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.base.report_failure import (
-    reason_of_end,
-    reason_of_shutdown,
-    report_uncaught,
-)
+from hvdlite.common.base.report_failure import reason_of_end, reason_of_shutdown, report_uncaught
 from hvdlite.common.meeting import launch as launches
-from hvdlite.common.meeting.launch import Launch
+from hvdlite.common.meeting.launch import SINGLE, Launch
 from hvdlite.common.membership.frames import Newcomer, World
-from hvdlite.common.plain.config import Config
+from hvdlite.common.plain.config import Config, misspelt
 from hvdlite.common.plain.logs import set_up_log
-from hvdlite.common.plain.misspelt import misspelt
 from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.plain.result_memory import result_memory
 from hvdlite.common.runtime.connect import Membership, connect, find_launch
 from hvdlite.common.runtime.elastic_worker import ElasticWorker
 from hvdlite.common.runtime.mpi_process import call_before_mpi_ends, skip_mpi_finalize
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set, is_communicator
-from hvdlite.common.runtime.rank_claim import claim_rank
 from hvdlite.common.runtime.recording import DYNAMIC, Lasting
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current, not_initialized, this_process
 from hvdlite.common.runtime.transport_choice import check_without_mpi
+
+# Which process is the rank: a child process inherits the variables of its launcher, too.
+RANK_PROCESS = "HVDLITE_RANK_PROCESS"  # "<process id> <rank> <job>" of the process that is the rank
+
+
+def claim_rank(launch: Launch, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make this process the rank that it was launched as, for all processes that it starts.
+
+    A child process inherits the launcher's variables, and would be a second copy of the rank.
+    Raises `HorovodInternalError` in such a child. A job that is started inside a rank has other
+    variables, and is a job of its own.
+    """
+    if launch.source == SINGLE:
+        return
+    process, _, rest = environ.get(RANK_PROCESS, "").partition(" ")
+    rank, _, job = rest.partition(" ")
+    # Where a launcher gives its jobs no name, only a direct child is known to be of the same job.
+    same_job = job == launch.job and (job or process == str(os.getppid()))
+    if same_job and rank == str(launch.rank) and process != str(os.getpid()):
+        raise HorovodInternalError(
+            f"process {os.getpid()} was started by rank {rank} (process {process}) and is no rank "
+            "itself: it must not call init(). Where the child imports the script again (the "
+            'methods "spawn" and "forkserver" of multiprocessing, as in a DataLoader), put init() '
+            'and the training under: if __name__ == "__main__". To run a job of its own in the '
+            "child, start it with hvdlite-run or hvdlite.run",
+            int(rank),
+        )
+    environ[RANK_PROCESS] = f"{os.getpid()} {launch.rank} {launch.job}"
+
 
 log = logging.getLogger("hvdlite")
 

@@ -23,7 +23,7 @@ from hvdlite.common.runtime.formed_sets import FormedSets
 from hvdlite.common.runtime.mpi_process import free_group, members_of_communicator
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.recording import Lasting
-from hvdlite.common.segmentation.user_choice import UserChoice
+from hvdlite.common.segmentation.parsing import UserChoice
 from hvdlite.common.transport.base import Transport, do_nothing
 
 log = logging.getLogger("hvdlite")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgpack
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.base.fabric import has_fabric
+from hvdlite.common.base.networks import has_fabric
 from hvdlite.common.meeting.exchange import Exchange
 from hvdlite.common.meeting.launch import Launch
 from hvdlite.common.plain.config import Config

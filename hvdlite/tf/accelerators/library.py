@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.common.devices.nccl.binding import Nccl, NcclError
+from hvdlite.common.devices.nccl.binding import MissingLibraryError, Nccl, NcclError
 from hvdlite.common.devices.nccl.context import CudaContext, DeviceMemory
 from hvdlite.common.devices.nccl.cudart import (
     DEVICE_TO_DEVICE,
@@ -20,7 +20,6 @@ from hvdlite.common.devices.nccl.cudart import (
     CudaRuntime,
 )
 from hvdlite.common.devices.nccl.library import CudaFramework, NcclLibrary, may_share_devices
-from hvdlite.common.devices.nccl.search import MissingLibraryError
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.numpy_adapter import Array

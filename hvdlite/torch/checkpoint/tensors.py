@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hvdlite.checkpoint.tensors import Array, Context, Owner, Part, Tensors
-from hvdlite.common.layouts.placements import from_placements
+from hvdlite.common.layouts.layout import from_placements
 from hvdlite.torch.checkpoint import optimizers
 from hvdlite.torch.dtypes import DTYPE_NAMES, as_array, as_tensor
 

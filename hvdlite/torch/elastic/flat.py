@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdlite.common.elastic.pieces import in_pieces
+from hvdlite.common.elastic.arrays import in_pieces
 from hvdlite.common.elastic.source import Source
 from hvdlite.common.runtime.basics import rank
 from hvdlite.torch import mpi_ops

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from hvdlite.common.api.objects import broadcast_object
-from hvdlite.common.elastic.agreement import check_same_tensors
-from hvdlite.common.elastic.source import sync_source
-from hvdlite.common.elastic.trees import named_leaves
+from hvdlite.common.elastic.source import check_same_tensors, sync_source
+from hvdlite.common.elastic.state import named_leaves
 from hvdlite.common.runtime.basics import rank
 from hvdlite.torch.elastic.flat import broadcast_flat
 from hvdlite.torch.elastic.snapshot import Snapshot

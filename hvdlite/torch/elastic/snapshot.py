@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.elastic.trees import map_leaves
+from hvdlite.common.elastic.state import map_leaves
 from hvdlite.torch.device_modules import pins
 
 Tensor = torch.Tensor

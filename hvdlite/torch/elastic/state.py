@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.common.api.objects import broadcast_object
-from hvdlite.common.elastic.state import ObjectState, check_names
-from hvdlite.common.elastic.trees import map_leaves
+from hvdlite.common.elastic.state import ObjectState, check_names, map_leaves
 from hvdlite.common.runtime.basics import rank
 from hvdlite.torch.elastic.handlers import (
     ModelStateHandler,

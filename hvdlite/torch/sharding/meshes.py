@@ -7,8 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hvdlite.common.layouts.layout import Layout, from_cuts
-from hvdlite.common.layouts.placements import on_mesh, prime_factors
+from hvdlite.common.layouts.layout import Layout, from_cuts, on_mesh, prime_factors
 from hvdlite.common.runtime.basics import size
 from hvdlite.torch.process_group.registration import init_process_group
 from hvdlite.torch.sharding.alltoalls import use_alltoalls

@@ -16,8 +16,12 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.base.report_failure import leave_out_own_frames
-from hvdlite.common.base.user_frames import OWN_FOLDER, is_of_user, without_own_frames
+from hvdlite.common.base.report_failure import (
+    OWN_FOLDER,
+    is_of_user,
+    leave_out_own_frames,
+    without_own_frames,
+)
 from hvdlite.common.runtime import state
 from tests.ranks import run_ranks
 

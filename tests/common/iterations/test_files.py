@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.common.iterations.files import RowsFormatError, open_rows, read_rows
 from hvdlite.common.iterations.rows import (
     IterationRow,
     IterationTimes,
+    RowsFormatError,
     SegmentTimes,
     make_row,
+    open_rows,
     overlap_of,
+    read_rows,
 )
 
 SCALARS = (

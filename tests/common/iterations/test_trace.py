@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.iterations.files import CsvFile, ParquetFile, read_rows
 from hvdlite.common.iterations.marks import StepMarks
-from hvdlite.common.iterations.rows import IterationRow
+from hvdlite.common.iterations.rows import CsvFile, IterationRow, ParquetFile, read_rows
 from hvdlite.common.iterations.trace import trace_iterations
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.runtime.state import current

@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.layouts.layout import Box, Layout, from_cuts, whole
-from hvdlite.common.layouts.placements import from_placements, prime_factors, to_placements
+from hvdlite.common.layouts.layout import (
+    Box,
+    Layout,
+    from_cuts,
+    from_placements,
+    prime_factors,
+    to_placements,
+    whole,
+)
 from tests.ranks import run_ranks
 
 ALL = (0, 4)

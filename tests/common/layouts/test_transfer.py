@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from hvdlite.common.layouts.layout import Layout, from_cuts, whole
-from hvdlite.common.layouts.sources import pieces, ranks_needed
 from hvdlite.common.layouts.transfer import (
     allgather_bytes,
     allreduce_bytes,
     alltoall_bytes,
     bytes_to_receive,
+    pieces,
+    ranks_needed,
     reducescatter_bytes,
 )
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.common.plain.config import settings
-from hvdlite.common.plain.misspelt import misspelt
+from hvdlite.common.plain.config import misspelt, settings
 from tests.parallel.jobs import run_command
 
 PACKAGE = Path(hvdlite.__file__).parent

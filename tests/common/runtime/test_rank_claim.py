@@ -8,7 +8,7 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.meeting.detection import detect
-from hvdlite.common.runtime.rank_claim import RANK_PROCESS, claim_rank
+from hvdlite.common.runtime.lifecycle import RANK_PROCESS, claim_rank
 from tests.common.meeting.environments import (
     MASTER,
     MPICH,

@@ -11,7 +11,7 @@ import torch
 import hvdlite.torch as hvd
 from fake_accelerator import FakeLibrary
 from hvdlite.common.api.forms import Forms
-from hvdlite.common.devices.layers import layers_of
+from hvdlite.common.devices.communicators import layers_of
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.state import current
 from hvdlite.torch.accelerators.context import TorchContext

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
-from hvdlite.common.devices.nccl.search import CUDART, Found, load
+from hvdlite.common.devices.nccl.binding import CUDART, Found, load
 
 log = logging.getLogger("hvdlite")
 SUCCESS, NOT_READY = 0, 600

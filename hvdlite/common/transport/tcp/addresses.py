@@ -10,8 +10,8 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from hvdlite.common.base.bridges import BRIDGE
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.networks import BRIDGE
 from hvdlite.common.transport.tcp.interfaces import Interface
 
 

@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.devices.nccl import search
-from hvdlite.common.devices.nccl.binding import OLDEST, UNIQUE_ID_BYTES, Nccl, NcclError
+from hvdlite.common.devices.nccl import binding
+from hvdlite.common.devices.nccl.binding import (
+    OLDEST,
+    UNIQUE_ID_BYTES,
+    MissingLibraryError,
+    Nccl,
+    NcclError,
+    Wanted,
+    load,
+)
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
-from hvdlite.common.devices.nccl.search import MissingLibraryError, Wanted, load
 from tests.common.devices.nccl.conftest import compiled
 from tests.common.devices.nccl.fake import Fake, run_members
 
@@ -66,7 +73,7 @@ def test_packages_bring_it(
     name = f"libnccl_of_{package}.so.2"
     os.link(fake_path, place / name)
     roots = {package: [tmp_path / package]}
-    monkeypatch.setattr(search, "_roots", lambda wanted: roots.get(wanted, []))
+    monkeypatch.setattr(binding, "_roots", lambda wanted: roots.get(wanted, []))
     found = load(Wanted("NCCL", (name,), "HVDLITE_NCCL_LIBRARY"))
     assert Path(found.path).samefile(place / name)
 
@@ -83,8 +90,8 @@ def test_a_real_release_has_what_is_called() -> None:
 
 
 def test_roots_are_those_of_the_packages() -> None:
-    assert search._roots("hvdlite.common") == [Path(search.__file__).parents[2]]
-    assert search._roots("a_package_of_nobody") == []
+    assert binding._roots("hvdlite.common") == [Path(binding.__file__).parents[2]]
+    assert binding._roots("a_package_of_nobody") == []
 
 
 def trial(environ: dict[str, str]) -> tuple[int, str]:
