@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 
 from hvdlite.launcher.elastic.decisions.host_order import places
@@ -115,13 +118,110 @@ def test_discovery_shows_a_then_both_then_b(limit: int) -> None:
     assert (job.finish.code, job.finish.results) == (0, (2, 3))
 
 
-def test_all_hosts_are_replaced_at_once() -> None:
-    job = running({"a": 2})
+@pytest.mark.parametrize("limits", [{}, {"max_np": 2}, {"max_np": 2, "admit": "wait"}])
+def test_all_hosts_are_replaced_at_once(limits: dict[str, Any]) -> None:
+    """One rank that has the state joins its successors, and leaves at the commit after that."""
+    job = running({"a": 2}, **limits)
+    job.slow_workers = True
     job.discover({"b": 2})
+    kept = "host a is kept until another one has the state: discovery no longer shows it"
+    assert job.lines.count(kept) == 1
+    for number in (2, 3):
+        job.hello(number)
+    if job.worlds[-1][0] == 1 and not job.processes[0].last("raise"):
+        job.newcomers_ready()
+    job.pass_checks()
     job.newcomers_ready()
+    assert job.members[0] == 0
+    assert job.hosts == "abb"[: max(2, limits.get("max_np", 3))]
+    assert job.worlds[-1][2:] == [0, [*range(1, len(job.members))], 4]
+    assert job.processes[1].last("end")[:2] == ["end", 0]  # type: ignore[index]
+    assert job.processes[0].last("end") is None
+    job.commit(5)
+    job.pass_checks()
+    job.newcomers_ready()
+    job.pass_checks()
+    assert (job.hosts, job.members) == ("bb", [2, 3])
+    for number in (0, 1):
+        job.end(number, 0)
+    assert job.agents == {"b"}
+    job.return_all()
+    assert job.finish is not None
+    assert (job.finish.code, job.finish.results) == (0, (2, 3))
+
+
+def test_the_only_rank_left_is_removed_while_its_successor_starts() -> None:
+    """The world of a rank that is removed goes on, and survives the end of a first successor."""
+    job = running({"a": 1, "b": 1})
+    job.slow_workers = True
+    job.kill(0)
+    assert (job.members, len(job.worlds)) == ([1], 2)
+    job.discover({"a": 1})
+    job.wait(30)
+    assert job.processes[1].last("notice") is None
+    job.commit(9)
+    job.kill(2)
+    job.wait(2)
+    job.hello(3)
+    job.newcomers_ready()
+    job.pass_checks()
+    assert job.worlds[-1] == [3, [1, 3], 0, [1], 9]
+    job.pass_checks()
+    assert job.worlds[-1] == [4, [3], 0, [], 9]
+    assert job.finish is None
+
+
+def test_the_newest_commit_is_handed_over() -> None:
+    """A rank is lost while the others, whose hosts have gone, have come to different commits."""
+    job = running({"a": 1, "b": 1, "c": 1}, num_proc=3)
+    job.slow_workers = True
+    job.busy = {1, 2}
+    job.discover({"d": 1})
+    job.kill(0)
+    job.hello(3)
+    job.newcomers_ready()
+    job.ready(1, 5)
+    job.ready(2, 6)
+    assert job.worlds[-1] == [2, [2, 3], 0, [1], 6]
+
+
+def test_nobody_is_waited_for_when_no_host_is_left() -> None:
+    job = running({"a": 2, "b": 1}, num_proc=3)
+    job.discover({"b": 1})
+    job.discover({})
     job.pass_checks()
     assert job.finish is not None
     assert (job.finish.code, job.finish.sentence) == (1, "No hosts from previous set remaining")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_state_is_lost_while_hosts_come_and_go(seed: int) -> None:
+    """Discovery always shows a host, newcomers need a while, and nobody fails."""
+    choice = random.Random(seed)
+    limits = {"max_np": choice.choice([None, 1, 2, 4]), "admit": choice.choice(["ready", "wait"])}
+    job = running({"a": 2}, num_proc=1, **limits)
+    job.slow_workers = True
+    for _ in range(60):
+        match choice.choice(["hosts", "newcomer", "checks", "end", "time"]):
+            case "hosts":
+                shown = choice.sample("abcd", choice.randint(1, 3))
+                job.discover({host: choice.randint(1, 2) for host in shown})
+            case "newcomer":
+                new = [each for each in job.processes.values() if each.alive and not each.frames]
+                for process in new[:1]:
+                    job.hello(process.number)
+                    if process.last("newcomer"):
+                        job.ready(process.number)
+            case "checks":
+                job.pass_checks()
+            case "end":
+                told = [each for each in job.processes.values() if each.alive and each.last("end")]
+                for process in told[:1]:
+                    job.end(process.number, 0)
+            case "time":
+                job.wait(1)
+        assert job.finish is None, job.finish.sentence
+        assert all(world[4] == 4 for world in job.worlds[1:])
 
 
 def test_old_hosts_serve_until_a_newcomer_has_their_state() -> None:
@@ -286,7 +386,7 @@ def test_newcomers_beyond_max_np_end_when_old_hosts_come_back() -> None:
     assert all(job.processes[number].last("end")[:2] == ["end", 0] for number in (2, 3))  # type: ignore[index]
     job.pass_checks()
     job.wait(60)
-    assert (job.hosts, len(job.worlds)) == ("aa", 2)
+    assert (job.hosts, len(job.worlds)) == ("aa", 1)  # They were to stay until others train.
 
 
 def test_five_hundred_ranks_cost_one_decision_a_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ class Driver:
         self._job_end = JobEnd(*parts, self._losses)
         self._changes = HostChanges(plan, self._roster, self._staffing, self._succession)
         self._discovery_error = ""
+        self._held: set[str] = set()  # Hosts that have gone, and whose ranks stay, as was told.
 
     # -- commands
 
@@ -234,6 +235,7 @@ class Driver:
             self._losses.give_up_closed,
             self._requirements.start_first,
             self._changes.tell,
+            self._tell_of_last_holders,
             self._dismiss_newcomers,
             self._fill,
             self._end_reset_beyond_limit,
@@ -246,6 +248,14 @@ class Driver:
         ):
             if not self._finished:
                 step(now)
+
+    def _tell_of_last_holders(self, now: float) -> None:
+        hosts = {each.host: None for each in self._staffing.last_holders(now)}
+        for host in hosts:
+            if host not in self._held:
+                why = self._hosts.why_gone(host)
+                self._say(f"host {host} is kept until another one has the state: {why}")
+        self._held = set(hosts)
 
     def _dismiss_newcomers(self, now: float) -> None:
         for worker in self._staffing.unwanted(now):
@@ -293,10 +303,12 @@ class Driver:
             if not self._losses.unwinding:
                 self._fail(NO_PREVIOUS_HOSTS)
             return
-        chosen = [each for each in staying if each.ready]
+        chosen = self._staffing.in_next_world(now)
         if len(chosen) < requirements.need():
             return
+        holders = self._staffing.last_holders(now)
         leaving = self._staffing.unwanted(now)
+        leaving += [each for each in holders if each not in chosen]
         try:
             succession.publish(chosen, leaving, now)
         except NoStateError:

@@ -108,6 +108,12 @@ class Hosts:
             excluded and self.cooldowns.until(host) == FOREVER
         )
 
+    def may_take_over(self, now: float) -> bool:
+        """Return whether a host is shown that does not leave, and may have workers in time."""
+        return any(
+            self.shown(host, now) and self.may_return(host, now) for host in self.found or {}
+        )
+
     def counts(self, host: str) -> bool:
         """Return whether slots of the host are capacity: its agent is there, or first comes."""
         agent = self.agent(host)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hvdlite.launcher.elastic.decisions.commands import (
@@ -65,25 +65,47 @@ class Staffing:
         living = {worker.host for worker in self._roster.living() if worker.number in self._ranks}
         # A newcomer must not be rank 0 because all ranks of the first host have died.
         assigned = sorted(self._assigned, key=lambda host: host not in living)
-        return order_hosts(assigned, self._hosts.usable(now))
+        hosts = [*self._hosts.usable(now), *(each.host for each in self.last_holders(now))]
+        return order_hosts(assigned, dict.fromkeys(hosts))
 
     def unwanted(self, now: float) -> list[Worker]:
         """Return the living workers that have to leave.
 
         Their slots have gone, then they are the last ones of their hosts; or there are more than
-        the job may have, because hosts have come back, then they are the last newcomers.
+        the job may have, because hosts have come back, then they are the last newcomers. The last
+        holders of the state stay until another rank has it.
         """
-        usable = self._hosts.usable(now)
-        result: list[Worker] = []
-        staying: list[Worker] = []
-        for host in {worker.host: None for worker in self._roster.living()}:
-            workers = self.in_order(host)
-            staying += workers[: usable.get(host, 0)]
-            result += workers[usable.get(host, 0) :]
+        staying, result = self._divide(now)
+        holders = self._last_holders(staying, now)
         if len(staying) > self._most():
             staying.sort(key=lambda each: (each.number not in self._ranks, each.number))
             result += staying[self._most() :]
-        return result
+        return [each for each in result if each not in holders]
+
+    def last_holders(self, now: float) -> list[Worker]:
+        """Return the ranks whose slots have gone and which stay, as nobody else has the state.
+
+        They stay while a host is shown on which a successor may come.
+        """
+        return self._last_holders(self._divide(now)[0], now)
+
+    def _last_holders(self, staying: Iterable[Worker], now: float) -> list[Worker]:
+        if any(each.number in self._ranks for each in staying):
+            return []
+        if not self._hosts.may_take_over(now):
+            return []
+        return [each for each in self._roster.living() if each.number in self._ranks]
+
+    def _divide(self, now: float) -> tuple[list[Worker], list[Worker]]:
+        """Return the living workers that have slots, and those whose slots have gone."""
+        usable = self._hosts.usable(now)
+        staying: list[Worker] = []
+        gone: list[Worker] = []
+        for host in {worker.host: None for worker in self._roster.living()}:
+            workers = self.in_order(host)
+            staying += workers[: usable.get(host, 0)]
+            gone += workers[usable.get(host, 0) :]
+        return staying, gone
 
     def in_order(self, host: str) -> list[Worker]:
         """Return the living workers of a host: its ranks in their order, then the newcomers."""
@@ -102,6 +124,19 @@ class Staffing:
         workers = [each for host in self.hosts_in_order(now) for each in self.in_order(host)]
         return [each for each in workers if each.number not in unwanted]
 
+    def in_next_world(self, now: float) -> list[Worker]:
+        """Return the workers of the next world in rank order: those that are ready and may stay.
+
+        Where the state is to be handed over, one rank that has it comes before its successors.
+        """
+        ready = [each for each in self.in_expected_order(now) if each.ready]
+        holders = [each for each in self.last_holders(now) if each in ready]
+        successors = [each for each in ready if each not in holders]
+        if not holders or not successors:
+            return ready
+        newest = max(holders, key=lambda each: (each.commit, -self._ranks[each.number]))
+        return [newest, *successors][: max(2, self._most())]
+
     # -- who is missing
 
     def vacancies(self, now: float) -> list[Vacancy]:
@@ -109,9 +144,10 @@ class Staffing:
         usable = self._hosts.usable(now)
         unwanted = {worker.number for worker in self.unwanted(now)}
         holders = [each for each in self._roster if each.holds_slot]
+        unwanted |= {worker.number for worker in self.last_holders(now)}
         room = self._most() - sum(each.number not in unwanted for each in holders)
         result = []
-        for host in self.hosts_in_order(now):
+        for host in order_hosts(self.hosts_in_order(now), usable):
             taken = {each.slot for each in self._roster.on(host) if each.holds_slot}
             free = [slot for slot in range(usable[host]) if slot not in taken]
             ending = {each.slot for each in self._roster.on(host) if each.ending}

@@ -83,15 +83,29 @@ def test_a_rank_that_is_stopped_in_a_collective(
 
 
 def test_all_hosts_are_replaced_at_once(site: Site) -> None:
-    """Nobody who holds the state is left."""
+    """The old host is kept until the new one has its state."""
     old, new, _ = site.hosts
     outcome = site.run(
         "train_numpy", "-np", "1", *site.discovery(f"{old}:1"),
-        faults=[dies(0, do=f"hosts {new}:1")], STEPS=STEPS, HOLD="6 2",
+        faults=[dies(0, do=f"hosts {new}:1")], STEPS=STEPS, HOLD="6 2", LATER="9 2",
     )  # fmt: skip
-    assert outcome.code == 1
-    assert outcome.results == []
-    assert outcome.err.splitlines()[-1] == "hvdlite-run: No hosts from previous set remaining"
+    result = check_weights(outcome, STEPS)
+    assert f"host {old} is kept until another one has the state" in outcome.err
+    assert result["history"][0][1] == [0]
+    assert result["history"][-1][1] == [1]
+
+
+def test_the_only_rank_left_is_removed_while_its_successor_starts(site: Site) -> None:
+    """It trains on, and gives the state to the worker that takes the place of a killed one."""
+    stays, goes, _ = site.hosts
+    faults = [dies(0), dies(1, do=f"hosts {stays}:1", step=5)]
+    outcome = site.run(
+        "train_numpy", "-np", "2", "--min-np", "1", *site.discovery(f"{stays}:1", f"{goes}:1"),
+        faults=faults, STEPS=STEPS, LATER="9 4",
+    )  # fmt: skip
+    result = check_weights(outcome, STEPS)
+    assert result["history"][-1][1] == [2]
+    assert result["history"][8][1][0] == 1
 
 
 def test_old_hosts_serve_until_the_newcomers_have_their_state(site: Site) -> None:
