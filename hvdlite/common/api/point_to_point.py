@@ -87,7 +87,7 @@ def message_request(
     check_text("point_to_point", name)
     return Request(
         GLOBAL_ID,
-        f"point_to_point.{rank if sends else peer}.{peer if sends else rank}.{name}",
+        message_name(*((rank, peer) if sends else (peer, rank)), name),
         "point_to_point",
         dtype=spec.dtype,
         shape=(math.prod(spec.shape),),
@@ -95,3 +95,8 @@ def message_request(
         root_rank=rank if sends else peer,
         parties=(min(rank, peer), max(rank, peer)),
     )
+
+
+def message_name(sender: int, receiver: int, name: str) -> str:
+    """Return the name by which the ranks agree on a message."""
+    return f"point_to_point.{sender}.{receiver}.{name}"

@@ -85,6 +85,7 @@ class Effect(Enum):
     REMOVE_SET = auto()  # likewise, by `root_rank`
     FORM_SET = auto()  # a use of the set of the ranks that are `parties` begins
     RELEASE_SET = auto()  # a use of the set that is `root_rank` ends
+    FIND_SENDER = auto()  # nothing: one of the messages that are awaited has been sent
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class CollectiveSpec:
     @property
     def changes_sets(self) -> bool:
         """Whether process sets come or go by it."""
-        return self.effect not in (Effect.NONE, Effect.JOIN)
+        return self.effect not in (Effect.NONE, Effect.JOIN, Effect.FIND_SENDER)
 
     def result_elements(self, shape: tuple[int, ...], members: int, index: int) -> int | None:
         """Return how many elements the member at `index` gets; None where other ranks decide."""
@@ -322,6 +323,7 @@ SPECS = {
             short=True,
             served_as="broadcast",
         ),
+        CollectiveSpec("find_sender", cacheable=False, effect=Effect.FIND_SENDER),
         CollectiveSpec("barrier", cacheable=False, short=True),
         CollectiveSpec("join", cacheable=False, effect=Effect.JOIN),
         CollectiveSpec("init", agree=("settings",), cacheable=False),

@@ -1,13 +1,14 @@
 """The aggregator of a leader: merges the reports of the ranks below it into fewer reports.
 
 A leader is the first rank of its host. It holds a tensor until all ranks below it have it, then
-passes it on in one report, so that the work of rank 0 does not grow with the ranks of a host. Four
+passes it on in one report, so that the work of rank 0 does not grow with the ranks of a host. Five
 cases must not be held, as nobody would ever complete them here, or as rank 0 must decide:
 
 * a tensor that waits for long: rank 0 names the ranks that miss it (`flush`);
 * everything while a rank below has joined, or a member has shut down;
 * a tensor that some ranks report by bit and others in full;
-* a group of which ranks have different sizes.
+* a group of which ranks have different sizes;
+* a message that a rank would receive from any rank: rank 0 tells it who has sent first.
 
 See the theory of operation in coordinator.py. This module never sends, sleeps or reads a clock.
 """
@@ -21,6 +22,7 @@ from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival, BitReadiness
 from hvdlite.common.decisions.grouped import GroupSizes
 from hvdlite.common.decisions.request_readiness import RanksByRequest, RequestReadiness, earliest
+from hvdlite.common.decisions.sender_searches import senders
 from hvdlite.common.decisions.set_changes import change_sets
 from hvdlite.common.plain.messages import (
     NO_BIT,
@@ -195,6 +197,12 @@ class Aggregator:
             self._pass(state, process_set_id, {request: ranks})
             return
         if SPECS[request.collective].effect is Effect.RELEASE_SET:
+            self._pass(state, process_set_id, {request: ranks})
+            return
+        if SPECS[request.collective].effect is Effect.FIND_SENDER:
+            for message in senders(request):
+                state.late.add(message)
+                self._pass(state, process_set_id, state.requests.pop(message))
             self._pass(state, process_set_id, {request: ranks})
             return
         name = request.name

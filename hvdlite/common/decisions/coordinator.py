@@ -70,6 +70,10 @@ and sends orders, which every rank executes in the same sequence:
    of a set that they form. It waits for these alone, and fails as soon as one of them has joined or
    shut down without making it. Its answer has its place in the one sequence all the same.
 
+9. Messages from any rank. The receiver asks which of the messages that it could receive next has
+   been sent, and is told the sender of the first one. Then it receives from this rank as usual.
+   Leaders pass these messages on at once, also where both ranks are below them.
+
 This module never sends, sleeps or reads a clock: its decisions depend only on the reports and on
 the times that are passed with them. Simulations and tests run it without a job.
 """
@@ -85,6 +89,7 @@ from hvdlite.common.decisions.bit_readiness import Arrival
 from hvdlite.common.decisions.fusion import next_segments
 from hvdlite.common.decisions.process_set_state import ProcessSetState
 from hvdlite.common.decisions.request_readiness import RanksByRequest, earliest
+from hvdlite.common.decisions.sender_searches import SenderSearches, senders
 from hvdlite.common.decisions.set_changes import Releases, change_sets
 from hvdlite.common.decisions.stall_inspector import Waiting
 from hvdlite.common.plain.messages import (
@@ -100,7 +105,7 @@ from hvdlite.common.plain.messages import (
     Retune,
     Segment,
 )
-from hvdlite.common.plain.process_set_table import ProcessSetTable, flatten
+from hvdlite.common.plain.process_set_table import GLOBAL_ID, ProcessSetTable, flatten
 
 _MOST_CUTS = 256  # That are remembered: each step has a few.
 
@@ -147,6 +152,7 @@ class Coordinator:
         # the first one.
         self._departed = 0
         self._releases = Releases()
+        self._searches = SenderSearches()
         self._departed_order: dict[int, str] = {}
 
     def receive(self, report: Report, now: float) -> None:
@@ -188,6 +194,7 @@ class Coordinator:
         for state in self._sets.values():
             if state.mask & self._departed:
                 self._fail_all(state)
+        self._fail_searches()
         self._answer_releases()
         self._departures.append(Departed(rank))
 
@@ -228,7 +235,7 @@ class Coordinator:
         sets = self._sets.values()
         times = (time for s in sets for time in (s.bits.oldest, s.requests.oldest))
         joins = (s.progress for s in sets if s.join is not None)
-        return earliest((*times, *joins))
+        return earliest((*times, *joins, self._searches.oldest))
 
     def waiting(self) -> Iterator[Waiting]:
         """Yield every incomplete tensor and every incomplete join, for the stall inspector.
@@ -242,6 +249,8 @@ class Coordinator:
                 joined = state.bits.absent
                 others = tuple(numbers_of(state.mask & ~joined))
                 yield Waiting("join", others, state.progress, tuple(numbers_of(joined)))
+        for search, possible, since in self._searches.waiting():
+            yield Waiting(search.name, tuple(numbers_of(possible)), since)
 
     def _new_set(self, process_set_id: int) -> ProcessSetState:
         members = self._table.members(process_set_id)
@@ -267,6 +276,9 @@ class Coordinator:
         if SPECS[request.collective].effect is Effect.JOIN:
             self._join(state, ranks, request, now)
             return
+        if SPECS[request.collective].effect is Effect.FIND_SENDER:
+            self._find_sender(state, request, now)
+            return
         bit = state.cache.find(request.name)
         if bit is not None:
             # A rank may report a cached request in full, as it was sent before the answer came.
@@ -283,7 +295,19 @@ class Coordinator:
             self._complete(state, requests)
         elif request.parties:
             self._fail_joined(state, request)
+            search = self._searches.sent(request.name)
+            if search is not None:
+                self._find_sender(state, search, now)
         self._fail_group(state, request.group, error)
+
+    def _find_sender(self, state: ProcessSetState, search: Request, now: float) -> None:
+        """Answer a search by the first of its messages that has been sent, or keep it."""
+        for message, sender in senders(search).items():
+            if message in state.requests:
+                self._ready.append(Response(search, first_dims=(sender,)))
+                return
+        self._searches.add(search, now)
+        self._fail_searches()
 
     def _join(self, state: ProcessSetState, ranks: int, request: Request, now: float) -> None:
         """Excuse `ranks` from all tensors, unless their join has crossed an eviction.
@@ -302,6 +326,7 @@ class Coordinator:
         for waiting, _, _ in list(state.requests.waiting()):
             if waiting.parties:
                 self._fail_joined(state, waiting)
+        self._fail_searches()
         if state.bits.all_absent:
             state.expect(state.mask)
             state.joins += 1
@@ -418,6 +443,17 @@ class Coordinator:
         missing = state.requests.missing(request.name) & state.bits.absent
         if missing:
             self._fail_waiting(state, request, join_error(lowest(missing), request))
+
+    def _fail_searches(self) -> None:
+        """Fail the searches for which nobody is left who could send."""
+        joined = self._sets[GLOBAL_ID].bits.absent
+        for search in self._searches.pop_hopeless(self._departed, joined):
+            error = join_error(search.shape[0], search)
+            for rank, reason in self._departed_order.items():
+                if rank in search.shape + search.parties:
+                    error = departure_error(rank, search, reason)
+                    break
+            self._ready.append(Response(search, error=error))
 
     def _fail_waiting(self, state: ProcessSetState, request: Request, error: str) -> None:
         """Answer an incomplete tensor with an error, and forget its counts."""

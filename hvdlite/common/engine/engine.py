@@ -469,7 +469,7 @@ class Engine:
             if self._short_calls is not None:
                 self._short_calls.forget()  # Only some ranks have counted calls meanwhile.
                 self._short_calls.take_part()
-        elif effect is not Effect.NONE:
+        elif SPECS[request.collective].changes_sets:
             before = self.process_sets.all()
             change = change_sets(self.process_sets, response)
             log.debug("rank %d: '%s': %s", self.rank, request.name, change)

@@ -18,7 +18,7 @@ import msgpack
 from hvdlite.common.base.bitsets import NumberSet, runs_of
 from hvdlite.common.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 NO_BIT = -1
 NO_RANK = -1
 JOB_THRESHOLD = -1  # As `Request.fusion_bytes`: the fusion threshold of the job.
@@ -35,7 +35,9 @@ class Request(NamedTuple):
     name: str
     collective: str
     dtype: str = ""
-    shape: tuple[int, ...] = ()  # Of a join: how many joins and evictions its rank has executed.
+    # Of a join: how many joins and evictions its rank has executed; of a search for a sender: who
+    # may be it.
+    shape: tuple[int, ...] = ()
     device: str = ""
     reduce_op: int = 0
     root_rank: int = NO_RANK  # A global rank.
@@ -43,7 +45,8 @@ class Request(NamedTuple):
     postscale_factor: float = 1.0
     group: str = ""  # The name of its grouped call; "" for a tensor of its own.
     group_size: int = 0
-    # Of `init`, gradients and uneven reduce_scatters: what else must be equal on all ranks.
+    # Of `init`, gradients and uneven reduce_scatters: what else must be equal on all ranks. Of a
+    # search for a sender: the next message of each rank in `shape`, a line each.
     settings: str = ""
     fusion_bytes: int = JOB_THRESHOLD  # The most bytes of its segment, or WHOLE_GROUP.
     # The global ranks that make this request, ascending, where these are not all of the process

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from hashlib import sha1
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.api.point_to_point import message_request
+from hvdlite.common.api.point_to_point import message_name, message_request
 from hvdlite.common.api.prepared_calls import prepared_once
 from hvdlite.common.api.tensor_entries import (
     PreparedCall,
@@ -29,6 +29,7 @@ from hvdlite.common.api.tensor_entries import (
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.entries import Entry, Series
 from hvdlite.common.plain.messages import Request
+from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import find
@@ -76,7 +77,7 @@ class Caller:
         """
         self.torch_name = group
         if _HASHED.fullmatch(group):
-            group = f"of_{sha1(repr(self.members).encode()).hexdigest()[:12]}"
+            group = f"of_{_digest(self.members)}"
         made = _made.setdefault(self.runtime, Counter())
         key = group, *self.members
         made[key] += 1
@@ -123,6 +124,15 @@ class Caller:
         """Return the name of the calls of a kind, which their numbers follow."""
         return f"pg.{self.group}.{kind}"
 
+    def _send_name(self, kind: tuple[int, int, int]) -> str:
+        """Return the name of the messages of a kind: source, destination and tag.
+
+        They belong to no process set, so groups of one name and different ranks must not meet.
+        """
+        whole = len(self.members) == self.runtime.topology.size
+        ranks = "" if whole else f"of_{_digest(self.members)}."
+        return self.name("{}send.{}.{}.{}".format(ranks, *kind))
+
     def enqueue(
         self,
         collective: str,
@@ -148,6 +158,26 @@ class Caller:
         self.count(kind, len(entries))
         return entries
 
+    def gather(
+        self, parts: Mapping[str, torch.Tensor], options: CallOptions
+    ) -> list[TensorEntry[torch.Tensor]]:
+        """Enqueue allgathers, by their kinds, whose results have the rows of all ranks.
+
+        All have the number of the first one, which may be a kind that other calls have as well.
+        """
+        runtime = self.checked_runtime()
+        first = next(iter(parts))
+        number = self.first_number(first)
+        entries = []
+        for kind, tensor in parts.items():
+            known, _ = self._find("allgather", kind, tensor, options)
+            entry = TensorEntry(known.series.numbered(number), ADAPTER, tensor, None)
+            entry.series, entry.number = known.series, number
+            entries.append(entry)
+        runtime.engine.enqueue(entries)
+        self.count(first, 1)
+        return entries
+
     def message(
         self, kind: tuple[int, int, int], tensors: Sequence[torch.Tensor], peer: int, sends: bool
     ) -> list[Entry]:
@@ -156,7 +186,14 @@ class Caller:
         Messages of one kind, which are source, destination and tag, keep their order. Raises
         `ValueError` before anything is sent.
         """
-        runtime = self.checked_runtime()
+        self.checked_runtime()
+        return self.start_message(kind, tensors, peer, sends)
+
+    def start_message(
+        self, kind: tuple[int, int, int], tensors: Sequence[torch.Tensor], peer: int, sends: bool
+    ) -> list[Entry]:
+        """Do as `message` does after it has been checked; any thread, never waits."""
+        runtime = self.runtime
         number = self.first_number(kind)
         entries = [
             self._message(kind, number + index, tensor, peer, sends)
@@ -165,6 +202,32 @@ class Caller:
         runtime.engine.enqueue(entries)
         self.count(kind, len(entries))
         return entries
+
+    def find_sender(self, kinds: Mapping[int, tuple[int, int, int]], what: str) -> Entry:
+        """Ask which rank has sent first; its response has the global rank in `first_dims`.
+
+        `kinds` are those of the messages to this rank, by the global rank that sends. Any thread,
+        never waits. `what` names the search.
+        """
+        rank = self.runtime.rank
+        messages = [
+            f"{message_name(sender, rank, self._send_name(kind))}.{self.first_number(kind)}"
+            for sender, kind in kinds.items()
+        ]
+        number = self.first_number(what)
+        self.count(what, 1)
+        entry = Entry(
+            Request(
+                GLOBAL_ID,
+                f"{self.name(what)}.{rank}.{number}",
+                "find_sender",
+                shape=tuple(kinds),
+                settings="\n".join(messages),
+                parties=(rank,),
+            )
+        )
+        self.runtime.engine.enqueue([entry])
+        return entry
 
     def _message(
         self, kind: tuple[int, int, int], number: int, tensor: torch.Tensor, peer: int, sends: bool
@@ -178,7 +241,7 @@ class Caller:
         key = kind, spec
         known = self._known.get(key)
         if known is None:
-            name = self.name("send.{}.{}.{}".format(*kind))
+            name = self._send_name(kind)
             request = message_request(self.runtime, spec, peer, name, sends=sends)
             known = self._keep(key, PreparedCall.of(spec, None, request))
         self._latest[kind] = known
@@ -297,6 +360,10 @@ class Caller:
                     f"and none to {', '.join(sorted(backends))}: say backend={BACKEND!r}"
                 )
         self._is_checked = True
+
+
+def _digest(members: Sequence[int]) -> str:
+    return sha1(repr(members).encode()).hexdigest()[:12]
 
 
 @lru_cache(256)

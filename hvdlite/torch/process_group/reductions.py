@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from hvdlite.common.api.options import CallOptions
+from hvdlite.common.base.errors import UnsupportedError
+from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.torch.process_group import checks
 from hvdlite.torch.process_group.arguments import Tensors, as_list, as_lists, op_of, root_of
 from hvdlite.torch.process_group.base import GroupBase
@@ -24,8 +27,45 @@ class Reductions(GroupBase):
         tensors = as_list(tensors)
         checks.readable("allreduce", tensors)
         options = self._caller.reducing(op_of(opts))
+        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
+            return self._allreduce_sparse(tensors, options, opts, timeout)
         entries = self._caller.enqueue("allreduce", tensors, tensors, options)
         return self._work(entries, tensors, opts, timeout)
+
+    def _allreduce_sparse(
+        self, tensors: list[torch.Tensor], options: CallOptions, opts: Any, timeout: Any
+    ) -> CollectiveWork:
+        """Gather indices and values of all ranks, whose numbers may differ, and add them up."""
+        if options.reduce_op != ReduceOp.SUM or options.prescale_factor != 1:
+            raise UnsupportedError(
+                "allreduce of sparse tensors only works with ReduceOp.SUM: divide the result, or "
+                "give dense tensors (to_dense())"
+            )
+        if any(tensor.layout is not torch.sparse_coo for tensor in tensors):
+            raise ValueError("allreduce: sparse and dense tensors in one call: make two of them")
+        gathered = []
+        for tensor in tensors:
+            local = tensor.detach().coalesce()
+            alike = self._caller.plain()._replace(settings=f"a sparse tensor {[*tensor.shape]}")
+            # The first has the name of a dense one, so that ranks that disagree are told.
+            indices = local.indices().t().contiguous()
+            parts = {"allreduce": indices, "allreduce.values": local.values()}
+            gathered.append(self._caller.gather(parts, alike))
+
+        def finish() -> None:
+            for tensor, parts in zip(tensors, gathered, strict=True):
+                indices, values = (part.wait_for_result() for part in parts)
+                total = torch.sparse_coo_tensor(
+                    indices.t(), values, tensor.shape, check_invariants=False
+                )
+                with torch.no_grad():
+                    tensor.copy_(total.coalesce())
+
+        entries = [entry for parts in gathered for entry in parts]
+        return self._work(entries, tensors, opts, timeout, finish)
+
+    # What DDP calls where it knows which rows of an embedding have gradients.
+    allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> CollectiveWork:
         """Do as `allreduce` does."""

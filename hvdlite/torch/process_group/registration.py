@@ -6,6 +6,7 @@ with the first process group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -41,6 +42,34 @@ def register() -> None:
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=devices())
         register_rendezvous_handler(BACKEND, _meet)  # type: ignore[no-untyped-call]
+        _allow_monitored_barrier()
+
+
+def _allow_monitored_barrier() -> None:
+    """Let ``torch.distributed.monitored_barrier`` pass for groups of hvdlite.
+
+    torch refuses it for all backends but gloo before it asks the group.
+    """
+    torchs = dist.monitored_barrier
+
+    @functools.wraps(torchs)
+    def monitored_barrier(
+        group: Any = dist.group.WORLD, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> Any:
+        is_member = group is not dist.GroupMember.NON_GROUP_MEMBER and dist.is_initialized()
+        if not is_member or dist.get_backend(group) != BACKEND:
+            return torchs(group, timeout, wait_all_ranks)
+        if isinstance(timeout, float):
+            timeout = timedelta(seconds=timeout)
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(
+                f"Expected timeout argument to be of type datetime.timedelta, got {timeout}"
+            )
+        ours: Any = dist.group.WORLD if group is None else group
+        return ours.monitored_barrier(timeout, wait_all_ranks)
+
+    for module in (dist, dist.distributed_c10d):
+        vars(module)["monitored_barrier"] = monitored_barrier
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:

@@ -33,6 +33,7 @@ class CollectiveWork(Work):
     # Called when somebody has waited: see `GroupBase._keep`.
     let_go: Callable[[], object] = staticmethod(do_nothing)
     _finished = False
+    source = -1  # Of a receive: the rank of the group that has sent, once it is known.
 
     def __init__(
         self,
@@ -74,6 +75,8 @@ class CollectiveWork(Work):
         for entry in self.entries:
             handle = entry.handle
             if handle.poll():
+                if handle.error is not None:  # Others may wait for ranks that disagree.
+                    break
                 continue
             queue = handle.queue
             if queue is not None:
@@ -83,8 +86,31 @@ class CollectiveWork(Work):
             until = began + limit.total_seconds()
             if not self._ended_within(handle, waitable(until - time.monotonic())):
                 raise self._unfinished(entry, limit)
+            if handle.error is not None:
+                break
         self._end()
         return True
+
+    def has_succeeded_by(self, until: float) -> bool:
+        """Sleep until the results are there, at most until a time of `time.monotonic`.
+
+        Return whether they are. Raises `HorovodInternalError` where the job fails.
+        """
+        for entry in self.entries:
+            if not self._ended_within(entry.handle, waitable(until - time.monotonic())):
+                return False
+        error = self.exception()
+        if isinstance(error, HorovodInternalError) and not error.job_goes_on:
+            self.wait()
+        if error is None:
+            self._end()
+        return error is None
+
+    def _source_rank(self) -> int:
+        """Return the rank of the group that has sent, after `wait` for a receive."""
+        return self.source
+
+    source_rank = _source_rank
 
     def _ended_within(self, handle: Handle, seconds: float) -> bool:
         """Sleep until the handle has ended, at most `seconds`; return whether it has.

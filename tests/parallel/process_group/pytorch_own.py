@@ -28,7 +28,7 @@ TIMEOUT = timedelta(seconds=4)
 # Of a test in which some ranks wait for longer than that, and the others for them.
 LONGER = {"test_barrier_timeout_group": timedelta(seconds=30)}
 # They end a process, wait for minutes, or test what is no process group.
-LEFT_OUT = ("test_monitored_barrier", "test_verify_model_across_rank", "test_ddp_has_finalized")
+LEFT_OUT = ("test_verify_model_across_rank", "test_ddp_has_finalized")
 
 
 def load() -> Any:

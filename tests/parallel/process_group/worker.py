@@ -19,6 +19,7 @@ from tests.parallel.process_group import (  # noqa: F401 - each module registers
     check_errors,
     check_fsdp,
     check_groups,
+    check_peers,
     check_pipelines,
     check_reductions,
     features,

@@ -187,3 +187,37 @@ def test_both_names_of_torch() -> None:
             assert output.tolist() == [1.0, 2.0], name
 
     run_ranks(2, main)
+
+
+@pytest.mark.parametrize("hosts", [None, [[0], [1, 2, 3]]])
+def test_recv_from_any_rank_while_others_compute(hosts: list[list[int]] | None) -> None:
+    """Leaders of hosts pass on who has sent, also of messages inside their host."""
+
+    def main(rank: int) -> None:
+        group = group_of_all()
+        if rank == 1:
+            seen = []
+            for _ in range(6):
+                tensor = torch.empty(1)
+                work = group.recv_anysource([tensor])
+                work.wait()
+                assert work._source_rank() == tensor.item()
+                seen.append(work._source_rank())
+            assert sorted(seen) == [0, 0, 2, 2, 3, 3]
+        else:
+            for _ in range(2):
+                group.send([torch.tensor([float(rank)])], 1).wait()
+        group.barrier().wait()
+
+    run_ranks(4, main, hosts=hosts)
+
+
+def test_recv_from_any_rank_of_ranks_that_have_left() -> None:
+    def main(rank: int) -> None:
+        if rank == 0:
+            work = group_of_all().recv_anysource([torch.empty(1)])
+            with pytest.raises(hvd.HorovodInternalError, match="has been shut down"):
+                work.wait()
+            assert work.is_completed() and not work.is_success()
+
+    run_ranks(3, main)
