@@ -26,9 +26,15 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from hvdlite.common.connections.address import (
+    EXHAUSTED,
+    Address,
+    connect,
+    listen,
+    listen_everywhere,
+)
+from hvdlite.common.connections.address import parse_address as parse
 from hvdlite.common.meeting import handshake
-from hvdlite.common.meeting.address import EXHAUSTED, Address, connect, listen, listen_everywhere
-from hvdlite.common.meeting.address import parse_address as parse
 from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
 
 SECRET_VARIABLE = "HVDLITE_LAUNCHER_SECRET"

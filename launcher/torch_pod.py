@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.meeting.address import Address
+from hvdlite.common.connections.address import Address
 
 PREFIX = "PET_"
 NODES, NODE_RANK, PER_NODE = "PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"

@@ -14,6 +14,7 @@ A package imports from itself and from packages below it, never upwards:
     transport       control messages, shared memory and arrays between ranks
     membership      the driver of an elastic job and its workers: who is in which world
     meeting         how ranks find each other: the exchange, its sources, proofs of identity
+    connections     proven, framed and watched connections, and the loop that drives them
     plain           messages, settings, entries, handles: data without behaviour
     segmentation    strategies that cut a list of gradients into segments: pure
     layouts         how tensors are cut among ranks, and which strategies cut operators so: pure

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.meeting.serving import ServedMeeting
 from hvdlite.launcher.passed_variables import of_another_job

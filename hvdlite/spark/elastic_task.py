@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from hvdlite.common.meeting.address import Address
+from hvdlite.common.connections.address import Address
 from hvdlite.launcher.call_back import call as call_driver
 from hvdlite.launcher.channel import PART_BYTES, Channel
 from hvdlite.launcher.event_loop import EventLoop

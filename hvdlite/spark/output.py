@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from hvdlite.common.meeting.address import EXHAUSTED, Address, listen
+from hvdlite.common.connections.address import EXHAUSTED, Address, listen
 from hvdlite.launcher.call_back import EXHAUSTED_SECONDS, answer, call
 from hvdlite.launcher.console import Console
 from hvdlite.launcher.output import STREAMS, Output

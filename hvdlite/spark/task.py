@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.meeting.placement import order_by_host, rank_variables
 from hvdlite.common.meeting.serving import ServedMeeting

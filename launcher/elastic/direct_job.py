@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdlite.as_horovod import active
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
-from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.placement import new_secret
 from hvdlite.common.membership.server import WorkerServer
 from hvdlite.common.plain.config import Config

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.membership.server import WorkerServer
 from hvdlite.launcher.agent_folder import AgentFolder
 from hvdlite.launcher.channel import Channel

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hvdlite.common.meeting.address import Address
+from hvdlite.common.connections.address import Address
 from hvdlite.common.meeting.detection import detect
 from hvdlite.launcher.flags import parse_args
 from hvdlite.ps.settings import read_settings

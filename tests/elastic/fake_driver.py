@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.membership import frames
 from hvdlite.common.membership.server import WorkerServer
 

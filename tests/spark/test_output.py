@@ -7,7 +7,7 @@ import io
 import socket
 import threading
 
-from hvdlite.common.meeting.address import Address
+from hvdlite.common.connections.address import Address
 from hvdlite.launcher.call_back import call
 from hvdlite.spark.output import DriverOutput, RankOutput
 from tests.launcher.descriptors import no_free_descriptor

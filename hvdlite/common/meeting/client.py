@@ -16,8 +16,8 @@ from itertools import cycle
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.connections.address import Address
 from hvdlite.common.meeting import wire
-from hvdlite.common.meeting.address import Address
 from hvdlite.common.meeting.dial import Refused, dial
 from hvdlite.common.meeting.participant import Participant
 from hvdlite.common.meeting.patience import Patience, Presence

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.meeting.address import parse_address
+from hvdlite.common.connections.address import parse_address
 from hvdlite.common.meeting.launch import (
     DRIVER,
     ELASTIC,

@@ -6,8 +6,8 @@ import socket
 import time
 
 from hvdlite.common.base.errors import HorovodVersionMismatchError
+from hvdlite.common.connections.address import Address, connect
 from hvdlite.common.meeting import handshake, wire
-from hvdlite.common.meeting.address import Address, connect
 from hvdlite.common.meeting.participant import Participant
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvdlite.common.meeting.address import Address
+from hvdlite.common.connections.address import Address
 
 MPI, OWN, TORCH_GROUP, TORCH_AGENT = "MPI", "hvdlite", "torch.distributed", "torchrun"
 MASTER, SLURM, SINGLE = "MASTER_ADDR", "Slurm", "nobody"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.meeting.address import Address, is_here, listen
+from hvdlite.common.connections.address import Address, is_here, listen
 from hvdlite.common.meeting.client import ServerExchange
 from hvdlite.common.meeting.exchange import Exchange
 from hvdlite.common.meeting.hosted import HostedExchange

@@ -15,8 +15,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.connections.address import EXHAUSTED
 from hvdlite.common.meeting import wire
-from hvdlite.common.meeting.address import EXHAUSTED
 from hvdlite.common.meeting.admission import Admission
 from hvdlite.common.meeting.connection import Connection
 from hvdlite.common.meeting.doorway import SILENCE_SECONDS, Doorway

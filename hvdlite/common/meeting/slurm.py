@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.meeting.address import Address
+from hvdlite.common.connections.address import Address
 from hvdlite.common.meeting.launch import RENDEZVOUS, SLURM, Launch
 from hvdlite.common.meeting.variables import first_set, launch_with
 from hvdlite.common.plain.nodelist import expand_nodelist

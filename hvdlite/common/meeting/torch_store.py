@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import msgpack
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.meeting.address import Address
+from hvdlite.common.connections.address import Address
 from hvdlite.common.meeting.launch import WorldRank
 from hvdlite.common.meeting.patience import Patience, Presence
 

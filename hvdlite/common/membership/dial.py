@@ -6,8 +6,8 @@ import socket
 import time
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.connections.address import Address
 from hvdlite.common.meeting import dial as meeting
-from hvdlite.common.meeting.address import Address
 from hvdlite.common.meeting.participant import Participant
 from hvdlite.common.membership.frames import CLAIM_JOB
 

@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.connections.address import parse_address
 from hvdlite.common.meeting import wire
-from hvdlite.common.meeting.address import parse_address
 from hvdlite.common.membership import frames
 from hvdlite.common.membership.checks import Checks
 from hvdlite.common.membership.dial import dial

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.connections.loop import READ, WRITE, Loop
 from hvdlite.common.transport.base import CHECK_SECONDS, Incoming, connection_lost
 from hvdlite.common.transport.framing import FRAME_BYTES, Assembler, frames
-from hvdlite.common.transport.poller import READ, WRITE, Poller
 from hvdlite.common.transport.rendezvous import Peer
 from hvdlite.common.transport.shared_memory import Memory
 from hvdlite.common.transport.wakeup import WakeUp
@@ -35,9 +35,9 @@ class LocalMesh:
     """
 
     def __init__(
-        self, rank: int, peers: dict[int, Peer], memory: int, poller: Poller | None = None
+        self, rank: int, peers: dict[int, Peer], memory: int, poller: Loop | None = None
     ) -> None:
-        self.poller = poller or Poller()
+        self.poller = poller or Loop()
         self.incoming: list[Incoming] = []
         self.woken = self.news = False
         self._rank = rank
@@ -65,7 +65,7 @@ class LocalMesh:
 
     def receive(self, timeout: float | None) -> list[Incoming]:
         """Sleep once for at most `timeout` seconds (None: no limit), and return all messages."""
-        self.poller.poll(timeout)
+        self.poller.run_once(timeout)
         return self.take()
 
     def take(self) -> list[Incoming]:

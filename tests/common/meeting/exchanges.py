@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hvdlite.common.meeting.address import Address, parse_address
+from hvdlite.common.connections.address import Address, parse_address
 from hvdlite.common.meeting.client import ServerExchange
 from hvdlite.common.meeting.hosted import HostedExchange
 from hvdlite.common.meeting.participant import Participant

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.meeting.address import Address
+from hvdlite.common.connections.address import Address
 from hvdlite.common.meeting.detection import detect
 from hvdlite.common.meeting.launch import WorldRank
 from hvdlite.common.meeting.slurm import PORTS

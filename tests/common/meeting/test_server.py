@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting import wire
-from hvdlite.common.meeting.address import Address, listen
 from hvdlite.common.meeting.rounds import Key
 from hvdlite.common.meeting.server import MeetingServer
 from tests.common.meeting.exchanges import at_server, hosting

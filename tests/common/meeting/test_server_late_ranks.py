@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting import client as client_module
 from hvdlite.common.meeting import wire
-from hvdlite.common.meeting.address import Address, listen
 from hvdlite.common.meeting.client import ServerExchange
 from hvdlite.common.meeting.detection import detect
 from hvdlite.common.meeting.meet import meet as meet_at

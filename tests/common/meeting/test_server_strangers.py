@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, HorovodVersionMismatchError
+from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting import doorway as doorway_module
 from hvdlite.common.meeting import handshake, wire
 from hvdlite.common.meeting import server as server_module
-from hvdlite.common.meeting.address import Address, listen
 from hvdlite.common.meeting.server import MeetingServer
 from hvdlite.common.meeting.serving import ServedMeeting
 from tests.common.meeting.exchanges import at_server, hosting

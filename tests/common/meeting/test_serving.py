@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.meeting.address import Address, listen
+from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.serving import ServedMeeting
 from tests.common.meeting.exchanges import at_server
 from tests.ranks import run_threads

@@ -15,11 +15,11 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.connections.loop import Loop
 from hvdlite.common.meeting import handshake
 from hvdlite.common.meeting.exchange import InProcessMeeting
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Incoming
-from hvdlite.common.transport.poller import Poller
 from hvdlite.common.transport.tcp import listeners
 from hvdlite.common.transport.tcp.addresses import Target
 from hvdlite.common.transport.tcp.connect import connect
@@ -303,7 +303,7 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
 @pytest.mark.parametrize("honest", [False, True])
 def test_who_listens_must_prove_itself_too(honest: bool) -> None:
     """An impostor at the address of a rank can send a nonce, and bytes of the right number."""
-    me, slot, poller = Identity(1, 2, 0, b"key"), Slot(0, DATA), Poller()
+    me, slot, poller = Identity(1, 2, 0, b"key"), Slot(0, DATA), Loop()
     ended: list[str] = []
 
     def answer(listener: socket.socket) -> None:
@@ -330,7 +330,7 @@ def test_who_listens_must_prove_itself_too(honest: bool) -> None:
         server.start()
         dial.start()
         while not ended:
-            poller.poll(10)
+            poller.run_once(10)
         server.join(10)
     poller.close()
     assert ended == ["yes"] if honest else "another job answers" in ended[0]

@@ -14,18 +14,18 @@ import msgpack
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.connections.liveness import Liveness
+from hvdlite.common.connections.loop import READ, Loop
 from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.meeting.host_identity import THREAD_NETWORK, boot_id, network_namespace
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.bootstrap import Gathering, exchange_versions, raise_first
-from hvdlite.common.transport.poller import READ, Poller
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose
 from hvdlite.common.transport.tcp.cards import AddressBook, Card, exchange_cards
 from hvdlite.common.transport.tcp.connections import Connections
 from hvdlite.common.transport.tcp.dials import Limits
 from hvdlite.common.transport.tcp.interfaces import list_interfaces
 from hvdlite.common.transport.tcp.listeners import listen_local, listen_remote
-from hvdlite.common.transport.tcp.liveness import Liveness
 from hvdlite.common.transport.tcp.strangers import Identity
 from hvdlite.common.transport.tcp.transport import Job, TcpTransport
 
@@ -99,7 +99,7 @@ def connect(
 
 
 @contextmanager
-def _interrupted_by(interrupt: Interrupt | None, poller: Poller) -> Iterator[None]:
+def _interrupted_by(interrupt: Interrupt | None, poller: Loop) -> Iterator[None]:
     """Let waits of `poller` raise as `interrupt` does within this context."""
     if interrupt is None:
         yield

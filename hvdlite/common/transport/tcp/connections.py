@@ -15,9 +15,9 @@ from functools import partial
 from typing import Protocol
 
 from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.connections.loop import READ, Loop
 from hvdlite.common.meeting import handshake
 from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
-from hvdlite.common.transport.poller import READ, Poller
 from hvdlite.common.transport.rendezvous import check_credentials
 from hvdlite.common.transport.tcp.addresses import Target
 from hvdlite.common.transport.tcp.dials import Dial, Limits
@@ -58,7 +58,7 @@ class Connections:
 
     def __init__(
         self,
-        poller: Poller,
+        poller: Loop,
         me: Identity,
         listeners: Sequence[socket.socket],
         targets: Callable[[int], Sequence[Target]],
@@ -169,7 +169,7 @@ class Connections:
 class _Guest(Stranger):
     """One that connects here: it is sent a nonce, and has to prove who it is."""
 
-    def __init__(self, host: Connections, poller: Poller, connection: socket.socket) -> None:
+    def __init__(self, host: Connections, poller: Loop, connection: socket.socket) -> None:
         super().__init__(poller, connection)
         self._host = host
         self._nonce = handshake.new_nonce()

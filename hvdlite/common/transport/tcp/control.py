@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable
 
 from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.connections.liveness import Liveness
+from hvdlite.common.connections.loop import READ, WRITE, Loop
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.framing import FRAME_BYTES, HEADER, MAGIC, Assembler, frames
-from hvdlite.common.transport.poller import READ, WRITE, Poller
-from hvdlite.common.transport.tcp.liveness import Liveness
 
 
 class ControlLink:
@@ -21,7 +21,7 @@ class ControlLink:
     def __init__(
         self,
         rank: int,
-        poller: Poller,
+        poller: Loop,
         liveness: Liveness,
         deliver: Callable[[Incoming], None],
     ) -> None:

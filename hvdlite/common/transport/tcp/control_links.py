@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.connections.liveness import Liveness
+from hvdlite.common.connections.loop import Loop
 from hvdlite.common.transport.base import Incoming
-from hvdlite.common.transport.poller import Poller
 from hvdlite.common.transport.tcp.connections import Connections
 from hvdlite.common.transport.tcp.control import ControlLink
-from hvdlite.common.transport.tcp.liveness import Liveness
 from hvdlite.common.transport.tcp.strangers import CONTROL, CONTROL_ONE_WAY, Slot
 
 GOODBYE_SECONDS = 2.0  # The longest wait of `close` for remote ranks.
@@ -31,7 +31,7 @@ class ControlLinks:
     def __init__(
         self,
         rank: int,
-        poller: Poller,
+        poller: Loop,
         liveness: Liveness,
         connections: Connections,
         arrived: Callable[[Incoming], None],
@@ -105,7 +105,7 @@ class ControlLinks:
             if all(link.confirmed for link in links):
                 return
             try:
-                self._poller.poll(GOODBYE_STEP_SECONDS)
+                self._poller.run_once(GOODBYE_STEP_SECONDS)
             except HorovodInternalError as error:  # Nobody listens any more.
                 log.debug("rank %d: %s, while closing", self._rank, error)
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.errors import PeerLostError
+from hvdlite.common.connections.liveness import Liveness
+from hvdlite.common.connections.loop import Loop
 from hvdlite.common.transport.base import Array
-from hvdlite.common.transport.poller import Poller
-from hvdlite.common.transport.tcp.liveness import Liveness
 from hvdlite.common.transport.tcp.streams import Stream, Transfer
 
 SMALL_BYTES = 64 << 10  # Such arrays need no second stream.
@@ -35,7 +35,7 @@ class DataLink:
         self,
         ranks: tuple[int, int],
         streams: int,
-        poller: Poller,
+        poller: Loop,
         liveness: Liveness,
         loss: Callable[[int, OSError | None], PeerLostError],
         dial: Callable[[int, int], None] | None,

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from hvdlite.common.connections.loop import WRITE, Loop
 from hvdlite.common.meeting import handshake
 from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
-from hvdlite.common.transport.poller import WRITE, Poller
 from hvdlite.common.transport.tcp.addresses import Target
 from hvdlite.common.transport.tcp.strangers import GO, RESETS, Identity, Slot, Stranger, why
 
@@ -37,7 +37,7 @@ class Dial:
 
     def __init__(
         self,
-        poller: Poller,
+        poller: Loop,
         me: Identity,
         slot: Slot,
         targets: Sequence[Target],

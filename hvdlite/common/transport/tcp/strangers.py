@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.connections.loop import READ, Loop
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
-from hvdlite.common.transport.poller import READ, Poller
 
 CLAIM = struct.Struct("<8sIQIIBB")  # MAGIC, protocol, epoch, from rank, to rank, channel, stream.
 MAGIC = b"hvdlite\n"
@@ -81,7 +81,7 @@ class Identity(NamedTuple):
 class Stranger:
     """One such connection. Reads exactly the bytes that are due; closes when they do not come."""
 
-    def __init__(self, poller: Poller, connection: socket.socket) -> None:
+    def __init__(self, poller: Loop, connection: socket.socket) -> None:
         self.connection = connection
         self._poller = poller
         self._body = b""

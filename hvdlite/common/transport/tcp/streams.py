@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hvdlite.common.base.errors import PeerLostError, ProtocolError
-from hvdlite.common.transport.poller import READ, WRITE, Poller
-from hvdlite.common.transport.tcp.liveness import Liveness
+from hvdlite.common.connections.liveness import Liveness
+from hvdlite.common.connections.loop import READ, WRITE, Loop
 
 HEADER = struct.Struct("<IIQ")  # MAGIC, number of the part on its stream, bytes of the array.
 MAGIC = 0x68764441  # "hvDA"
@@ -62,7 +62,7 @@ class Link(Protocol):
 
     me: int
     rank: int  # The other one.
-    poller: Poller
+    poller: Loop
     liveness: Liveness
 
     def loss(self, error: OSError | None) -> PeerLostError:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.connections.liveness import Liveness
 from hvdlite.common.transport.base import (
     CHECK_SECONDS,
     Array,
@@ -31,7 +32,6 @@ from hvdlite.common.transport.local import LocalMesh
 from hvdlite.common.transport.tcp.connections import Connections
 from hvdlite.common.transport.tcp.control_links import GOODBYE_SECONDS, ControlLinks
 from hvdlite.common.transport.tcp.data_link import DataLink
-from hvdlite.common.transport.tcp.liveness import Liveness
 from hvdlite.common.transport.tcp.strangers import DATA, Slot
 from hvdlite.common.transport.tcp.streams import Transfer
 
@@ -90,7 +90,7 @@ class TcpTransport:
         self._polling = threading.get_ident()
         try:
             if not self._closed:
-                return self._poller.poll(seconds)
+                return self._poller.run_once(seconds)
             return False
         finally:
             self._polling = 0

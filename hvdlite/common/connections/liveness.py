@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from hvdlite.common.transport.poller import Poller
+from hvdlite.common.connections.loop import Loop
 
 CHECKS = 8  # Within the limit.
 RTO_MAX_MS = 44  # TCP_RTO_MAX_MS of Linux 6.15: the longest time between two attempts to send.
@@ -41,9 +41,9 @@ class _Watched:
 class Liveness:
     """The connections of one rank on which bytes are on their way."""
 
-    def __init__(self, poller: Poller, limit_seconds: float) -> None:
+    def __init__(self, loop: Loop, limit_seconds: float) -> None:
         self.limit_seconds = limit_seconds
-        self._poller = poller
+        self._loop = loop
         self._watched: dict[socket.socket, _Watched] = {}
         self._armed = False
 
@@ -76,7 +76,7 @@ class Liveness:
     def _arm(self) -> None:
         if self._watched and not self._armed:
             self._armed = True
-            self._poller.call_at(time.monotonic() + self.limit_seconds / CHECKS, self._examine)
+            self._loop.call_after(self.limit_seconds / CHECKS, self._examine)
 
     def _examine(self) -> None:
         self._armed = False

@@ -1,4 +1,4 @@
-"""Addresses of meetings, such as ``unix:/path``, ``node1:2222`` and ``[fe80::1]:2222``."""
+"""Addresses of processes, such as ``unix:/path``, ``node1:2222`` and ``[fe80::1]:2222``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdlite.common.base.errors import ConfigError
 
@@ -44,6 +44,38 @@ def parse_address(text: str, source: str) -> Address:
     if ":" in bare and not bracketed:
         raise ConfigError(f"{source}={text!r}: an IPv6 address needs brackets, as in [::1]:2222")
     return Address(bare, int(port))
+
+
+class Target(NamedTuple):
+    """What a socket connects to."""
+
+    family: int
+    address: Any
+
+    def __str__(self) -> str:
+        if self.family == socket.AF_UNIX:
+            named = isinstance(self.address, str)
+            return f"{UNIX}{self.address}" if named else "its socket on this host"
+        host, port = self.address[:2]
+        return str(Address(host, port))
+
+    def connect(self, connection: socket.socket) -> int:
+        """Begin to connect; return the number of an error, as `socket.connect_ex`.
+
+        Raises `OSError` where the folder of a Unix socket does not exist.
+        """
+        if self.family == socket.AF_UNIX and isinstance(self.address, str):
+            with _short(self.address) as short:
+                return connection.connect_ex(short)
+        return connection.connect_ex(self.address)
+
+
+def targets(address: Address) -> list[Target]:
+    """Return what to try to reach `address`. Raises `OSError` while its name does not resolve."""
+    if address.path:
+        return [Target(socket.AF_UNIX, address.path)]
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    return [Target(family, name) for family, _, _, _, name in found]
 
 
 def connect(address: Address, seconds: float) -> socket.socket:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.meeting import address as module
-from hvdlite.common.meeting.address import Address, connect, is_here, listen, parse_address
+from hvdlite.common.connections import address as module
+from hvdlite.common.connections.address import Address, connect, is_here, listen, parse_address
 from hvdlite.common.meeting.launch import MASTER, Launch
 from hvdlite.common.meeting.meet import meet
 from tests.common.meeting.exchanges import all_sockets_closed

@@ -1,0 +1,1 @@
+"""Connections between processes: proven, framed, watched, and driven by one loop."""

@@ -1,0 +1,142 @@
+"""One epoll for all that a thread waits for: descriptors, timers, and calls from other threads.
+
+A handler must take away what it is called for: it reads, writes, or stops watching. Otherwise the
+next `run_once` calls it again, and the thread spins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+Handler = Callable[[int], None]  # Is given the events of its descriptor.
+READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+
+
+class Timer:
+    """One call at a time to come."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function: Callable[[], None] | None = function
+
+    def cancel(self) -> None:
+        """Take the call back; without effect once it was made."""
+        self.function = None
+
+
+class Loop:
+    """The descriptors and timers of one thread; others may use `post`, `wake` and the timers.
+
+    Whatever decides about connections takes its time, its timers and its sockets from here, so that
+    a simulated world can give others.
+
+    After a fork the child calls `close` before it closes what the loop watches: it shares the epoll
+    with its parent, whose descriptors must stay watched.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Handler] = {}
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._count = itertools.count()  # Orders the timers of one moment.
+        self._posted: deque[Callable[[], None]] = deque()
+        self._thread = threading.get_ident()  # That called `run_once` last.
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.watch(self._wakeup, READ, self._run_posted)
+
+    def now(self) -> float:
+        """Return the time in seconds; only differences mean something."""
+        return time.monotonic()
+
+    def new_socket(self, family: int) -> socket.socket:
+        """Return a socket for a connection, which does not block. Raises `OSError`."""
+        return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+
+    def run_once(self, timeout: float | None = None) -> bool:
+        """Sleep until something occurs, at most `timeout` seconds (None: no limit), and handle it.
+
+        Returns whether a handler of a descriptor was called. A timer that is due ends the sleep.
+        """
+        self._thread = threading.get_ident()
+        if self._timers:
+            left = max(0.0, self._timers[0][0] - self.now())
+            timeout = left if timeout is None else min(timeout, left)
+        ready = self._epoll.poll(timeout)
+        for descriptor, events in ready:
+            handler = self._handlers.get(descriptor)
+            if handler is not None:  # Another handler may have closed it meanwhile.
+                handler(events)
+        while self._timers and self._timers[0][0] <= self.now():
+            function = heapq.heappop(self._timers)[2].function
+            if function is not None:
+                function()
+        return bool(ready)
+
+    # -- descriptors
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read when a handler would be called."""
+        return self._epoll.fileno()
+
+    def watch(self, descriptor: int, events: int, handler: Handler) -> None:
+        """Call `handler` when one of `events` occurs from now on; instead of any handler before."""
+        known = descriptor in self._handlers
+        self._handlers[descriptor] = handler
+        if known:
+            self._epoll.modify(descriptor, events)
+        else:
+            self._epoll.register(descriptor, events)
+
+    def forget(self, descriptor: int) -> None:
+        """Stop to watch `descriptor`, before it is closed. Without effect if it is not watched."""
+        if self._handlers.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+    # -- timers
+
+    def call_at(self, when: float, function: Callable[[], None]) -> Timer:
+        """Call `function` once, in the first `run_once` from `when` on (see `now`)."""
+        timer = Timer(function)
+        heapq.heappush(self._timers, (when, next(self._count), timer))
+        if threading.get_ident() != self._thread:
+            self.wake()
+        return timer
+
+    def call_after(self, seconds: float, function: Callable[[], None]) -> Timer:
+        """Call `function` once, in the first `run_once` that begins or sleeps then."""
+        return self.call_at(self.now() + seconds, function)
+
+    # -- other threads
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Have the loop call `function` soon. Other threads, and signal handlers, may do that."""
+        self._posted.append(function)
+        self.wake()
+
+    def wake(self) -> None:
+        """End the sleep of the loop, from any thread."""
+        with contextlib.suppress(OSError):  # It was closed.
+            os.eventfd_write(self._wakeup, 1)
+
+    def _run_posted(self, _events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        for _ in range(len(self._posted)):  # What these post waits for the next turn.
+            self._posted.popleft()()
+
+    def close(self) -> None:
+        """Close the epoll; idempotent. The watched descriptors stay open."""
+        self._handlers.clear()
+        self._timers.clear()
+        self._epoll.close()
+        if self._wakeup >= 0:
+            os.close(self._wakeup)
+            self._wakeup = -1
