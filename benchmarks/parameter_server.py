@@ -1,6 +1,6 @@
 """What a parameter server costs, beside allreduce, and where it is the better choice.
 
-    python benchmarks/parameter_server.py     # 6 minutes; --only step tiny ... for parts, each of
+    python benchmarks/parameter_server.py     # 3 minutes; --only step tiny ... for parts, each of
                                               # which takes less than 90 seconds
     python benchmarks/parameter_server.py --quick
 
@@ -11,11 +11,6 @@ out). Every part starts clusters of processes on this machine:
   memory, in turns with allreduce by hvdlite among 2 ranks.
 - sockets: the same step by ipc:// and tcp://, which share no memory.
 - tiny: a step of 1,000 parameters of 16 elements.
-- slow: 4 workers, one of which takes 20 ms longer for each step: steps per second of all of them
-  in sync, ssp and async.
-- balance: the largest load over the mean, on 2, 3, 4 and 8 servers; and the layout of 10^5 parts.
-- snapshot: for how long a snapshot of 97.5 MiB keeps a server from the next update.
-- recovery: how much longer the step takes in which a server is killed and starts again.
 - hosts: 4 workers and 4 servers on 8 simulated hosts, beside what the links allow; and the step
   after a backward that takes twice as long as the bytes on a link, during which they are pushed.
 """
@@ -30,12 +25,10 @@ from typing import Any
 from measuring import make_parser, parse, say, table, write
 from ps_cluster import Rows
 from ps_hosts import measure_hosts
-from ps_losses import measure_balance, measure_recovery, measure_slow, measure_snapshot
 from ps_steps import measure_sockets, measure_step, measure_tiny, train_by_allreduce
 
 PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {
-    "step": measure_step, "sockets": measure_sockets, "tiny": measure_tiny, "slow": measure_slow,
-    "balance": measure_balance, "snapshot": measure_snapshot, "recovery": measure_recovery,
+    "step": measure_step, "sockets": measure_sockets, "tiny": measure_tiny,
     "hosts": measure_hosts,
 }  # fmt: skip
 
@@ -46,11 +39,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--steps", type=int, default=15, help="of a job")
     parser.add_argument("--rounds", type=int, default=2, help="jobs of each way, in turns")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each mode in `slow`")
     parser.add_argument("--mbit", type=float, default=1000.0, help="of each link in `hosts`")
     parser.add_argument("--mebibytes", type=int, default=64, help="that a step sends in `hosts`")
     parser.add_argument("--allreduce", type=Path, help=argparse.SUPPRESS)
-    args = parse(parser, "fewer steps", steps=6, rounds=1, seconds=0.5, mebibytes=8)
+    args = parse(parser, "fewer steps", steps=6, rounds=1, mebibytes=8)
     if args.allreduce is not None:
         train_by_allreduce(args)
         return

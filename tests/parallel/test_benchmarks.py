@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import sys
 from collections import Counter
 from importlib import import_module
@@ -96,22 +95,6 @@ def test_tables_are_written_into_the_page(tmp_path: Path) -> None:
     assert page.read_text() == "a page without a place for it\n"
 
 
-def test_versions_are_compared_job_by_job(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    words = ("--python-a", sys.executable, "--sizes", "4 B", "--entries", "hvdlite numpy")
-    command = [sys.executable, str(BENCHMARKS / "compare_trees.py"), *words, "--seconds", "0"]
-    done = run_command([*command, "--rounds", "1", "--json", str(path)])
-    assert done.returncode == 0, done.stdout
-    turns = [*(f"hvdlite numpy {version}" for version in "AB"), " A", " B"]
-    assert re.findall(r"round \d of 1, ([\w ]+):", done.stdout) == turns
-    records = json.loads(path.read_text())["records"]
-    assert [each["what"] for each in records] == ["4 B", "start of a job"]
-    for each in records:
-        ratio = each["ratio"]
-        assert ratio["median"] == each["b"]["median"] / each["a"]["median"]
-        assert 0 < ratio["low"] <= ratio["high"]
-
-
 def test_small_models(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the data of the example comes with scikit-learn")
     file = tmp_path / "s.json"
@@ -191,11 +174,6 @@ def test_start(tmp_path: Path) -> None:
         assert re.search(rf"hvdlite-run -np 2, {launcher} +\| .+ \| {ratio:.2f} +\|", done.stdout)
 
 
-def test_trace_cost(tmp_path: Path) -> None:
-    output, records = run(tmp_path / "t.json", "trace_cost.py", "--networks", "tiny")
-    assert [each["clock"] for each in records] == ["time", "CPU time"], output
-
-
 @pytest.mark.timeout(150)
 def test_elastic(tmp_path: Path) -> None:
     """Survivors send nothing, a newcomer receives the state, and resets leave nothing open."""
@@ -273,20 +251,6 @@ def test_a_soak_finds_what_is_wrong(wrong: str, monkeypatch: pytest.MonkeyPatch)
         assert (found["worlds"], found["steps"], found["digests"]) == (4, 7, 7)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(220)
-def test_tf_overhead(tmp_path: Path) -> None:
-    pytest.importorskip("tensorflow", reason="the extra 'tensorflow' is not installed")
-    if shutil.which("c++") is None:
-        pytest.skip("there is no C++ compiler")
-    output, records = run(tmp_path / "o.json", "tf_overhead.py", "--share", "0", limit=200)
-    assert [each["entry"] for each in records if "added" in each] == [
-        "TensorFlow, compiled operations",
-        "TensorFlow, Python",
-        "PyTorch",
-    ], output
-
-
 @pytest.mark.timeout(200)
 def test_segmentation(tmp_path: Path) -> None:
     """Every way of cutting gives as many reductions as it should; two hosts, not slowed down."""
@@ -302,17 +266,6 @@ def test_segmentation(tmp_path: Path) -> None:
     assert [each["reductions"] for each in records] == [1, 2, 1], done.stdout
     for each in records:
         assert 0 < each["tail_seconds"]["median"] < each["seconds"]["median"]
-
-
-def test_autotune(tmp_path: Path) -> None:
-    script, path = str(BENCHMARKS / "autotune.py"), tmp_path / "a.json"
-    words = ("--gradients", "4", "--kib", "4", "--backward-ms", "0", "--samples", "3")
-    command = [sys.executable, script, *words, "--steps", "2", "--json", str(path)]
-    done = run_command(command, timeout=60)
-    assert done.returncode == 0, done.stdout
-    assert "kept: the " in done.stdout
-    (kept,) = [each for each in json.loads(path.read_text())["records"] if each["kept"]]
-    assert kept["entry"] in ("defaults", "best")
 
 
 def test_simulate_coordinator(tmp_path: Path) -> None:
@@ -378,28 +331,6 @@ def test_collectives_between_hosts(tmp_path: Path) -> None:
             assert 2e-4 < each["seconds"]["median"] < 1, done.stdout
 
 
-def test_cost_model(tmp_path: Path) -> None:
-    """On few hosts a ring is best, on many another; and a file of hosts.py is understood."""
-    script, path = str(BENCHMARKS / "cost_model.py"), tmp_path / "m.json"
-    command = [sys.executable, script, "--json", str(path)]
-    assert run_command([*command, "--gbit", "10"], timeout=30).returncode == 0
-    best: dict[int, tuple[float, str]] = {}
-    for each in json.loads(path.read_text())["records"]:
-        found = (each["seconds"], each["way"])
-        best[each["ranks"]] = min(found, best.get(each["ranks"], found))
-    assert best[64][1] == "hierarchical" and best[16384][1] not in ("ring", "hierarchical")
-
-    for file, seconds in (("slow", 0.5), ("fast", 0.1)):
-        figure = {"transport": "tcp", "what": "32 MiB", "seconds": {"median": seconds}}
-        measured = {"entry": "hvdlite ring", **figure}
-        link = {"gbit": 1, "delay_ms": 0, "ranks_per_host": 2, "mib": 32}
-        (tmp_path / file).write_text(json.dumps({"records": [link | measured]}))
-    done = run_command([*command, "--check", str(tmp_path / "slow"), str(tmp_path / "fast")])
-    assert done.returncode == 0, done.stdout
-    (checked,) = json.loads(path.read_text())["records"]
-    assert 32 * 2**20 * 8 * 1.5 / 1e9 < checked["seconds"] < 0.5  # headers come on top
-
-
 @pytest.mark.soak
 def test_process_group(tmp_path: Path) -> None:
     output, records = run(tmp_path / "p.json", "process_group.py", "--rounds", "1")
@@ -447,14 +378,3 @@ def test_ranks_share_a_gpu_by_a_new_nccl_only(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(gpu.SHARING, "")  # It is as before, afterwards.
     assert gpu.obstacle("cuda", 2) == ""
     assert os.environ[gpu.SHARING] == "1"
-
-
-@pytest.mark.soak
-def test_sharded_state(tmp_path: Path) -> None:
-    script, path = str(BENCHMARKS / "sharded_state.py"), tmp_path / "s.json"
-    launcher = [sys.executable, "-m", "hvdlite.launcher", "-np", "2", sys.executable]
-    done = run_command([*launcher, script, "--seconds", "0", "--json", str(path)], timeout=60)
-    assert done.returncode == 0 and "the same weights: True" in done.stdout, done.stdout
-    plain, sharded = json.loads(path.read_text())["records"]
-    # Adam counts the steps of each parameter, and of each shard.
-    assert 0.49 < sharded["state_bytes"] / plain["state_bytes"] < 0.51
