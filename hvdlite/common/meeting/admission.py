@@ -19,6 +19,8 @@ class Judgement(NamedTuple):
     rank: int  # -1 for a connection that is refused.
     answer: bytes
     note: str = ""  # What those who wait for the rank have to know.
+    # The rank that has another protocol, and its version.
+    other_version: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class Admission:
             return Judgement(claim.rank, wire.pack_acceptance(self.secret, nonces, said))
         sentence = f"{who} {reason}"
         passes = reply in (wire.OTHER_JOB, wire.DUPLICATE)
-        return Judgement(-1, wire.pack_refusal(reply, sentence), "" if passes else sentence)
+        other_version = (claim.rank, claim.spell()) if reply == wire.OTHER_VERSION else None
+        note = "" if passes else sentence
+        return Judgement(-1, wire.pack_refusal(reply, sentence), note, other_version)
 
     def _check(self, claim: wire.Claim) -> tuple[int, str]:
         """Return the reply to a rank that has the secret, and the reason of a refusal."""

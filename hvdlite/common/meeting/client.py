@@ -72,6 +72,8 @@ class ServerExchange:
                     self._wait_for(Presence(*presence))
                 case [wire.FAIL, str(text), rank]:
                     raise HorovodInternalError(text, rank)
+                case [wire.OTHER_HVDLITE, int(), str(version)]:
+                    raise wire.mismatch(version)
                 case [wire.GIVE_UP, str(text)]:
                     raise ConnectionError(text)
                 case _:

@@ -57,6 +57,8 @@ class HostedExchange:
                 return bodies
             case [wire.FAIL, str(text), rank]:
                 raise HorovodInternalError(text, rank)
+            case [wire.OTHER_HVDLITE, _, version]:
+                raise wire.mismatch(version)
         raise AssertionError(f"the server of this process sent {message[0]}")
 
     def _say_who_is_missing(self) -> None:

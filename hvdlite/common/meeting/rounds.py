@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.meeting.wire import BODIES, FAIL, GIVE_UP, pack_frame
+from hvdlite.common.meeting.wire import BODIES, FAIL, GIVE_UP, OTHER_HVDLITE, pack_frame
 
 
 class Key(NamedTuple):
@@ -68,11 +68,14 @@ class Rounds:
         self._met: set[int] = set()
         # Ranks whose processes have ended with exit code 0.
         self._finished: set[int] = set()
+        # Ranks that were refused as they run another hvdlite, and which one.
+        self._other_versions: dict[int, str] = {}
 
     def present(self, guest: Guest) -> None:
         """Note that a rank is here."""
         self.guests[guest.rank] = guest
         self.seen.add(guest.rank)
+        self._other_versions.pop(guest.rank, None)
 
     def give(self, guest: Guest, body: bytes) -> None:
         """Take the body of `guest` for its next round.
@@ -86,7 +89,7 @@ class Rounds:
         bodies = self._bodies.setdefault(key, {})
         bodies[guest.rank] = body
         self._left.get(key, set()).discard(guest.rank)
-        if self._fail_without_finished(key):
+        if self._fail_without_finished(key) or self._fail_with_other_version(key):
             return
         local = self._local(key.members)
         absent = [rank for rank in local if not self._takes_part(rank, key)]
@@ -132,6 +135,12 @@ class Rounds:
         self._finished.update(ranks)
         for key in list(self._bodies):
             self._fail_without_finished(key)
+
+    def note_other_version(self, rank: int, version: str) -> None:
+        """Note that `rank` runs another hvdlite, with another protocol; end what needs it."""
+        self._other_versions[rank] = version
+        for key in list(self._bodies):
+            self._fail_with_other_version(key)
 
     def fail(self, text: str, rank: int | None = None, keys: Collection[Key] | None = None) -> None:
         """Raise an error in all ranks that wait (in `keys`, if given); `rank` is at fault."""
@@ -208,6 +217,14 @@ class Rounds:
             [key],
         )
         return True
+
+    def _fail_with_other_version(self, key: Key) -> bool:
+        """End a round that a rank of another version would have to come to; return whether."""
+        for rank, version in self._other_versions.items():
+            if not key.members or rank in key.members:
+                self._end([key], pack_frame(OTHER_HVDLITE, rank, version))
+                return True
+        return False
 
     def _fail_round(self, key: Key, rank: int) -> None:
         text = f"rank {rank} has left while the ranks of this job connected"

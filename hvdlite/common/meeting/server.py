@@ -222,6 +222,8 @@ class MeetingServer(Doorway):
         )
         if judgement.note:
             self._note(judgement.note)
+        if judgement.other_version is not None:
+            self._rounds.note_other_version(*judgement.other_version)
         connection.rank = judgement.rank
         connection.ends = judgement.rank < 0
         if not connection.ends:

@@ -6,7 +6,7 @@
                  <- reply: ACCEPTED and the server's proof, or a refusal and a sentence
     frames: JOIN members; GATHER number body; WHO; LEAVE ->
                  <- frames: BODIES number [body, ...]; PRESENCE missing waiting left notes;
-                            FAIL text rank; GIVE_UP text
+                            FAIL text rank; GIVE_UP text; OTHER_HVDLITE rank version
 
 Greeting and claim have a fixed size and are not parsed further before the proof holds. A frame is
 its length and a msgpack array. This module never sends.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.base.errors import HorovodVersionMismatchError, ProtocolError
 from hvdlite.common.base.version import installed_version
 from hvdlite.common.meeting import handshake
 from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
@@ -45,6 +45,8 @@ JOIN, GATHER, WHO, LEAVE = "join", "gather", "who", "leave"
 BODIES, PRESENCE, FAIL = "bodies", "presence", "fail"
 # The server ends before anybody has been answered: another one may follow at the same address.
 GIVE_UP = "give up"
+# A rank of the round has another protocol, and was refused.
+OTHER_HVDLITE = "other hvdlite"
 
 
 class Greeting(NamedTuple):
@@ -72,6 +74,12 @@ class Claim(NamedTuple):
     def spell(self) -> str:
         """Return the version for a message."""
         return f"{self.version} (protocol {self.protocol})"
+
+
+def mismatch(theirs: str) -> HorovodVersionMismatchError:
+    """Return the error of a rank that meets `theirs`, as `Claim.spell` says it."""
+    ours = f"{installed_version()} (protocol {PROTOCOL_VERSION})"
+    return HorovodVersionMismatchError("hvdlite", theirs, ours)
 
 
 def job_digest(label: str) -> bytes:

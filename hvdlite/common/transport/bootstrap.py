@@ -18,6 +18,7 @@ from hvdlite.common.base.errors import (
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.base.version import installed_version
 from hvdlite.common.meeting.exchange import Exchange, Interrupt
+from hvdlite.common.meeting.patience import spell_ranks
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
 from hvdlite.common.transport.local import LocalMesh
 from hvdlite.common.transport.rendezvous import TOKEN_BYTES, Meeting, Peer, listen, meet
@@ -32,22 +33,31 @@ log = logging.getLogger("hvdlite")
 def exchange_versions(exchange: Exchange, more: bytes = b"") -> list[bytes]:
     """Raise `HorovodVersionMismatchError` on all ranks when two protocols take part.
 
-    Returns what each rank says beside its version: its `more`.
+    Rank 0 warns where there are several versions with the same protocol. Returns what each rank
+    says beside its version: its `more`.
     """
     local_version = installed_version()
     hello = HELLO.pack(MAGIC, PROTOCOL_VERSION, local_version.encode()[:52])
     said = exchange.allgather(hello + more)
+    ranks_of: dict[str, list[int]] = {}
     for rank, other in enumerate(said):
         if len(other) < HELLO.size or not other.startswith(MAGIC):
             raise ProtocolError(f"rank {rank} does not run hvdlite: it says {other[:8]!r}", rank)
         _, protocol, other_version = HELLO.unpack(other[: HELLO.size])
+        name = other_version.rstrip(b"\0").decode(errors="replace")
+        ranks_of.setdefault(name, []).append(rank)
         if protocol != PROTOCOL_VERSION:
-            name = other_version.rstrip(b"\0").decode(errors="replace")
             raise HorovodVersionMismatchError(
                 "hvdlite",
                 f"{name} (protocol {protocol})",
                 f"{local_version} (protocol {PROTOCOL_VERSION})",
             )
+    if len(ranks_of) > 1 and exchange.rank == 0:
+        log.warning(
+            "the ranks of this job run several versions of hvdlite, which understand each other: "
+            "%s. Install the same version for all ranks",
+            "; ".join(f"{name} on {spell_ranks(ranks)}" for name, ranks in ranks_of.items()),
+        )
     return [other[HELLO.size :] for other in said]
 
 

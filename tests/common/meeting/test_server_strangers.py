@@ -358,3 +358,59 @@ def test_the_secret_is_on_no_wire() -> None:
         thread.join()
     assert len(heard[0]) == wire.CLAIM_BYTES and SECRET not in heard[0]
     assert not re.search(re.escape(SECRET.hex().encode()), heard[0])
+
+
+@pytest.mark.parametrize("hosted", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_with_another_protocol_ends_the_wait_of_all_others_at_once(
+    monkeypatch: pytest.MonkeyPatch, *, hosted: bool, waits: bool
+) -> None:
+    """They know it as soon as that rank does, and wait for nothing."""
+    packed, other = wire.pack_claim, threading.local()
+
+    def pack_claim(*args: Any) -> bytes:
+        raw = packed(*args)
+        return raw[:8] + struct.pack("<I", 999) + raw[12:] if hasattr(other, "version") else raw
+
+    monkeypatch.setattr(wire, "pack_claim", pack_claim)
+    refused = threading.Event()
+
+    def rank_main(rank: int, address: Address, listener: socket.socket | None) -> None:
+        if rank == 1:
+            other.version = True
+            try:
+                at_server(address, 1, 2, SECRET, soon())
+            finally:
+                refused.set()
+        if listener is None:
+            exchange: Any = at_server(address, 0, 2, SECRET, soon())
+            if not waits:
+                assert refused.wait(LIMIT)
+        else:
+            exchange = hosting(listener, 0, 2, SECRET, soon())
+        try:
+            exchange.allgather(b"")
+        finally:
+            exchange.close()
+
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if hosted:
+            listener: socket.socket | None = listen(Address("127.0.0.1", 0))
+            assert listener is not None
+            address = port_of(listener)
+        else:
+            listener, (address, _) = None, stack.enter_context(serving(2))
+        errors = run_threads(2, lambda rank: error_of(rank_main, rank, address, listener))
+    for error in errors:
+        assert isinstance(error, HorovodVersionMismatchError), error
+    assert "another rank runs" in str(errors[0]) and "(protocol 999)" in str(errors[0])
+    assert time.monotonic() - began < LIMIT / 2
+
+
+def error_of(function: Any, *args: Any) -> Exception | None:
+    try:
+        function(*args)
+    except Exception as error:
+        return error
+    return None
