@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.util import tf_stack
 
 from hvdlite.common.base import errors
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.report_failure import OWN_FOLDER
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,6 +33,25 @@ class InvalidArgumentError(tf.errors.InvalidArgumentError, ValueError):
 
 class UnsupportedError(InvalidArgumentError, NotImplementedError):
     """A combination of arguments that no release has."""
+
+
+class WithoutOwnFrames(tf_stack.StackTraceFilter):
+    """A context in which operations are made: TensorFlow says that the user's line has made them.
+
+    It says so where one fails: "Detected at node ... defined at (most recent call last)".
+    """
+
+    def get_filtered_filenames(self) -> frozenset[str]:
+        """Return the files whose frames are left out."""
+        return _own_files()
+
+
+@cache
+def _own_files() -> frozenset[str]:
+    files = [str(file) for file in Path(OWN_FOLDER).rglob("*.py")]
+    # What makes our compiled operations; a program of ``python -c`` has that name, too.
+    generated = [] if sys.argv[:1] == ["-c"] else ["<string>"]
+    return frozenset((*files, *generated))
 
 
 @contextmanager

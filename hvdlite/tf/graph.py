@@ -13,7 +13,7 @@ from hvdlite.common.api.call_checks import registered
 from hvdlite.common.runtime.state import find
 from hvdlite.tf import python_graph_ops
 from hvdlite.tf.collective_call import Call, run_now
-from hvdlite.tf.errors import InvalidArgumentError
+from hvdlite.tf.errors import InvalidArgumentError, WithoutOwnFrames
 from hvdlite.tf.graph_order import graphs_around
 from hvdlite.tf.native import graph_ops
 from hvdlite.tf.native.loader import library
@@ -39,7 +39,7 @@ def run_calls(calls: Sequence[Call]) -> list[list[tf.Tensor]]:
         )
     # However they are run, the names of all other operations in the graph must be the same: names
     # of collectives are made from them, and another rank may run its own in another way.
-    with tf.name_scope("Hvdlite"):
+    with tf.name_scope("Hvdlite"), WithoutOwnFrames():
         native = library() if all(map(graph_ops.supports, calls)) else None
         if native is None:
             return python_graph_ops.run_in_graph(calls)

@@ -12,7 +12,7 @@ from hvdlite.common.runtime.basics import local_rank, local_size, rank
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import finder, use
-from hvdlite.tf.errors import public
+from hvdlite.tf.errors import WithoutOwnFrames, public
 from hvdlite.tf.graph_order import in_any_order
 
 
@@ -79,7 +79,7 @@ def _answer(question: Callable[[], int], name: str) -> tf.Tensor:
 
     if tf.executing_eagerly():
         return tf.constant(ask())
-    with in_any_order():
+    with in_any_order(), WithoutOwnFrames():
         answer = tf.numpy_function(ask, [], tf.int32, name=name)
     answer.set_shape([])
     return answer
