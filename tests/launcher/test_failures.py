@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import hvdlite
 from hvdlite.launcher.first_failure import Failure
 from hvdlite.launcher.mpi import OPENMPI, find_all
 from hvdlite.launcher.outcome import failure_sentence
@@ -64,6 +65,32 @@ def test_the_last_line_is_the_cause_and_victims_print_one_line() -> None:
 @each_launcher
 def test_all_tracebacks_are_printed_for_those_who_debug() -> None:
     assert sum("Traceback" in line for line in run(TRAIN, "--log-level", "debug")) == 3
+
+
+FORGOTTEN_INIT = {
+    "rank": "hvd.rank()",
+    "allreduce": "hvd.allreduce(np.ones(3))",
+    "async": "hvd.allgather_async(np.ones(3))",
+    "broadcast": "hvd.broadcast(np.ones(3), 0)",
+    "set": "hvd.add_process_set([0])",
+    "raised in turn": "try: hvd.size()\n  except ValueError as error: raise KeyError(1) from error",
+}
+
+
+@pytest.mark.parametrize("call", FORGOTTEN_INIT)
+def test_a_forgotten_init_takes_ten_lines_of_the_job_at_most(call: str) -> None:
+    """All ranks have forgotten it: the launcher says where, and one rank how it came there."""
+    script = f"import numpy as np, hvdlite.numpy as hvd\ndef train():\n  {FORGOTTEN_INIT[call]}\n"
+    lines = run(f"{script}train()\n", ranks=4)
+    text = "\n".join(lines)
+    if call == "raised in turn":  # A mistake of its own, which is shown as any other.
+        assert "KeyError: 1" in lines[-1]
+        return
+    assert len(lines) <= 10, text
+    assert "hvdlite has not been initialized; use hvd.init() (<string>, line " in lines[-1]
+    own = str(Path(hvdlite.__file__).parent)
+    assert not [line for line in lines if own in line], text
+    assert {line[:3] for line in lines[:-1]} <= {"[0]"}, text
 
 
 @each_launcher

@@ -7,6 +7,7 @@ from typing import Any
 # How the text of an error ends that only tells of another rank's departure: the launcher reads it,
 # as such a rank is a victim.
 DEPARTED = "and cannot take part any more"
+NOT_INITIALIZED = "hvdlite has not been initialized; use hvd.init()"
 HAS_SHUT_DOWN = "has been shut down"  # What such a text says before where nothing else is known.
 
 

@@ -19,7 +19,12 @@ import traceback
 from collections.abc import Iterator
 from types import TracebackType
 
-from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN, HorovodInternalError
+from hvdlite.common.base.errors import (
+    DEPARTED,
+    HAS_SHUT_DOWN,
+    NOT_INITIALIZED,
+    HorovodInternalError,
+)
 
 # The frames of a traceback that tell a user something: those of the script, down to its own call.
 #
@@ -78,6 +83,7 @@ EVENTS_VARIABLE = "HVDLITE_LAUNCHER_EVENTS"
 WORKER_VARIABLE = "HVDLITE_WORKER"  # Set in elastic jobs alone.
 STANDARD_ERROR = "-"
 LOG_LEVELS = ("HVDLITE_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
+LONGEST_SHOWN = 7  # Lines of the traceback of a forgotten `init`, after its title.
 LONGEST_TEXT = 600  # A line of so many characters is written to a pipe as a whole, or not at all.
 LONGEST_REASON = 300  # In an error of each other rank, which may quote it again.
 
@@ -104,6 +110,8 @@ def report_uncaught() -> None:
         launched, usual = EVENTS_VARIABLE in os.environ, previous is sys.__excepthook__
         if launched and usual and _is_victim(error):
             print(_one_line(error), file=sys.stderr, flush=True)
+        elif launched and usual and _forgot_init(error):
+            _show_forgotten_init(error)
         elif not (launched and usual and _is_interrupt(error)):  # Of which the launcher tells.
             leave_out_own_frames(error)
             previous(kind, error, error.__traceback__)
@@ -122,7 +130,8 @@ def report(error: BaseException) -> None:
     token, rank, path = events.split(" ", 2)
     # An exception that was raised while a victim's was handled is the victim's, too.
     internal = any(isinstance(each, HorovodInternalError) for each in _chain(error))
-    text = " ".join(_describe(error).split())
+    # All ranks have forgotten `init` on the same line, and the launcher shows one report.
+    text = _one_line(error) if _forgot_init(error) else " ".join(_describe(error).split())
     if len(text) > LONGEST_TEXT:  # TensorFlow says what has happened at the end.
         text = f"{text[: LONGEST_TEXT // 3]} ... {text[-LONGEST_TEXT * 2 // 3 :]}"
     line = f"{token} raised {rank} {'internal' if internal else 'own'} {text}\n"
@@ -196,6 +205,19 @@ def _is_victim(error: BaseException) -> bool:
     own = os.environ[EVENTS_VARIABLE].split(" ", 2)[1]
     at_fault = str(error.rank) if error.rank is not None else None
     return at_fault not in (None, own) or DEPARTED in str(error)
+
+
+def _forgot_init(error: BaseException) -> bool:
+    return NOT_INITIALIZED in _describe(error)
+
+
+def _show_forgotten_init(error: BaseException) -> None:
+    """Print the end of the traceback on rank 0: all ranks have the same."""
+    if os.environ[EVENTS_VARIABLE].split(" ", 2)[1] != "0":
+        return
+    leave_out_own_frames(error)
+    lines = "".join(traceback.format_exception(None, error, error.__traceback__)).splitlines()
+    print("\n".join(lines[:1] + lines[1:][-LONGEST_SHOWN:]), file=sys.stderr, flush=True)
 
 
 def _debugging() -> bool:

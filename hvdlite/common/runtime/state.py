@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.errors import NOT_INITIALIZED, HorovodInternalError
+from hvdlite.common.base.report_failure import report_uncaught
 
 if TYPE_CHECKING:
     from hvdlite.common.runtime.elastic_worker import ElasticWorker
     from hvdlite.common.runtime.runtime import Runtime
-
-_NOT_INITIALIZED = "hvdlite has not been initialized; use hvd.init()"
 
 
 class _OfThread(threading.local):
@@ -79,7 +78,8 @@ def for_collective() -> Runtime:
 def not_initialized() -> str:
     """Return why the caller is no rank, and the remedy."""
     if this_process.forked_from is None:
-        return this_process.no_rank or _NOT_INITIALIZED
+        report_uncaught()  # Else `init` does: a forgotten one takes a line of its own.
+        return this_process.no_rank or NOT_INITIALIZED
     return (
         f"this process was forked from rank {this_process.forked_from} after init() and is no rank "
         "itself: call collectives in the parent, or start the child with spawn"
