@@ -20,8 +20,16 @@ from typing import Any
 import pytest
 
 WORKERS_PER_CORE = 2
-# Of the files in these folders, each test is a unit.
-SEPARATE = ("tests/parallel/", "tests/launcher/", "tests/elastic/", "tests/hosts/")
+# Of these files, and of those in these folders, each test is a unit.
+SEPARATE = (
+    "tests/elastic/",
+    "tests/elastic_driver/test_orders.py",
+    "tests/hosts/",
+    "tests/launcher/",
+    "tests/parallel/",
+    "tests/ps/test_scenarios.py",
+    "tests/ps/test_torch.py",
+)
 # Files among them of which all tests look at one job.
 TOGETHER = ("tests/parallel/test_process_group.py",)
 
@@ -38,6 +46,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("xdist") or is_worker(config):
         return
     chosen = option.numprocesses is not None or option.tx or option.dist != "no"
+    chosen = chosen or "PYTEST_XDIST_WORKER" in os.environ  # a test has started this run
     if not (chosen or option.collectonly or option.usepdb) and _are_folders(config):
         option.numprocesses = WORKERS_PER_CORE * len(os.sched_getaffinity(0))
     if option.dist == "no" and option.numprocesses:
@@ -84,8 +93,8 @@ def mix(items: list[pytest.Item]) -> None:
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Path]) -> Path:
     """Return what `make` has made in an empty folder, in the first worker that asks for it."""
     base = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # of the folders of all workers
+    if base.name.startswith("popen-"):  # the folder of a worker
+        base = base.parent
     folder = base / f"once-{name}"
     with open(base / f"once-{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -54,6 +54,7 @@ class Cluster:
         self.dialect = dialect
         self._main, self._words = main, (site.inside, *words)
         self.processes: dict[str, ForkServerProcess] = {}
+        self.killed: list[ForkServerProcess] = []
 
     def start(self, role: str, number: int = 0, **variables: str) -> None:
         """Start a process; `variables` come on top of those of all."""
@@ -116,10 +117,11 @@ class Cluster:
         self.wait_until(lambda: any(self.folder.glob(pattern)))
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait until something has come true, while no process fails."""
+        """Wait until something has come true, while no process fails but for those of `kill`."""
         limit = time.monotonic() + LIMIT_SECONDS
         while not holds():
-            codes = {each: process.exitcode for each, process in self.processes.items()}
+            others = {k: v for k, v in self.processes.items() if v not in self.killed}
+            codes = {each: process.exitcode for each, process in others.items()}
             said = "".join(map(self.said, self.processes))
             assert time.monotonic() < limit and not any(codes.values()), (codes, said)
             time.sleep(0.002)
@@ -132,6 +134,7 @@ class Cluster:
 
     def kill(self, name: str) -> None:
         """Kill a process by SIGKILL."""
+        self.killed.append(self.processes[name])
         os.kill(self.pid(name), signal.SIGKILL)
         self.processes[name].join()
 

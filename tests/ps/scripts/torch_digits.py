@@ -1,11 +1,11 @@
 """A process of a cluster that trains the digits, in whatever role; a worker saves its weights.
 
-`DIE=NODE:STEP` kills a worker before a step, once; `SAY=NODE:STEP` lets it make the file `reached`
-there; `HALT=STEP` lets all workers stop there until somebody writes to the FIFO `go`, and
-`HALT=NODE:STEP` one. `SLOW=SECONDS` lets the last worker wait in each step, until there is a file
-`hurry`; with `ENDLESS=1` all go on until then, and for so many steps more as they are to make
-otherwise. That is for sync, where nobody is further ahead than that. A worker that joins has the
-samples of another one.
+`DIE=NODE:STEP` kills a worker before a step, once; `SAY=NODE:STEP,...` lets it make the files
+`reached` and `reached-STEP` there; `HALT=STEP` lets all workers stop there until somebody writes
+to the FIFO `go`, and `HALT=NODE:STEP` one. `SLOW=SECONDS` lets the last worker wait in each step,
+until there is a file `hurry`; with `ENDLESS=1` all go on until then, and for so many steps more as
+they are to make otherwise. That is for sync, where nobody is further ahead than that. A worker
+that joins has the samples of another one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main(
         if os.environ.get("DIE") == f"{node}:{step}" and not (folder / "died").exists():
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if os.environ.get("SAY") == f"{node}:{step}":
+        if f"{node}:{step}" in os.environ.get("SAY", "").split(","):
+            (folder / f"reached-{step}").touch()
             (folder / "reached").touch()
         if os.environ.get("HALT") in (f"{step}", f"{node}:{step}"):
             (folder / f"halted-{node}").touch()
