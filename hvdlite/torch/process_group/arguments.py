@@ -11,8 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from hvdlite.torch.process_group.reduce_ops import default_op
+from hvdlite.common.base.reduce_op import ReduceOp
 
 _NONE = timedelta(0)
 Tensors = Sequence[torch.Tensor]
@@ -35,7 +36,7 @@ def as_lists(
 def op_of(options: Any) -> Any:
     """Return the reduction that options, or an argument, say."""
     if options is None:
-        return default_op()
+        return dist.ReduceOp.SUM
     return getattr(options, "reduceOp", options)
 
 
@@ -48,3 +49,40 @@ def timeout_of(options: Any, timeout: Any, default: timedelta) -> timedelta:
     """Return how long to wait: what the call says, or the timeout of the group."""
     said = timeout if isinstance(timeout, timedelta) else getattr(options, "timeout", None)
     return said if isinstance(said, timedelta) and said > _NONE else default
+
+
+# -- the reductions of torch as those of the engine
+
+_SAME = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.AVERAGE,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
+}
+
+
+def translate(op: Any) -> tuple[ReduceOp, float]:
+    """Return the reduction, and the factor by which tensors are multiplied before it.
+
+    `op` is an op of ``torch.distributed.ReduceOp``. Raises `ValueError` for one that hvdlite lacks.
+    """
+    kind = getattr(op, "op", op)  # The options of a call hold the op in an object of its own.
+    same = _SAME.get(kind)
+    if same is not None:
+        return same, 1.0
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return ReduceOp.SUM, _factor(op)
+    names = ", ".join(getattr(each, "name", str(each)) for each in _SAME)
+    raise ValueError(
+        f"the process group hvdlite has no ReduceOp.{getattr(op, 'name', op)}: use one of {names}, "
+        "PREMUL_SUM"
+    )
+
+
+def _factor(op: Any) -> float:
+    _, factor = op.__getstate__()
+    return float(factor)  # A number, or a tensor of one element.

@@ -34,8 +34,8 @@ from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import find
 from hvdlite.torch.process_group.aborting import Abort
-from hvdlite.torch.process_group.reduce_ops import translate
-from hvdlite.torch.process_group.registration import BACKEND
+from hvdlite.torch.process_group.arguments import translate
+from hvdlite.torch.process_group.backend import BACKEND
 from hvdlite.torch.process_group.tensors import ADAPTER, FittedEntry, KnownCall, overlap
 
 _HASHED = re.compile("[0-9a-f]{40}")

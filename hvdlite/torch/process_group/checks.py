@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdlite.torch.process_group.registration import devices
+from hvdlite.torch.process_group.backend import devices
 
 
 def writable(what: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -13,14 +13,20 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from hvdlite.common.meeting.torch_store import offered
 from hvdlite.common.runtime.lifecycle import init
+from hvdlite.common.runtime.process_sets import (
+    ProcessSet,
+    form_process_set,
+    global_process_set,
+    release_process_set,
+)
+from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current, find
 from hvdlite.torch.autograd import untraced
+from hvdlite.torch.process_group.backend import BACKEND, devices, is_available
 from hvdlite.torch.process_group.calls import Caller
 from hvdlite.torch.process_group.copies import Copies
 from hvdlite.torch.process_group.peers import Peers
 from hvdlite.torch.process_group.reductions import Reductions
-from hvdlite.torch.process_group.registration import BACKEND, devices, is_available
-from hvdlite.torch.process_group.sets import form, release
 from hvdlite.torch.process_group.work import CollectiveWork
 
 
@@ -125,7 +131,7 @@ class HvdliteProcessGroup(Reductions, Copies, Peers, ProcessGroup):  # type: ign
 
 def _let_go(caller: Caller) -> None:
     if find() is caller.runtime:
-        release(caller.process_set)
+        _release(caller.process_set)
 
 
 def _hide_from_compiler(names: Sequence[str]) -> None:
@@ -176,6 +182,22 @@ def create(options: Any, backend_options: Any = None) -> HvdliteProcessGroup:
             f"new_group(ranks={members}): the ranks of a group of hvdlite ascend: give "
             f"{sorted(members)}"
         )
-    process_set = form(runtime, members, options.timeout)
+    process_set = _form(runtime, members, options.timeout)
     caller = Caller(runtime, process_set, members, options.timeout)
     return HvdliteProcessGroup(caller, options.group_rank, options.store)
+
+
+def _form(runtime: Runtime, members: Sequence[int], timeout: timedelta) -> ProcessSet:
+    """Return the process set of `members`, all of which call this; blocks until they have.
+
+    Raises `HorovodInternalError` after `timeout`.
+    """
+    if len(members) == runtime.topology.size:
+        return global_process_set
+    return form_process_set(members, timeout.total_seconds())
+
+
+def _release(process_set: ProcessSet) -> None:
+    """Let go of the set of a group; it goes with the last group that has it."""
+    if process_set is not global_process_set:
+        release_process_set(process_set)

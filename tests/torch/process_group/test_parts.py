@@ -17,10 +17,9 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.torch.process_group import checks, registration, rendezvous
-from hvdlite.torch.process_group.arguments import as_lists, op_of, root_of, timeout_of
+from hvdlite.torch.process_group.arguments import as_lists, op_of, root_of, timeout_of, translate
 from hvdlite.torch.process_group.deadlines import deadlines
 from hvdlite.torch.process_group.futures import Pool, future_of
-from hvdlite.torch.process_group.reduce_ops import translate
 from hvdlite.torch.process_group.tensors import overlap
 from hvdlite.torch.process_group.work import CollectiveWork
 
@@ -33,6 +32,7 @@ def test_the_import_makes_the_names_known_and_loads_nothing_else() -> None:
         "assert 'hvdlite' in dist.Backend.backend_list\n"
         "loaded = [m for m in sys.modules if m.startswith('hvdlite.torch.process_group')]\n"
         "assert sorted(loaded) == ['hvdlite.torch.process_group',\n"
+        "    'hvdlite.torch.process_group.backend',"
         "    'hvdlite.torch.process_group.registration'], loaded\n"
         "assert not {'torch._dynamo', 'torch.distributed.fsdp'} & {*sys.modules}\n"
     )
