@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from hvdlite.common.connections.address import Address
-from hvdlite.launcher.call_back import call as call_driver
+from hvdlite.launcher.call_back import call_back
 from hvdlite.launcher.channel import PART_BYTES, Channel
 from hvdlite.launcher.event_loop import EventLoop
 from hvdlite.spark.output import CONNECT_SECONDS, RankOutput
@@ -74,7 +74,8 @@ class _Task:
         self._output = self._stack.enter_context(
             contextlib.closing(RankOutput(call.driver, call.secret))
         )
-        connection = call_driver(Address(*call.driver), call.secret, name, CONNECT_SECONDS)
+        address = str(Address(*call.driver))
+        connection = call_back([address], call.secret, name, 0.0, CONNECT_SECONDS)
         self._channel = open_channel(connection, self._loop, self._received, self._ended)
         self._stack.callback(self._channel.close)
 

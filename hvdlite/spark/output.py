@@ -13,8 +13,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from hvdlite.common.connections.address import EXHAUSTED, Address, listen
-from hvdlite.launcher.call_back import EXHAUSTED_SECONDS, answer, call
+from hvdlite.common.connections.address import Address, listen
+from hvdlite.common.connections.listener import Listener
+from hvdlite.common.connections.loop import Loop
+from hvdlite.common.connections.prove import Claim
+from hvdlite.launcher.call_back import call_back, receiver
 from hvdlite.launcher.console import Console
 from hvdlite.launcher.output import STREAMS, Output
 
@@ -34,7 +37,8 @@ class RankOutput:
         self._connections: dict[str, socket.socket] = {}
         try:
             for stream in STREAMS:
-                connection = call(Address(*driver), secret, stream, CONNECT_SECONDS)
+                address = str(Address(*driver))
+                connection = call_back([address], secret, stream, 0.0, CONNECT_SECONDS)
                 self._connections[stream] = connection
         except OSError as error:
             log.warning("the ranks print to the executor's log: driver %s: %s", driver, error)
@@ -86,36 +90,39 @@ class DriverOutput:
         console = _GivenStreams({"stdout": stdout, "stderr": stderr})
         self._output = Output(range(size), None, timestamps, console)
         self._feeding = threading.Lock()  # guards _output
-        self._secret, self._accepted = secret, accepted
-        self._listener = listen(Address(host, 0))
-        self.address = (host, self._listener.getsockname()[1])
-        self._closed = threading.Event()
+        self._accepted = accepted
+        self._loop = Loop()
+        listening = listen(Address(host, 0))
+        self.address = (host, listening.getsockname()[1])
+        self._listener = Listener(self._loop, [listening], receiver(secret), self._enter)
+        self._closes = False
         self._readers: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if self._closed.is_set():
-                    return
-                # Else the connection has gone again.
-                if error.errno in EXHAUSTED:
-                    self._closed.wait(EXHAUSTED_SECONDS)
-                continue
-            reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
-            self._readers.append(reader)
-            reader.start()
+        while not self._closes:
+            self._loop.run_once()
+        # Who has called already, and has ended, is let in.
+        end = self._loop.now() + CONNECT_SECONDS
+        while self._loop.run_once(0) or (self._listener.claims() and self._loop.now() < end):
+            pass
+        self._listener.close()
+        self._loop.close()
 
-    def _read(self, connection: socket.socket) -> None:
+    def _enter(self, claim: Claim, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        name = claim.body.decode(errors="replace")
+        reader = threading.Thread(target=self._read, args=(connection, name), daemon=True)
+        self._readers.append(reader)
+        reader.start()
+
+    def _read(self, connection: socket.socket, name: str) -> None:
         with contextlib.suppress(OSError), connection:
-            stream = answer(connection, self._secret)
-            if stream in STREAMS:
-                self._print(connection, stream)
-            elif stream is not None and self._accepted is not None:
-                self._accepted(connection.dup(), stream)
+            if name in STREAMS:
+                self._print(connection, name)
+            elif self._accepted is not None:
+                self._accepted(connection.dup(), name)
 
     def _print(self, connection: socket.socket, stream: str) -> None:
         with connection.makefile("rb") as file:
@@ -126,9 +133,8 @@ class DriverOutput:
 
     def close(self) -> None:
         """Print what has come, and close; all ranks have ended."""
-        self._closed.set()
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._closes = True
+        self._loop.wake()
         self._accepting.join()
         for reader in self._readers:
             reader.join(CONNECT_SECONDS)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.launcher.channel import VERSION
 from hvdlite.launcher.cores import cores
 from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import resolve
@@ -494,10 +495,9 @@ def test_an_elastic_job_that_uses_more_slots_than_listed_devices() -> None:
 
 STUB = """\
 import sys, time
-from hvdlite.launcher.channel import LENGTH, PROLOGUE
-import msgpack
-hello = msgpack.packb(["hello", {hello}])
-sys.stdout.buffer.write(PROLOGUE + LENGTH.pack(len(hello)) + hello)
+from hvdlite.common.connections.frames import frame, pack
+from hvdlite.launcher.channel import PROLOGUE
+sys.stdout.buffer.write(PROLOGUE + frame(pack(["hello", {hello}])))
 sys.stdout.flush()
 sys.stdin.read()
 """
@@ -507,7 +507,10 @@ sys.stdin.read()
     ("hello", "said"),
     [
         ({"channel": 999, "python": [3, 12], "folder": ""}, "another version of hvdlite"),
-        ({"channel": 1, "python": [2, 7], "folder": ""}, "has Python 2.7, and the function comes"),
+        (
+            {"channel": VERSION, "python": [2, 7], "folder": ""},
+            "has Python 2.7, and the function comes",
+        ),
     ],
 )
 def test_an_agent_of_another_version_is_named(

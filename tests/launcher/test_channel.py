@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgpack
 import pytest
 
-from hvdlite.launcher.channel import LENGTH, MOST_BYTES, PROLOGUE, Channel
+from hvdlite.common.connections import frames
+from hvdlite.launcher.channel import MOST_BYTES, PROLOGUE, Channel
 from hvdlite.launcher.event_loop import EventLoop
 from hvdlite.launcher.merged_meeting import MergedMeeting
 
@@ -53,12 +54,11 @@ def end() -> Iterator[End]:
 
 
 def frame(*message: Any) -> bytes:
-    body = msgpack.packb(message)
-    return LENGTH.pack(len(body)) + body
+    return frames.frame(frames.pack(message))
 
 
 def test_messages_come_whole_however_they_are_cut(end: End) -> None:
-    data = frame("a", 1, b"x" * 10) + frame("beat") + frame("b", {"k": [1, 2]}, {3: b""})
+    data = frame("a", 1, b"x" * 10) + frames.BEAT + frame("b", {"k": [1, 2]}, {3: b""})
     for index in range(len(data)):
         os.write(end.peer_write, data[index : index + 1])
         end.run()
@@ -80,7 +80,12 @@ def test_what_a_shell_has_printed_before_is_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [LENGTH.pack(MOST_BYTES + 1), LENGTH.pack(1) + b"\xc1", LENGTH.pack(2) + b"\x01\x02"]
+    "garbage",
+    [
+        frames.PREFIX.pack(MOST_BYTES + 1, 0),
+        frames.frame(b"\xc1"),
+        frames.frame(b"\x01\x02"),
+    ],
 )
 def test_what_is_no_message_ends_the_channel(end: End, garbage: bytes) -> None:
     os.write(end.peer_write, garbage)
@@ -117,12 +122,14 @@ def test_a_feed_is_fetched_only_as_fast_as_it_is_read(end: End) -> None:
     end.run()
     assert (fetched, fed) == ([0], [])  # Nobody reads.
     end.channel.send("signal", 15)
+    os.set_blocking(end.peer_read, False)
     data = b""
     most_queued = 0
     while not fed:
         end.loop.run_once(0.0)
         most_queued = max(most_queued, end.channel.queued_bytes)
-        data += os.read(end.peer_read, 1 << 16)
+        with contextlib.suppress(BlockingIOError):
+            data += os.read(end.peer_read, 1 << 16)
     assert fed == [50]
     assert most_queued < 301_000
     end.channel.send("start")
@@ -164,9 +171,9 @@ def test_silence_is_a_loss_but_not_what_waits_to_be_read(end: End) -> None:
     later = time.monotonic() + 10
     assert end.channel.beat(later - 5, 10)
     assert not end.channel.beat(later, 5)
-    os.write(end.peer_write, frame("beat"))
+    os.write(end.peer_write, frames.BEAT)
     assert end.channel.beat(later, 5)
-    assert b"beat" in os.read(end.peer_read, 100)
+    assert frames.BEAT in os.read(end.peer_read, 100)
 
 
 # -- meetings

@@ -8,7 +8,7 @@ import socket
 import threading
 
 from hvdlite.common.connections.address import Address
-from hvdlite.launcher.call_back import call
+from hvdlite.launcher.call_back import call_back
 from hvdlite.spark.output import DriverOutput, RankOutput
 from tests.launcher.descriptors import no_free_descriptor
 
@@ -23,7 +23,7 @@ def test_the_driver_prints_what_ranks_write_and_nothing_of_others() -> None:
             for stream, connection in output.streams(rank).items():
                 connection.sendall(f"{stream} of {rank}\n".encode())
     with contextlib.suppress(OSError):
-        call(Address(*driver.address), "another secret", "stdout")
+        call_back([str(Address(*driver.address))], "another secret", "stdout", 0.0)
     with socket.create_connection(driver.address) as stranger:
         stranger.sendall(f"{SECRET} stdout\n0\nfalse\n".encode())
     driver.close()

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import stat
 import termios
 import threading
 from collections import deque
@@ -30,7 +31,7 @@ from hvdlite.common.connections.frames import (
     unpack,
 )
 from hvdlite.common.connections.liveness import Liveness
-from hvdlite.common.connections.loop import READ, WRITE, Loop
+from hvdlite.common.connections.loop import READ, WRITE, Loop, readable
 
 READ_BYTES = 1 << 16
 MOST_PARTS = 64  # Of one system call.
@@ -79,13 +80,23 @@ class Pipes:
 
     def shutdown(self, how: int) -> None:
         """Let the other end read the end of what was written."""
-        if self.writes >= 0:
-            os.close(self.writes)
-            self.writes = -1
+        if self.writes < 0:
+            return
+        if stat.S_ISSOCK(os.fstat(self.writes).st_mode):
+            # The descriptor that is read keeps the connection: the other end would not notice.
+            with (
+                socket.socket(fileno=os.dup(self.writes)) as connection,
+                contextlib.suppress(OSError),
+            ):
+                connection.shutdown(how)
+        os.close(self.writes)
+        self.writes = -1
 
     def close(self) -> None:
         """Close both descriptors."""
-        self.shutdown(socket.SHUT_WR)
+        if self.writes >= 0:
+            os.close(self.writes)
+            self.writes = -1
         os.close(self._reads)
 
 
@@ -121,7 +132,7 @@ class Link:
         self.received, self.ended = received, ended
         self.frames = Frames(most_bytes, memory, unpacker)
         self.open = True
-        self.heard_at = self._spoke_at = loop.now()
+        self.heard_at = self.spoke_at = loop.now()
         self._loop, self._liveness = loop, liveness
         self._beat_seconds, self._silent_seconds = beat_seconds, silent_seconds
         self._prologue, self._skipped = prologue, b""
@@ -132,6 +143,7 @@ class Link:
         self._marks: deque[tuple[int, Callable[[], None]]] = deque()  # By bytes that were sent.
         self._flushing = False
         self._finishing = False
+        self._broken = False  # Nobody reads what this end sends.
         self._events = 0
         self._connection = connection
         self._reads, self._writes = connection.fileno(), connection.fileno()
@@ -162,11 +174,11 @@ class Link:
 
     def _queue(self, *parts: Buffer, sent: Callable[[], None] | None = None) -> None:
         with self._lock:
-            if not self.open or self._finishing:
+            if not self.says:
                 if sent is not None:
                     self._loop.post(sent)
                 return
-            self._spoke_at = self._loop.now()
+            self.spoke_at = self._loop.now()
             for part in parts:
                 data = part if isinstance(part, bytes) else memoryview(part).cast("B")
                 if len(data):
@@ -176,6 +188,15 @@ class Link:
                 self._marks.append((self._queued, sent))
             if not self._events & WRITE:
                 self._flush()
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send bytes that are no message, such as a prologue."""
+        self._queue(data)
+
+    @property
+    def says(self) -> bool:
+        """Whether what is sent will still go."""
+        return self.open and not self._finishing and not self._broken
 
     @property
     def queued_bytes(self) -> int:
@@ -200,6 +221,7 @@ class Link:
         except BlockingIOError:
             pass
         except OSError:  # Reading tells of the end of the connection.
+            self._broken = True
             self._outbox.clear()
             self._sent = self._queued
         finally:
@@ -302,10 +324,14 @@ class Link:
         """Return for how many seconds nothing has come."""
         return self._loop.now() - self.heard_at
 
+    def has_input(self) -> bool:
+        """Return whether something waits to be read."""
+        return self.open and readable(self._reads)
+
     def _beat(self) -> None:
         if not self.open or self._finishing:
             return
-        left = self._spoke_at + self._beat_seconds - self._loop.now()
+        left = self.spoke_at + self._beat_seconds - self._loop.now()
         if left <= 0:
             if not self._outbox:  # What waits shows as much.
                 self._queue(BEAT)

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-Handler = Callable[[int], None]  # Is given the events of its descriptor.
+Handler = Callable[[int], object]  # Is given the events of its descriptor.
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -137,6 +137,13 @@ class Loop:
         self._handlers.clear()
         self._timers.clear()
         self._epoll.close()
-        if self._wakeup >= 0:
-            os.close(self._wakeup)
-            self._wakeup = -1
+        wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
+            os.close(wakeup)
+
+
+def readable(descriptor: int, seconds: float = 0.0) -> bool:
+    """Return whether something can be read, after at most `seconds`."""
+    poll = select.poll()  # select() knows no descriptor above 1023.
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
