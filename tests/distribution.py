@@ -3,8 +3,9 @@
 A run of folders, such as the whole suite, gets two workers for each core, for most tests start
 processes and wait for them. A run of files gets none, and neither does `-n 0`.
 
-A worker is handed units: a file, so that what its tests share is made once, or a test of those that
-start processes and share nothing. Both kinds are mixed, so that a core has work while jobs wait.
+A worker is handed units: a file, so that what its tests share is made once; a test of those that
+start processes and share nothing; or a folder whose tests share a cluster. Tests and files are
+mixed, so that a core has work while jobs wait.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ WORKERS_PER_CORE = 2
 SEPARATE = (
     "tests/elastic/",
     "tests/elastic_driver/test_orders.py",
-    "tests/hosts/",
     "tests/launcher/",
     "tests/parallel/",
     "tests/ps/test_scenarios.py",
     "tests/ps/test_torch.py",
 )
-# Files among them of which all tests look at one job.
+# Of these folders, all tests are one unit: each has a cluster that takes the whole machine.
+CLUSTERS = ("tests/hosts/slurm/", "tests/hosts/", "tests/ray/", "tests/spark/")
+# Files among the separate ones of which all tests look at one job.
 TOGETHER = ("tests/parallel/test_process_group.py",)
 
 
@@ -73,8 +75,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def unit(test: str) -> str:
-    """Return the unit of a test: its file, or itself."""
+    """Return the unit of a test: the folder of its cluster, its file, or itself."""
     file = test.split("::", 1)[0]
+    for folder in CLUSTERS:
+        if file.startswith(folder):
+            return folder
     return test if file.startswith(SEPARATE) and file not in TOGETHER else file
 
 
