@@ -306,7 +306,15 @@ def main(arguments: list[str]) -> int:
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
-    Agent(read_fd, write_fd).run()
+    try:
+        agent = Agent(read_fd, write_fd)
+    except OSError as error:
+        from hvdlite.launcher.error_text import spell_os_error
+        from hvdlite.launcher.unreachable import CANNOT_RUN
+
+        print(f"{CANNOT_RUN}cannot run the job: {spell_os_error(error)}", file=sys.stderr)
+        return 1
+    agent.run()
     return 0
 
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.console import open_missing_descriptors, say
+from hvdlite.launcher.error_text import spell_os_error
 from hvdlite.launcher.flags import parse_args
 from hvdlite.launcher.options import resolve
+from hvdlite.launcher.outcome import NOT_STARTED_CODE
 from hvdlite.launcher.start import report_hosts, run_job
 
 USAGE_CODE = 2
@@ -27,9 +29,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         say(str(error))
         return USAGE_CODE
+    except OSError as error:  # Such as a full disk; nothing of the job runs any more.
+        say(f"this host cannot run the job: {spell_os_error(error)}")
+        return NOT_STARTED_CODE
     except KeyboardInterrupt:  # while hosts are checked, before the job handles signals
         say("ended by SIGINT")
         return 128 + signal.SIGINT
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the working directory has been deleted: change into one that exists"
+        ) from None
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -44,6 +58,7 @@ def _main(argv: Sequence[str]) -> int:
 
         print(report(os.environ))
         return 0
+    _check_directory()
     options = resolve(args, os.environ)
     for note in options.notes:
         say(f"warning: {note}")

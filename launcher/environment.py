@@ -16,6 +16,8 @@ from hvdlite.launcher.openmpi import own_agent, parameter_given
 from hvdlite.launcher.options import LaunchOptions
 from hvdlite.launcher.passed_variables import of_another_job
 
+# Python prints the stack of a rank that dies by SIGSEGV where this is not empty; "0" would count.
+FAULT_HANDLER = "PYTHONFAULTHANDLER"
 # What Open MPI leaves out by itself, the overlay of pods, and bridges.
 NOT_BETWEEN_HOSTS = ("127.0.0.1/8", "sppp", "flannel.1", *USUAL_BRIDGES)
 
@@ -37,6 +39,8 @@ def rank_environment(
         passed |= environment(passed)
     # Output before a crash must not be lost in a pipe's buffer.
     defaults = {"PYTHONUNBUFFERED": "1"}
+    given = passed.get(FAULT_HANDLER, "1")
+    passed[FAULT_HANDLER] = "" if given == "0" else given
     if mpi is not None:
         defaults |= _openmpi_defaults(environ, mpi, options) | build_environment(mpi, options)
         if mpi.kind == OPENMPI and options.remote and not own_agent(options.mpi_args, environ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 
 HEADER = "Traceback (most recent call last):"
@@ -24,6 +25,19 @@ def last_exception(printed: bytes) -> str:
             return shorten(match[1] + (match[2] or "")) if match else ""
     syntax = SYNTAX.findall(text)
     return shorten(syntax[-1]) if syntax else ""
+
+
+def spell_os_error(error: OSError) -> str:
+    """Return what the system refuses, and the remedy where there is a usual one."""
+    about = f" ({error.filename})" if error.filename else ""
+    text = f"{error.strerror or error}{about}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return f"{text}: free some space, or set TMPDIR to a folder that has some"
+    if error.errno == errno.ENOENT and "temporary directory" in str(error):  # By tempfile.
+        return f"{error.strerror}: none can be written to; set TMPDIR to a folder that has space"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{text}: is the loopback interface up? ip link set lo up"
+    return text
 
 
 def shorten(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,14 @@ SHARED_MEMORY = Path("/dev/shm")
 BACKING = ("btl_sm_backing_directory", "osc_sm_backing_directory", "osc_rdma_backing_directory")
 BACKING_4 = ("btl_vader_backing_directory", *BACKING[1:])
 
+# Removes the folders when this process has gone without doing so; an mpirun that outlives it for a
+# moment may put something there once more.
+PATH = "/usr/local/bin:/usr/bin:/bin"
+REMOVE = """
+cat
+for second in 1 2 3 4 5; do sleep 1; rm -rf -- "$@"; done
+"""
+
 
 class Folders:
     """Private folders of one job, which nobody else may enter. What lies there is the job's own."""
@@ -28,6 +37,11 @@ class Folders:
         if SHARED_MEMORY.is_dir():
             with contextlib.suppress(OSError):
                 self.shared_memory = tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY)
+        folders = filter(None, (self.temporary, self.shared_memory))
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", REMOVE, "sh", *folders], stdin=subprocess.PIPE, env={"PATH": PATH},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", start_new_session=True,
+        )  # fmt: skip
 
     def backing_variables(
         self, mpi: Mpi, environ: Mapping[str, str], arguments: Sequence[str]
@@ -50,3 +64,5 @@ class Folders:
         for folder in (self.temporary, self.shared_memory):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
+        self._remover.kill()
+        self._remover.communicate()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.elastic.decisions.discovery_output import check_name
 
 HOST = re.compile(r"([\w.-]+)(?::(\d+))?")
 HOSTFILE_LINE = re.compile(r"([\w.-]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?")
@@ -67,6 +68,7 @@ def _host(match: re.Match[str] | None, where: str, form: str) -> Host:
     if match is None:
         raise ConfigError(f"{where}: a host must be given as {form}")
     name, *numbers = match.groups()  # a hostfile has two ways to write the number
+    check_name(name, where)
     slots = int(next(filter(None, numbers), 1))
     if slots < 1:
         raise ConfigError(f"{where}: a host must have at least one slot")

@@ -42,7 +42,7 @@ def ssh_command(host: str, command: str, options: LaunchOptions, path: str | Non
         raise ConfigError("there is no ssh here: install an ssh client, or give hosts none of "
                           "which is another one")  # fmt: skip
     flags = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_seconds(options)}"]
-    return [program, *flags, *ssh_arguments(options), host, command]
+    return [program, *flags, *ssh_arguments(options), "--", host, command]
 
 
 def agent_command() -> list[str]:

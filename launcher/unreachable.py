@@ -82,6 +82,7 @@ HOSTS = (
     r"(?:\w+@)([^\s:]+): Permission denied",
     r"Remote host:\s+(\S+)",
 )
+CANNOT_RUN = "this host "  # So an agent begins its last sentence, which has its own remedy.
 START_FAILED = "daemon failed to report back"
 
 
@@ -101,6 +102,8 @@ def explain_agent(host: str, said: str, code: int | None) -> str:
     if known is not None:
         return known
     lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if lines and lines[-1].startswith(CANNOT_RUN):
+        return f"host {host} {lines[-1].removeprefix(CANNOT_RUN)}"
     last = f" and said: {lines[-1]}" if lines else ""
     return _sentence(host, f"the Python there {spell_end(code)}{last}",
                      f"try it by hand: ssh {{host}} {sys.executable} --version")  # fmt: skip

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.elastic_driver.running import finished, running
 from tests.elastic_driver.simulation import Simulation
 
@@ -87,6 +91,90 @@ def test_a_worker_that_fails_before_the_first_world_is_replaced() -> None:
     job.kill(1)
     job.hello(2)
     assert job.members == [0, 2]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_workers_that_are_killed_before_the_first_world_are_all_replaced(size: int) -> None:
+    job = Simulation(num_proc=size)
+    job.slow_workers = True
+    job.discover({"a": size})
+    for number in range(size):
+        job.kill(number)
+    assert job.finish is None
+    for number in range(size, 2 * size):
+        job.hello(number)
+    assert job.members == [*range(size, 2 * size)]
+
+
+def test_workers_that_are_killed_again_and_again_before_the_first_world_end_the_job() -> None:
+    job = Simulation({}, num_proc=1)
+    job.slow_workers = True
+    job.discover({"a": 1})
+    for number in range(3):
+        job.wait(5)
+        job.kill(number)
+    code, sentence = finished(job)
+    assert (code, "could not start" in sentence) == (137, True)
+
+
+# -- workers that are killed when they are done
+
+
+def say_bye(job: Simulation, *numbers: int) -> None:
+    for number in numbers:
+        job.event("worker_said", number, ["bye"])
+        job.event("worker_closed", number)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("limits", [{}, {"reset_limit": 0}])
+def test_a_rank_that_is_killed_when_it_is_done(limits: dict[str, Any], first: bool) -> None:
+    job = running({"a": 2, "b": 1}, num_proc=3, **limits)
+    job.slow_workers = True
+    job.busy = {0, 1, 2}
+    say_bye(job, *((1,) if first else (0, 1, 2)))
+    if first and not limits:
+        job.kill(1)
+        job.return_all([0, 2])
+    else:
+        job.return_all([0, 2])
+        job.kill(1)
+    assert job.finish is not None
+    assert (job.finish.code, job.finish.results) == (0, (0, 1, 2))
+    assert (
+        "host a[1]) was lost: killed by signal 9 (exit code 137) after its script was done"
+        in job.lines[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"), [(139, "killed by SIGSEGV"), (1, "OSError: no space"), (3, None)]
+)
+def test_a_rank_that_fails_by_itself_when_it_is_done(code: int, cause: str | None) -> None:
+    """What a script says with its exit code counts, and so does a crash."""
+    job = running({"a": 2})
+    say_bye(job, 0, 1)
+    job.return_all([0])
+    job.end(1, code, cause)
+    assert finished(job)[0] == code
+
+
+def test_a_rank_that_is_killed_before_it_is_done() -> None:
+    job = running({"a": 2})
+    job.slow_workers = True
+    say_bye(job, 0)
+    job.return_all([0])
+    job.kill(1)
+    assert finished(job)[0] == 137
+
+
+def test_a_host_that_is_lost_when_its_ranks_are_done() -> None:
+    job = running({"a": 1, "b": 1}, num_proc=2)
+    say_bye(job, 0, 1)
+    job.return_all([0])
+    job.lose_host("b")
+    assert job.finish is not None
+    assert (job.finish.code, job.finish.results) == (0, (0, 1))
 
 
 def test_a_host_without_workers_before_the_first_world_is_left_out() -> None:

@@ -19,9 +19,11 @@ while :; do
     case $1 in
     -T) shift ;;
     -o | -p | -i) shift 2 ;;
-    *) break ;;
+    --) break ;;
+    *) echo "ssh would take $1 for a flag where it begins with -" >&2; exit 255 ;;
     esac
 done
+shift
 host=$1
 shift
 cd /

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.elastic.decisions.discovery_output import parse_discovery
 from hvdlite.launcher.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
 
 
@@ -22,6 +23,20 @@ def test_hosts_have_a_name_and_slots() -> None:
 def test_a_bad_host_is_shown(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--hosts: .* must be given as name:slots$"):
         parse_hosts(text)
+
+
+def test_a_host_that_ssh_would_take_for_a_flag_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\n-F/tmp/x slots=2\n-v slots=2\n")
+    (tmp_path / "good").write_text("a\n-v slots=2\n")
+    words = "the name of a host must not begin with '-'"
+    with pytest.raises(ConfigError, match=f"^--hosts: ' -v:2': {words}$"):
+        parse_hosts("a:1, -v:2")
+    with pytest.raises(ConfigError, match=r"line 2: '-F/tmp/x slots=2': a host must be given"):
+        read_hostfile(str(tmp_path / "hosts"))
+    with pytest.raises(ConfigError, match=f"good, line 2: '-v slots=2': {words}$"):
+        read_hostfile(str(tmp_path / "good"))
+    with pytest.raises(ConfigError, match=f"^discovery script, line 1: '-v:2': {words}$"):
+        parse_discovery("-v:2", 1)
 
 
 def test_a_host_without_a_slot_is_refused() -> None:

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from hvdlite.launcher.mpi import OPENMPI, find_all
-from tests.launcher.jobs import IMPATIENT, MARK, RANK, SHARED_MEMORY, launch, processes, start
+from tests.launcher.jobs import (
+    IMPATIENT,
+    LAUNCHER,
+    MARK,
+    RANK,
+    SHARED_MEMORY,
+    launch,
+    processes,
+    start,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("launcher"),
@@ -245,8 +254,38 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
         deadline = time.monotonic() + 30
         while processes(mark) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for folder in SHARED_MEMORY.glob(f"hvdlite-run-{process.pid}-*"):
-            folder.rmdir()  # it is empty
+        pattern, deadline = f"hvdlite-run-{process.pid}-*", time.monotonic() + 30
+        while left := [*SHARED_MEMORY.glob(pattern), *tmp_path.glob(pattern)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("wanted", ["1", "0"])
+def test_a_rank_that_crashes_shows_its_stack(wanted: str) -> None:
+    script = "import ctypes\ndef crash(): ctypes.string_at(0)\ncrash()"
+    variables = {} if wanted == "1" else {"PYTHONFAULTHANDLER": "0"}
+    done = launch("-np", "1", *python(script), **variables)
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert ("in crash" in done.stderr) == (wanted == "1")
+
+
+def test_the_others_hear_of_an_exit_of_the_script() -> None:
+    script = (
+        "import sys, numpy as np, hvdlite.numpy as hvd\nhvd.init()\n"
+        "if rank == 1: sys.exit(3)\nhvd.allreduce(np.ones(3))"
+    )
+    done = launch("-np", "2", *python(script))
+    assert done.returncode == 3
+    assert "rank 1 has ended by sys.exit(3) (<string>, line" in done.stderr
+
+
+def test_a_working_directory_that_was_deleted_is_named(tmp_path: Path) -> None:
+    command = f'mkdir {tmp_path}/x; cd {tmp_path}/x; rmdir {tmp_path}/x; exec "$@"'
+    done = launch("-np", "1", "true", program=("sh", "-c", command, "sh", *LAUNCHER))
+    assert done.returncode == 2
+    assert done.stderr == (
+        "hvdlite-run: the working directory has been deleted: change into one that exists\n"
+    )
 
 
 def test_output_that_nobody_reads_ends_the_job() -> None:

@@ -18,6 +18,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any, NoReturn
 
 from hvdlite.common.base.errors import (
     DEPARTED,
@@ -118,6 +119,36 @@ def report_uncaught() -> None:
 
     hook.reports_failure = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+    sys.exit = _exit
+
+
+class _Exit(SystemExit):
+    """The end of a script by `sys.exit`, at a line of the user's.
+
+    No hook hears of it. But the interpreter, which ends by it, asks for its code, and nobody calls
+    the interpreter; who has caught it asks from a function or a module.
+    """
+
+    def __init__(self, status: object, where: str) -> None:
+        super().__init__(*(() if status is None else (status,)))
+        self._status, self._where = status, where
+
+    @property
+    def code(self) -> Any:  # type: ignore[override]
+        """What the script has ended with, as for any `SystemExit`."""
+        if self._status not in (None, 0):
+            try:
+                sys._getframe(1)
+            except ValueError:
+                status = _shortened(repr(self._status), LONGEST_REASON)
+                _reasons.append(f"has ended by sys.exit({status}) ({self._where})")
+        return self._status
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """End the interpreter as `sys.exit` does."""
+    frame = sys._getframe(1)
+    raise _Exit(status, f"{frame.f_code.co_filename}, line {frame.f_lineno}")
 
 
 def report(error: BaseException) -> None:

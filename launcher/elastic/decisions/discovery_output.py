@@ -22,9 +22,16 @@ def parse_discovery(text: str, default_slots: int) -> dict[str, int]:
         match = LINE.fullmatch(line)
         if match is None:
             raise ConfigError(f"{where}: a host must be given as name or name:slots")
+        check_name(match[1], where)
         name, slots = match[1], int(match[2]) if match[2] else default_slots
         if name in hosts:
             raise ConfigError(f"{where}: host {name} is given twice: add its slots up")
         if slots:  # A host with no slot is one that is not there.
             hosts[name] = slots
     return hosts
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise `ConfigError` for the name of a host that programs would take for a flag."""
+    if name.startswith("-"):
+        raise ConfigError(f"{where}: the name of a host must not begin with '-'")

@@ -275,6 +275,9 @@ class Driver:
         limit, reset = self.plan.reset_limit, self._succession.reset
         if reset is not None and reset.regroup_at is not None and now < reset.regroup_at:
             return  # A rank has left its world, and who was lost is known in a moment.
+        end = self._job_end.reach(now)
+        if end is not None and end.code == 0:
+            return
         if self._beyond_limit and not self._losses.unwinding:
             sentence = f"{RESET_LIMIT_EXCEEDED.format(limit)} (--reset-limit)"
             why = self._losses.text
@@ -350,6 +353,8 @@ class Driver:
         """End the job when no rank lives any more."""
         end = self._job_end.reach(now)
         if end is not None:
+            if end.code == 0 and self._losses.members():
+                self._say(f"the job is done: {self._losses.text} after its script was done")
             self._finish(end.code, end.sentence, end.results)
 
     def _fail(self, sentence: str) -> None:

@@ -51,11 +51,14 @@ class JobEnd:
             return self._before_the_first_world(now)
         if succession.living_members():
             return None
+        members = [self._roster[number] for number in succession.members]
+        if all(each.done for each in members):
+            return self._success()
         if self._losses.members():
             text = f"no rank of world {succession.world.epoch} is left: {self._losses.text}"
             remedy = f". {NOT_ELASTIC_SCRIPT}" if self._losses.not_handled() else ""
             return Finish(self._losses.code, text + remedy, ())
-        if any(self._roster[each].stage is Stage.RETURNED for each in succession.members):
+        if any(each.stage is Stage.RETURNED for each in members):
             return self._success()
         return Finish(1, NO_PREVIOUS_HOSTS, ())
 
@@ -63,8 +66,8 @@ class JobEnd:
         """End the job when its first workers have all ended, or can start nowhere."""
         first = [each for each in self._roster.ever() if not each.replaces]
         if self._roster.living():
-            all_lost = all(each.stage is Stage.LOST for each in first)
-            return self._no_start() if len(first) >= self._plan.num_proc and all_lost else None
+            failed = all(each.stage is Stage.LOST and each.by_script for each in first)
+            return self._no_start() if len(first) >= self._plan.num_proc and failed else None
         hosts = self._hosts.found or {}
         if self._losses.workers and not any(self._hosts.may_return(host, now) for host in hosts):
             return self._no_start()
@@ -76,4 +79,7 @@ class JobEnd:
         return Finish(self._losses.code, f"the job could not start: {self._losses.text}", ())
 
     def _success(self) -> Finish:
+        for worker in (self._roster[number] for number in self._succession.members):
+            if worker.done:
+                worker.stage, worker.counts = Stage.RETURNED, True
         return Finish(0, "", self._succession.results())

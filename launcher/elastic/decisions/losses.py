@@ -135,6 +135,7 @@ class Losses:
     def lose(self, worker: Worker, why: str, exception: bool, now: float) -> None:
         """Count a failure of a worker and end its world. A host that goes has no failures."""
         host, succession = worker.host, self._succession
+        worker.by_script = exception
         epoch = succession.world.epoch if succession.world else 0
         if not self._hosts.shown(host, now):
             self._drop(worker, why, now)

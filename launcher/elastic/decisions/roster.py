@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from signal import SIGKILL, SIGTERM
+
+# Codes of workers that somebody else has ended; 0: it is not known, as the host was lost.
+ENDED_FROM_OUTSIDE = (0, 128 + SIGKILL, 128 + SIGTERM)
 
 
 class Stage(Enum):
@@ -37,6 +41,7 @@ class Worker:
     counts: bool = False  # It returned as a rank, or before there was a world.
     terminate_at: float | None = None
     kill_at: float | None = None
+    by_script: bool = False  # It was lost by an exit code or exception of its own.
     raised: bool = False  # It was lost by an exception before its process had ended.
     why: str = ""
     code: int = 0
@@ -45,6 +50,16 @@ class Worker:
     def living(self) -> bool:
         """It is a rank, or may become one."""
         return self.stage is Stage.LIVING
+
+    @property
+    def done(self) -> bool:
+        """It has returned, or something else has ended it after the script was done with the job.
+
+        What ends by a signal of its own, such as SIGSEGV, is not done.
+        """
+        if self.stage is not Stage.LOST:
+            return self.stage is Stage.RETURNED
+        return self.said_bye and not self.by_script and self.code in ENDED_FROM_OUTSIDE
 
     @property
     def past(self) -> bool:

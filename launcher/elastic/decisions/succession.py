@@ -64,7 +64,8 @@ class Succession:
 
     def kept(self) -> list[Worker]:
         """Return the workers that have returned, and whose results count."""
-        return [each for each in self._roster if each.stage is Stage.RETURNED and each.counts]
+        ever = self._roster.ever()
+        return [each for each in ever if each.stage is Stage.RETURNED and each.counts]
 
     # -- what workers say
 

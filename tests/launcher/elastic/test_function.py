@@ -144,3 +144,30 @@ def note(options, environ, call):
 function._run = note
 print(horovod.run(look, min_np=1, np=1, hosts="localhost:1"))
 """
+
+
+def trained_and_killed() -> int:
+    """Train, return from it, and let rank 1 be killed when its process ends."""
+    import atexit
+
+    if os.environ["HVDLITE_RANK"] == "1":
+        atexit.register(os.kill, os.getpid(), 9)  # Called after hvdlite has left the job.
+    import hvdlite.numpy as hvd
+    from hvdlite.numpy import elastic
+
+    hvd.init()
+    state = elastic.NumpyState(step=0)
+
+    @elastic.run
+    def loop(state: Any) -> int:
+        while state.step < 3:
+            hvd.barrier()
+            state.step += 1
+            state.commit()
+        return int(state.step)
+
+    return loop(state)
+
+
+def test_a_rank_that_is_killed_when_all_results_are_there() -> None:
+    assert hvdlite.run(trained_and_killed, hosts=HOSTS, np=2, min_np=2, max_np=2) == [3, 3]
