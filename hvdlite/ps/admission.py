@@ -41,7 +41,11 @@ class Door:
         nonce, given = self._nonces.pop(peer), body.get("proof")
         if not isinstance(given, bytes):
             return False
-        return proves(given, self._token, CONNECTS, nonce, _claim_of(body))
+        try:
+            claim = _claim_of(body)
+        except (TypeError, ValueError, RecursionError):  # What no member says.
+            return False
+        return proves(given, self._token, CONNECTS, nonce, claim)
 
 
 def proved(body: Mapping[str, Any], nonce: bytes, token: bytes) -> dict[str, Any]:

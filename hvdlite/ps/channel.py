@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from socket import AF_INET, getaddrinfo
 
 from hvdlite.common.base.errors import ConfigError, ProtocolError
@@ -27,6 +27,8 @@ except ImportError as error:  # pragma: no cover - the extra is installed where 
     ) from error
 
 LISTENER_LINGER_MILLISECONDS = 200  # How long last answers may take when a listener closes.
+HANDSHAKE_MILLISECONDS = 5000  # For which a connection may be silent before its first message.
+MOST_STRANGERS_BYTES = 4096  # Of a message whose sender has not proved yet who it is.
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -40,6 +42,7 @@ class Listener:
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.LINGER, LISTENER_LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
         _let_ipv6(self._socket, address)
         try:
             self._socket.bind(address)
@@ -51,6 +54,8 @@ class Listener:
         self.address = endpoint.decode().rstrip("\0")
         self.arena: Arena | None = None
         self._door: Door | None = None
+        # Whether a peer has proved that it knows the token: others can only say hello.
+        self.is_known: Callable[[bytes], bool] = lambda _peer: True
 
     def open_door(self) -> None:
         """Let processes of this host come by ``ipc://``, and share their memory.
@@ -70,11 +75,14 @@ class Listener:
     def receive(self, seconds: float) -> tuple[bytes, Message] | None:
         """Return the next message and its sender; None where none comes within `seconds`.
 
-        What is no message is dropped: a stranger must not end the listener.
+        What is no message is dropped, as is what is too large for a stranger's hello: nobody
+        must end the listener, or fill its memory with objects.
         """
         if not self._socket.poll(round(seconds * 1000)):
             return None
         peer, *frames = self._socket.recv_multipart(copy=False)
+        if not self.is_known(peer.bytes) and not _is_small(frames):
+            return None
         with contextlib.suppress(ProtocolError):
             try:
                 message = parse([frame.buffer for frame in frames])
@@ -108,6 +116,11 @@ class Listener:
             self._door.close()
         if self.arena is not None:
             self.arena.close()
+
+
+def _is_small(frames: Sequence[zmq.Frame]) -> bool:
+    """Return whether a stranger may say this: a hello is one frame of some hundred bytes."""
+    return len(frames) == 1 and len(frames[0].buffer) <= MOST_STRANGERS_BYTES
 
 
 class Caller:

@@ -45,7 +45,7 @@ KINDS = frozenset(
         "saved", "load", "loaded", "failed", "moved", "restarted", "rolled_back", "unmapped",
     }
 )  # fmt: skip
-MOST_HEAD_BYTES = 64 << 20
+MOST_HEAD_BYTES = 8 << 20
 REPLACES = "replaces"  # In the body of an offer: see [Note: first values].
 
 Buffer = bytes | bytearray | memoryview

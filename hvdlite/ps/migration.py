@@ -244,6 +244,9 @@ class _Delivery:
         if self._connection is None:
             self._connection = self._client.connect(self._address)
             self._connection.receive = self._receive
+            self._connection.send(
+                Message("hello")
+            )  # Parts of a table are too large for a stranger.
         self._sent[self._connection.send(message)] = message
 
     def close(self) -> None:

@@ -19,7 +19,13 @@ from hvdlite.ps.records import OFF, Records
 from hvdlite.ps.scheduler import Scheduler
 from hvdlite.ps.server import Server
 from hvdlite.ps.server_checkpoints import ServerCheckpoints
-from hvdlite.ps.settings import ANSWER_SECONDS, SERVER, ClusterSettings, address_towards
+from hvdlite.ps.settings import (
+    ANSWER_SECONDS,
+    SERVER,
+    ClusterSettings,
+    address_towards,
+    check_token,
+)
 from hvdlite.ps.snapshots import SnapshotFolder
 from hvdlite.ps.updater import Updater
 
@@ -45,9 +51,10 @@ def run_scheduler(settings: ClusterSettings) -> None:
 
     What it has to know again after an end lies beside the snapshots, where there are any.
     """
+    check_token(settings)
     context = new_context(settings.curve_token)
-    port = settings.scheduler.rpartition(":")[2]
-    listener = Listener(context, f"tcp://*:{port}")
+    host, _, port = settings.scheduler.rpartition(":")
+    listener = Listener(context, f"tcp://{'*' if settings.token else host}:{port}")
     state_file = Path(settings.snapshots) / STATE_FILE if settings.snapshots else None
     scheduler = Scheduler(listener, plan_of(settings), settings.token, state_file)
     failed_since: float | None = None
@@ -80,6 +87,7 @@ def run_server(
     Raises `HorovodInternalError` where a snapshot cannot be read or written, and where the cluster
     cannot go on.
     """
+    check_token(settings)
     context = new_context(settings.curve_token)
     listener = Listener(context, f"tcp://{_own_address(settings)}:*")
     listener.open_door()

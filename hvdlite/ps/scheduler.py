@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.logs import log
 from hvdlite.ps.admission import Door
 from hvdlite.ps.barrier import Barrier
 from hvdlite.ps.blocks import TensorSpec
@@ -26,6 +27,11 @@ from hvdlite.ps.registry import Registry, TableOptions
 from hvdlite.ps.scaling import Change
 
 LOOK_SECONDS = 0.5
+# The role of the members that may send a request; a hello has its proof, and others know nothing.
+ROLE_OF = {
+    **dict.fromkeys(["declare", "barrier", "clocks", "scale", "turn", "over"], WORKER),
+    **dict.fromkeys(["plan", "ready"], SERVER),
+}
 
 
 class Scheduler:
@@ -40,6 +46,8 @@ class Scheduler:
         self.left = 0  # How many workers have done their part.
         self._door = Door(token)
         self._state_file = state_file
+        self._is_unkept = False  # The file could not be written, and is to be.
+        listener.is_known = lambda peer: self.membership.member_of(peer) is not None
         self.barrier = Barrier()
         self._news: dict[str, Any] = {}  # That all members were told last.
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
@@ -72,6 +80,8 @@ class Scheduler:
             if received is not None:
                 answers += self.answer(*received)
             self._look_at_change()
+            if self._is_unkept:
+                self._keep()
             for answer in [*answers, *self._tell()]:
                 self.listener.send(*answer)
 
@@ -80,9 +90,15 @@ class Scheduler:
         handler = self._handlers.get(message.kind)
         if handler is None:
             return []
+        role, member = ROLE_OF.get(message.kind), self.membership.member_of(peer)
+        if role is not None and member is None:  # It has to say hello first, with its proof.
+            return [_answer(peer, message, "restarted")]
+        if role is not None and member is not None and member.role != role:
+            why = f"only a {role} asks for {message.kind}, and this is a {member.role}"
+            return [_answer(peer, message, "failed", why=why)]
         try:
             return handler(peer, message)
-        except (OSError, HorovodInternalError):
+        except HorovodInternalError:
             raise
         except Exception as error:  # A message must not end the scheduler, whatever is in it.
             return [_answer(peer, message, "failed", why=_words(error))]
@@ -282,11 +298,19 @@ class Scheduler:
             "loads": [self._turns.loads, dict(self._turns.steps)],
         }  # fmt: skip
         temporary = self._state_file.with_suffix(".unfinished")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._state_file)
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._state_file)
+        except OSError as error:
+            if not self._is_unkept:
+                why = "the scheduler cannot write %s: %s; it is tried again until it can"
+                log.warning(why, self._state_file, error)
+            self._is_unkept = True
+        else:
+            self._is_unkept = False
 
     def forget(self) -> None:
         """Remove the file of a job that has come to its end."""

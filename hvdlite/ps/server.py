@@ -10,6 +10,7 @@ from hvdlite.ps.admission import Door
 from hvdlite.ps.blocks import Array
 from hvdlite.ps.channel import Listener
 from hvdlite.ps.description import TableDescription
+from hvdlite.ps.membership import SERVER, WORKER
 from hvdlite.ps.messages import REPLACES, Answer, Message
 from hvdlite.ps.priorities import by_priority
 from hvdlite.ps.records import OFF, Records
@@ -23,6 +24,12 @@ LOOK_SECONDS = 0.5
 MOST_BYTES_AT_ONCE, BYTES_OF_HEAD = 1 << 20, 1 << 14
 # Requests that depend on who keeps what.
 OF_LAYOUT = frozenset({"start", "offer", "push", "pull", "push_rows", "pull_rows", "save", "load"})
+
+
+def _check_role(role: str, kind: str) -> None:
+    """Raise ProtocolError where a member of this role must not send requests of this kind."""
+    if kind not in ("hello", "beat") and (role == SERVER) != (kind == "take"):
+        raise ProtocolError(f"a {role} must not ask a server for {kind}")
 
 
 class Server:
@@ -53,7 +60,9 @@ class Server:
         self._tables_of: dict[int, set[str]] = {}  # Of workers that have said hello.
         self._early: set[int] = set()  # Who has started before the scheduler said that it is there.
         self._door = None if token is None else Door(token)
-        self._admitted: set[bytes] = set()
+        self._admitted: dict[bytes, str] = {}  # Peers -> their roles.
+        if self._door is not None:
+            listener.is_known = self._admitted.__contains__
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "start": self._start, "offer": self._ask_table, "push": self._ask_table,
             "pull": self._ask_table, "push_rows": self._ask_table, "pull_rows": self._ask_table,
@@ -115,6 +124,8 @@ class Server:
         if message.kind in OF_LAYOUT and message.incarnation != self.layout:
             self.hear_of_layout(message.incarnation)
         try:
+            if self._door is not None:
+                _check_role(self._admitted[peer], message.kind)
             if message.kind in OF_LAYOUT and message.incarnation != self.layout:
                 return self._of_another_layout(peer, message)
             answers = handler(peer, message)
@@ -139,7 +150,7 @@ class Server:
         if not door.admits(peer, message.body):
             why = "HVDLITE_PS_TOKEN is another one here: give all processes the same"
             return [Answer(peer, Message("refused", *words, {"why": why}))]
-        self._admitted.add(peer)
+        self._admitted[peer] = SERVER if "server" in message.body else WORKER
         return [Answer(peer, Message("welcome", *words)), *self._hear_tables(message.body)]
 
     def _hear_tables(self, body: Mapping[str, Any]) -> list[Answer]:
@@ -164,7 +175,8 @@ class Server:
         table = self.tables.get(name)
         if self._snapshots is None or table is None or not table.begun:
             return
-        if table.version - self._saved.get(name, -self._every) < self._every:
+        is_new = table.version - self._saved.get(name, -self._every) >= self._every
+        if not is_new and not self._snapshots.is_missing(name):
             return
         self._saved[name] = table.version
         snapshot = self._snapshot(self.descriptions[name], table.copy(), self.layout)

@@ -6,6 +6,8 @@ MindSpore and `DMLC_*` of ps-lite.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,6 +57,14 @@ class ClusterSettings:
     def address(self) -> str:
         """Where the scheduler listens, as ZeroMQ spells it."""
         return f"tcp://{self.scheduler}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only processes of this host can reach the scheduler."""
+        host = self.scheduler.rpartition(":")[0].strip("[]")
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(host).is_loopback
+        return host == "localhost"
 
     @property
     def curve_token(self) -> bytes | None:
@@ -169,6 +179,16 @@ def _scheduler(environ: Mapping[str, str]) -> str:
             "HVDLITE_SCHEDULER=node1:4242"
         )
     return address
+
+
+def check_token(settings: ClusterSettings) -> None:
+    """Raise ConfigError where other hosts can reach a cluster that has no token."""
+    if not settings.token and not settings.is_local:
+        raise ConfigError(
+            f"HVDLITE_SCHEDULER={settings.scheduler} can be reached from other hosts, and "
+            "HVDLITE_PS_TOKEN is not set, so that anybody could take part: give all processes the "
+            "same secret, such as what `openssl rand -hex 16` prints"
+        )
 
 
 def address_towards(scheduler: str) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.logs import log
 from hvdlite.ps.blocks import Array, dtype_of
 
 try:
@@ -33,6 +36,8 @@ except ImportError as error:  # pragma: no cover - the extra is installed where 
 
 KEPT = 2
 SUFFIX = ".safetensors"
+MOST_SECONDS = 60.0  # For which a server waits until a snapshot can be written.
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0  # Before it is tried again.
 JOB_FILE = "job"  # In the folder of a server: the identity of the job.
 
 
@@ -63,7 +68,8 @@ class SnapshotFolder:
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()  # Nothing is being written.
         self._idle.set()
-        self._error: Exception | None = None
+        # Tables whose last snapshot has failed -> when another one is made.
+        self._missing: dict[str, float] = {}
 
     def belong_to(self, job: str) -> None:
         """Take note of the job whose snapshots these are.
@@ -83,32 +89,49 @@ class SnapshotFolder:
         mark.write_text(job)
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write a snapshot; it is on disk when this returns."""
+        """Write a snapshot; it is on disk when this returns.
+
+        What fails is tried again, since descriptors and space may come back, and said. Raises
+        HorovodInternalError where it still fails after `MOST_SECONDS`.
+        """
+        end, pause = time.monotonic() + MOST_SECONDS, FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                self._write_once(snapshot)
+                return
+            except OSError as error:
+                why = self._why(snapshot, error)
+                if time.monotonic() >= end:
+                    raise HorovodInternalError(why) from error
+                log.warning("%s; it is tried again", why)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _why(self, snapshot: Snapshot, error: OSError) -> str:
+        target = self._path / quote(snapshot.table, safe="")
+        target /= _name_of(snapshot.layout, snapshot.version)
+        return f"server {self._server} cannot write the snapshot {target}: {error}"
+
+    def _write_once(self, snapshot: Snapshot) -> None:
         folder = self._path / quote(snapshot.table, safe="")
         folder.mkdir(exist_ok=True)
         target = folder / _name_of(snapshot.layout, snapshot.version)
         temporary = target.with_suffix(".unfinished")
-        try:
-            with open(temporary, "wb") as file:
-                for piece in _pieces_of(snapshot):
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except OSError as error:
-            why = f"server {self._server} cannot write the snapshot {target}: {error}"
-            raise HorovodInternalError(why) from error
+        with open(temporary, "wb") as file:
+            for piece in _pieces_of(snapshot):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
         _synchronize(folder)
         for old in sorted(folder.glob(f"*{SUFFIX}"))[:-KEPT]:
             old.unlink(missing_ok=True)  # The other thread that writes may have done so.
 
     def write_soon(self, snapshot: Snapshot) -> None:
-        """Write a snapshot in a thread. Raises what an earlier one has raised there.
+        """Write a snapshot in a thread; one that fails is said, and is missing (`is_missing`).
 
         One that is still being written is awaited: then the newest is never older than two.
         """
-        if self._error is not None:
-            raise self._error
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hvdlite ps snapshots")
             self._thread.start()
@@ -119,10 +142,16 @@ class SnapshotFolder:
     def _run(self) -> None:
         while (snapshot := self._queue.get()) is not None:
             try:
-                self.write(snapshot)
-            except HorovodInternalError as error:
-                self._error = error
+                self._write_once(snapshot)
+                self._missing.pop(snapshot.table, None)
+            except OSError as error:
+                log.warning("%s; it is tried again", self._why(snapshot, error))
+                self._missing[snapshot.table] = time.monotonic() + LONGEST_PAUSE_SECONDS
             self._idle.set()
+
+    def is_missing(self, table: str) -> bool:
+        """Return whether the last snapshot of a table has failed, and is to be tried again now."""
+        return time.monotonic() >= self._missing.get(table, math.inf)
 
     def newest(self, layout: int = 1) -> list[Snapshot]:
         """Return the newest snapshot of each table in a layout.

@@ -20,7 +20,7 @@ from hvdlite.ps.records import Records
 from hvdlite.ps.registry import TableOptions
 from hvdlite.ps.remote_rows import RemoteRows
 from hvdlite.ps.remote_table import RemoteTable
-from hvdlite.ps.settings import ANSWER_SECONDS, WORKER, ClusterSettings
+from hvdlite.ps.settings import ANSWER_SECONDS, WORKER, ClusterSettings, check_token
 from hvdlite.ps.shard import MovedError
 from hvdlite.ps.table_shards import TableShards
 
@@ -35,6 +35,7 @@ class Worker:
     def __init__(
         self, settings: ClusterSettings, *, number: int | None = None,
     ) -> None:  # fmt: skip
+        check_token(settings)
         self._client = Client(_identity(settings, number), settings.curve_token)
         self._token = settings.token
         self._servers: dict[int, ServerLink] = {}
@@ -209,4 +210,4 @@ def _declaration(name: str, specs: Sequence[TensorSpec], options: TableOptions) 
 
 def _identity(settings: ClusterSettings, number: int | None) -> bytes:
     name = settings.node_id or str(number)
-    return f"{settings.role} {name} {os.getpid()} {os.urandom(4).hex()}".encode()
+    return f"{settings.role} {name} {os.getpid()} {os.urandom(16).hex()}".encode()
