@@ -44,10 +44,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     "grouped allreduce": lambda: hvd.grouped_allreduce([np.ones(2), np.ones(3)], name="t"),
 }
 # `init` is called by all ranks or fails; sets of communicators take the same way as other sets.
-# What two ranks, or the members of a set, do alone is in test_point_to_point and test_formed_sets.
+# What two ranks, or the members of a set, do alone is in test_point_to_point, test_sender_searches
+# and test_formed_sets.
 NOT_CALLED = {
     "init", "split_process_set", "unsplit_process_set", "form_process_set", "release_process_set",
-    "point_to_point",
+    "point_to_point", "find_sender",
 }  # fmt: skip
 
 

@@ -151,7 +151,7 @@ def sparse(rank: int, *, coalesced: bool = False) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     rows = torch.randint(0, 6, (1, rank), generator=generator).repeat(1, 2)
     values = torch.randint(1, 5, (2 * rank, 3), generator=generator).float()
-    tensor = torch.sparse_coo_tensor(rows, values, (6, 3))
+    tensor = torch.sparse_coo_tensor(rows, values, (6, 3), check_invariants=True)
     return tensor.coalesce() if coalesced else tensor
 
 
@@ -186,7 +186,8 @@ def sparse_all_reduces_that_are_refused() -> None:
         with pytest.raises(NotImplementedError, match=r"only works with ReduceOp\.SUM"):
             dist.all_reduce(sparse(rank), op)
     with pytest.raises(hvd.HorovodInternalError, match=r"sparse tensor \[6, 3\].*\[7, 3\]"):
-        other = torch.sparse_coo_tensor(torch.zeros(1, 1).long(), torch.ones(1, 3), (7, 3))
+        row = torch.zeros(1, 1, dtype=torch.int64)
+        other = torch.sparse_coo_tensor(row, torch.ones(1, 3), (7, 3), check_invariants=True)
         dist.all_reduce(sparse(rank) if rank == 0 else other)
     with pytest.raises(hvd.HorovodInternalError, match="ranks disagree on the operation"):
         dist.all_reduce(sparse(rank) if rank == 0 else torch.ones(6, 3))
