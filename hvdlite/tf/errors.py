@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -35,6 +34,9 @@ class UnsupportedError(InvalidArgumentError, NotImplementedError):
     """A combination of arguments that no release has."""
 
 
+GENERATED = "<compiled operations of hvdlite>"  # the file of their Python functions
+
+
 class WithoutOwnFrames(tf_stack.StackTraceFilter):
     """A context in which operations are made: TensorFlow says that the user's line has made them.
 
@@ -48,10 +50,7 @@ class WithoutOwnFrames(tf_stack.StackTraceFilter):
 
 @cache
 def _own_files() -> frozenset[str]:
-    files = [str(file) for file in Path(OWN_FOLDER).rglob("*.py")]
-    # What makes our compiled operations; a program of ``python -c`` has that name, too.
-    generated = [] if sys.argv[:1] == ["-c"] else ["<string>"]
-    return frozenset((*files, *generated))
+    return frozenset((*map(str, Path(OWN_FOLDER).rglob("*.py")), GENERATED))
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from typing import Any
 
 import tensorflow as tf
 
 from hvdlite.tf.accelerators.library import Accelerator, addresses
+from hvdlite.tf.errors import GENERATED
 
 
 class Library:
@@ -15,7 +17,7 @@ class Library:
 
     def __init__(self, path: str) -> None:
         operations: Any = tf.load_op_library(path)
-        self.start, self.take = operations.hvdlite_start, operations.hvdlite_take
+        self.start, self.take = _named(operations.hvdlite_start), _named(operations.hvdlite_take)
         waiting = ctypes.CDLL(path)  # Its functions are called without the GIL.
         quick = ctypes.PyDLL(path)
         integers = ctypes.POINTER(ctypes.c_int64)
@@ -38,6 +40,13 @@ class Library:
         length = ctypes.c_int64()
         record: list[int] = self._next(ctypes.byref(length))[: length.value]
         return record
+
+
+def _named(operation: Any) -> Any:
+    """Tell what TensorFlow has generated from a script of ``python -c``, "<string>" as well."""
+    generated = inspect.unwrap(operation)
+    generated.__code__ = generated.__code__.replace(co_filename=GENERATED)
+    return operation
 
 
 def _function(function: Any, result: Any, *arguments: Any) -> Any:
