@@ -72,7 +72,7 @@ def test_slices_of_data_are_imported_when_they_are_asked_for() -> None:
 def test_the_fused_step_is_imported_where_gradients_lie_in_segments(on: bool) -> None:
     pytest.importorskip("torch", reason="the extra 'torch' is not installed")
     program = TRAIN.format(options=f"gradient_as_bucket_view={on}")
-    assert imported(program, "hvdlite.torch.fused_step") is on
+    assert imported(program, "hvdlite.torch.optimizer.fused_step") is on
 
 
 @pytest.mark.parametrize(("module", "package"), [("zmq", "pyzmq"), ("safetensors", "safetensors")])

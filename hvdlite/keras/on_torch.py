@@ -19,7 +19,7 @@ from hvdlite.common.segmentation.strategies import Gradient
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.autograd import untraced
 from hvdlite.torch.dtypes import DTYPE_NAMES
-from hvdlite.torch.sparsity import Layouts
+from hvdlite.torch.optimizer.sparsity import Layouts
 
 __all__ = ["Accumulator", "Reducer", "untraced"]
 

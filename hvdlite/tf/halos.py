@@ -7,13 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.common.api import halo as common
-from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.api.halo import Arrays
+from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.tf import mpi_ops
 from hvdlite.tf.errors import public
 
 
-class _TensorFlowArrays(common.Arrays[Any]):
+class _TensorFlowArrays(Arrays[Any]):
+    def convert(self, array: Any) -> tf.Tensor:
+        return tf.convert_to_tensor(array)
+
     def shape(self, array: tf.Tensor) -> Sequence[int | None]:
         sizes: list[int | None] = array.shape.as_list()
         return sizes
@@ -44,34 +47,6 @@ class _TensorFlowArrays(common.Arrays[Any]):
         tf.debugging.assert_equal(received, wanted, text)
 
 
-_ARRAYS = _TensorFlowArrays()
-
-
-@public
-def halo(
-    x: Any,
-    dim: int,
-    before: int,
-    after: int,
-    process_set: ProcessSet = global_process_set,
-    *,
-    fill: float | None = 0.0,
-    name: str | None = None,
-) -> tf.Tensor:
-    """Return the slice `x` of a larger tensor between the edges of its neighbours' slices.
-
-    The larger tensor is cut along `dim`, and its slices lie on the ranks of `process_set` in their
-    order. `before` entries come from the rank before this one and `after` entries from the one
-    behind it; all ranks give the same numbers. Beyond the whole tensor there is `fill`, the zeros
-    of a padded convolution; None adds nothing there. Slices may differ along `dim` only, and their
-    number of dimensions is known in a graph.
-
-    Differentiable: the gradients of the edges go back to the ranks that own them, and are added
-    there.
-    """
-    return common.halo(
-        _ARRAYS, tf.convert_to_tensor(x), dim, before, after, process_set, fill, name
-    )
-
+halo = public(_TensorFlowArrays().halo)
 
 __all__ = ["halo"]

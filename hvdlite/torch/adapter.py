@@ -11,9 +11,8 @@ import torch
 
 from hvdlite.common.plain.adapter import COMPLEX, HOST_DEVICE, HostBuffer, Place, TensorSpec
 from hvdlite.common.plain.numpy_adapter import read_splits
-from hvdlite.torch.devices import Device, find_device
+from hvdlite.torch.devices import Device, HostDevice, find_device
 from hvdlite.torch.dtypes import DTYPE_NAMES
-from hvdlite.torch.host_device import HostDevice
 
 
 def _increments_many() -> bool:
@@ -114,7 +113,7 @@ class TorchAdapter:
     def finish(self, tensor: torch.Tensor) -> None:
         """Tell the device's current stream and autograd that the tensor was written.
 
-        See [Note: views and version counters] in torch/flat_gradients.py.
+        See [Note: views and version counters] in torch/optimizer/flat_gradients.py.
         """
         if not (tensor.is_cpu and self._host_is_memory):
             self._device(tensor).finish(tensor)

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from hvdlite.common.api import halo as common
-from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.api.halo import Arrays
+from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch import mpi_ops
 
 Tensor = torch.Tensor
 
 
-class _TorchArrays(common.Arrays[Tensor]):
+class _TorchArrays(Arrays[Tensor]):
     def shape(self, array: Tensor) -> Sequence[int]:
         return array.shape
 
@@ -34,33 +34,6 @@ class _TorchArrays(common.Arrays[Tensor]):
         return output, received
 
 
-_ARRAYS = _TorchArrays()
-
-
-def halo(
-    x: Tensor,
-    dim: int,
-    before: int,
-    after: int,
-    process_set: ProcessSet = global_process_set,
-    *,
-    fill: float | None = 0.0,
-    name: str | None = None,
-) -> Tensor:
-    """Return the slice `x` of a larger tensor between the edges of its neighbours' slices.
-
-    The larger tensor is cut along `dim`, and its slices lie on the ranks of `process_set` in their
-    order. `before` entries come from the rank before this one and `after` entries from the one
-    behind it; all ranks give the same numbers. Beyond the whole tensor there is `fill`, the zeros
-    of a padded convolution; None adds nothing there. Slices may differ along `dim` only.
-
-    Differentiable: the gradients of the edges go back to the ranks that own them, and are added
-    there. Backward must reach this call on all ranks.
-
-    Raises `ValueError` for numbers that are negative or wider than the slice, and for a dimension
-    that is not there; `HorovodInternalError` where ranks disagree.
-    """
-    return common.halo(_ARRAYS, x, dim, before, after, process_set, fill, name)
-
+halo = _TorchArrays().halo
 
 __all__ = ["halo"]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
 from hvdlite.common.api.forms import Forms
+from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.segment_plan import (
     set_comm_fusion,
@@ -32,10 +37,10 @@ from hvdlite.common.runtime.basics import (
     stop_timeline,
 )
 from hvdlite.common.runtime.lifecycle import init, shutdown
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner, untraced
 from hvdlite.torch.dtypes import use_torch_casts
-from hvdlite.torch.sparse import SparseForms
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -56,7 +61,6 @@ grouped_allreduce = untraced(forms.grouped_allreduce)
 grouped_allreduce_async = untraced(forms.grouped_allreduce_async)
 grouped_allreduce_ = untraced(forms.grouped_allreduce_)
 grouped_allreduce_async_ = untraced(forms.grouped_allreduce_async_)
-sparse_allreduce_async = untraced(SparseForms(runner).sparse_allreduce_async)
 allgather = untraced(forms.allgather)
 allgather_async = untraced(forms.allgather_async)
 grouped_allgather = untraced(forms.grouped_allgather)
@@ -75,6 +79,47 @@ join = untraced(forms.join)
 barrier = untraced(forms.barrier)
 poll = untraced(forms.poll)
 synchronize = untraced(forms.synchronize)
+
+
+@untraced
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str,
+    op: int,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Start to reduce a sparse COO tensor; return a function that waits for the result.
+
+    Every rank gives a tensor of the same shape, dtype and number of sparse dimensions, with any
+    number of entries. `op` is Sum or Average. The function returns a new sparse tensor that
+    is not coalesced. Two collectives run, ``<name>.indices`` and ``<name>.values``.
+
+    Raises `ValueError` for a tensor of another layout, and for another op.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        layout = getattr(tensor, "layout", type(tensor).__name__)
+        raise ValueError(f"sparse_allreduce '{name}' needs a sparse COO tensor, not {layout}")
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ValueError(f"sparse_allreduce '{name}': op is Sum or Average, not {op!r}")
+    detached = tensor.detach()
+    parts = {"indices": detached._indices().t(), "values": detached._values()}
+    operations = [
+        runner.start("allgather", [part], f"{name}.{part_name}", CallOptions(process_set))
+        for part_name, part in parts.items()
+    ]
+
+    def wait() -> torch.Tensor:
+        (indices,), (all_values,) = (operation.wait_for_tensors() for operation in operations)
+        if op == ReduceOp.AVERAGE:
+            is_integer = not (all_values.is_floating_point() or all_values.is_complex())
+            rounding_mode = "trunc" if is_integer else None
+            all_values = torch.div(all_values, process_set.size(), rounding_mode=rounding_mode)
+        return torch.sparse_coo_tensor(
+            indices.t(), all_values, tensor.shape, check_invariants=False
+        )
+
+    return wait
+
 
 __all__ = [
     "Adasum",

@@ -72,7 +72,7 @@ class SpatialConv2d(nn.Conv2d):
             )
         index = _DIMS[dim]
         for path, part in module.named_modules():
-            check_module(path, part, index)
+            check_module(path, part, index, cls)
         for path, part in module.named_modules():
             check_inputs(path, part, index)
         if isinstance(module, nn.Conv2d):

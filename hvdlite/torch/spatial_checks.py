@@ -64,9 +64,12 @@ _REFUSED: list[tuple[tuple[Any, ...], str]] = [
 ]
 
 
-def check_module(path: str, module: nn.Module, index: int) -> None:
-    """Raise `ValueError` for a module that would be wrong on slices along H (0) or W (1)."""
-    reason = _objection(module, index)
+def check_module(path: str, module: nn.Module, index: int, spatial: type) -> None:
+    """Raise `ValueError` for a module that would be wrong on slices along H (0) or W (1).
+
+    `spatial` is the class of convolutions that are cut already.
+    """
+    reason = _objection(module, index, spatial)
     if reason:
         raise ValueError(f"{path or 'module'} is {type(module).__name__}, which {reason}")
 
@@ -79,12 +82,13 @@ def check_inputs(path: str, module: nn.Module, index: int) -> None:
         module.register_forward_pre_hook(Along(path, index))
 
 
-def _objection(module: nn.Module, index: int) -> str:
+def _objection(module: nn.Module, index: int, spatial: type) -> str:
     """Return why the module cannot be wrapped; empty where it can."""
-    if isinstance(module, SyncBatchNorm):
-        return ""
+    if isinstance(module, _ConvNd):
+        return _objection_to_convolution(module, spatial)
     if isinstance(module, _BatchNorm):
-        return "would normalize by the mean and the variance of a slice: use hvd.SyncBatchNorm"
+        wrong = "would normalize by the mean and the variance of a slice: use hvd.SyncBatchNorm"
+        return "" if isinstance(module, SyncBatchNorm) else wrong
     for classes, objection in _OBJECTIONS:
         if isinstance(module, classes):
             return objection(module, index)
@@ -142,12 +146,10 @@ def _objection_to_padding(module: Any, index: int) -> str:
     return ""
 
 
-def _objection_to_convolution(module: Any) -> str:
+def _objection_to_convolution(module: Any, spatial: type) -> str:
     if not isinstance(module, nn.Conv2d):
         return "is no Conv2d, and would miss the edges of the neighbours: call hvd.halo before it"
-    from hvdlite.torch.spatial import SpatialConv2d
-
-    if type(module) not in (nn.Conv2d, SpatialConv2d):
+    if type(module) not in (nn.Conv2d, spatial):
         return (
             "changes Conv2d in ways that wrap cannot see: give a plain Conv2d (a lazy one has run "
             "once), or call hvd.halo before it"
@@ -185,7 +187,6 @@ def _objection_to_pooling(module: Any, index: int) -> str:
 
 # Classes of modules -> what tells why one of them cannot be wrapped.
 _OBJECTIONS: list[tuple[tuple[Any, ...], Callable[[Any, int], str]]] = [
-    ((_ConvNd,), lambda module, index: _objection_to_convolution(module)),
     ((*_POOLS, nn.MaxUnpool2d), _objection_to_pooling),
     (_PADS, _objection_to_padding),
     ((nn.Upsample,), _objection_to_upsampling),

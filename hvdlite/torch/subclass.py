@@ -1,19 +1,21 @@
-"""The subclass of an optimizer's class that makes it a distributed one."""
+"""The subclass of an optimizer's class that makes it a distributed one; hooks of a trace."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.iterations.marks import StepMarks
 from hvdlite.common.runtime.basics import is_initialized
 from hvdlite.common.runtime.process_sets import ProcessSet
-from hvdlite.torch.iteration_hooks import IterationHooks
 
 
 class OptimizerMixin(torch.optim.Optimizer):
@@ -104,3 +106,164 @@ def _refuse_other_steps(reduction: ReductionConfig) -> Callable[..., None]:
             )
 
     return check
+
+
+# So many steps without a forward pass of any module end the search for modules, with a warning.
+UNSEEN_STEPS = 2
+
+
+class IterationHooks:
+    """The hooks that mark the iterations of an optimizer in a trace, until `remove`.
+
+    forward     hooks of the outermost modules that have parameters of the optimizer; a hook that
+                all modules share finds these modules in the first iterations
+    backward    a hook of each gradient; the first gradient of a pass asks torch's autograd engine
+                to call back when the pass has ended
+    step        the step hooks of the optimizer
+
+    No hook keeps the model or the optimizer alive. In a copy of the model, the hooks do nothing.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, steps: StepMarks, ends_later: bool
+    ) -> None:
+        """Register the hooks. With `ends_later` the optimizer itself calls `on_iteration_end`."""
+        self._optimizer = weakref.ref(optimizer)
+        self._steps = steps
+        self._ends_later = ends_later
+        self._unseen_steps = 0  # steps without a forward pass
+        self._in_backward = False
+        # The hook that all modules share. None while a module that it found is running, and when
+        # the search has ended.
+        self._search: Any = None
+        self._searching = True
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(self._on_step_start),
+            optimizer.register_step_post_hook(self._on_step_end),
+            *(
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad
+            ),
+        ]
+        self._resume_search()
+
+    def remove(self) -> None:
+        """Remove all hooks; idempotent."""
+        self._searching = False
+        self._pause_search()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- forward
+
+    def _resume_search(self) -> None:
+        if self._searching and self._search is None:
+            self._search = register_module_forward_pre_hook(_uncompiled(self._on_any_module))
+
+    def _pause_search(self) -> None:
+        if self._search is not None:
+            self._search.remove()
+            self._search = None
+
+    def _on_any_module(self, module: torch.nn.Module, args: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or not torch.is_grad_enabled():
+            return
+        if isinstance(module, torch.jit.ScriptModule):  # These accept no hooks.
+            return
+        optimized = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
+        if optimized.isdisjoint(map(id, module.parameters())):
+            return
+        self._pause_search()  # Modules that are called inside of this one are not outermost.
+        self._handles += [
+            module.register_forward_pre_hook(_ModuleHook(_uncompiled(self._on_forward))),
+            module.register_forward_hook(_ModuleHook(_uncompiled(self._on_output))),
+        ]
+        self._on_forward()
+
+    def _on_forward(self) -> None:
+        # A backward pass that raised an error has not called `_on_backward_end`.
+        self._in_backward = False
+        if torch.is_grad_enabled():  # Otherwise the pass is no part of training.
+            self._steps.forward_started()
+
+    def _on_output(self) -> None:
+        if torch.is_grad_enabled():
+            self._steps.forward_ended()
+        if self._searching:
+            self._resume_search()
+
+    # -- backward
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        self._in_backward = False
+        self._steps.backward_ended()
+
+    # -- the step
+
+    def _on_step_start(self, *arguments: Any) -> None:
+        self._steps.optimizer_started()
+
+    def _on_step_end(self, *arguments: Any) -> None:
+        self._steps.optimizer_ended()
+        if not self._ends_later:
+            self.on_iteration_end()
+
+    def on_iteration_end(self) -> None:
+        """Mark the end of an iteration: the optimizer has made its step."""
+        self._in_backward = False
+        computed = self._steps.bp_end is not None
+        accepted = self._steps.ended()
+        if self._searching and computed:
+            # One step without forward is no reason to warn: it may have begun before the trace.
+            self._unseen_steps += not accepted
+            self._searching = not accepted and self._unseen_steps < UNSEEN_STEPS
+            if not self._searching:
+                self._pause_search()
+                if not accepted:
+                    _warn_unseen()
+
+    def start_over(self) -> None:
+        """Discard the marks of this iteration, since its gradients are set to zero."""
+        self._steps.start_over()
+
+
+def _warn_unseen() -> None:
+    warn_user(
+        "the iteration trace sees no torch.nn.Module with parameters of the optimizer that is "
+        "called before a step: put each iteration of the loop into a block 'with "
+        "trace.iteration():', where trace = hvd.trace_iterations(...)"
+    )
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that torch.compile calls instead of tracing into it."""
+    if "torch._dynamo" not in sys.modules:  # Nothing is compiled, and the import takes seconds.
+        return hook
+    disable: Any = torch.compiler.disable
+    uncompiled: Callable[..., None] = disable(hook)
+    return uncompiled
+
+
+class _ModuleHook:
+    """A hook that calls a function without arguments; a copied module's copy does nothing."""
+
+    def __init__(self, function: Callable[[], None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._function is not None:
+            self._function()
+
+    def __reduce__(self) -> Any:
+        return _ModuleHook, ()

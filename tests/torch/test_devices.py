@@ -18,9 +18,7 @@ from hvdlite.common.api.forms import Forms
 from hvdlite.common.plain.adapter import HOST_DEVICE
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner
-from hvdlite.torch.devices import Device, find_device
-from hvdlite.torch.host_device import HostDevice
-from hvdlite.torch.staged_device import StagedDevice
+from hvdlite.torch.devices import Device, HostDevice, StagedDevice, find_device
 from tests.ranks import run_ranks
 
 Tensor = torch.Tensor

@@ -19,7 +19,7 @@ from hvdlite.common.base.errors import HorovodInternalError, HostsUpdatedInterru
 from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.common.elastic import run_fn
 from hvdlite.common.plain.config import Config
-from hvdlite.torch.elastic import flat
+from hvdlite.torch.elastic import tensors
 from tests.elastic_job import ElasticJob, Worker
 from tests.ranks import run_ranks
 
@@ -289,7 +289,7 @@ def test_only_newcomers_receive(monkeypatch: pytest.MonkeyPatch) -> None:
     job = ElasticJob(3)
     received: dict[int, list[str]] = {}
     monkeypatch.setattr(
-        "hvdlite.torch.elastic.flat._broadcast_piece",
+        "hvdlite.torch.elastic.tensors._broadcast_piece",
         _noting(received, job),
     )
 
@@ -308,7 +308,7 @@ def test_only_newcomers_receive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _noting(received: dict[int, list[str]], job: ElasticJob) -> Callable[..., None]:
-    original = flat._broadcast_piece
+    original = tensors._broadcast_piece
 
     def note(piece: Any, name: str, source: Any) -> None:
         received.setdefault(job.here.worker.number, []).append(name)

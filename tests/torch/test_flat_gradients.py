@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdlite.torch.flat_gradients import ALIGNMENT_BYTES, FlatGradients
+from hvdlite.torch.optimizer.flat_gradients import ALIGNMENT_BYTES, FlatGradients
 
 Tensor = torch.Tensor
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from hvdlite.torch.flat_gradients import FlatGradients
 from hvdlite.torch.functions import broadcast_optimizer_state
-from hvdlite.torch.fused_step import FusedStep
+from hvdlite.torch.optimizer.flat_gradients import FlatGradients
+from hvdlite.torch.optimizer.fused_step import FusedStep
 from hvdlite.torch.subclass import OptimizerMixin
 from tests.ranks import run_ranks
 
@@ -160,7 +160,7 @@ def test_groups_in_one_segment_have_options_of_their_own(
 def test_long_segments_are_stepped_in_pieces(
     make: Make, options: dict[str, Any], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvdlite.torch.optimizer_kernels.PIECE", 100)
+    monkeypatch.setattr("hvdlite.torch.optimizer.kernels.PIECE", 100)
     ours, oracle = both(make, {**options, **flags})
     check_same(ours.train(), oracle.train())
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import hvdlite.torch as hvd
-from hvdlite.torch import gradient_exchange as exchange
 from hvdlite.torch.compression import Compressor
+from hvdlite.torch.optimizer import gradient_exchange as exchange
 from tests.ranks import run_ranks
 from tests.torch.small_net import SIZE, Tensor, flat, loss_of, net, reduced_gradients, sgd
 

@@ -15,7 +15,8 @@ from hvdlite.common.api import prepared_bucket
 from hvdlite.common.api.bundles import bundle_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime.state import current
-from hvdlite.torch import gradient_exchange, in_flight, mpi_ops
+from hvdlite.torch import mpi_ops
+from hvdlite.torch.optimizer import gradient_exchange, in_flight
 from tests.ranks import run_ranks
 from tests.short_calls import begin, interrupted_after, until
 from tests.torch.prepared_gradients import Gradients, Tensor, buckets, gradient_options, values

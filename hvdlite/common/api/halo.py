@@ -19,7 +19,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from hvdlite.common.api.call_checks import members_of
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.runtime.state import for_collective
 
 T = TypeVar("T")
@@ -27,6 +27,10 @@ T = TypeVar("T")
 
 class Arrays(Generic[T]):
     """What a halo does with the arrays of one framework. All of it is differentiable."""
+
+    def convert(self, array: T) -> T:
+        """Return what the user gave as an array of the framework."""
+        return array
 
     def shape(self, array: T) -> Sequence[int | None]:
         """Return the sizes of the dimensions; None: not known in a graph."""
@@ -59,55 +63,69 @@ class Arrays(Generic[T]):
         """Raise `HorovodInternalError` unless so many rows have come from each member."""
         for sender, (rows, number) in enumerate(zip(received, wanted, strict=True)):
             if rows != number:
-                refuse(f"member {sender} of the set has sent {int(rows)}", position, number)
+                _refuse(f"member {sender} of the set has sent {int(rows)}", position, number)
+
+    def halo(
+        self,
+        x: T,
+        dim: int,
+        before: int,
+        after: int,
+        process_set: ProcessSet = global_process_set,
+        *,
+        fill: float | None = 0.0,
+        name: str | None = None,
+    ) -> T:
+        """Return the slice `x` of a larger array between the edges of its neighbours' slices.
+
+        The larger array is cut along `dim`, and its slices lie on the ranks of `process_set` in
+        their order. `before` entries come from the rank before this one and `after` entries from
+        the one behind it; all ranks give the same numbers. Beyond the whole array there is `fill`,
+        the zeros of a padded convolution; None adds nothing there. Slices may differ along `dim`
+        only; in a graph of TensorFlow, their number of dimensions is known.
+
+        Differentiable where the framework is: the gradients of the edges go back to the ranks that
+        own them, and are added there. Backward must reach this call on all ranks.
+
+        Raises `ValueError` for numbers that are negative or wider than the slice, and for a
+        dimension that is not there; `HorovodInternalError` where ranks disagree.
+        """
+        runtime = for_collective()
+        members = members_of(runtime, "halo", process_set)
+        position, last = members.index(runtime.rank), len(members) - 1
+        array = self.convert(x)
+        shape = self.shape(array)
+        _check(shape, dim, before, after, name)
+        dim %= len(shape)
+        if before == after == 0:
+            return array
+        above: list[T] = []
+        below: list[T] = []
+        if last > 0:
+            edges = _Edges(len(members), position, before, after)
+            rows, received = self.exchange(
+                edges.collect(self, array, dim), edges.splits, name, process_set
+            )
+            self.expect(received, edges.wanted, position)
+            if position > 0:
+                above = [self.move(self.part(rows, (slice(0, before),)), 0, dim)]
+            if position < last:
+                start = before if position > 0 else 0
+                below = [self.move(self.part(rows, (slice(start, start + after),)), 0, dim)]
+        if position == 0 and fill is not None:
+            above = [self.border(array, dim, before, fill)]
+        if position == last and fill is not None:
+            below = [self.border(array, dim, after, fill)]
+        return self.concatenate([*above, array, *below], dim)
 
 
-def refuse(sent: str, position: int, wanted: object) -> NoReturn:
+def _refuse(sent: str, position: int, wanted: object) -> NoReturn:
     """Raise the error for an edge of another width than this rank has asked for."""
     raise HorovodInternalError(
         f"halo: ranks disagree on the widths: {sent} entries of its edge, and member {position}, "
         f"this rank, wants {wanted}. Give the same before and after on all ranks",
         job_goes_on=True,
     )
-
-
-def halo(
-    arrays: Arrays[T],
-    array: T,
-    dim: int,
-    before: int,
-    after: int,
-    process_set: ProcessSet,
-    fill: float | None,
-    name: str | None,
-) -> T:
-    """Return the array between the edges of its neighbours. Raises `ValueError`."""
-    runtime = for_collective()
-    members = members_of(runtime, "halo", process_set)
-    position, last = members.index(runtime.rank), len(members) - 1
-    shape = arrays.shape(array)
-    _check(shape, dim, before, after, name)
-    dim %= len(shape)
-    if before == after == 0:
-        return array
-    above: list[T] = []
-    below: list[T] = []
-    if last > 0:
-        edges = _Edges(len(members), position, before, after)
-        rows, received = arrays.exchange(
-            edges.collect(arrays, array, dim), edges.splits, name, process_set
-        )
-        arrays.expect(received, edges.wanted, position)
-        if position > 0:
-            above = [arrays.move(arrays.part(rows, (slice(0, before),)), 0, dim)]
-        if position < last:
-            start = before if position > 0 else 0
-            below = [arrays.move(arrays.part(rows, (slice(start, start + after),)), 0, dim)]
-    if position == 0 and fill is not None:
-        above = [arrays.border(array, dim, before, fill)]
-    if position == last and fill is not None:
-        below = [arrays.border(array, dim, after, fill)]
-    return arrays.concatenate([*above, array, *below], dim)
 
 
 class _Edges:

@@ -25,7 +25,7 @@ from hvdlite.common.plain.handles import Handle
 
 # The reduction of so many bytes takes longer than a negotiation, so they do not gather further,
 # unless the engine has no core of its own: then it would only interrupt the thread that enqueues.
-# See [Note: why gradients gather twice] in torch/gradient_exchange.py.
+# See [Note: why gradients gather twice] in torch/optimizer/gradient_exchange.py.
 ENOUGH_BYTES = 1 << 20
 MOST_CYCLES = 5
 

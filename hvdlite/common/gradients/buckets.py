@@ -222,7 +222,7 @@ class BucketSchedule(Generic[K]):
 # Batches: gradients that are reduced on their own, and handed to the engine together.
 
 
-# See [Note: why gradients gather twice] in torch/gradient_exchange.py.
+# See [Note: why gradients gather twice] in torch/optimizer/gradient_exchange.py.
 ENOUGH_BYTES = 4 << 20
 CROWDED = 4  # times as much where the ranks of a host leave no core to the engine
 

@@ -12,10 +12,9 @@ from hvdlite.common.api.objects import broadcast_object
 from hvdlite.common.elastic.source import check_same_tensors, sync_source
 from hvdlite.common.elastic.state import named_leaves
 from hvdlite.common.runtime.basics import rank
-from hvdlite.torch.elastic.flat import broadcast_flat
-from hvdlite.torch.elastic.snapshot import Snapshot
+from hvdlite.torch.elastic.tensors import Snapshot, broadcast_flat
 from hvdlite.torch.functions import share_optimizer_state
-from hvdlite.torch.reducing_optimizer import ReducingMixin
+from hvdlite.torch.optimizer.reducing import ReducingMixin
 
 Tensor = torch.Tensor
 

@@ -14,9 +14,9 @@ from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.state import for_collective
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.gradient_exchange import named_by_position
+from hvdlite.torch.optimizer.gradient_exchange import named_by_position
+from hvdlite.torch.optimizer.sparsity import Layouts
 from hvdlite.torch.sharded_state.shards import FlatShard, Place, State, arrange
-from hvdlite.torch.sparsity import Layouts
 
 Tensor = torch.Tensor
 ParamGroups = list[dict[str, Any]]

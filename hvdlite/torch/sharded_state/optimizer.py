@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,11 +14,10 @@ from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.torch.compression import Compression
-from hvdlite.torch.in_flight import CASTS
-from hvdlite.torch.reducing_optimizer import Names, ReducingMixin
+from hvdlite.torch.optimizer.in_flight import CASTS
+from hvdlite.torch.optimizer.reducing import Names, ReducingMixin
 from hvdlite.torch.sharded_state.elementwise import check_elementwise, step_over
 from hvdlite.torch.sharded_state.exchange import ShardedExchange
-from hvdlite.torch.sharded_state.refusal import noted, plain
 from hvdlite.torch.sharded_state.shards import State
 from hvdlite.torch.subclass import OptimizerMixin, wrap
 
@@ -240,3 +240,47 @@ def shard(
         # Of the wrapped optimizer, too: else it would keep all of its state in memory.
         wrapped.state = optimizer.state = exchange.state
     return wrapped
+
+
+KEY = "shard"
+
+
+class ShardOfOneRank(str):
+    """A note beside the state of a shard, which DCP cannot write; all else takes it for a text.
+
+    DCP takes tensors of one name for copies, and writes those of one rank: the shards of all others
+    would be lost. It asks whatever has these methods how to write it.
+    """
+
+    __slots__ = ()
+
+    def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:
+        raise ValueError(
+            f"{fqn!r} is of the state_dict() of an optimizer with shard_state=True, of which each "
+            "rank has another part, and torch.distributed.checkpoint would write that of one rank "
+            "alone: call hvd.checkpoint.save(directory, {..., 'optimizer': optimizer}), or give "
+            "optimizer.consolidate()"
+        )
+
+    def __create_chunk_list__(self) -> NoReturn:
+        self.__create_write_items__(KEY, self)
+
+    def __get_tensor_shard__(self, index: Any) -> NoReturn:
+        self.__create_write_items__(KEY, self)
+
+    def __deepcopy__(self, memo: Any) -> ShardOfOneRank:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[()]]:
+        # torch.load(weights_only=True), the default, knows no class of ours.
+        return OrderedDict, ()
+
+
+def noted(state: dict[str, Any], position: int, members: int) -> dict[str, Any]:
+    """Return the state of a shard with a note beside it."""
+    return {**state, KEY: ShardOfOneRank(f"of rank {position} of {members}")}
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a shard without the note."""
+    return {name: value for name, value in state.items() if name != KEY}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.torch.flat_gradients import ALIGNMENT_BYTES, FlatLayout
+from hvdlite.torch.optimizer.flat_gradients import ALIGNMENT_BYTES, FlatLayout
 
 Tensor = torch.Tensor
 State = dict[str, Any]

@@ -11,12 +11,11 @@ import torch
 from hvdlite.common.api.forms import Forms
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.state import current
-from hvdlite.torch.accelerators.host_streams import HostStreams
+from hvdlite.torch.accelerators.context import HostStreams
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner
-from hvdlite.torch.devices import HOST_AS_DEVICE, runs_on_device
+from hvdlite.torch.devices import HOST_AS_DEVICE, StagedDevice, runs_on_device
 from hvdlite.torch.mpi_ops import runner
-from hvdlite.torch.staged_device import StagedDevice
 from tests.ranks import run_ranks
 
 GLOO = Config(devices="gloo")

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hvdlite.torch.accelerators import c10d, context, nccl
-from hvdlite.torch.accelerators.context import TorchContext
-from hvdlite.torch.accelerators.host_streams import HostStreams
-from hvdlite.torch.staged_device import StagedDevice
+from hvdlite.torch.accelerators.context import HostStreams, TorchContext
+from hvdlite.torch.devices import StagedDevice
 from tests.common.devices.nccl.fake import Fake
 from tests.ranks import run_threads
 from tests.torch.accelerators.direct import CountingDevice

@@ -14,9 +14,8 @@ from fake_accelerator import FakeLibrary
 from fake_accelerator.context import FakeContext
 from hvdlite.common.devices.nccl import context as nccl_context
 from hvdlite.common.devices.nccl.cudart import CudaRuntime
-from hvdlite.torch.accelerators.context import TorchContext
-from hvdlite.torch.accelerators.host_streams import HostEvent, HostStreams
-from hvdlite.torch.staged_device import StagedDevice
+from hvdlite.torch.accelerators.context import HostEvent, HostStreams, TorchContext
+from hvdlite.torch.devices import StagedDevice
 from tests.common.devices.nccl.fake import Fake
 from tests.torch.accelerators.direct import on_devices
 from tests.torch.accelerators.fakes import Rank, on_fake

@@ -23,9 +23,9 @@ from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.runtime.state import for_collective
 from hvdlite.common.segmentation.strategies import Auto, Gradient, Strategy
 from hvdlite.torch.dtypes import DTYPE_NAMES
-from hvdlite.torch.flat_gradients import FlatGradients
 from hvdlite.torch.functions import broadcast_object
-from hvdlite.torch.sparsity import Layouts
+from hvdlite.torch.optimizer.flat_gradients import FlatGradients
+from hvdlite.torch.optimizer.sparsity import Layouts
 
 ParamGroups = list[dict[str, Any]]
 # Segments are made anew for another set of gradients at most so often. A loop that freezes and

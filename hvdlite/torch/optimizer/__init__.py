@@ -29,12 +29,12 @@ from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
-from hvdlite.torch.adasum_optimizer import AdasumMixin
 from hvdlite.torch.compression import Compression
 from hvdlite.torch.functions import broadcast_object, leave_zero_gradients
-from hvdlite.torch.gradient_exchange import GradientExchange, named_by_position
-from hvdlite.torch.in_flight import CASTS
-from hvdlite.torch.reducing_optimizer import NO_EFFECT, Names, ReducingMixin
+from hvdlite.torch.optimizer.adasum import AdasumMixin
+from hvdlite.torch.optimizer.gradient_exchange import GradientExchange, named_by_position
+from hvdlite.torch.optimizer.in_flight import CASTS
+from hvdlite.torch.optimizer.reducing import NO_EFFECT, Names, ReducingMixin
 from hvdlite.torch.subclass import wrap
 
 

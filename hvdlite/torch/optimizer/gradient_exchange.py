@@ -30,8 +30,8 @@ from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.runtime.state import for_collective
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import Compression
-from hvdlite.torch.flat_gradients import FlatGradients
-from hvdlite.torch.in_flight import (
+from hvdlite.torch.optimizer.flat_gradients import FlatGradients
+from hvdlite.torch.optimizer.in_flight import (
     CASTS,
     BucketInFlight,
     InFlight,
@@ -39,8 +39,8 @@ from hvdlite.torch.in_flight import (
     SegmentInFlight,
     SparseGradientInFlight,
 )
-from hvdlite.torch.segment_schedule import ParamGroups, SegmentSchedule
-from hvdlite.torch.sparsity import Layouts
+from hvdlite.torch.optimizer.segment_schedule import ParamGroups, SegmentSchedule
+from hvdlite.torch.optimizer.sparsity import Layouts
 
 # [Note: why gradients gather twice]
 #

@@ -12,7 +12,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import ReductionConfig, check_passes
 from hvdlite.torch import mpi_ops
-from hvdlite.torch.gradient_exchange import named_by_position
+from hvdlite.torch.optimizer.gradient_exchange import named_by_position
 from hvdlite.torch.subclass import OptimizerMixin
 
 

@@ -12,7 +12,7 @@ from hvdlite.common.gradients.buckets import ReductionConfig
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
 from hvdlite.torch import mpi_ops
 from hvdlite.torch.compression import BF16Compressor, CastCompressor, FP16Compressor
-from hvdlite.torch.flat_gradients import FlatGradients
+from hvdlite.torch.optimizer.flat_gradients import FlatGradients
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class PendingGradient:
     def check(self) -> None:
         """Raise `RuntimeError` if the gradient has been changed since it was complete.
 
-        See [Note: views and version counters] in torch/flat_gradients.py.
+        See [Note: views and version counters] in torch/optimizer/flat_gradients.py.
         """
         current = self.parameter.grad
         if current is None or (current is self.gradient and current._version == self.version):

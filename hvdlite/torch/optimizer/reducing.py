@@ -12,12 +12,12 @@ import torch
 
 from hvdlite.common.base.warn import warn_user
 from hvdlite.common.gradients.buckets import check_passes
-from hvdlite.torch.gradient_exchange import GradientExchange
-from hvdlite.torch.segment_schedule import ParamGroups
+from hvdlite.torch.optimizer.gradient_exchange import GradientExchange
+from hvdlite.torch.optimizer.segment_schedule import ParamGroups
 from hvdlite.torch.subclass import OptimizerMixin
 
 if TYPE_CHECKING:
-    from hvdlite.torch.fused_step import FusedStep
+    from hvdlite.torch.optimizer.fused_step import FusedStep
 
 NO_EFFECT = "fuse_all_optimizer_ops has no effect"
 Names = dict[torch.Tensor, str]
@@ -95,7 +95,7 @@ class ReducingMixin(OptimizerMixin):
         if flat is not self._fused_for:
             self._fused_for, self._fused = flat, None
             if flat is not None and self._fuses is not False:
-                from hvdlite.torch.fused_step import FusedStep  # Most jobs never need it.
+                from hvdlite.torch.optimizer.fused_step import FusedStep  # Most jobs never need it.
 
                 self._fused, reason = FusedStep.of(self, [*flat.values()])
                 if reason and self._fuses:
