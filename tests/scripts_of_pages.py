@@ -32,7 +32,9 @@ def check(code: str, lines: list[str], folder: Path) -> None:
     script.write_text(code)
     done = subprocess.run(
         [sys.executable, str(script)],
-        env=environment(PYSPARK_PYTHON=sys.executable, RAY_USAGE_STATS_ENABLED="0"),
+        env=environment(
+            PYSPARK_PYTHON=sys.executable, RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0"
+        ),
         cwd=folder, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

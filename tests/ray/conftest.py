@@ -19,6 +19,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - By default all other tests come first.
     made = Cluster(
         initialize_head=True,
         head_node_args={

@@ -8,6 +8,7 @@ import socket
 import threading
 
 from hvdlite.common.connections.address import Address
+from hvdlite.common.connections.prove import Challenge
 from hvdlite.launcher.call_back import call_back
 from hvdlite.spark.output import DriverOutput, RankOutput
 from tests.launcher.descriptors import no_free_descriptor
@@ -56,7 +57,7 @@ def test_the_secret_is_on_no_wire() -> None:
         def listen_in() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.sendall(bytes(16))
+                connection.sendall(Challenge.new().pack())
                 while data := connection.recv(4096):
                     heard.extend(data)
                     connection.shutdown(socket.SHUT_WR)
