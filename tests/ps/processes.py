@@ -72,7 +72,7 @@ class Cluster:
         self.processes[name].start()
 
     def _spelt(self, environ: dict[str, str]) -> dict[str, str]:
-        """Return the environment with the names of another parameter server alone."""
+        """Return the environment with the names of another parameter server, and the token."""
         if not self.dialect:
             return environ
         names, roles = DIALECTS[self.dialect]
@@ -81,7 +81,8 @@ class Cluster:
             roles[environ["HVDLITE_ROLE"]], host, port, environ["HVDLITE_NUM_SERVERS"],
             environ["HVDLITE_NUM_WORKERS"],
         )  # fmt: skip
-        return dict(zip(names, own, strict=True))
+        token = {"HVDLITE_PS_TOKEN": environ["HVDLITE_PS_TOKEN"]}  # Others have none.
+        return dict(zip(names, own, strict=True)) | token
 
     def wait(self, name: str) -> int:
         """Return the exit code of a process when it has ended; it is negative for a signal."""
