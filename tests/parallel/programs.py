@@ -237,6 +237,30 @@ def leaves_a_join() -> None:
         print("rank done", flush=True)
 
 
+def waits_for_each_other() -> None:
+    """Even ranks call a, then b; odd ones first b: at once, later or in a thread, as HOW says."""
+    hvd.init()
+    names = ("a", "b") if hvd.rank() % 2 == 0 else ("b", "a")
+    how, works = os.environ["HOW"], hvd.rank() == 1
+    if how == "at once" or not works:
+        try:
+            for name in names:
+                total(name, 3)
+        except hvd.HorovodInternalError as error:
+            assert how == "at once" and "stalled" in str(error), error
+        return
+    handle = hvd.allreduce_async(np.full(3, hvd.rank() + 1.0), name="b", op=hvd.Sum)
+    thread = threading.Thread(target=hvd.synchronize, args=(handle,))
+    if how == "in a thread":
+        thread.start()
+    time.sleep(4)  # This rank works for so long; it is asked twice meanwhile.
+    total("a", 3)
+    if how == "in a thread":
+        thread.join()
+    else:
+        hvd.synchronize(handle)
+
+
 def forks_a_child_that_ends() -> None:
     """A forked child may end as any process does; hvdlite cannot be started in it."""
     hvd.init()

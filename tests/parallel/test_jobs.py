@@ -144,6 +144,39 @@ def test_who_waits_in_join_hears_of_a_rank_that_leaves(how: str) -> None:
     assert done.stdout.count("rank done") >= 2, done.stdout
 
 
+IN_CIRCLES = "ranks wait for each other, and none of them will ever go on"
+
+
+@pytest.mark.parametrize("hosts", [(2,), (2, 2)])
+def test_ranks_that_wait_for_each_other_are_told_so_at_once(
+    hosts: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Long before the 60 s after which a late rank is reported."""
+    size = sum(hosts)
+    variables = {"HOW": "at once", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "8"}
+    if len(hosts) == 1:
+        done = run_program(size, "waits_for_each_other", **variables)
+    else:
+        with two_hosts(tmp_path, (2, 2)) as places:
+            command = ranks(size, *program("waits_for_each_other"), hosts=places)
+            done = run_command(command, **variables)
+    before, found, after = done.stdout.partition(f"{size} {IN_CIRCLES}")
+    assert found and "stalled" not in before, done.stdout
+    lines = after.splitlines()[1 : 2 * size + 1]
+    for rank, (wait, place) in enumerate(zip(lines[::2], lines[1::2], strict=True)):
+        name = "ab"[rank % 2]
+        others = ", ".join(str(each) for each in range(size) if each % 2 != rank % 2)
+        plural = "s" if size > 2 else ""
+        expected = f"rank {rank} waits for 'allreduce.{name}', not yet submitted by rank{plural}"
+        assert f"{expected} {others}:" in wait, done.stdout
+        assert re.search(r"programs\.py, line \d+, in total: result = hvd.allreduce", place), place
+
+
+@pytest.mark.parametrize("how", ["later", "in a thread"])
+def test_a_rank_that_works_is_waited_for_in_silence(how: str) -> None:
+    assert "for each other" not in check(2, "waits_for_each_other", HOW=how)
+
+
 @both
 def test_ranks_meet_in_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")

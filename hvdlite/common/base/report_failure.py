@@ -16,8 +16,8 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from hvdlite.common.base.errors import (
@@ -48,6 +48,14 @@ def is_of_user(filename: str) -> bool:
     of_python = filename.startswith((STANDARD_LIBRARY + os.sep, FROZEN))
     installed = any(folder in filename for folder in LIBRARIES)
     return not (is_own(filename) or of_python or installed)
+
+
+def call_of_user(frames: Sequence[FrameType]) -> str:
+    """Return the innermost line of the user among the frames of a thread, the innermost first."""
+    frame = next((each for each in frames if is_of_user(each.f_code.co_filename)), frames[-1])
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, line).strip()
+    return f"{file}, line {line}, in {frame.f_code.co_name}" + (f": {text}" if text else "")
 
 
 def without_own_frames(traceback: TracebackType | None) -> TracebackType | None:

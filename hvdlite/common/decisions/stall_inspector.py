@@ -5,7 +5,7 @@ This module never sends, sleeps or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MOST_NAMES = 6  # Names in one line of a report; the rest is counted.
@@ -84,8 +84,8 @@ class StallInspector:
                 lines.append(f"  Rank {rank} has not submitted: {_shown(names)}.")
         for join in late:
             if join.joined:
-                waiting = _ranks(join.joined, "wait").capitalize()
-                lines.append(f"  {waiting} in join for {_ranks(join.missing)}.")
+                waiting = ranks_text(join.joined, "wait").capitalize()
+                lines.append(f"  {waiting} in join for {ranks_text(join.missing)}.")
         if shutdown:
             lines.append(
                 f"  The limit of {self.shutdown_seconds:g} s is over: the job ends, "
@@ -98,7 +98,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s were" if number != 1 else " was")
 
 
-def _ranks(ranks: tuple[int, ...], verb: str = "") -> str:
+def ranks_text(ranks: Sequence[int], verb: str = "") -> str:
+    """Return "rank 1" or "ranks 1, 2", and so on, with a verb that is given for several."""
     if verb and len(ranks) == 1:
         verb += "s"
     shown = _shown([str(rank) for rank in ranks])

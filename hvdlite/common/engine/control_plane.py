@@ -19,6 +19,7 @@ from hvdlite.common.collectives.carried import add_up
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator
+from hvdlite.common.decisions.deadlocks import FIRST_SECONDS, DeadlockDetector
 from hvdlite.common.decisions.stall_inspector import StallInspector
 from hvdlite.common.devices.agreement import Ballot
 from hvdlite.common.engine.response_memory import ResponseMemory
@@ -41,6 +42,8 @@ from hvdlite.common.plain.messages import (
     Retune,
     StackQuery,
     StackReply,
+    WaitQuery,
+    WaitReply,
     decode,
     encode,
 )
@@ -85,6 +88,9 @@ class ControlPlane:
         self._departed: set[int] = set()  # Ranks that have shut down.
         self._lost: set[int] = set()  # Ranks whose connection closed before they departed.
         self._stalls = StallInspector(config.stall_warning_seconds, config.stall_shutdown_seconds)
+        self._deadlocks = DeadlockDetector()
+        # Whether rank 0 has asked for which tensors this rank waits; see `answer`.
+        self.asked = False
         self._watches_stalls = not config.stall_check_disable and (
             config.stall_warning_seconds > 0 or config.stall_shutdown_seconds > 0
         )
@@ -139,6 +145,7 @@ class ControlPlane:
             self._send_up(Reports(tuple(reports)))
             return
         now = self._clock()
+        self._deadlocks.disturb()
         for report in reports:
             counter.receive(report, now)
             if self._timeline.enabled:
@@ -172,6 +179,7 @@ class ControlPlane:
         if self._coordinator is not None:
             orders = self._coordinator.pop_orders()
             if orders:
+                self._deadlocks.disturb()
                 self._on_orders(Orders(orders))
         elif self._aggregator is not None:
             reports = self._aggregator.pop_reports()
@@ -264,6 +272,30 @@ class ControlPlane:
         else:
             self._send_up(message)
 
+    def _on_wait_query(self, message: WaitQuery) -> None:
+        self._send_down(message)
+        self.asked = self._rank in message.ranks
+
+    def answer(self, waits: Sequence[tuple[str, str]]) -> None:
+        """Tell rank 0 for which tensors the threads of this rank wait, and where.
+
+        All that they had submitted before must be reported, and all orders be obeyed.
+        """
+        self.asked = False
+        names, places = zip(*waits, strict=True) if waits else ((), ())
+        self._on_wait_reply(WaitReply(self._rank, names, places))
+
+    def _on_wait_reply(self, message: WaitReply) -> None:
+        if self._aggregator is not None:  # What it holds was submitted before.
+            self._aggregator.flush(self._clock())
+            self.pass_on()
+        if self._coordinator is None:
+            self._send_up(message)
+            return
+        text = self._deadlocks.receive(message, self._coordinator.waiting())
+        if text is not None:
+            log.warning(text)
+
     def _on_clock_query(self, message: ClockQuery) -> None:
         if self._tree.is_root:
             self._send_down(ClockReply(message.rank, message.time_ns, time.monotonic_ns()))
@@ -289,6 +321,8 @@ class ControlPlane:
         Depart: _on_depart,
         StackQuery: _on_stack_query,
         StackReply: _on_stack_reply,
+        WaitQuery: _on_wait_query,
+        WaitReply: _on_wait_reply,
         ClockQuery: _on_clock_query,
         ClockReply: _on_clock_reply,
         Capabilities: _on_capabilities,
@@ -314,16 +348,16 @@ class ControlPlane:
         if oldest is None or not self._watches_stalls:
             return None
         if self._coordinator is not None:
-            return self._stalls.next_check(oldest)
+            return min(self._stalls.next_check(oldest), self._deadlocks.next_check(oldest))
         return oldest + self._patience
 
     @property
     def _patience(self) -> float:
         """The seconds that a leader holds incomplete tensors: rank 0 must hear before it warns."""
-        return self._stalls.patience / 2
+        return min(self._stalls.patience / 2, FIRST_SECONDS)
 
     def inspect(self) -> None:
-        """Warn of tensors that some ranks do not submit, if a check is due.
+        """Warn of tensors that some ranks do not submit, or ask what they wait for, if it is time.
 
         Raises `HorovodInternalError` after the shutdown time, which fails the job.
         """
@@ -336,6 +370,11 @@ class ControlPlane:
             self.pass_on()
         if self._coordinator is None:
             return
+        oldest = self._coordinator.oldest
+        if oldest is not None and now >= self._deadlocks.next_check(oldest):
+            query = self._deadlocks.ask(self._coordinator.waiting(), oldest, now)
+            if query is not None:
+                self._on_wait_query(query)
         report = self._stalls.inspect(self._coordinator.waiting(), now)
         if report is None:
             return

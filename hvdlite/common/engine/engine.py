@@ -336,8 +336,13 @@ class Engine:
             self._obey(self._control_plane.orders.popleft())
             # Executing an order can produce a report, which can complete further tensors.
             self._control_plane.pass_on()
-        else:
-            self._control_plane.inspect()
+            return
+        if self._control_plane.asked:
+            waits = self._pending.waits()  # Before the report, which has all that threads did then.
+            self._report_entries(gathers=False)
+            self._control_plane.pass_on()
+            self._control_plane.answer(waits)
+        self._control_plane.inspect()
 
     def _negotiate_meanwhile(self) -> None:
         """Receive, report and pass on, but execute no order, while a collective waits.
@@ -391,7 +396,8 @@ class Engine:
         """Return how long to sleep for messages: 0 while there is work, None without a limit."""
         if self._control_plane.orders or not self._inbox.may_sleep():
             return 0
-        if self._shutdown_requested.is_set() and not self._departure_sent:
+        leaves = self._shutdown_requested.is_set() and not self._departure_sent
+        if leaves or self._control_plane.asked:
             return 0
         due = self._control_plane.next_inspection()
         return None if due is None else max(due - self._clock(), 0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from traceback import walk_stack
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.report_failure import call_of_user, is_of_user
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.plain.entries import Entry, Key
+from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.transport.base import do_nothing
 
@@ -144,6 +148,25 @@ class PendingTable:
     def has(self, entry: Entry) -> bool:
         """Return whether an entry is neither complete nor failed."""
         return self.find(*entry.key) is entry
+
+    def waits(self) -> list[tuple[str, str]]:
+        """Return the tensors for which threads of the user wait without a limit, and where.
+
+        None where one of these threads does anything else, so that it could submit more.
+        """
+        with self._lock:
+            names = {id(entry.handle): entry.request.name for entry in self._entries.values()}
+        waits = []
+        for thread, frame in sys._current_frames().items():
+            frames = [each for each, _ in walk_stack(frame)]
+            users = any(is_of_user(each.f_code.co_filename) for each in frames)
+            if not users and thread != threading.main_thread().ident:
+                continue
+            handle = Handle.awaited_in(frames)
+            if id(handle) not in names:
+                return []
+            waits.append((names[id(handle)], call_of_user(frames)))
+        return waits
 
     def pop_set(self, process_set_id: int) -> list[Entry]:
         """Remove and return all entries of a process set."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any, Protocol
 
 from hvdlite.common.base.errors import HorovodInternalError
@@ -131,6 +132,15 @@ class Handle:
         if self._error is not None:
             raise _fresh(self._error)
         return self._value
+
+    @classmethod
+    def awaited_in(cls, frames: Sequence[FrameType]) -> Handle | None:
+        """Return the handle for which a thread sleeps without a limit, by its innermost frames."""
+        codes = [frame.f_code for frame in frames[:2]]
+        if codes != [cls._sleep.__code__, cls.wait.__code__]:
+            return None
+        handle: Handle = frames[1].f_locals["self"]
+        return handle
 
     def _sleep(self, seconds: float = -1) -> None:
         """Sleep until the result is there, at most `seconds` if these are given."""

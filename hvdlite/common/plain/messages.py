@@ -18,7 +18,7 @@ import msgpack
 from hvdlite.common.base.bitsets import NumberSet, runs_of
 from hvdlite.common.base.errors import ProtocolError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 NO_BIT = -1
 NO_RANK = -1
 JOB_THRESHOLD = -1  # As `Request.fusion_bytes`: the fusion threshold of the job.
@@ -174,6 +174,20 @@ class StackReply(NamedTuple):
     stack: str
 
 
+class WaitQuery(NamedTuple):
+    """The question for which tensors the threads of `ranks` wait."""
+
+    ranks: tuple[int, ...]
+
+
+class WaitReply(NamedTuple):
+    """The tensors for which the threads of `rank` wait, and where; none if one of them works."""
+
+    rank: int
+    names: tuple[str, ...]
+    places: tuple[str, ...]
+
+
 class ClockQuery(NamedTuple):
     """The request of `rank` for the clock of rank 0, sent at its own `time_ns`."""
 
@@ -199,6 +213,8 @@ Message: TypeAlias = (
     | ClockQuery
     | ClockReply
     | Capabilities
+    | WaitQuery
+    | WaitReply
 )
 _MESSAGES: tuple[type, ...] = (
     Reports,
@@ -210,6 +226,8 @@ _MESSAGES: tuple[type, ...] = (
     ClockQuery,
     ClockReply,
     Capabilities,
+    WaitQuery,
+    WaitReply,
 )
 _ORDERS: tuple[type, ...] = (Segment, Eviction, Departed, Retune, Figures, DeviceRuns)
 _KIND = {kind: number for number, kind in enumerate(_MESSAGES)}
@@ -361,6 +379,8 @@ _FIELDS: dict[type, tuple[Any, ...]] = {
     Depart: (_natural, _text),
     StackQuery: (_naturals,),
     StackReply: (_natural, _text),
+    WaitQuery: (_naturals,),
+    WaitReply: (_natural, _texts, _texts),
     ClockQuery: (_natural, _integer),
     ClockReply: (_natural, _integer, _integer),
 }  # fmt: skip

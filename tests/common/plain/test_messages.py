@@ -29,6 +29,8 @@ from hvdlite.common.plain.messages import (
     Segment,
     StackQuery,
     StackReply,
+    WaitQuery,
+    WaitReply,
     decode,
     encode,
 )
@@ -50,6 +52,9 @@ MESSAGES: list[Message] = [
     Depart(2, "has ended by ValueError"),
     StackQuery((1, 2)),
     StackReply(1, "text"),
+    WaitQuery((0, 2)),
+    WaitReply(2, ("a",), ("script.py, line 3",)),
+    WaitReply(2, (), ()),
     ClockReply(1, 10**18, -5),
 ]
 

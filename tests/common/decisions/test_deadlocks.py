@@ -1,0 +1,102 @@
+"""Ranks that wait for each other are found when it is certain, and never before."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlite.common.decisions.deadlocks import FIRST_SECONDS, LONGEST_SECONDS, DeadlockDetector
+from hvdlite.common.decisions.stall_inspector import Waiting
+from hvdlite.common.plain.messages import WaitReply
+
+
+def waiting(**missing: tuple[int, ...]) -> list[Waiting]:
+    return [Waiting(name, ranks, 0.0) for name, ranks in missing.items()]
+
+
+def reply(rank: int, *names: str) -> WaitReply:
+    return WaitReply(rank, names, tuple(f"script.py, line {rank}" for _ in names))
+
+
+# What waits, who is asked, for what each waits, and who waits for ever.
+TABLE = {
+    "two": (waiting(a=(1,), b=(0,)), (0, 1), {0: "a", 1: "b"}, {0, 1}),
+    "a late rank": (waiting(a=(1,), b=(1,)), (), {}, set()),
+    "one works": (waiting(a=(1,), b=(0,)), (0, 1), {0: "a", 1: ""}, set()),
+    "one waits for what comes": (
+        waiting(a=(1, 2), b=(0, 2), c=(2,)),
+        (0, 1),
+        {0: "a", 1: "c"},
+        set(),
+    ),
+    "a ring": (waiting(a=(1,), b=(2,), c=(0,)), (0, 1, 2), {0: "a", 1: "b", 2: "c"}, {0, 1, 2}),
+    "one beside a pair": (
+        waiting(a=(1,), b=(0,), c=(0, 3), d=(2,)),
+        (0, 1, 2, 3),
+        {0: "a", 1: "b", 2: "c", 3: ""},
+        {0, 1, 2},
+    ),
+    "two threads": (
+        waiting(a=(1, 2), b=(0, 2), c=(2,)),
+        (0, 1),
+        {0: "a c", 1: "b"},
+        set(),
+    ),
+    "two threads that wait": (
+        waiting(a=(1,), b=(0,), c=(1,)),
+        (0, 1),
+        {0: "a c", 1: "b"},
+        {0, 1},
+    ),
+    "of another tensor": (waiting(a=(1,), b=(0,)), (0, 1), {0: "a", 1: "complete"}, set()),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_who_waits_for_ever(case: str) -> None:
+    tensors, asked, names, stuck = TABLE[case]
+    detector = DeadlockDetector()
+    query = detector.ask(tensors, 0.0, 1.0)
+    assert (query.ranks if query else ()) == asked
+    texts = [detector.receive(reply(rank, *names[rank].split()), tensors) for rank in asked]
+    assert not any(texts[:-1])
+    text = texts[-1] if texts else None
+    if not stuck:
+        assert text is None
+        return
+    assert text is not None and text.startswith(f"{len(stuck)} ranks wait for each other")
+    for rank in stuck:
+        assert f"  rank {rank} waits for '{names[rank].split()[0]}'" in text, text
+        assert f"    script.py, line {rank}" in text, text
+    assert len(text.splitlines()) <= 10
+
+
+def test_a_report_of_many_ranks_is_short_and_comes_once() -> None:
+    tensors = waiting(**{f"t{rank}": ((rank + 1) % 64,) for rank in range(64)})
+    detector = DeadlockDetector()
+    reports = []
+    for now in (1.0, 2.0):
+        assert detector.ask(tensors, 0.0, now) is not None
+        reports += [detector.receive(reply(rank, f"t{rank}"), tensors) for rank in range(64)]
+    (text,) = filter(None, reports)
+    assert "and 60 more ranks" in text and len(text.splitlines()) <= 10
+
+
+def test_nothing_is_certain_once_anything_has_happened() -> None:
+    tensors = waiting(a=(1,), b=(0,))
+    detector = DeadlockDetector()
+    assert detector.ask(tensors, 0.0, 1.0) is not None
+    assert detector.receive(reply(0, "a"), tensors) is None
+    detector.disturb()
+    assert detector.receive(reply(1, "b"), tensors) is None
+
+
+def test_questions_become_rare_until_something_is_complete() -> None:
+    detector = DeadlockDetector()
+    now, times = detector.next_check(5.0), []
+    assert now == 5.0 + FIRST_SECONDS
+    for _ in range(9):
+        detector.ask(waiting(a=(1,)), 5.0, now)
+        times.append(detector.next_check(5.0) - now)
+        now = detector.next_check(5.0)
+    assert times[:3] == [1, 2, 4] and times[-1] == LONGEST_SECONDS
+    assert detector.next_check(now) == now + FIRST_SECONDS
