@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from resnet50 import SIZES
 
-import hvdlite.ps.client as ps_client
-from hvdlite.ps.channel import Listener
-from hvdlite.ps.server import Server
+import hvdlite.ps.connections.client as ps_client
+from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.server.server import Server
 from hvdlite.torch import ps
 
 RATE = 0.01
@@ -35,18 +35,18 @@ def sizes_of(what: str) -> list[int]:
 def choose_way(way: str) -> None:
     """Let bulk data go by "memory", as by default, only by "ipc", or only by "tcp"."""
     if way == "tcp":
-        Listener.open_door = lambda self: None  # type: ignore[method-assign]
+        Listener.open_memory = lambda self: None  # type: ignore[method-assign]
     elif way == "ipc":
 
         class Nobody:
-            """A visit that shares no memory."""
+            """A caller that shares no memory."""
 
             def __init__(self, *_words: object) -> None: ...
 
             def close(self) -> None:
                 """Do nothing."""
 
-        ps_client.Visit = Nobody  # type: ignore[misc, assignment]
+        ps_client.MemoryCaller = Nobody  # type: ignore[misc, assignment]
 
 
 def note_snapshots(file: Path) -> None:

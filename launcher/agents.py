@@ -23,7 +23,7 @@ from hvdlite.launcher.runner import JobContext, StartFailure
 from hvdlite.launcher.unreachable import explain_agent, has_not_answered, spell_end
 
 if TYPE_CHECKING:
-    from hvdlite.ps.hosted_scheduler import HostedScheduler
+    from hvdlite.ps.scheduler.hosted import HostedScheduler
 
 ABOUT_PROCESSES = {"started", "output", "raised", "part", "exit"}
 LAST_SECONDS = 1.0  # How long processes that have closed their output may take to end.

@@ -14,8 +14,8 @@ from hvdlite.launcher.hosts import Host
 from hvdlite.launcher.launcher_choice import MPIRUN
 
 if TYPE_CHECKING:
-    from hvdlite.ps.hosted_scheduler import HostedScheduler
-    from hvdlite.ps.settings import ClusterSettings
+    from hvdlite.ps.cluster.settings import ClusterSettings
+    from hvdlite.ps.scheduler.hosted import HostedScheduler
 
 # Settings that mean nothing without servers.
 ONLY_WITH_SERVERS = (
@@ -79,8 +79,9 @@ def host_scheduler(
 ) -> HostedScheduler:  # fmt: skip
     """Start the scheduler of a job in this process. Raises `ConfigError` without its extra."""
     try:
-        from hvdlite.ps.hosted_scheduler import HostedScheduler
-        from hvdlite.ps.settings import read_settings
+        import hvdlite.ps.server.snapshots  # noqa: F401  # What servers need is looked for at once.
+        from hvdlite.ps.cluster.settings import read_settings
+        from hvdlite.ps.scheduler.hosted import HostedScheduler
     except ImportError as error:
         raise ConfigError(f"--ps-servers: {error}") from None
     variables = {
@@ -112,7 +113,7 @@ def variables_of(settings: ClusterSettings) -> dict[str, str]:
 
 def _address(hosts: Iterable[Host]) -> str:
     """Return the address of this host on the way to the first other one that it can resolve."""
-    from hvdlite.ps.settings import address_towards
+    from hvdlite.ps.cluster.settings import address_towards
 
     names = [host.name for host in hosts if host.remote]
     for name in names:

@@ -20,7 +20,7 @@ from hvdlite.launcher.first_failure import Failure
 from hvdlite.launcher.runner import JobContext
 
 if TYPE_CHECKING:
-    from hvdlite.ps.hosted_scheduler import HostedScheduler
+    from hvdlite.ps.scheduler.hosted import HostedScheduler
 
 LAST_SECONDS = 4.0  # How long servers may go on when all workers have ended well.
 

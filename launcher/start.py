@@ -34,7 +34,7 @@ from hvdlite.launcher.start_check import check_before_start, print_report, use_n
 from hvdlite.launcher.torchrun import torchrun_variables
 
 if TYPE_CHECKING:
-    from hvdlite.ps.hosted_scheduler import HostedScheduler
+    from hvdlite.ps.scheduler.hosted import HostedScheduler
 
 TOKEN = "HVDLITE_PS_TOKEN"  # A secret that is not printed.
 

@@ -25,10 +25,13 @@ FLOORS = [
     ["hvdlite.tools", "hvdlite.bench"],
     ["hvdlite.keras"],
     ["hvdlite.torch", "hvdlite.tf", "hvdlite.numpy"],
-    ["hvdlite.ps.access", "hvdlite.ps.public"],
-    ["hvdlite.ps.serving"],
-    ["hvdlite.ps.context"],
     ["hvdlite.ps"],
+    ["hvdlite.ps.worker"],
+    ["hvdlite.ps.server"],
+    ["hvdlite.ps.scheduler"],
+    ["hvdlite.ps.cluster", "hvdlite.ps.tables"],
+    ["hvdlite.ps.connections"],
+    ["hvdlite.ps.layouts"],
     ["hvdlite.checkpoint", "hvdlite.data"],
     ["hvdlite.common.iterations"],
     ["hvdlite.common.gradients"],
@@ -67,6 +70,7 @@ PURE = [
     "hvdlite.common.layouts",
     "hvdlite.common.segmentation",
     "hvdlite.launcher.elastic.decisions",
+    "hvdlite.ps.layouts",
 ]
 # Modules that are so in packages that are not.
 PURE_MODULES = {
@@ -74,15 +78,13 @@ PURE_MODULES = {
     *(
         f"hvdlite.ps.{module}"
         for module in [
-            "barrier",
-            "blocks",
-            "clocks",
-            "layout",
-            "membership",
-            "registry",
-            "shard",
-            "starts",
-            "tables",
+            "cluster.membership",
+            "scheduler.barrier",
+            "scheduler.registry",
+            "tables.clocks",
+            "tables.first_values",
+            "tables.table",
+            "worker.shard",
         ]
     ),
 }
@@ -101,7 +103,9 @@ LAUNCHER_IMPORTS = {
     "hvdlite.common.membership",
     "hvdlite.common.plain",
     "hvdlite.common.segmentation",
-    "hvdlite.ps",
+    "hvdlite.ps.cluster",
+    "hvdlite.ps.scheduler",
+    "hvdlite.ps.server",
     "hvdlite.as_horovod",
     "hvdlite.missing_names",
 }

@@ -10,8 +10,8 @@ import keras
 
 from hvdlite.keras.server_optimizer import DistributedOptimizer
 from hvdlite.ps import public
-from hvdlite.ps.access import RawCalls
 from hvdlite.ps.public import *  # noqa: F403
+from hvdlite.ps.raw_calls import RawCalls
 
 _calls = RawCalls(keras.ops.convert_to_numpy, keras.ops.convert_to_tensor)
 poll = _calls.poll

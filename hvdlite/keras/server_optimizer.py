@@ -16,12 +16,12 @@ from hvdlite.keras.optimizer_families import kind_of, parts_of
 from hvdlite.keras.server_updater import LEARNING_RATE, KerasUpdater
 from hvdlite.keras.subclass import save_as
 from hvdlite.ps import context
-from hvdlite.ps.blocks import Array, TensorSpec
-from hvdlite.ps.clocks import Mode
-from hvdlite.ps.layout import PART_BYTES
-from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.remote_table import RemoteTable
+from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.layouts.layout import PART_BYTES
+from hvdlite.ps.scheduler.registry import TableOptions
 from hvdlite.ps.serving import serve
+from hvdlite.ps.tables.clocks import Mode
+from hvdlite.ps.worker.remote_table import RemoteTable
 
 TABLE = "optimizer"
 

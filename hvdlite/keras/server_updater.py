@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.keras.framework import keras
-from hvdlite.ps.blocks import Array
+from hvdlite.ps.layouts.blocks import Array
 
 LEARNING_RATE = "learning_rate"
 _BLOCK = "block"

@@ -8,8 +8,8 @@ total = ps.pull("counts")
 """
 
 from hvdlite.ps import public
-from hvdlite.ps.access import RawCalls
 from hvdlite.ps.public import *  # noqa: F403
+from hvdlite.ps.raw_calls import RawCalls
 
 _calls = RawCalls()
 poll = _calls.poll

@@ -1,7 +1,10 @@
-"""The parameter server.
+"""The parameter server. From top to bottom, each room knows only those below it.
 
-layout, clocks, membership      decisions: who keeps what, when updates happen, who is there
-messages                        what is sent, checked
-channel                         how it is sent: pyzmq, and only there
-server, scheduler, client       the three roles
+raw_calls, public, context      what users call; `roles`, `serving`: a process that is no worker
+worker                          tables as a worker sees them
+server                          serves tables, and saves, loads and moves them
+scheduler                       who is there, who keeps what, whose turn it is
+cluster, tables                 settings, enrolment and membership; one table: when pushes count
+connections                     messages, and how they are sent: pyzmq, and only there
+layouts                         which part of which tensor lies where
 """

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
-from hvdlite.ps.settings import read_settings
+from hvdlite.ps.cluster.settings import read_settings
 
 USAGE_CODE = 2
 FLAGS = {

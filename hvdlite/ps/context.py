@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.runtime import basics, lifecycle
 from hvdlite.common.runtime.state import this_process
-from hvdlite.ps import worker_checkpoints
+from hvdlite.ps.cluster.settings import SCHEDULER, WORKER, ClusterSettings, read_settings
 from hvdlite.ps.roles import run_scheduler
-from hvdlite.ps.settings import SCHEDULER, WORKER, ClusterSettings, read_settings
-from hvdlite.ps.worker import Worker
+from hvdlite.ps.worker import checkpoints
+from hvdlite.ps.worker.worker import Worker
 
 NO_COLLECTIVES = (
     "independent workers have no collectives: they may be lost, and others would wait for them. "
@@ -116,7 +116,7 @@ def save(directory: str | os.PathLike[str]) -> None:
     Raises `OSError`, `ValueError` for a folder with anything else in it or before anything lies on
     the servers, and `HorovodInternalError` where a server is lost for good.
     """
-    worker_checkpoints.save(worker(), directory)
+    checkpoints.save(worker(), directory)
 
 
 def load(directory: str | os.PathLike[str]) -> int:
@@ -132,7 +132,7 @@ def load(directory: str | os.PathLike[str]) -> int:
     `ValueError` for one that is another one here and for a damaged file, and
     `HorovodInternalError` where a server is lost for good.
     """
-    return worker_checkpoints.load(worker(), directory)
+    return checkpoints.load(worker(), directory)
 
 
 def scale_servers(servers: int) -> None:

@@ -15,7 +15,7 @@ from hvdlite.ps.context import (
     shutdown,
     size,
 )
-from hvdlite.ps.shard import PsRolledBack
+from hvdlite.ps.worker.shard import PsRolledBack
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

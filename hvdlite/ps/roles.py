@@ -9,25 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.channel import Listener, new_context
-from hvdlite.ps.client import Client
-from hvdlite.ps.description import TableDescription
-from hvdlite.ps.enrolment import Enrolment
-from hvdlite.ps.membership import ClusterPlan
-from hvdlite.ps.migration import Migration
-from hvdlite.ps.records import OFF, Records
-from hvdlite.ps.scheduler import Scheduler
-from hvdlite.ps.server import Server
-from hvdlite.ps.server_checkpoints import ServerCheckpoints
-from hvdlite.ps.settings import (
+from hvdlite.ps.cluster.enrolment import Enrolment
+from hvdlite.ps.cluster.settings import (
     ANSWER_SECONDS,
     SERVER,
     ClusterSettings,
     address_towards,
     check_token,
 )
-from hvdlite.ps.snapshots import SnapshotFolder
-from hvdlite.ps.updater import Updater
+from hvdlite.ps.connections.channel import Listener, new_context
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.records import OFF, Records
+from hvdlite.ps.scheduler.scheduler import Scheduler
+from hvdlite.ps.server.checkpoints import ServerCheckpoints
+from hvdlite.ps.server.migration import Migration
+from hvdlite.ps.server.server import Server
+from hvdlite.ps.server.snapshots import SnapshotFolder
+from hvdlite.ps.tables.description import TableDescription
+from hvdlite.ps.tables.updater import Updater
 
 # How long a cluster without workers goes on, so that last answers are not lost.
 LAST_SECONDS = 1.0
@@ -35,15 +34,6 @@ NAME_SECONDS = 0.5  # Until the name of the scheduler is looked up again.
 STATE_FILE = "scheduler.json"
 # How long a scheduler tells all members why the cluster cannot go on.
 FAILURE_SECONDS = 5.0
-
-
-def plan_of(settings: ClusterSettings) -> ClusterPlan:
-    """Return what the cluster consists of."""
-    return ClusterPlan(
-        settings.num_servers, settings.num_workers, independent=settings.independent,
-        start_seconds=settings.start_seconds, worker_seconds=settings.worker_seconds,
-        server_seconds=settings.server_seconds,
-    )  # fmt: skip
 
 
 def run_scheduler(settings: ClusterSettings) -> None:
@@ -56,7 +46,7 @@ def run_scheduler(settings: ClusterSettings) -> None:
     host, _, port = settings.scheduler.rpartition(":")
     listener = Listener(context, f"tcp://{'*' if settings.token else host}:{port}")
     state_file = Path(settings.snapshots) / STATE_FILE if settings.snapshots else None
-    scheduler = Scheduler(listener, plan_of(settings), settings.token, state_file)
+    scheduler = Scheduler(listener, settings.plan, settings.token, state_file)
     failed_since: float | None = None
 
     def ended() -> bool:
@@ -90,7 +80,7 @@ def run_server(
     check_token(settings)
     context = new_context(settings.curve_token)
     listener = Listener(context, f"tcp://{_own_address(settings)}:*")
-    listener.open_door()
+    listener.open_memory()
     identity = f"server {settings.node_id} {os.getpid()} {os.urandom(8).hex()}".encode()
     client = Client(identity, settings.curve_token)
     news: dict[str, Any] = {}

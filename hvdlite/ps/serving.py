@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from hvdlite.ps import context
-from hvdlite.ps.description import TableDescription
-from hvdlite.ps.raw import PREFIX, raw_updater
 from hvdlite.ps.roles import run_server
-from hvdlite.ps.updater import Updater
+from hvdlite.ps.tables.description import TableDescription
+from hvdlite.ps.tables.row_store import RowStore
+from hvdlite.ps.tables.row_table import AddedRows
+from hvdlite.ps.tables.updater import Added, Updater
+
+PREFIX = "raw."  # The tables of users have it before their names.
 
 
 def serve(new_updater: Callable[[TableDescription], Updater] | None = None) -> NoReturn:
@@ -32,3 +35,15 @@ def serve(new_updater: Callable[[TableDescription], Updater] | None = None) -> N
 
     run_server(context.current().settings, updater_for)
     sys.exit(0)
+
+
+def raw_updater(described: TableDescription) -> Updater:
+    """Return what adds pushes up."""
+    rows = described.rows
+    return Added() if rows is None else AddedRows(new_store(described))
+
+
+def new_store(described: TableDescription) -> RowStore:
+    """Return memory for the rows of a table that this server keeps."""
+    assert described.rows is not None
+    return RowStore(described.name, described.rows.spec)

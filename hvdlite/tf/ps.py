@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from hvdlite.keras.server_optimizer import DistributedOptimizer
 from hvdlite.ps import public
-from hvdlite.ps.access import RawCalls
 from hvdlite.ps.public import *  # noqa: F403
+from hvdlite.ps.raw_calls import RawCalls
 
 _calls = RawCalls(np.asarray, tf.convert_to_tensor)
 poll = _calls.poll

@@ -14,7 +14,7 @@ import yaml
 from hvdlite.common.connections.address import Address
 from hvdlite.common.meeting.detection import detect
 from hvdlite.launcher.flags import parse_args
-from hvdlite.ps.settings import read_settings
+from hvdlite.ps.cluster.settings import read_settings
 from tests.deploy.schemas import errors
 
 ROOT = Path(__file__).parent.parent.parent

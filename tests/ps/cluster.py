@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.ps.blocks import Array, TensorSpec
-from hvdlite.ps.channel import Listener, new_context
-from hvdlite.ps.clocks import SYNC
-from hvdlite.ps.description import TableDescription
-from hvdlite.ps.membership import ClusterPlan
-from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.remote_table import RemoteTable
+from hvdlite.ps.cluster.membership import ClusterPlan
+from hvdlite.ps.cluster.settings import SERVER, WORKER, ClusterSettings
+from hvdlite.ps.connections.channel import Listener, new_context
+from hvdlite.ps.layouts.blocks import Array, TensorSpec
 from hvdlite.ps.roles import run_server
-from hvdlite.ps.row_store import RowStore
-from hvdlite.ps.row_tables import AddedRows
-from hvdlite.ps.scheduler import Scheduler
-from hvdlite.ps.settings import SERVER, WORKER, ClusterSettings
-from hvdlite.ps.updater import Updater
-from hvdlite.ps.worker import Worker
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.scheduler.scheduler import Scheduler
+from hvdlite.ps.tables.clocks import SYNC
+from hvdlite.ps.tables.description import TableDescription
+from hvdlite.ps.tables.row_store import RowStore
+from hvdlite.ps.tables.row_table import AddedRows
+from hvdlite.ps.tables.updater import Updater
+from hvdlite.ps.worker.remote_table import RemoteTable
+from hvdlite.ps.worker.worker import Worker
 from tests.ps.test_tables import Momentum
 
 SIZES = (300, 7, 40)

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 from hvdlite import ps
-from hvdlite.ps import blocks, enrolment, scheduler, server, worker
+from hvdlite.ps.cluster import enrolment
+from hvdlite.ps.layouts import blocks
+from hvdlite.ps.scheduler import scheduler
+from hvdlite.ps.server import server
+from hvdlite.ps.worker import worker
 from tests.ps.cluster import Cluster
 from tests.ps.sites import Site
 

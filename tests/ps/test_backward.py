@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdlite.ps import pieces
-from hvdlite.ps.blocks import Array
-from hvdlite.ps.channel import Listener
-from hvdlite.ps.pieces import EarlySender
-from hvdlite.ps.shard import Shard
+from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.layouts.blocks import Array
+from hvdlite.ps.tables import gradient_pieces
+from hvdlite.ps.tables.gradient_pieces import EarlySender
+from hvdlite.ps.worker.shard import Shard
 from hvdlite.torch import ps
 from hvdlite.torch.ps.backward import BackwardFollower
 from tests.ps.digits import batch, loss_of, network
@@ -72,8 +72,8 @@ def step(model: nn.Module, number: int, worker: int) -> None:
 
 def train_far(folder: Path) -> None:
     """Train as on hosts of their own, where some pieces are lost; write weights and counts."""
-    Listener.open_door = lambda self: None  # type: ignore[method-assign]
-    pieces.LEAST_BYTES = 100
+    Listener.open_memory = lambda self: None  # type: ignore[method-assign]
+    gradient_pieces.LEAST_BYTES = 100
     push_piece, end = Shard.push_piece, EarlySender.end
     choose, count, whole = random.Random(3), 0, []
 

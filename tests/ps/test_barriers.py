@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from hvdlite.ps.messages import Message
-from hvdlite.ps.worker import Worker
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import LIMIT_SECONDS, Cluster, Loop, in_threads, wait_until
 
 NewCluster = Callable[..., Cluster]

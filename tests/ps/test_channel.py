@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.ps.channel import Caller, Listener, new_context
-from hvdlite.ps.messages import Message
+from hvdlite.ps.connections.channel import Caller, Listener, new_context
+from hvdlite.ps.connections.messages import Message
 
 
 @pytest.mark.parametrize("host", ["[::1]", "127.0.0.1"])

@@ -15,11 +15,11 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.numpy import ps
 from hvdlite.ps import context
-from hvdlite.ps.blocks import TensorSpec
-from hvdlite.ps.checkpoint_turns import LOAD, SAVE, CheckpointTurns
-from hvdlite.ps.clocks import ASYNC, SYNC
-from hvdlite.ps.raw import Added
-from hvdlite.ps.registry import TableOptions
+from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.scheduler.checkpoint_order import LOAD, SAVE, CheckpointOrder
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.tables.clocks import ASYNC, SYNC
+from hvdlite.ps.tables.updater import Added
 from tests.ps.cluster import (
     SIZES,
     Cluster,
@@ -318,7 +318,7 @@ def test_rows_of_torch_go_on(new_cluster: NewCluster, tmp_path: Path) -> None:
 
 
 def test_turns_are_given_one_after_another() -> None:
-    turns, save = CheckpointTurns(), {"what": SAVE}
+    turns, save = CheckpointOrder(), {"what": SAVE}
     first = turns.ask(0, 7, save, BOTH, 100)
     assert first is not None and first["turn"] == 100
     assert turns.ask(0, 7, save, BOTH, 101) == first  # It was sent again.
@@ -333,13 +333,13 @@ def test_turns_are_given_one_after_another() -> None:
 
 
 def test_a_load_is_made_once_for_all() -> None:
-    turns, load = CheckpointTurns(), {"what": LOAD, "number": 1, "late": False}
+    turns, load = CheckpointOrder(), {"what": LOAD, "number": 1, "late": False}
     assert (turns.ask(0, 1, load, BOTH, 10) or {})["turn"] == 10
     turns.end(10, {"t": 5})
     wanted = {"turn": 0, "loads": 1, "steps": {"t": 5}}
     assert turns.ask(1, 1, load, BOTH, 11) == wanted
     assert turns.ask(2, 1, {**load, "number": 9, "late": True}, BOTH, 12) == wanted
-    again = CheckpointTurns(turns.loads, turns.steps)  # Of a scheduler that comes again.
+    again = CheckpointOrder(turns.loads, turns.steps)  # Of a scheduler that comes again.
     assert again.ask(1, 1, load, BOTH, 13) == wanted
     again.end(10, {"t": 6})  # A worker has been through with its turn meanwhile.
     assert again.loads == 2

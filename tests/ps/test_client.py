@@ -13,12 +13,12 @@ from contextlib import contextmanager
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps import client as client_module
-from hvdlite.ps import door
-from hvdlite.ps.arena import Arena
-from hvdlite.ps.channel import Caller, Listener, new_context
-from hvdlite.ps.client import Client
-from hvdlite.ps.messages import Message
+from hvdlite.ps.connections import client as client_module
+from hvdlite.ps.connections import memory_exchange
+from hvdlite.ps.connections.channel import Caller, Listener, new_context
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.shared_memory import SharedMemory
 from tests.ps.cluster import Cluster, trainers, wait_until
 
 NewCluster = Callable[..., Cluster]
@@ -118,25 +118,25 @@ def no_descriptors() -> Iterator[None]:
 
 
 def test_memory_is_shared_again_when_there_are_descriptors_again() -> None:
-    arena, name = Arena(), door.new_name()
-    opened = door.Door(arena, name)
+    memory, name = SharedMemory(), memory_exchange.new_name()
+    opened = memory_exchange.MemoryListener(memory, name)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with no_descriptors():
-            connection.connect(door._path(name))
+            connection.connect(memory_exchange._path(name))
             with pytest.raises(OSError, match="Too many open files"):
                 os.dup(0)
             opened._thread.join(0.3)
             assert opened._thread.is_alive()
-        door._send(connection, 7, b"a worker", arena)
+        memory_exchange._send(connection, 7, b"a worker", memory)
         connection.settimeout(20)
-        session, _, window = door._receive(connection)
+        session, _, window = memory_exchange._receive(connection)
         assert session == 7
         window.close()
     finally:
         connection.close()
         opened.close()
-        arena.close()
+        memory.close()
     assert not opened.sharings
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Clocks, Mode
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Clocks, Mode
 
 
 def train(mode: Mode, workers: int, steps: int, choose: random.Random) -> list[tuple[int, int]]:

@@ -12,11 +12,11 @@ import pytest
 import zmq
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.ps import snapshots
-from hvdlite.ps.admission import proved
-from hvdlite.ps.channel import MOST_STRANGERS_BYTES
-from hvdlite.ps.messages import Message, pack, parse
-from hvdlite.ps.settings import ClusterSettings, check_token
+from hvdlite.ps.cluster.settings import ClusterSettings, check_token
+from hvdlite.ps.connections.admission import proved
+from hvdlite.ps.connections.channel import MOST_STRANGERS_BYTES
+from hvdlite.ps.connections.messages import Message, pack, parse
+from hvdlite.ps.server import snapshots
 from tests.ps.cluster import Cluster, bits, train_in_one, trainers, wait_until
 
 NewCluster = Callable[..., Cluster]

@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
-from hvdlite.ps import enrolment, roles, scheduler, server
-from hvdlite.ps.client import Client
-from hvdlite.ps.clocks import ASYNC, SSP, SYNC
-from hvdlite.ps.messages import Message
-from hvdlite.ps.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
-from hvdlite.ps.shard import PsRolledBack
-from hvdlite.ps.worker import Worker
+from hvdlite.ps import roles
+from hvdlite.ps.cluster import enrolment
+from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.scheduler import scheduler
+from hvdlite.ps.server import server
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.worker.shard import PsRolledBack
+from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import (
     LIMIT_SECONDS,
     Cluster,
@@ -357,7 +360,7 @@ def test_who_is_never_answered_hears_what_may_be_wrong(
 ) -> None:
     cluster = new_cluster(1, 1, curve=True)
     trainers(cluster, 1)
-    monkeypatch.setattr("hvdlite.ps.worker.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("hvdlite.ps.worker.worker.ANSWER_SECONDS", 0.2)
     with pytest.raises(HorovodInternalError, match="the same HVDLITE_PS_CURVE and HVDLITE_PS_TO"):
         cluster.worker("stranger", start_seconds=0.1, **words)
 

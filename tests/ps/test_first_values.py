@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.blocks import Array
-from hvdlite.ps.clocks import ASYNC, SYNC
-from hvdlite.ps.messages import Message
-from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.worker import Worker
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.layouts.blocks import Array
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.tables.clocks import ASYNC, SYNC
+from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import SIZES, SPECS, Cluster, in_threads
 
 NewCluster = Callable[..., Cluster]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvdlite.ps.blocks import Array, Block
-from hvdlite.ps.layout import Part
+from hvdlite.ps.layouts.blocks import Array, Block
+from hvdlite.ps.layouts.layout import Part
 from hvdlite.torch.ps.arrays import Target, flat_array_of
 from hvdlite.torch.ps.gradients import FEW, SMALL_BYTES, Gradients
 

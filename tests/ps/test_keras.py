@@ -17,13 +17,13 @@ tf = pytest.importorskip("tensorflow")
 from hvdlite.keras import ps  # noqa: E402
 from hvdlite.keras.server_updater import KerasUpdater  # noqa: E402
 from hvdlite.ps import context  # noqa: E402
-from hvdlite.ps.blocks import Block  # noqa: E402
-from hvdlite.ps.client import Client  # noqa: E402
-from hvdlite.ps.layout import Part  # noqa: E402
-from hvdlite.ps.messages import Message  # noqa: E402
-from hvdlite.ps.moving import Share  # noqa: E402
-from hvdlite.ps.registry import Registry  # noqa: E402
-from hvdlite.ps.remote_table import RemoteTable  # noqa: E402
+from hvdlite.ps.connections.client import Client  # noqa: E402
+from hvdlite.ps.connections.messages import Message  # noqa: E402
+from hvdlite.ps.layouts.blocks import Block  # noqa: E402
+from hvdlite.ps.layouts.layout import Part  # noqa: E402
+from hvdlite.ps.layouts.shares import Share  # noqa: E402
+from hvdlite.ps.scheduler.registry import Registry  # noqa: E402
+from hvdlite.ps.worker.remote_table import RemoteTable  # noqa: E402
 from tests.ps.test_training import RunningServer, in_threads  # noqa: E402
 
 New = Callable[[], Any]

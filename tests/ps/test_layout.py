@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from hvdlite.ps import blocks as blocks_module
-from hvdlite.ps.blocks import TensorSpec, blocks_of
-from hvdlite.ps.layout import Layout, Part, cut, moves, place, rebalance
+from hvdlite.ps.layouts import blocks as blocks_module
+from hvdlite.ps.layouts.blocks import TensorSpec, blocks_of
+from hvdlite.ps.layouts.layout import Layout, Part, cut, moves, place, rebalance
 
 
 def rows(layout: Layout) -> list[tuple[int, int, int, int]]:

@@ -17,12 +17,12 @@ from hvdlite.common.base.errors import (
 )
 from hvdlite.numpy import ps
 from hvdlite.ps import context
-from hvdlite.ps.channel import Listener, new_context
-from hvdlite.ps.client import Client
-from hvdlite.ps.link import ServerLink
-from hvdlite.ps.messages import PROTOCOL, Message
-from hvdlite.ps.raw import Added
-from hvdlite.ps.server import Server
+from hvdlite.ps.connections.channel import Listener, new_context
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.messages import PROTOCOL, Message
+from hvdlite.ps.server.server import Server
+from hvdlite.ps.tables.updater import Added
+from hvdlite.ps.worker.server_link import ServerLink
 from tests.ps.cluster import Cluster, Loop
 
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps import pieces
-from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of
-from hvdlite.ps.channel import Listener
-from hvdlite.ps.clocks import SYNC, Mode
-from hvdlite.ps.layout import place
-from hvdlite.ps.messages import Message
-from hvdlite.ps.pieces import ATTEMPT, LAST, PIECE, EarlySender, rest_of
-from hvdlite.ps.shard import Shard
-from hvdlite.ps.tables import SKIP
+from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
+from hvdlite.ps.layouts.layout import place
+from hvdlite.ps.tables import gradient_pieces
+from hvdlite.ps.tables.clocks import SYNC, Mode
+from hvdlite.ps.tables.gradient_pieces import ATTEMPT, LAST, PIECE, EarlySender, rest_of
+from hvdlite.ps.tables.table import SKIP
+from hvdlite.ps.worker.shard import Shard
 from tests.ps.cluster import (
     Cluster,
     Trainer,
@@ -39,7 +39,7 @@ SPECS = [TensorSpec(str(key), "float32", (size,)) for key, size in enumerate(SIZ
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "LEAST_BYTES", 84)
+    monkeypatch.setattr(gradient_pieces, "LEAST_BYTES", 84)
 
 
 def cut(blocks: Sequence[Block], gradients: Sequence[Array]) -> list[memoryview]:
@@ -223,7 +223,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
     monkeypatch.setattr(Shard, "push", noted)
     monkeypatch.setattr(Shard, "push_piece", noted_piece)
     monkeypatch.setattr(Shard, "receive", noted_answer)
-    monkeypatch.setattr(Listener, "open_door", lambda self: None)
+    monkeypatch.setattr(Listener, "open_memory", lambda self: None)
     return found
 
 

@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from hvdlite.ps.blocks import TensorSpec, blocks_of
-from hvdlite.ps.channel import Listener
-from hvdlite.ps.clocks import ASYNC, Mode
-from hvdlite.ps.description import describe_table
-from hvdlite.ps.layout import place
-from hvdlite.ps.messages import Message
-from hvdlite.ps.raw import Added
-from hvdlite.ps.server import Server
+from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.layouts.blocks import TensorSpec, blocks_of
+from hvdlite.ps.layouts.layout import place
+from hvdlite.ps.server.server import Server
+from hvdlite.ps.tables.clocks import ASYNC, Mode
+from hvdlite.ps.tables.description import describe_table
+from hvdlite.ps.tables.updater import Added
 
 PEER = b"worker 0"
 
@@ -22,7 +22,7 @@ PEER = b"worker 0"
 class Queue:
     """A listener with messages that wait."""
 
-    arena = None
+    memory = None
 
     def __init__(self) -> None:
         self.waiting: deque[Message] = deque()

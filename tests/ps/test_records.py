@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from hvdlite.common.timeline.recorder import Timeline
-from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Mode
-from hvdlite.ps.messages import Answer, Message
-from hvdlite.ps.records import Records, Row, path_of_process
-from hvdlite.ps.tables import Table
+from hvdlite.ps.connections.messages import Answer, Message
+from hvdlite.ps.connections.records import Records, Row, path_of_process
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
+from hvdlite.ps.tables.table import Table
 from hvdlite.tools.timeline_reader import check
 from tests.ps.processes import cluster
 from tests.ps.scripts.torch_digits import main

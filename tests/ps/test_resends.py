@@ -6,9 +6,9 @@ from typing import cast
 
 import pytest
 
-from hvdlite.ps.channel import Caller
-from hvdlite.ps.connection import Connection
-from hvdlite.ps.messages import Message
+from hvdlite.ps.connections.channel import Caller
+from hvdlite.ps.connections.connection import Connection
+from hvdlite.ps.connections.messages import Message
 
 
 class Peer:

@@ -11,14 +11,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.ps.blocks import Array, TensorSpec
-from hvdlite.ps.client import Client
-from hvdlite.ps.link import ServerLink
-from hvdlite.ps.messages import Message
-from hvdlite.ps.registry import Registry, TableOptions
-from hvdlite.ps.remote_rows import RemoteRows
-from hvdlite.ps.row_store import RowsSpec, RowStore, first_rows
-from hvdlite.ps.row_tables import AddedRows, add_rows, merge_repeated
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.scheduler.registry import Registry, TableOptions
+from hvdlite.ps.tables.row_store import RowsSpec, RowStore, first_rows
+from hvdlite.ps.tables.row_table import AddedRows, add_rows, merge_repeated
+from hvdlite.ps.worker.remote_rows import RemoteRows
+from hvdlite.ps.worker.server_link import ServerLink
 from tests.ps.test_training import RunningServer, in_threads
 
 SPEC = RowsSpec(50, 3, "float64", seed=7)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.blocks import Array, TensorSpec
-from hvdlite.ps.clocks import ASYNC, SSP, SYNC
-from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.row_store import RowsSpec
+from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
+from hvdlite.ps.tables.row_store import RowsSpec
 from tests.ps.cluster import (
     Cluster,
     Trainer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.ps.settings import ClusterSettings, address_towards, read_settings
+from hvdlite.ps.cluster.settings import ClusterSettings, address_towards, read_settings
 
 OWN = {
     "HVDLITE_ROLE": "server", "HVDLITE_SCHEDULER": "node1:4242", "HVDLITE_NUM_SERVERS": "2",

@@ -16,22 +16,23 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.ps import channel, sums
-from hvdlite.ps.arena import SHARED_BYTES, Arena, Window
-from hvdlite.ps.channel import Listener, new_context
-from hvdlite.ps.client import Client
-from hvdlite.ps.connection import Connection
-from hvdlite.ps.door import Visit
-from hvdlite.ps.messages import Message
-from hvdlite.ps.sharing import NOTE, Sharing
-from hvdlite.ps.sums import add_up
+from hvdlite.ps.connections import channel
+from hvdlite.ps.connections.channel import Listener, new_context
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.connection import Connection
+from hvdlite.ps.connections.memory_exchange import MemoryCaller
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.shared_memory import SHARED_BYTES, SharedMemory, Window
+from hvdlite.ps.connections.shared_payloads import NOTE, Sharing
+from hvdlite.ps.tables import gradient_sums
+from hvdlite.ps.tables.gradient_sums import add_up
 
 FLOAT = np.dtype(np.float32)
 SIZE = SHARED_BYTES  # Elements of a payload that is worth it.
 
 
-def filled(arena: Arena, value: float, size: int = SIZE) -> Any:
-    array = arena.new(size, FLOAT)
+def filled(memory: SharedMemory, value: float, size: int = SIZE) -> Any:
+    array = memory.new(size, FLOAT)
     array[:] = value
     return array
 
@@ -42,54 +43,54 @@ def payload(array: Any) -> memoryview:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Arena, Sharing, Sharing]]:
-    one, other = Arena(), Arena()
-    windows = [Window(os.dup(arena.descriptor)) for arena in (one, other)]
+def pair() -> Iterator[tuple[SharedMemory, Sharing, Sharing]]:
+    one, other = SharedMemory(), SharedMemory()
+    windows = [Window(os.dup(memory.descriptor)) for memory in (one, other)]
     here, there = Sharing(1, one, windows[1]), Sharing(1, other, windows[0])
     yield one, here, there
     here.close(), there.close(), one.close(), other.close()
 
 
 def test_memory_is_used_again_when_no_view_is_left_and_not_before() -> None:
-    arena = Arena()
-    first = filled(arena, 1)
+    memory = SharedMemory()
+    first = filled(memory, 1)
     view = first[10:].view(np.uint32)
     del first
-    second = filled(arena, 2)
-    assert (view.view(np.float32) == 1).all() and arena.nbytes == 2 * SIZE * 4
+    second = filled(memory, 2)
+    assert (view.view(np.float32) == 1).all() and memory.nbytes == 2 * SIZE * 4
     del view, second
-    kept = [filled(arena, 3), filled(arena, 4)]
-    assert arena.nbytes == 2 * SIZE * 4 and kept[0][0] == 3
-    arena.close()
+    kept = [filled(memory, 3), filled(memory, 4)]
+    assert memory.nbytes == 2 * SIZE * 4 and kept[0][0] == 3
+    memory.close()
 
 
 def test_a_payload_is_a_place_and_its_memory_is_kept_until_the_peer_has_let_it_go(
-    pair: tuple[Arena, Sharing, Sharing],
+    pair: tuple[SharedMemory, Sharing, Sharing],
 ) -> None:
-    arena, here, there = pair
-    sent = here.pack(Message("push", payloads=[payload(filled(arena, 1)), b"small"]))
+    memory, here, there = pair
+    sent = here.pack(Message("push", payloads=[payload(filled(memory, 1)), b"small"]))
     assert list(sent.payloads) == [b"small"]
     got = there.unpack(sent)
     assert NOTE not in got.body and got.payloads[1] == b"small"
     seen = np.frombuffer(got.payloads[0], np.float32)[7:]
     del got
-    filled(arena, 2)  # It must not get the memory that is looked at.
+    filled(memory, 2)  # It must not get the memory that is looked at.
     here.unpack(there.pack(Message("pushed")))
-    filled(arena, 2)
+    filled(memory, 2)
     assert (seen == 1).all() and here.lent == 1
     del seen
     here.unpack(there.pack(Message("pushed")))
     assert here.lent == 0
-    before = arena.nbytes
-    kept = [filled(arena, 3), filled(arena, 3)]
-    assert arena.nbytes == before and len(kept) == 2
+    before = memory.nbytes
+    kept = [filled(memory, 3), filled(memory, 3)]
+    assert memory.nbytes == before and len(kept) == 2
 
 
 def test_what_was_lent_stays_where_the_answer_that_lets_it_go_is_lost(
-    pair: tuple[Arena, Sharing, Sharing],
+    pair: tuple[SharedMemory, Sharing, Sharing],
 ) -> None:
-    arena, here, there = pair
-    there.unpack(here.pack(Message("push", payloads=[payload(filled(arena, 1))])))
+    memory, here, there = pair
+    there.unpack(here.pack(Message("push", payloads=[payload(filled(memory, 1))])))
     there.pack(Message("pushed"))  # lost
     assert here.lent == 1
     here.unpack(there.pack(Message("pushed")))
@@ -101,18 +102,18 @@ def test_what_was_lent_stays_where_the_answer_that_lets_it_go_is_lost(
     [[1, 1, 0, [], [[0, 1 << 40]]], [1, 1, 0, [], [None]], [1, 1], [1, 1, 0, [], [["a", 2]]]],
 )
 def test_places_that_are_none_are_refused(
-    pair: tuple[Arena, Sharing, Sharing], note: list[Any]
+    pair: tuple[SharedMemory, Sharing, Sharing], note: list[Any]
 ) -> None:
     with pytest.raises(ProtocolError):
         pair[2].unpack(Message("push", body={NOTE: note}))
 
 
 def test_what_a_peer_has_said_before_it_went_is_dropped(
-    pair: tuple[Arena, Sharing, Sharing],
+    pair: tuple[SharedMemory, Sharing, Sharing],
 ) -> None:
-    """The thread at the door closes what the server's thread is about to look at."""
-    arena, here, there = pair
-    sent = here.pack(Message("push", payloads=[payload(filled(arena, 1))]))
+    """The thread that listens closes what the server's thread is about to look at."""
+    memory, here, there = pair
+    sent = here.pack(Message("push", payloads=[payload(filled(memory, 1))]))
     there.close()
     with pytest.raises(ProtocolError, match="has gone"):
         there.unpack(sent)
@@ -131,7 +132,7 @@ class Echo:
     def __init__(self) -> None:
         self._context = new_context()
         self.listener = Listener(self._context, "tcp://127.0.0.1:*")
-        self.listener.open_door()
+        self.listener.open_memory()
         self.seen: list[tuple[Any, ...]] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -145,11 +146,11 @@ class Echo:
                 del received  # Its payloads are views, too.
 
     def _answer(self, peer: bytes, message: Message) -> None:
-        arena = self.listener.arena
-        assert arena is not None
+        memory = self.listener.memory
+        assert memory is not None
         arrays = [np.frombuffer(each, np.float32) for each in message.payloads]
         self.seen.append(tuple(float(each[-1]) for each in arrays))
-        answers = [payload(arena.copy(each + each)) for each in arrays]
+        answers = [payload(memory.copy(each + each)) for each in arrays]
         self.listener.send(
             peer, Message("values", message.request, message.table, payloads=answers)
         )
@@ -215,7 +216,7 @@ def test_processes_of_a_host_share_memory_by_themselves(echo: Echo) -> None:
     asker.client.close()
 
 
-def test_a_peer_that_cannot_come_to_the_door_is_sent_the_bytes(echo: Echo) -> None:
+def test_a_peer_that_cannot_reach_the_memory_is_sent_the_bytes(echo: Echo) -> None:
     address, _, _ = echo.listener.address.partition(" ")
     for words in (address, f"{address} hvdlite-ps-of-another-host"):
         asker = Asker(words)
@@ -228,22 +229,22 @@ def test_a_peer_that_cannot_come_to_the_door_is_sent_the_bytes(echo: Echo) -> No
 def test_a_peer_that_has_not_heard_of_the_session_yet_is_sent_the_bytes(echo: Echo) -> None:
     address, _, name = echo.listener.address.partition(" ")
     asker, met = Asker(address), threading.Event()
-    assert asker.client.arena is not None
-    visit = Visit(name, b"asker %d" % os.getpid(), asker.client.arena, lambda _: met.set())
+    assert asker.client.memory is not None
+    caller = MemoryCaller(name, b"asker %d" % os.getpid(), asker.client.memory, lambda _: met.set())
     assert met.wait(10)
     answer, near = asker.ask(5.0)
     assert (answer == 10).all() and not near
     asker.client.close()
-    visit.close()
+    caller.close()
 
 
 def test_a_server_that_does_not_see_the_memory_any_more_gets_the_bytes(echo: Echo) -> None:
     """As one that has started again at the same address."""
     asker = Asker(echo.listener.address)
     assert asker.shares()
-    door = echo.listener._door
-    assert door is not None
-    door.sharings.clear()
+    listening = echo.listener._memory_listener
+    assert listening is not None
+    listening.sharings.clear()
     assert (asker.ask(5.0)[0] == 10).all()
     assert asker.shares() and asker.ask(6.0)[1]
     asker.client.close()
@@ -263,23 +264,23 @@ def test_a_killed_process_gives_back_what_was_lent_to_it(echo: Echo) -> None:
     process = multiprocessing.get_context("fork").Process(target=_ask_and_wait, args=words)
     process.start()
     assert here.recv() == 2
-    door, arena = echo.listener._door, echo.listener.arena
-    assert door is not None and arena is not None
-    (sharing,) = door.sharings.values()
+    listening, memory = echo.listener._memory_listener, echo.listener.memory
+    assert listening is not None and memory is not None
+    (sharing,) = listening.sharings.values()
     assert sharing.lent == 1
     process.kill()
     process.join(10)
     for _ in range(1000):
-        if not door.sharings:
+        if not listening.sharings:
             break
         threading.Event().wait(0.01)
-    assert sharing.lent == 0 and not door.sharings
+    assert sharing.lent == 0 and not listening.sharings
     gc.collect()
-    before = arena.nbytes
-    assert filled(arena, 0)[0] == 0 and arena.nbytes == before
+    before = memory.nbytes
+    assert filled(memory, 0)[0] == 0 and memory.nbytes == before
 
 
-def test_a_stranger_at_the_door_changes_nothing(echo: Echo) -> None:
+def test_a_stranger_at_the_memory_listener_changes_nothing(echo: Echo) -> None:
     name = echo.listener.address.partition(" ")[2]
     for words in (b"", b"hvdlips1 and more, which is nothing"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -312,7 +313,7 @@ def test_sums_are_those_of_numpy_in_rank_order(
     dtype: Any, average: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(sums, "_kernel", lambda: None)
+        monkeypatch.setattr(gradient_sums, "_kernel", lambda: None)
     random = np.random.default_rng(1)
     for count in (1, 2, 3, 5):
         given = [(random.normal(size=999) * 50).astype(dtype) for _ in range(count)]
@@ -328,25 +329,25 @@ def test_sums_are_those_of_numpy_in_rank_order(
 
 
 def test_small_payloads_stay_in_the_message() -> None:
-    arena = Arena()
-    small = arena.new(10, FLOAT)
-    assert arena.nbytes == 0 and arena.find(payload(small)) is None
+    memory = SharedMemory()
+    small = memory.new(10, FLOAT)
+    assert memory.nbytes == 0 and memory.find(payload(small)) is None
     assert channel.SHARED_BYTES == SHARED_BYTES
-    arena.close()
+    memory.close()
 
 
 def test_a_visit_that_is_given_up_leaves_no_connection() -> None:
     """It is closed while it goes on its way, or the server does not answer well."""
-    arena, name = Arena(), "hvdlite-ps-test-" + os.urandom(8).hex()
+    memory, name = SharedMemory(), "hvdlite-ps-test-" + os.urandom(8).hex()
     came: list[Sharing] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}.memory")
         listener.listen()
         listener.settimeout(5.0)
         for closes in (True, False):
-            visit = Visit(name, b"a worker", arena, came.append)
+            caller = MemoryCaller(name, b"a worker", memory, came.append)
             if closes:
-                visit.close()
+                caller.close()
             connection, _ = listener.accept()
             with connection:
                 connection.settimeout(5.0)
@@ -355,5 +356,5 @@ def test_a_visit_that_is_given_up_leaves_no_connection() -> None:
                     connection.send(b"what is no greeting")
                 while connection.recv(1024):  # Until the other end is closed.
                     pass
-    arena.close()
+    memory.close()
     assert came == []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.snapshots import Snapshot, SnapshotFolder
+from hvdlite.ps.server.snapshots import Snapshot, SnapshotFolder
 from tests.ps.cluster import Cluster, train_in_one, trainers
 from tests.ps.cluster import bits as bits_of
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgpack
 import zmq
 
-from hvdlite.ps.messages import KINDS, PROTOCOL
+from hvdlite.ps.connections.messages import KINDS, PROTOCOL
 from tests.ps.cluster import Cluster, bits, train_in_one, trainers
 
 

@@ -8,19 +8,19 @@ from typing import Any, cast
 
 import pytest
 
-from hvdlite.ps.channel import Listener
-from hvdlite.ps.clocks import SYNC, Mode
-from hvdlite.ps.description import describe_table
-from hvdlite.ps.messages import Message
-from hvdlite.ps.server import Server
-from hvdlite.ps.snapshots import SnapshotFolder
+from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.server.server import Server
+from hvdlite.ps.server.snapshots import SnapshotFolder
+from hvdlite.ps.tables.clocks import SYNC, Mode
+from hvdlite.ps.tables.description import describe_table
 from tests.ps.test_tables import SPECS, Momentum, blocks, payloads, values_of
 
 
 class Witness:
     """A listener that sends nothing, and notes what is on disk meanwhile."""
 
-    arena = None
+    memory = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.ps.blocks import Array, Block, TensorSpec, blocks_of
-from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Mode
-from hvdlite.ps.layout import place
-from hvdlite.ps.messages import Answer, Message, pack, parse
-from hvdlite.ps.sums import add_up
-from hvdlite.ps.tables import Table
+from hvdlite.ps.connections.messages import Answer, Message, pack, parse
+from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of
+from hvdlite.ps.layouts.layout import place
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Mode
+from hvdlite.ps.tables.gradient_sums import add_up
+from hvdlite.ps.tables.table import Table
 
 SPECS = [TensorSpec("a", "float32", (5,)), TensorSpec("b", "bfloat16", (3, 2), group=1)]
 

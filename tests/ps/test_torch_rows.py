@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdlite.ps.blocks import Array
-from hvdlite.ps.row_store import RowsSpec, RowStore, first_rows
+from hvdlite.ps.layouts.blocks import Array
+from hvdlite.ps.tables.row_store import RowsSpec, RowStore, first_rows
 from hvdlite.torch import ps
 from hvdlite.torch.ps.row_updater import TorchRows
 from tests.ps.processes import cluster

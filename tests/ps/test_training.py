@@ -13,17 +13,17 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.handles import Handle
-from hvdlite.ps import server as server_module
-from hvdlite.ps.blocks import Array, TensorSpec, blocks_of
-from hvdlite.ps.channel import Listener, new_context
-from hvdlite.ps.client import Client
-from hvdlite.ps.clocks import ASYNC, SSP, SYNC, Clocks, Mode
-from hvdlite.ps.description import describe_table
-from hvdlite.ps.layout import place
-from hvdlite.ps.messages import Message
-from hvdlite.ps.server import Server
-from hvdlite.ps.shard import Shard
-from hvdlite.ps.snapshots import Snapshot, SnapshotFolder
+from hvdlite.ps.connections.channel import Listener, new_context
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.layouts.blocks import Array, TensorSpec, blocks_of
+from hvdlite.ps.layouts.layout import place
+from hvdlite.ps.server import server as server_module
+from hvdlite.ps.server.server import Server
+from hvdlite.ps.server.snapshots import Snapshot, SnapshotFolder
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC, Clocks, Mode
+from hvdlite.ps.tables.description import describe_table
+from hvdlite.ps.worker.shard import Shard
 from tests.ps.test_tables import Momentum
 
 SIZES = (300, 7, 40)

@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from hvdlite.common.base.errors import HorovodVersionMismatchError
-from hvdlite.ps.messages import PROTOCOL
-from hvdlite.ps.worker import Worker
+from hvdlite.ps.connections.messages import PROTOCOL
+from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import Cluster, train_in_one, trainers
 from tests.ps.cluster import bits as bits_of
 

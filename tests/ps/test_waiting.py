@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.ps.clocks import ASYNC
-from hvdlite.ps.messages import Message
-from hvdlite.ps.raw import Added
-from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.remote_table import RemoteTable
-from hvdlite.ps.shard import Shard
-from hvdlite.ps.worker import Worker
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.tables.clocks import ASYNC
+from hvdlite.ps.tables.updater import Added
+from hvdlite.ps.worker.remote_table import RemoteTable
+from hvdlite.ps.worker.shard import Shard
+from hvdlite.ps.worker.worker import Worker
 from tests.ps.cluster import SIZES, SPECS, Cluster, in_threads, trainers, wait_until
 
 NewCluster = Callable[..., Cluster]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdlite.ps.blocks import TensorSpec
-from hvdlite.ps.description import TableDescription
-from hvdlite.ps.raw import new_store
-from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.row_store import RowsSpec
+from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.serving import new_store
+from hvdlite.ps.tables.description import TableDescription
+from hvdlite.ps.tables.row_store import RowsSpec
 from hvdlite.torch import ps
 from hvdlite.torch.ps.row_updater import TorchRows
 from hvdlite.torch.ps.updater import TorchUpdater

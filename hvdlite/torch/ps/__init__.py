@@ -7,8 +7,8 @@ optimizer = ps.DistributedOptimizer(optimizer, model.named_parameters(), mode="a
 """
 
 from hvdlite.ps import public
-from hvdlite.ps.access import RawCalls
 from hvdlite.ps.public import *  # noqa: F403
+from hvdlite.ps.raw_calls import RawCalls
 from hvdlite.torch.ps.arrays import matrix_of, shaped_tensor_of
 from hvdlite.torch.ps.optimizer import DistributedOptimizer
 from hvdlite.torch.ps.parameters import set_param_ps

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from hvdlite.ps.blocks import Array
+from hvdlite.ps.layouts.blocks import Array
 
 _OF_NUMPY = (torch.float32, torch.float64, torch.float16)
 

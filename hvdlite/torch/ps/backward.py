@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hvdlite.ps.blocks import Array
+from hvdlite.ps.layouts.blocks import Array
 from hvdlite.torch.ps.arrays import flat_array_of, is_plain
 
 

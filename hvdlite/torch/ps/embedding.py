@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdlite.ps import context
-from hvdlite.ps.blocks import Array, TensorSpec
-from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.remote_rows import RemoteRows
-from hvdlite.ps.row_store import NORMAL, RowsSpec
-from hvdlite.ps.row_tables import merge_repeated
+from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.tables.row_store import NORMAL, RowsSpec
+from hvdlite.ps.tables.row_table import merge_repeated
+from hvdlite.ps.worker.remote_rows import RemoteRows
 from hvdlite.torch.ps.arrays import matrix_of, shaped_tensor_of
 
 ROWS = "_hvdlite_rows"  # An attribute of the weight of an embedding.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdlite.ps.blocks import Array
+from hvdlite.ps.layouts.blocks import Array
 from hvdlite.torch.ps.arrays import flat_array_of
 
 SMALL_BYTES = 1 << 14  # So small gradients are copied faster than arrays of them are made.

@@ -11,13 +11,12 @@ from torch.optim import SparseAdam
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.buckets import check_passes
 from hvdlite.ps import context
-from hvdlite.ps.blocks import TensorSpec
-from hvdlite.ps.clocks import Mode
-from hvdlite.ps.description import TableDescription
-from hvdlite.ps.layout import PART_BYTES
-from hvdlite.ps.raw import new_store
-from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.serving import serve
+from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.layouts.layout import PART_BYTES
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.serving import new_store, serve
+from hvdlite.ps.tables.clocks import Mode
+from hvdlite.ps.tables.description import TableDescription
 from hvdlite.torch.ps.embedding import ROWS
 from hvdlite.torch.ps.parameters import names_of, served_names, specs_of
 from hvdlite.torch.ps.pushing_optimizer import PushingMixin

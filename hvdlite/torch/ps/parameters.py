@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from hvdlite.common.gradients.buckets import check_names
-from hvdlite.ps.blocks import TensorSpec
-from hvdlite.ps.row_store import NORMAL
+from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.tables.row_store import NORMAL
 from hvdlite.torch.ps.embedding import ROWS, serve_rows
 
 MARK = "_hvdlite_by_servers"  # An attribute of parameters.

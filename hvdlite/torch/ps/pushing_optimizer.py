@@ -10,13 +10,13 @@ import torch
 
 from hvdlite.common.plain.handles import Handle
 from hvdlite.ps import context
-from hvdlite.ps.blocks import Array
-from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.remote_rows import RemoteRows
-from hvdlite.ps.remote_table import RemoteTable
-from hvdlite.ps.shard import PsRolledBack
-from hvdlite.ps.table_shards import TableShards
-from hvdlite.ps.tables import SKIP
+from hvdlite.ps.layouts.blocks import Array
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.tables.table import SKIP
+from hvdlite.ps.worker.remote_rows import RemoteRows
+from hvdlite.ps.worker.remote_table import RemoteTable
+from hvdlite.ps.worker.shard import PsRolledBack
+from hvdlite.ps.worker.table_shards import TableShards
 from hvdlite.torch.ps.arrays import Target, flat_array_of
 from hvdlite.torch.ps.backward import BackwardFollower
 from hvdlite.torch.ps.embedding import ROWS, PulledRows

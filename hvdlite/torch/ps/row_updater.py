@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvdlite.ps.blocks import Array
-from hvdlite.ps.row_store import RowStore
-from hvdlite.ps.row_tables import AddedRows
+from hvdlite.ps.layouts.blocks import Array
+from hvdlite.ps.tables.row_store import RowStore
+from hvdlite.ps.tables.row_table import AddedRows
 from hvdlite.torch.ps.arrays import array_of, tensor_of
 from hvdlite.torch.sharded_state.elementwise import step_over
 

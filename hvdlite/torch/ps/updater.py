@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite.ps.blocks import Array
-from hvdlite.ps.description import TableDescription
+from hvdlite.ps.layouts.blocks import Array
+from hvdlite.ps.tables.description import TableDescription
 from hvdlite.torch.ps.arrays import array_of, tensor_of
 
 NUMBERS = (bool, int, float)

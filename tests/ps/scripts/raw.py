@@ -9,7 +9,7 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.numpy import ps
-from hvdlite.ps.row_store import RowsSpec, first_rows
+from hvdlite.ps.tables.row_store import RowsSpec, first_rows
 
 
 def main(_folder: Path) -> None:

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from hvdlite.ps import context
-from hvdlite.ps.blocks import TensorSpec
-from hvdlite.ps.raw import PREFIX
-from hvdlite.ps.registry import TableOptions
-from hvdlite.ps.serving import serve
-from hvdlite.ps.shard import PsRolledBack
+from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.serving import PREFIX, serve
+from hvdlite.ps.worker.shard import PsRolledBack
 
 
 def main(folder: Path, pushes: int, saved: int, steps: int) -> None:

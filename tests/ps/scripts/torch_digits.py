@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.ps import blocks
+from hvdlite.ps.layouts import blocks
 from hvdlite.torch import ps
 from hvdlite.torch.ps import optimizer as ps_optimizer
 from tests.ps.digits import OPTIMIZERS, batch, loss_of, network

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdlite.ps.row_store import RowsSpec, first_rows
+from hvdlite.ps.tables.row_store import RowsSpec, first_rows
 from hvdlite.torch import ps
 
 ROWS, WIDTH, PADDING = 40, 4, 7

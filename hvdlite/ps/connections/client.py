@@ -1,0 +1,237 @@
+"""The connections of a worker, and the thread that uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.plain.handles import Handle
+from hvdlite.common.plain.logs import log
+from hvdlite.ps.connections.channel import Caller, new_context, poll
+from hvdlite.ps.connections.connection import Connection
+from hvdlite.ps.connections.memory_exchange import MemoryCaller, is_here
+from hvdlite.ps.connections.messages import Message, OtherProtocolError
+from hvdlite.ps.connections.records import OFF
+from hvdlite.ps.connections.shared_memory import SharedMemory
+from hvdlite.ps.connections.shared_payloads import Sharing
+from hvdlite.ps.layouts.blocks import Array
+
+CLOSED = "this process has left its parameter servers: its connections are closed"
+
+_Call = Callable[[], object]
+
+
+def _nothing() -> None:
+    """Leave it at that: nobody waits."""
+
+
+class Client:
+    """A thread with connections. What is given to `call` runs in it.
+
+    With `curve_token`, what it sends is encrypted.
+    """
+
+    def __init__(self, identity: bytes, curve_token: bytes | None = None) -> None:
+        self._context = new_context(curve_token)
+        self._identity = identity
+        # Is replaced, never changed: the thread may go through it while another one connects.
+        self._connections: Mapping[Caller, Connection] = {}
+        self._calls: deque[tuple[_Call, _Call]] = deque()
+        self._ended = False  # The thread takes no calls any more.
+        self._timers: list[_Timer] = []
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Not by `close`, beside which others may still write to it.
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False
+        self._closed = False
+        self._pending: set[Handle] = set()  # Of `ask`. Only the thread changes it.
+        self._failure: Exception | None = None  # What has ended the work of the thread.
+        self.on_failure: Callable[[Exception], object] = lambda _error: None
+        self.records = OFF  # Of the pushes and pulls that this thread makes.
+        self._memory_callers: dict[Connection, MemoryCaller] = {}
+        self.memory: SharedMemory | None = None
+        with contextlib.suppress(OSError):
+            self.memory = SharedMemory()
+        self._thread = threading.Thread(target=self._run, name="hvdlite ps", daemon=True)
+        self._thread.start()
+
+    def connect(self, address: str) -> Connection:
+        """Return a new connection, in the thread or before it has anything to do.
+
+        An `address` may have a second word, the name of a `MemoryListener` of this host.
+        """
+        address, _, name = address.partition(" ")
+        near = bool(name) and self.memory is not None and is_here(name)
+        caller = Caller(self._context, f"ipc://@{name}" if near else address, self._identity)
+        connection = Connection(caller)
+        self._connections = {**self._connections, caller: connection}
+        if near:
+            connection.unmapped = lambda: self._visit(connection, name)
+            self._visit(connection, name)
+        return connection
+
+    def _visit(self, connection: Connection, name: str) -> None:
+        """Share memory with the process at the other end, as soon as it answers."""
+        assert self.memory is not None
+
+        def share(sharing: Sharing) -> None:
+            if connection.caller in self._connections:
+                connection.caller.share(sharing)
+            else:
+                sharing.close()
+
+        if connection in self._memory_callers:
+            self._memory_callers.pop(connection).close()
+        self._memory_callers[connection] = MemoryCaller(
+            name, self._identity, self.memory,
+            lambda sharing: self.call(lambda: share(sharing), sharing.close),
+        )  # fmt: skip
+
+    def new(self, size: int, dtype: np.dtype[Any]) -> Array:
+        """Return an array that is not initialized, in memory that servers of this host see."""
+        return np.empty(size, dtype) if self.memory is None else self.memory.new(size, dtype)
+
+    def disconnect(self, connection: Connection) -> None:
+        """End a connection, in the thread."""
+        left = {each: to for each, to in self._connections.items() if to is not connection}
+        self._connections = left
+        connection.caller.close()
+        if connection in self._memory_callers:
+            self._memory_callers.pop(connection).close()
+
+    def every(self, seconds: float, function: Callable[[], object]) -> None:
+        """Call a function in the thread again and again, first after `seconds`."""
+        self.call(lambda: self._timers.append(_Timer(seconds, function)))
+
+    def ask(self, function: Callable[[Callable[[Message | Exception], None]], object]) -> Handle:
+        """Run a function in the thread that calls what it is given with a result, or an error.
+
+        What has no result when the client is closed, or is asked later, fails.
+        """
+        handle = Handle()
+
+        def done(result: Message | Exception) -> None:
+            self._pending.discard(handle)
+            if handle.poll():
+                return
+            if isinstance(result, Exception):
+                handle.fail(result)
+            else:
+                handle.complete(result)
+
+        def begin() -> None:
+            self._pending.add(handle)
+            if self._failure is None:
+                function(done)
+            else:
+                done(self._failure)
+
+        self.call(begin, lambda: handle.fail(HorovodInternalError(CLOSED)))
+        return handle
+
+    def call(self, function: _Call, otherwise: _Call = _nothing) -> None:
+        """Run a function in the thread soon, or `otherwise` where the client is closed before.
+
+        Neither may wait or raise.
+        """
+        self._calls.append((function, otherwise))
+        if self._ended:  # Looked at after the append: either the thread or this one finds it.
+            self._refuse_calls()
+        else:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _refuse_calls(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._calls.popleft()[1]()
+
+    def close(self) -> None:
+        """End the thread and the connections; what waits for an answer fails."""
+        if not self._closed:
+            self._closed = True
+            self.call(lambda: None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._look()
+            except Exception as error:
+                self._fail(error)
+        self._ended = True
+        self._refuse_calls()
+        self._end_all(HorovodInternalError(CLOSED))
+        for caller in self._connections:
+            caller.close()
+        for memory_caller in self._memory_callers.values():
+            memory_caller.close()
+        self._context.term()
+        if self.memory is not None:
+            self.memory.close()
+
+    def _look(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        while self._calls:
+            self._calls.popleft()[0]()
+        if self._closed:  # The byte that says so has been read above.
+            return
+        times = [connection.look() for connection in self._connections.values()]
+        times += [timer.look() for timer in self._timers]
+        seconds = max(0.0, min(times, default=0.0) - time.monotonic()) if times else 60.0
+        for caller in poll(self._connections, self._wake_fd, seconds):
+            connection = self._connections.get(caller)
+            if connection is None:  # What was read before has ended it.
+                continue
+            try:
+                connection.read()
+            except OtherProtocolError as error:
+                connection.mismatched(error.protocol)
+            except ProtocolError:
+                continue
+
+    def _fail(self, error: Exception) -> None:
+        """Let all that waits end with an error, which nobody could answer any more.
+
+        The thread goes on, so that this process can still leave its cluster.
+        """
+        log.error("the parameter server's client has failed", exc_info=error)
+        failure = HorovodInternalError(
+            f"the thread of this process that talks with servers has failed: {error!r}"
+        )
+        failure.__cause__ = error
+        self._end_all(failure)
+
+    def _end_all(self, failure: Exception) -> None:
+        """Let all that waits, and all that comes, fail with the first of such errors."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        for handle in [*self._pending]:
+            self._pending.discard(handle)
+            if not handle.poll():
+                handle.fail(failure)
+        with contextlib.suppress(Exception):  # Its tables may be what has failed.
+            self.on_failure(failure)
+
+
+class _Timer:
+    def __init__(self, seconds: float, function: Callable[[], object]) -> None:
+        self._seconds, self._function = seconds, function
+        self._at = time.monotonic() + seconds
+
+    def look(self) -> float:
+        """Call the function if it is time; return when it will be."""
+        now = time.monotonic()
+        if now >= self._at:
+            self._at = now + self._seconds
+            self._function()
+        return self._at

@@ -1,0 +1,97 @@
+"""A connection of a worker: requests are sent again where no answer comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hvdlite.ps.connections.channel import Caller
+from hvdlite.ps.connections.messages import Message
+
+SLOW_BYTES_PER_SECOND = 10e6  # On a slower network large messages may be sent twice.
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.1, 3.0
+
+
+@dataclass
+class _Sent:
+    """A request that has no answer yet."""
+
+    message: Message
+    again_at: float
+    wait: float
+
+
+class Connection:
+    """A connection with one server or the scheduler. Only the client's thread may use it."""
+
+    def __init__(self, caller: Caller, now: Callable[[], float] = time.monotonic) -> None:
+        self.caller = caller
+        self.receive: Callable[[Message], None] = _ignore  # Gets each answer once.
+        self.news: Callable[[Message], None] = _ignore  # Gets what answers no request.
+        self.heard = now()  # When the last message came.
+        self.resent = 0
+        # Hears which other protocol the peer speaks.
+        self.mismatched: Callable[[object], None] = lambda _protocol: None
+        self.unmapped: Callable[[], None] = lambda: None  # The peer does not see our memory.
+        self._now = now
+        self._number = 0
+        self._sent: dict[int, _Sent] = {}
+        # The bytes of the last answer to such a request for a table.
+        self._answer_bytes: dict[tuple[str, str], int] = {}
+
+    def send(self, message: Message) -> int:
+        """Send a request until it is answered; return its id."""
+        self._number += 1
+        message = message._replace(request=self._number)
+        # What is large is on its way for long, and sending it again would only delay it.
+        nbytes = _nbytes_of(message)
+        if self.caller.sharing is None:  # An answer comes behind all that is under way.
+            nbytes += self._answer_bytes.get((message.kind, message.table), 0)
+            nbytes += sum(_nbytes_of(each.message) for each in self._sent.values())
+        wait = FIRST_WAIT_SECONDS + nbytes / SLOW_BYTES_PER_SECOND
+        self._sent[self._number] = _Sent(message, self._now() + wait, wait)
+        self.caller.send(message)
+        return self._number
+
+    def forget(self) -> None:
+        """Send nothing again that was sent so far."""
+        self._sent.clear()
+
+    def read(self) -> None:
+        """Take the answers that are here."""
+        for message in self.caller.received():
+            self.heard = self._now()
+            if not message.request:
+                self.news(message)
+            elif message.kind == "unmapped":
+                self._send_payloads_of(message.request)
+            elif (sent := self._sent.pop(message.request, None)) is not None:
+                request = sent.message.kind, sent.message.table
+                self._answer_bytes[request] = _nbytes_of(message)
+                self.receive(message)
+
+    def _send_payloads_of(self, request: int) -> None:
+        self.caller.share(None)
+        if request in self._sent:
+            self.caller.send(self._sent[request].message)
+        self.unmapped()
+
+    def look(self) -> float:
+        """Send again what has waited for long; return when to look again."""
+        now = self._now()
+        for sent in self._sent.values():
+            if now >= sent.again_at:
+                sent.wait = max(sent.wait, min(2 * sent.wait, LONGEST_WAIT_SECONDS))
+                sent.again_at = now + sent.wait
+                self.caller.send(sent.message)
+                self.resent += 1
+        return min((sent.again_at for sent in self._sent.values()), default=now + 60.0)
+
+
+def _nbytes_of(message: Message) -> int:
+    return sum(map(len, message.payloads))
+
+
+def _ignore(_message: Message) -> None:
+    """Take no note of a message."""

@@ -1,0 +1,214 @@
+"""Raw access: tensors that are pushed to servers, and pulled from them, by names.
+
+What is pushed is added to what lies there. In a server each of these calls serves, and its
+process ends with the job; they are for workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.reduce_op import ReduceOp
+from hvdlite.common.plain.handles import Handle, HandleTable
+from hvdlite.ps import context
+from hvdlite.ps.layouts.blocks import Array, TensorSpec, dtype_of
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.serving import PREFIX, serve
+from hvdlite.ps.tables.clocks import ASYNC, Mode
+from hvdlite.ps.tables.row_store import NORMAL, RowsSpec
+from hvdlite.ps.worker.raw_table import FoundTable, RawTable
+from hvdlite.ps.worker.remote_rows import RemoteRows
+from hvdlite.ps.worker.worker import Worker
+
+
+def _same(array: Array) -> Array:
+    return array
+
+
+class RawCalls:
+    """The calls for one framework. `array` makes an array of a tensor, and `tensor` the reverse."""
+
+    def __init__(
+        self, array: Callable[[Any], Array] = np.asarray, tensor: Callable[[Array], Any] = _same
+    ) -> None:
+        self._array, self._tensor = array, tensor
+        self._handles = HandleTable()
+
+    def start(
+        self,
+        name: str,
+        array: Any,
+        mode: str = ASYNC,
+        staleness: int | None = None,
+        op: int = ReduceOp.SUM,
+        scale: str | None = None,
+    ) -> None:
+        """Begin a tensor with the values of the first worker that calls it; others take part.
+
+        A `push` of a name that was not started begins it with zeros. `mode`, `staleness` and
+        `scale` are those of `DistributedOptimizer`: with "1/W", async and ssp divide each push by
+        the number of workers that take part. In sync, `op` is Sum or Average of what all push.
+        """
+        worker, value = _worker(), self._array(array)
+        _start(worker, name, value, _options(mode, staleness, op, scale))
+
+    def start_rows(
+        self, name: str, count: int, length: int, dtype: str = "float32", seed: int = 0,
+        initializer: str = NORMAL, scale: float = 1.0, mode: str = ASYNC,
+        staleness: int | None = None, op: int = ReduceOp.SUM,
+    ) -> None:  # fmt: skip
+        """Begin a tensor of shape (count, length) whose rows servers make when they are asked for.
+
+        What a row begins with depends on `seed`, `name` and its number: `initializer` is "normal"
+        (`scale` is the standard deviation), "uniform" (from -`scale` to `scale`) or "zeros".
+        """
+        worker = _worker()
+        rows = RowsSpec(count, length, str(np.dtype(dtype_of(dtype))), seed, initializer, scale)
+        options = _options(mode, staleness, op)._replace(rows=rows.fields)
+        if PREFIX + name not in worker.named:
+            worker.declare_rows(TensorSpec(PREFIX + name, rows.dtype, (count, length)), options)
+
+    def push_async(self, name: str, array: Any) -> int:
+        """Begin to add an array to the tensor `name`; return a handle.
+
+        The array may be changed when this returns. Raises ValueError for another dtype or shape
+        than that of the tensor, and `HorovodInternalError` where another worker has begun it so.
+        """
+        worker, value = _worker(), self._array(array)
+        table = worker.named.get(PREFIX + name)
+        if table is None:
+            options = _options(ASYNC, None, ReduceOp.SUM)
+            known = worker.find(PREFIX + name)
+            zeros = np.zeros_like(value)
+            table = _start(worker, name, zeros, known[1] if known else options)
+        table = _dense(table, name)
+        (spec,) = table.specs
+        if (value.dtype.name, value.shape) != (spec.dtype, spec.shape):
+            raise ValueError(
+                f"{name!r} is {spec.dtype} of shape {spec.shape} on the servers, and "
+                f"{value.dtype} of shape {value.shape} was pushed"
+            )
+        return self._handles.add(table.push_async(value.reshape(-1)))
+
+    def push(self, name: str, array: Any) -> None:
+        """Add an array to the tensor `name`; see `push_async`. Returns when servers have it."""
+        self.synchronize(self.push_async(name, array))
+
+    def pull_async(self, name: str) -> int:
+        """Begin to pull the tensor `name`; return a handle of an array.
+
+        It has all that this worker has pushed. Raises `HorovodInternalError` where nobody has
+        begun it.
+        """
+        worker = _worker()
+        table = worker.named.get(PREFIX + name)
+        if table is None:
+            known = worker.find(PREFIX + name)
+            if known is None:
+                raise HorovodInternalError(
+                    f"no worker has begun {name!r}: push it, or call start, before it is pulled",
+                    job_goes_on=True,
+                )
+            (spec,), options = known
+            table = worker.declare(PREFIX + name, [spec], options, list, FoundTable)
+        return self._handles.add(_dense(table, name).pull_async())
+
+    def pull(self, name: str) -> Any:
+        """Return the tensor `name`; see `pull_async`."""
+        return self.synchronize(self.pull_async(name))
+
+    def push_rows_async(self, name: str, ids: Any, rows: Any) -> int:
+        """Begin to add `rows`, of shape (len(ids), length), to those of a tensor; return a handle.
+
+        `name` is one of `start_rows`, or the parameter of an embedding that lies on servers: the
+        push is then a gradient, and counts as a step. Rows of an id that is repeated are added up
+        in their order. Raises TypeError for ids that are no integers, ValueError for ids that the
+        tensor does not have and for rows of another dtype or shape, and `HorovodInternalError` for
+        an unknown name.
+        """
+        return self._handles.add(_rows(name).push(self._array(ids), self._array(rows)))
+
+    def push_rows(self, name: str, ids: Any, rows: Any) -> None:
+        """Add rows to those of a tensor; see `push_rows_async`. Returns when servers have them."""
+        self.synchronize(self.push_rows_async(name, ids, rows))
+
+    def pull_rows_async(self, name: str, ids: Any) -> int:
+        """Begin to pull rows; return a handle of an array of shape (len(ids), length).
+
+        Raises as `push_rows_async` does.
+        """
+        return self._handles.add(_rows(name).pull(self._array(ids)))
+
+    def pull_rows(self, name: str, ids: Any) -> Any:
+        """Return rows, of shape (len(ids), length); see `pull_rows_async`."""
+        return self.synchronize(self.pull_rows_async(name, ids))
+
+    def poll(self, handle: int) -> bool:
+        """Return whether `synchronize` would return at once."""
+        return bool(self._handles.get(handle).poll())
+
+    def synchronize(self, handle: int) -> Any:
+        """Wait for an operation and return its result. Raises ValueError for an unknown handle.
+
+        Raises `HorovodInternalError` where a server is lost for good, and `PsRolledBack`.
+        """
+        operation: Handle = self._handles.get(handle)
+        try:
+            result = operation.wait()
+        finally:
+            self._handles.take(handle)
+        return result if result is None else self._tensor(result)
+
+
+def _worker() -> Worker:
+    if context.role() == "server":
+        serve()
+    return context.worker()
+
+
+def _options(mode: str, staleness: int | None, op: int, scale: str | None = None) -> TableOptions:
+    Mode(mode, staleness, scale)
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"op is {op!r}: a server averages what is pushed, or adds it up")
+    return TableOptions(mode, staleness, op == ReduceOp.AVERAGE, scale=scale)
+
+
+def _start(worker: Worker, name: str, value: Array, options: TableOptions) -> RawTable:
+    known = worker.named.get(PREFIX + name)
+    if known is not None:
+        return _dense(known, name)
+    spec = TensorSpec(PREFIX + name, value.dtype.name, value.shape)
+    dtype_of(spec.dtype)
+    flat = value.reshape(-1).copy()
+    table = worker.declare(PREFIX + name, [spec], options, lambda: [flat], RawTable)
+    assert isinstance(table, RawTable)
+    return table
+
+
+def _dense(table: Any, name: str) -> RawTable:
+    if not isinstance(table, RawTable):
+        raise ValueError(f"{name!r} is a tensor of rows: call push_rows and pull_rows")
+    return table
+
+
+def _rows(name: str) -> RemoteRows:
+    worker = _worker()
+    for known in (name, PREFIX + name):
+        table = worker.named.get(known)
+        if isinstance(table, RemoteRows):
+            return table
+        if table is not None:
+            raise ValueError(f"{name!r} is no tensor of rows: call push and pull")
+    found = worker.find(PREFIX + name)
+    if found is None or found[1].rows is None:
+        raise HorovodInternalError(
+            f"no worker has begun rows {name!r}: call start_rows, or make the DistributedOptimizer "
+            "of an embedding with this parameter",
+            job_goes_on=True,
+        )
+    (spec,), options = found
+    return worker.declare_rows(spec, options)

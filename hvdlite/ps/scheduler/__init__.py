@@ -1,0 +1,1 @@
+"""The scheduler: who is there, who keeps what, and whose turn it is. It sees no tensor."""

@@ -1,0 +1,162 @@
+"""The tables of a cluster, and the layout of all of them: the scheduler's second set of decisions.
+
+The first worker that declares a table decides what it is; what others declare is compared with it.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.layouts.layout import PART_BYTES, Layout, Part, place
+from hvdlite.ps.tables.clocks import Mode
+
+
+class TableOptions(NamedTuple):
+    """What workers must say alike of a table, besides its tensors."""
+
+    mode: str
+    staleness: int | None = None
+    average: bool = True
+    part_bytes: int | None = PART_BYTES  # None: tensors are kept whole.
+    rows: Sequence[Any] | None = None  # Of a table of rows: what they are.
+    scale: str | None = None  # Of async and ssp: what each push is multiplied by.
+
+    @property
+    def clock_mode(self) -> Mode:
+        """What clocks have to know. Raises ValueError where the fields do not fit."""
+        return Mode(self.mode, self.staleness, self.scale)
+
+
+class _Table(NamedTuple):
+    first_key: int
+    specs: tuple[TensorSpec, ...]
+    options: TableOptions
+    declared_by: int
+
+
+class Registry:
+    """The tables that were declared, and where their parts are."""
+
+    def __init__(self, num_servers: int) -> None:
+        self.layout = Layout((), (), num_servers)
+        self.version = 1  # Of the layout: another number of servers makes another one.
+        self._tables: dict[str, _Table] = {}
+
+    def declare(
+        self, worker: int, name: str, specs: Sequence[TensorSpec], options: TableOptions
+    ) -> tuple[int, list[Part]]:
+        """Return the key of the first tensor of a table, and the parts of the table.
+
+        Raises ValueError where another worker has declared something else.
+        """
+        known = self._tables.get(name)
+        if known is not None:
+            self._compare(worker, name, known, specs, options)
+        else:
+            known = _Table(len(self.layout.itemsizes), tuple(specs), options, worker)
+            if options.rows is not None:
+                specs = []  # Row r is on server r mod S.
+            sizes, itemsizes = [spec.size for spec in specs], [spec.itemsize for spec in specs]
+            servers = self.layout.num_servers
+            self.layout = place(sizes, itemsizes, servers, options.part_bytes, self.layout)
+            self._tables[name] = known
+        count = len(known.specs) if known.options.rows is None else 0
+        keys = range(known.first_key, known.first_key + count)
+        return known.first_key, [part for part in self.layout.parts if part.key in keys]
+
+    def first_of(self, name: str) -> int:
+        """Return the worker that has declared a table first."""
+        return self._tables[name].declared_by
+
+    def modes(self) -> dict[str, str]:
+        """Return the mode of each table."""
+        return {name: table.options.mode for name, table in self._tables.items()}
+
+    def immovable(self) -> str:
+        """Return a table whose tensors are whole, which cannot move; empty: all can.
+
+        Its updater keeps a state for each tensor, which is not known by its elements.
+        """
+        tables = self._tables.items()
+        return next((name for name, table in tables if table.options.part_bytes is None), "")
+
+    def change_to(self, layout: Layout) -> None:
+        """Let another layout count from now on."""
+        self.layout = layout
+        self.version += 1
+
+    def parts_of(self, server: int, layout: Layout) -> list[list[Any]]:
+        """Return the parts of each table that a server keeps in a layout: [name, parts]."""
+        parts = layout.parts_of(server)
+        found: list[list[Any]] = []
+        for name, table in self._tables.items():
+            count = len(table.specs) if table.options.rows is None else 0
+            keys = range(table.first_key, table.first_key + count)
+            own = [[p.key, p.start, p.stop, p.server] for p in parts if p.key in keys]
+            found.append([name, table.first_key, count, own])
+        return found
+
+    def _compare(
+        self, worker: int, name: str, known: _Table, specs: Sequence[TensorSpec],
+        options: TableOptions,
+    ) -> None:  # fmt: skip
+        first = known.declared_by
+
+        def differ(what: str, there: object, here: object) -> ValueError:
+            return ValueError(
+                f"workers disagree on {what}: worker {first} has {there}, worker {worker} has "
+                f"{here}. Build the same model and optimizer in all of them"
+            )
+
+        if len(specs) != len(known.specs):
+            counts = len(known.specs), len(specs)
+            raise differ(f"the number of tensors of the table '{name}'", *counts)
+        for there, here in zip(known.specs, specs, strict=True):
+            for field in TensorSpec.__dataclass_fields__:
+                values = getattr(there, field), getattr(here, field)
+                if values[0] != values[1]:
+                    raise differ(f"the {field} of '{there.name}' in the table '{name}'", *values)
+        for field, mine, yours in zip(options._fields, known.options, options, strict=True):
+            if mine != yours:
+                raise differ(f"the {field} of the table '{name}'", mine, yours)
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return the specs and options of a table; empty ones where nobody has declared it."""
+        known = self._tables.get(name)
+        if known is None:
+            return {"specs": [], "options": []}
+        return {"specs": _rows_of(known.specs), "options": list(known.options)}
+
+    # -- a scheduler that comes again
+
+    def state(self) -> dict[str, Any]:
+        """Return what a scheduler has to keep, as JSON can hold it."""
+        tables = [
+            [
+                name, table.first_key, table.declared_by, list(table.options),
+                _rows_of(table.specs),
+            ]
+            for name, table in self._tables.items()
+        ]  # fmt: skip
+        parts = [[part.key, part.start, part.stop, part.server] for part in self.layout.parts]
+        return {
+            "tables": tables, "parts": parts, "itemsizes": list(self.layout.itemsizes),
+            "servers": self.layout.num_servers, "version": self.version,
+        }  # fmt: skip
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` has returned."""
+        for name, first_key, worker, options, specs in state["tables"]:
+            known = tuple(TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in specs)
+            self._tables[name] = _Table(first_key, known, TableOptions(*options), worker)
+        parts = tuple(Part(*part) for part in state["parts"])
+        self.layout = Layout(parts, tuple(state["itemsizes"]), state["servers"])
+        self.version = state["version"]
+
+
+def _rows_of(specs: Sequence[TensorSpec]) -> list[list[Any]]:
+    return [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs]

@@ -1,0 +1,330 @@
+"""The scheduler: who is in the cluster, and who keeps what. It sees no tensor.
+
+What it has to know again after an end lies in a file. While it is away, pushes and pulls go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.logs import log
+from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Membership
+from hvdlite.ps.connections.admission import Admission
+from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.connections.messages import Answer, Message
+from hvdlite.ps.layouts.blocks import TensorSpec
+from hvdlite.ps.layouts.layout import rebalance
+from hvdlite.ps.scheduler.barrier import Barrier
+from hvdlite.ps.scheduler.checkpoint_order import CheckpointOrder
+from hvdlite.ps.scheduler.registry import Registry, TableOptions
+from hvdlite.ps.scheduler.scaling import Change
+
+LOOK_SECONDS = 0.5
+# The role of the members that may send a request; a hello has its proof, and others know nothing.
+ROLE_OF = {
+    **dict.fromkeys(["declare", "barrier", "clocks", "scale", "turn", "over"], WORKER),
+    **dict.fromkeys(["plan", "ready"], SERVER),
+}
+
+
+class Scheduler:
+    """The scheduler behind a listener. `state_file` is where it keeps what it must know again."""
+
+    def __init__(
+        self, listener: Listener, plan: ClusterPlan, token: bytes, state_file: Path | None = None
+    ) -> None:
+        self.listener = listener
+        self.membership = Membership(plan, time.monotonic())
+        self.registry = Registry(plan.num_servers)
+        self.left = 0  # How many workers have done their part.
+        self._admission = Admission(token)
+        self._state_file = state_file
+        self._is_unkept = False  # The file could not be written, and is to be.
+        listener.is_known = lambda peer: self.membership.member_of(peer) is not None
+        self.barrier = Barrier()
+        self._news: dict[str, Any] = {}  # That all members were told last.
+        self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
+            "hello": self._hello, "beat": self._beat, "leave": self._leave,
+            "declare": self._declare, "barrier": self._meet, "clocks": self._report,
+            "plan": self._plan, "ready": self._ready, "scale": self._scale,
+            "turn": self._turn, "over": self._over,
+        }  # fmt: skip
+        self._change: Change | None = None  # Of the number of servers, which is under way.
+        self._wanted = plan.num_servers
+        self._job = os.urandom(8).hex()  # By which servers know whose snapshots they find.
+        self._turns = CheckpointOrder()
+        self._incarnations: dict[int, int] = {}  # Of servers, when the change was begun.
+        if state_file is not None:
+            state_file.parent.mkdir(parents=True, exist_ok=True)
+        if state_file is not None and state_file.exists():
+            state = json.loads(state_file.read_text())
+            self.membership.load(state["membership"], time.monotonic())
+            self.registry.load(state["registry"])
+            self._wanted, self._job = state["wanted"], state["job"]
+            self.barrier.load(state["met"])
+            self._turns = CheckpointOrder(*state["loads"])
+            self.membership.servers_in_use = self.registry.layout.num_servers
+
+    def serve(self, ended: Callable[[], bool]) -> None:
+        """Answer until `ended`, which is called at least twice a second."""
+        while not ended():
+            received = self.listener.receive(LOOK_SECONDS)
+            answers = self.membership.tick(time.monotonic())
+            if received is not None:
+                answers += self.answer(*received)
+            self._look_at_change()
+            if self._is_unkept:
+                self._keep()
+            for answer in [*answers, *self._tell()]:
+                self.listener.send(*answer)
+
+    def answer(self, peer: bytes, message: Message) -> list[Answer]:
+        """Return the answers to a message: some may be for other peers, which have waited."""
+        handler = self._handlers.get(message.kind)
+        if handler is None:
+            return []
+        role, member = ROLE_OF.get(message.kind), self.membership.member_of(peer)
+        if role is not None and member is None:  # It has to say hello first, with its proof.
+            return [_answer(peer, message, "restarted")]
+        if role is not None and member is not None and member.role != role:
+            why = f"only a {role} asks for {message.kind}, and this is a {member.role}"
+            return [_answer(peer, message, "failed", why=why)]
+        try:
+            return handler(peer, message)
+        except HorovodInternalError:
+            raise
+        except Exception as error:  # A message must not end the scheduler, whatever is in it.
+            return [_answer(peer, message, "failed", why=_words(error))]
+
+    def _tell(self) -> list[Answer]:
+        """Return what all members have to hear at once, where something has changed."""
+        news = self._describe()
+        if news == self._news:
+            return []
+        self._news = news
+        peers = [member.peer for member in self.membership.members.values() if member.peer]
+        return [Answer(peer, Message("beat", body=news)) for peer in peers]
+
+    def _describe(self) -> dict[str, Any]:
+        """Return what members have to know."""
+        return self.membership.describe() | {
+            "job": self._job, "layout": self.registry.version,
+            "layout_servers": self.registry.layout.num_servers,
+            "change": None if self._change is None else self._change.describe(),
+        }  # fmt: skip
+
+    # -- servers that come and go
+
+    def _look_at_change(self) -> None:
+        """Begin a change of the number of servers, go on with it, or give it up."""
+        members = self.membership.members
+        servers = {n: members[SERVER, n] for role, n in members if role == SERVER}
+        incarnations = {number: member.incarnation for number, member in servers.items()}
+        for number in [n for n, member in servers.items() if member.lost]:
+            del members[SERVER, number]  # It has come, and was lost before it had anything.
+            self._change, self._wanted = None, self.registry.layout.num_servers
+        change = self._change
+        if change is not None and incarnations != self._incarnations:
+            change = self._change = None  # What a server had taken is lost with it.
+        layout = self.registry.layout
+        if change is None:
+            wanted = self._wanted
+            if self.registry.immovable():
+                return
+            if wanted == layout.num_servers or any(n not in servers for n in range(wanted)):
+                return
+            self._incarnations = incarnations
+            self._change = Change(
+                time.time_ns(), rebalance(layout, wanted), layout, self.registry.modes()
+            )
+        elif change.look(self.membership.workers()):
+            self.registry.change_to(change.layout)
+            self.membership.servers_in_use = change.layout.num_servers
+            self._change = None
+            self._keep()
+
+    def _changing(self, message: Message) -> Change | None:
+        """Return the change that a message is about, unless it was given up."""
+        change = self._change
+        return change if change and change.identity == message.body["change"] else None
+
+    def _report(self, peer: bytes, message: Message) -> list[Answer]:
+        member, change = self.membership.member_of(peer), self._changing(message)
+        if member is not None and change is not None:
+            change.report(member.number, message.body["clocks"])
+        return [_answer(peer, message, "done")]
+
+    def _plan(self, peer: bytes, message: Message) -> list[Answer]:
+        member, change = self.membership.member_of(peer), self._changing(message)
+        if member is None or change is None:
+            return [_answer(peer, message, "failed", why="the change was given up")]
+        moves = [
+            [move.key, move.start, move.stop, move.source, move.target]
+            for move in change.moves_of(member.number)
+        ]
+        tables = self.registry.parts_of(member.number, change.layout)
+        return [_answer(peer, message, "plan", moves=moves, tables=tables)]
+
+    def _ready(self, peer: bytes, message: Message) -> list[Answer]:
+        member, change = self.membership.member_of(peer), self._changing(message)
+        if member is not None and change is not None:
+            change.ready.add(member.number)
+        return [_answer(peer, message, "done")]
+
+    def _scale(self, peer: bytes, message: Message) -> list[Answer]:
+        wanted, present = message.body["servers"], self.registry.layout.num_servers
+        if name := self.registry.immovable():
+            raise ValueError(
+                f"the tensors of the table '{name}' are whole, and do not move to other servers: "
+                "only those of partition='element' do"
+            )
+        if type(wanted) is not int or not 1 <= wanted <= present:
+            raise ValueError(
+                f"{wanted!r} servers cannot be left of {present}: give 1 to {present}, and start a "
+                "server with HVDLITE_PS_JOIN=1 to have one more"
+            )
+        self._wanted = wanted
+        self._keep()
+        return [_answer(peer, message, "done")]
+
+    # -- checkpoints
+
+    def _turn(self, peer: bytes, message: Message) -> list[Answer]:
+        member = self.membership.member_of(peer)
+        if member is None:
+            return [_answer(peer, message, "restarted")]
+        workers, now = self.membership.workers(), time.time_ns()
+        body = self._turns.ask(member.number, message.request, message.body, workers, now)
+        return [] if body is None else [_answer(peer, message, "turn", **body)]
+
+    def _over(self, peer: bytes, message: Message) -> list[Answer]:
+        self._turns.end(message.body["turn"], message.body["steps"])
+        self._keep()
+        return [_answer(peer, message, "done")]
+
+    # -- requests
+
+    def _hello(self, peer: bytes, message: Message) -> list[Answer]:
+        body = dict(message.body)
+        if not self._admission.answers(peer, body):
+            return [_answer(peer, message, "challenge", nonce=self._admission.nonce_for(peer))]
+        if not self._admission.admits(peer, body):
+            why = "HVDLITE_PS_TOKEN is another one there: give all processes the same"
+            return [_answer(peer, message, "refused", why=why)]
+        hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
+        answers = self.membership.hello(peer, message.request, hello, time.monotonic())
+        answers = [
+            Answer(to, each._replace(body={**each.body, **self._describe()}))
+            if each.kind == "welcome"
+            else Answer(to, each)
+            for to, each in answers
+        ]
+        member = self.membership.member_of(peer)
+        if hello.joins and member is not None and member.role == SERVER:
+            self._wanted = max(self._wanted, member.number + 1)
+        self._keep()
+        return answers
+
+    def _beat(self, peer: bytes, message: Message) -> list[Answer]:
+        if not self.membership.beat(peer, time.monotonic()):
+            return [_answer(peer, message, "restarted")]
+        return [_answer(peer, message, "beat", **self._describe())]
+
+    def _leave(self, peer: bytes, message: Message) -> list[Answer]:
+        member = self.membership.member_of(peer)
+        if not self.membership.leave(peer):
+            return [_answer(peer, message, "restarted")]
+        if member is not None:
+            self.left += member.role == WORKER
+            if why := message.body.get("why"):
+                self.membership.fail(f"{member.role} {member.number} has ended: {why}")
+            self._keep()
+        return [_answer(peer, message, "done"), *self._open_barrier()]
+
+    def _declare(self, peer: bytes, message: Message) -> list[Answer]:
+        member = self.membership.member_of(peer)
+        if member is None:
+            return [_answer(peer, message, "restarted")]
+        if "specs" not in message.body:
+            return [_answer(peer, message, "layout", **self.registry.describe(message.table))]
+        if self._change is not None and message.table not in self.registry.modes():
+            return []  # A new table is asked for again when the next layout counts.
+        specs = [TensorSpec(n, d, tuple(shape), g) for n, d, shape, g in message.body["specs"]]
+        options = TableOptions(*message.body["options"])
+        first_key, parts = self.registry.declare(member.number, message.table, specs, options)
+        self._keep()
+        rows = [[part.key, part.start, part.stop, part.server] for part in parts]
+        about = {
+            "layout": self.registry.version, "servers": self.registry.layout.num_servers,
+            "first": self.registry.first_of(message.table),
+        }  # fmt: skip
+        return [_answer(peer, message, "layout", first_key=first_key, parts=rows, **about)]
+
+    def _meet(self, peer: bytes, message: Message) -> list[Answer]:
+        member = self.membership.member_of(peer)
+        if member is None:
+            return [_answer(peer, message, "restarted")]
+        count = int(message.body["count"])
+        answer = _answer(peer, message, "done", count=count)
+        if self.barrier.has_passed(member.number, peer, count):  # Its answer was lost.
+            return [answer]
+        self.barrier.waiting[member.number] = answer
+        return self._open_barrier()
+
+    def _open_barrier(self) -> list[Answer]:
+        """Let the workers go on when each one that takes part has come."""
+        members = self.membership.members
+        peers = {number: each.peer for (role, number), each in members.items() if role == WORKER}
+        opened = self.barrier.open(peers, self.membership.workers())
+        if opened:
+            self._keep()  # Before anybody hears of it: a scheduler that comes again knows, too.
+        return opened
+
+    def _keep(self) -> None:
+        """Write down what must be known again; a file that is half written is never seen."""
+        if self._state_file is None:
+            return
+        state = {
+            "membership": self.membership.state(), "registry": self.registry.state(),
+            "wanted": self._wanted, "job": self._job,
+            "met": self.barrier.state(),
+            "loads": [self._turns.loads, dict(self._turns.steps)],
+        }  # fmt: skip
+        temporary = self._state_file.with_suffix(".unfinished")
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._state_file)
+        except OSError as error:
+            if not self._is_unkept:
+                why = "the scheduler cannot write %s: %s; it is tried again until it can"
+                log.warning(why, self._state_file, error)
+            self._is_unkept = True
+        else:
+            self._is_unkept = False
+
+    def forget(self) -> None:
+        """Remove the file of a job that has come to its end."""
+        if self._state_file is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._state_file.unlink()
+
+
+def _words(error: Exception) -> str:
+    """Return what an error says to users: its own words, where it is one of ours."""
+    if isinstance(error, ValueError) and type(error) is ValueError:
+        return str(error)
+    return f"the request cannot be understood: {error!r}"
+
+
+def _answer(peer: bytes, message: Message, kind: str, **body: Any) -> Answer:
+    return Answer(peer, Message(kind, message.request, message.table, body=body))

@@ -1,0 +1,268 @@
+"""The part of a server in a change of the number of servers: what it sends, and what it takes.
+
+`Migration` hears of the change from the scheduler (see `scaling`). It sends parts of tables to
+other servers in the client's thread, again until they are taken. The server switches to the next
+layout when the scheduler says that it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from hvdlite.ps.connections.admission import proved
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.connection import Connection
+from hvdlite.ps.connections.messages import Answer, Message
+from hvdlite.ps.layouts.blocks import Array, blocks_of
+from hvdlite.ps.layouts.layout import Layout, Part
+from hvdlite.ps.layouts.shares import Share
+from hvdlite.ps.server.server import Server
+from hvdlite.ps.tables.clocks import SYNC
+from hvdlite.ps.tables.description import TableDescription, describe_table
+from hvdlite.ps.tables.table import Saved
+
+Request = Callable[[Message, Callable[[Message], None]], None]
+
+
+class _Coming(NamedTuple):
+    """What one server has sent of a table; `share` is None where it did not have the table."""
+
+    about: Mapping[str, Any] | None
+    saved: Saved | None
+    share: Share | None
+
+
+class _Plan(NamedTuple):
+    """What this server does in a change, as the scheduler has planned it."""
+
+    moves: Sequence[Sequence[int]]
+    tables: Mapping[str, tuple[int, int, list[Part]]]  # First key, number of keys, own next parts.
+
+
+class Migration:
+    """Follows the changes of the number of servers, in the thread of the server."""
+
+    def __init__(
+        self, server: Server, number: int, client: Client, request: Request, token: bytes
+    ) -> None:
+        self._server, self._number = server, number
+        self._client, self._request, self._token = client, request, token
+        self._identity = 0
+        self._plan: _Plan | None = None
+        self._takes: dict[int, dict[tuple[str, int], _Coming]] = {}  # Of each change.
+        self._deliveries: dict[int, _Delivery] = {}
+        self._staged: list[tuple[TableDescription, Saved]] | None = None
+        server.set_handler("take", self._take)
+        server.hear_of_layout = self.switch_early
+
+    def look(self, news: Mapping[str, Any]) -> None:
+        """Do what can be done, as the scheduler's latest news say."""
+        if news.get("layout", 0) > self._server.layout:
+            self._server.switch(news["layout"], self._staged or ())
+            self._begin(0)
+            return
+        change = news.get("change")
+        if change is None:
+            self._begin(0)
+            return
+        if change["identity"] != self._identity:
+            self._begin(change["identity"])
+        if self._plan is None or change["borders"] is None or self._staged is not None:
+            return
+        if self._number < change["old_servers"]:
+            self._send_tables(self._plan, change, news["servers"])
+        coming = self._takes.setdefault(self._identity, {})
+        # A server that goes takes nothing, and has only to send all.
+        goes = self._number >= change["servers"]
+        sources = [self._number] if goes else range(change["old_servers"])
+        if all((name, source) in coming for name in self._plan.tables for source in sources):
+            self._stage(self._plan, change)
+
+    def switch_early(self, layout: int) -> None:
+        """Switch where a worker has heard before this server that the next layout counts."""
+        if self._staged is not None and layout == self._server.layout + 1:
+            self._server.switch(layout, self._staged)
+            self._begin(0)
+
+    def is_sent(self, name: str) -> bool:
+        """Whether the present change has copied a table, so that this server must not change it."""
+        return (name, self._number) in self._takes.get(self._identity, {})
+
+    # -- parts
+
+    def _begin(self, identity: int) -> None:
+        """Take part in a change, or in none; forget the one before."""
+        if identity == self._identity:
+            return
+        self._identity, self._plan = identity, None
+        if self._staged is not None:
+            self._staged = None
+            self._server.forget_next_snapshots()
+        for delivery in self._deliveries.values():
+            self._client.call(delivery.close)
+        self._deliveries = {}
+        self._takes = {other: takes for other, takes in self._takes.items() if other >= identity}
+        if identity:
+            message = Message("plan", body={"change": identity})
+            self._client.call(lambda: self._request(message, self._hear_plan))
+
+    def _hear_plan(self, message: Message) -> None:
+        """Note what is to be done, in the client; the server's thread looks at it later."""
+        if message.kind == "plan":
+            tables = {
+                name: (first, count, [Part(*part) for part in parts])
+                for name, first, count, parts in message.body["tables"]
+            }
+            self._plan = _Plan(message.body["moves"], tables)
+
+    def _send_tables(
+        self, plan: _Plan, change: Mapping[str, Any], servers: Sequence[Sequence[Any]]
+    ) -> None:
+        """Send all that others keep of tables whose border is reached."""
+        coming = self._takes.setdefault(self._identity, {})
+        for name in plan.tables:
+            if (name, self._number) not in coming and self._at_border(name, change["borders"]):
+                coming[name, self._number] = own = self._own(name)
+                for number, address, _ in servers:
+                    if number != self._number and number < change["servers"]:
+                        self._send(plan, name, own, number, address, change["servers"])
+
+    def _at_border(self, name: str, borders: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
+        border = dict(borders.get(name, ()))
+        if not border:
+            return True
+        table = self._server.tables.get(name)
+        if table is None or not table.begun:
+            return False
+        clocks = table.clocks
+        if clocks.mode.name == SYNC and table.version < max(border.values()):
+            return False
+        return all(clocks.finished.get(worker, step) >= step for worker, step in border.items())
+
+    def _own(self, name: str) -> _Coming:
+        table = self._server.tables.get(name)
+        if table is None or not table.begun:
+            return _Coming(None, None, None)
+        described = self._server.descriptions[name]
+        saved = table.copy()
+        share = Share.of(described.blocks, saved.values, saved.state, is_rows=bool(described.rows))
+        return _Coming(described.body, saved, share)
+
+    def _send(
+        self, plan: _Plan, name: str, own: _Coming, target: int, address: str, servers: int
+    ) -> None:
+        body: dict[str, Any] = {"change": self._identity, "source": self._number}
+        payloads: list[Array] = []
+        if own.share is not None and own.saved is not None:
+            first, count, _ = plan.tables[name]
+            ranges = [
+                (key, start, stop)
+                for key, start, stop, _, to in plan.moves
+                if to == target and first <= key < first + count
+            ]
+            words, payloads = own.share.part_for(ranges, target, servers).pack()
+            finished = sorted(own.saved.finished.items())
+            body |= {"about": own.about, "numbers": own.saved.numbers, "finished": finished}
+            body |= {"share": words, "version": own.saved.version}
+        raw = [memoryview(array.reshape(-1).view("u1").data) for array in payloads]
+        message = Message("take", 0, name, body=body, payloads=raw)
+        if target not in self._deliveries:
+            self._deliveries[target] = _Delivery(self._client, self._number, address, self._token)
+        delivery = self._deliveries[target]
+        self._client.call(lambda: delivery.send(message))
+
+    def _take(self, peer: bytes, message: Message) -> list[Answer]:
+        """Keep what another server has sent."""
+        body = message.body
+        coming = _Coming(None, None, None)
+        if "share" in body:
+            share = Share.unpack(body["share"], message.payloads)
+            finished = {int(worker): clock for worker, clock in body["finished"]}
+            saved = Saved([], {}, body["version"], finished, body["numbers"])
+            coming = _Coming(body["about"], saved, share)
+        place = (message.table, int(body["source"]))
+        self._takes.setdefault(int(body["change"]), {})[place] = coming
+        return [Answer(peer, Message("taken", message.request, message.table))]
+
+    def _stage(self, plan: _Plan, change: Mapping[str, Any]) -> None:
+        """Put the next tables together, save them, and tell the scheduler."""
+        self._staged = []
+        takes = self._takes[self._identity]
+        if self._number < change["servers"]:
+            for name in plan.tables:
+                sources = [takes[name, number] for number in range(change["old_servers"])]
+                if all(source.share is not None for source in sources):
+                    self._staged.append(self._next_table(plan, change, name, sources))
+        for described, saved in self._staged:
+            self._server.save_next(described, saved)
+        message = Message("ready", body={"change": self._identity})
+        self._client.call(lambda: self._request(message, lambda _answer: None))
+
+    def _next_table(
+        self, plan: _Plan, change: Mapping[str, Any], name: str, sources: Sequence[_Coming]
+    ) -> tuple[TableDescription, Saved]:
+        # What a server has itself counts before what others say.
+        own = sources[self._number : self._number + 1]
+        ordered = [*own, *(source for source in sources if source not in own)]
+        first, _, parts = plan.tables[name]
+        about = ordered[0].about
+        assert about is not None
+        old = TableDescription(name, about)
+        layout = Layout(tuple(parts), (), change["servers"])
+        rows = old.rows and replace(old.rows, server=self._number, servers=change["servers"])
+        blocks = [] if rows else blocks_of(old.specs, first, layout, self._number)
+        body = describe_table(
+            old.specs, blocks, old.mode, average=old.average, rows=rows, first_key=first
+        )
+        described = TableDescription(name, body)
+        shares = [source.share for source in ordered if source.share is not None]
+        if rows:
+            shares = [share.part_for((), self._number, change["servers"]) for share in shares]
+        values, state = Share.joined(blocks, shares)
+        every = [source.saved for source in ordered if source.saved is not None]
+        finished: dict[int, int] = {}
+        for saved in every:
+            for worker, clock in saved.finished.items():
+                finished[worker] = max(clock, finished.get(worker, 0))
+        version = every[0].version if own else max(saved.version for saved in every)
+        numbers = next((saved.numbers for saved in every if saved.numbers), [])
+        return described, Saved(values, state, version, finished, numbers)
+
+
+class _Delivery:
+    """A connection with another server. Its methods are called in the client's thread."""
+
+    def __init__(self, client: Client, number: int, address: str, token: bytes) -> None:
+        self._client, self._number, self._address, self._token = client, number, address, token
+        self._connection: Connection | None = None
+        self._sent: dict[int, Message] = {}
+
+    def send(self, message: Message) -> None:
+        """Send a message until it is taken."""
+        if self._connection is None:
+            self._connection = self._client.connect(self._address)
+            self._connection.receive = self._receive
+            self._connection.send(
+                Message("hello")
+            )  # Parts of a table are too large for a stranger.
+        self._sent[self._connection.send(message)] = message
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        if self._connection is not None:
+            self._client.disconnect(self._connection)
+
+    def _receive(self, message: Message) -> None:
+        assert self._connection is not None
+        if message.kind == "challenge":
+            body = proved({"server": self._number}, message.body["nonce"], self._token)
+            self._connection.send(Message("hello", body=body))
+        elif message.kind == "welcome":
+            self._connection.forget()
+            again, self._sent = self._sent, {}
+            for each in again.values():
+                self.send(each)
+        else:
+            self._sent.pop(message.request, None)

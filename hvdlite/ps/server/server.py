@@ -1,0 +1,310 @@
+"""A server: keeps its share of the tables, and answers workers. One thread does all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from hvdlite.common.base.errors import ProtocolError
+from hvdlite.ps.cluster.membership import SERVER, WORKER
+from hvdlite.ps.connections.admission import Admission
+from hvdlite.ps.connections.channel import Listener
+from hvdlite.ps.connections.messages import REPLACES, Answer, Message
+from hvdlite.ps.connections.records import OFF, Records
+from hvdlite.ps.layouts.blocks import Array
+from hvdlite.ps.server.priorities import by_priority
+from hvdlite.ps.server.snapshots import Snapshot, SnapshotFolder
+from hvdlite.ps.tables.description import TableDescription
+from hvdlite.ps.tables.row_table import RowTable
+from hvdlite.ps.tables.table import Saved, Table
+from hvdlite.ps.tables.updater import Updater
+
+LOOK_SECONDS = 0.5
+# The payloads of messages among whose answers some have priority, each with so much for its head.
+MOST_BYTES_AT_ONCE, BYTES_OF_HEAD = 1 << 20, 1 << 14
+# Requests that depend on who keeps what.
+OF_LAYOUT = frozenset({"start", "offer", "push", "pull", "push_rows", "pull_rows", "save", "load"})
+
+
+def _check_role(role: str, kind: str) -> None:
+    """Raise ProtocolError where a member of this role must not send requests of this kind."""
+    if kind not in ("hello", "beat") and (role == SERVER) != (kind == "take"):
+        raise ProtocolError(f"a {role} must not ask a server for {kind}")
+
+
+class Server:
+    """The server behind a listener. `new_updater` makes what holds the values of a table.
+
+    With a `token`, only peers are served that know it.
+    """
+
+    def __init__(
+        self, listener: Listener, new_updater: Callable[[TableDescription], Updater], *,
+        incarnation: int, workers: Collection[int], snapshots: SnapshotFolder | None = None,
+        snapshot_every: int = 0, token: bytes | None = None, records: Records = OFF,
+        layout: int = 1,
+    ) -> None:  # fmt: skip
+        self.listener = listener
+        self.layout = layout  # Its version, by which requests for an older one are known.
+        # Hears that a worker knows a later one.
+        self.hear_of_layout: Callable[[int], None] = lambda _layout: None
+        self.tables: dict[str, Table] = {}
+        self.workers = set(workers)  # That take part, as the scheduler says.
+        self._new_updater = new_updater
+        self._incarnation = incarnation
+        self._snapshots, self._every = snapshots, snapshot_every
+        self.records = records
+        self.descriptions: dict[str, TableDescription] = {}
+        self._saved: dict[str, int] = {}  # The version of the newest snapshot.
+        self._worker_of: dict[bytes, int] = {}
+        self._tables_of: dict[int, set[str]] = {}  # Of workers that have said hello.
+        self._early: set[int] = set()  # Who has started before the scheduler said that it is there.
+        self._admission = None if token is None else Admission(token)
+        self._admitted: dict[bytes, str] = {}  # Peers -> their roles.
+        if self._admission is not None:
+            listener.is_known = self._admitted.__contains__
+        self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
+            "start": self._start, "offer": self._ask_table, "push": self._ask_table,
+            "pull": self._ask_table, "push_rows": self._ask_table, "pull_rows": self._ask_table,
+            "leave": self._leave, "beat": self._beat, "hello": self._welcome,
+        }  # fmt: skip
+        for snapshot in snapshots.newest(layout) if snapshots else ():
+            table = self._new_table(TableDescription(snapshot.table, snapshot.description))
+            table.restore(
+                snapshot.values, snapshot.state, snapshot.version, snapshot.finished,
+                snapshot.numbers,
+            )  # fmt: skip
+            self._saved[snapshot.table] = snapshot.version
+
+    def _new_table(self, described: TableDescription) -> Table:
+        name = described.name
+        self.descriptions[name] = described
+        table_class = RowTable if described.rows else Table
+        self.tables[name] = table = table_class(
+            name, described.blocks, described.mode, self._new_updater(described),
+            average=described.average, incarnation=self._incarnation,
+        )  # fmt: skip
+        table.records = self.records
+        table.others = lambda: [w for w, own in self._tables_of.items() if name not in own]
+        if self.listener.memory is not None:
+            table.copy_of = self.listener.memory.copy
+        if isinstance(table, RowTable) and described.rows:
+            table.rows = described.rows
+        return table
+
+    def serve(self, ended: Callable[[], bool]) -> None:
+        """Answer until `ended`, which is called at least twice a second."""
+        while not ended():
+            for answer in by_priority(self._answers(), self._first_key_of):
+                self.listener.send(*answer)
+
+    def _answers(self) -> Iterator[Answer]:
+        """Yield the answers to messages that are here, few enough that none waits for long."""
+        received = self.listener.receive(LOOK_SECONDS)
+        left = MOST_BYTES_AT_ONCE
+        while received is not None:
+            yield from self.answer(*received)
+            left -= BYTES_OF_HEAD + sum(map(len, received[1].payloads))
+            received = self.listener.receive(0) if left > 0 else None
+
+    def _first_key_of(self, table: str) -> int:
+        described = self.descriptions.get(table)
+        return 0 if described is None else described.first_key
+
+    def answer(self, peer: bytes, message: Message) -> list[Answer]:
+        """Return the answers to a message: some may be for other peers, which have waited.
+
+        Raises HorovodInternalError where a snapshot cannot be written.
+        """
+        if self._admission is not None and peer not in self._admitted:
+            return self._admit(self._admission, peer, message)
+        handler = self._handlers.get(message.kind)
+        if handler is None:
+            return []
+        if message.kind in OF_LAYOUT and message.incarnation != self.layout:
+            self.hear_of_layout(message.incarnation)
+        try:
+            if self._admission is not None:
+                _check_role(self._admitted[peer], message.kind)
+            if message.kind in OF_LAYOUT and message.incarnation != self.layout:
+                return self._of_another_layout(peer, message)
+            answers = handler(peer, message)
+        except (ProtocolError, ValueError) as error:
+            return [self._failed(peer, message, str(error))]
+        except Exception as error:  # A message must not end the server, whatever is in it.
+            return [self._failed(peer, message, f"the request cannot be understood: {error!r}")]
+        self._save_all()
+        return answers
+
+    def _of_another_layout(self, peer: bytes, message: Message) -> list[Answer]:
+        """Say that other servers keep the table, or nothing where this one will know of it soon."""
+        if message.incarnation > self.layout:
+            return []  # It is sent again.
+        return [Answer(peer, Message("moved", message.request, message.table))]
+
+    def _admit(self, admission: Admission, peer: bytes, message: Message) -> list[Answer]:
+        """Let a peer in that has proved that it knows the token, and ask others for a proof."""
+        words = message.request, message.table, 0, self._incarnation
+        if message.kind != "hello" or not admission.answers(peer, message.body):
+            return [
+                Answer(peer, Message("challenge", *words, {"nonce": admission.nonce_for(peer)}))
+            ]
+        if not admission.admits(peer, message.body):
+            why = "HVDLITE_PS_TOKEN is another one here: give all processes the same"
+            return [Answer(peer, Message("refused", *words, {"why": why}))]
+        self._admitted[peer] = SERVER if "server" in message.body else WORKER
+        return [Answer(peer, Message("welcome", *words)), *self._hear_tables(message.body)]
+
+    def _hear_tables(self, body: Mapping[str, Any]) -> list[Answer]:
+        """Take note of the tables in which a worker takes part; begin those that miss nobody."""
+        worker, names = body.get("worker"), body.get("tables")
+        if type(worker) is not int or not isinstance(names, list):
+            return []  # Another server.
+        self._tables_of[worker] = {str(name) for name in names}
+        tables = [table for table in self.tables.values() if not table.begun]
+        return [answer for table in tables for answer in table.look(self.workers)]
+
+    def _save_all(self) -> None:
+        for name in self.tables:
+            self._save(name)
+
+    def _save(self, name: str) -> None:
+        """Make a snapshot of a table if one is due.
+
+        Where each version is saved, it is on disk before anybody hears of the version: then a
+        server that returns goes on as if nothing had been.
+        """
+        table = self.tables.get(name)
+        if self._snapshots is None or table is None or not table.begun:
+            return
+        is_new = table.version - self._saved.get(name, -self._every) >= self._every
+        if not is_new and not self._snapshots.is_missing(name):
+            return
+        self._saved[name] = table.version
+        snapshot = self._snapshot(self.descriptions[name], table.copy(), self.layout)
+        if self._every == 1:
+            self._snapshots.write(snapshot)
+        else:
+            self._snapshots.write_soon(snapshot)
+
+    @staticmethod
+    def _snapshot(described: TableDescription, saved: Saved, layout: int) -> Snapshot:
+        values, state, version, finished, numbers = saved
+        about = described.name, described.body
+        return Snapshot(*about, version, finished, values, state, numbers, layout)
+
+    def replace(self, name: str, values: Sequence[Array], state: Mapping[str, Array]) -> None:
+        """Let a table have other values and another state, on disk, too, where it has snapshots."""
+        self.tables[name].replace(values, state)
+        self._saved.pop(name, None)
+        self._save(name)
+
+    # -- another number of servers
+
+    def set_handler(self, kind: str, handler: Callable[[bytes, Message], list[Answer]]) -> None:
+        """Let messages of a kind be answered by `handler`."""
+        self._handlers[kind] = handler
+
+    def save_next(self, described: TableDescription, saved: Saved) -> None:
+        """Save a table as it is in the next layout, where snapshots are made."""
+        if self._snapshots is not None:
+            self._snapshots.write(self._snapshot(described, saved, self.layout + 1))
+
+    def forget_next_snapshots(self) -> None:
+        """Remove what `save_next` has saved: the next layout does not come."""
+        if self._snapshots is not None:
+            self._snapshots.remove(self.layout + 1)
+
+    def switch(self, layout: int, tables: Sequence[tuple[TableDescription, Saved]]) -> None:
+        """Keep these tables from now on, and no others."""
+        for table in self.tables.values():
+            for answer in table.moved():
+                self.listener.send(*answer)
+        self.tables.clear()
+        self._saved.clear()
+        self.layout = layout
+        for described, saved in tables:
+            self._new_table(described).adopt(saved)
+            self._saved[described.name] = saved.version
+
+    def set_workers(self, workers: Collection[int]) -> None:
+        """Take part with these workers from now on, as the scheduler says."""
+        self._early -= set(workers)
+        if self.workers != {*workers, *self._early}:
+            self.workers = {*workers, *self._early}
+            answers = [each for table in self.tables.values() for each in table.look(self.workers)]
+            self._save_all()  # One that is lost may complete a step.
+            for answer in answers:
+                self.listener.send(*answer)
+
+    # -- requests
+
+    def _start(self, peer: bytes, message: Message) -> list[Answer]:
+        worker = int(message.body["worker"])
+        self._worker_of[peer] = worker
+        if (own := self._tables_of.get(worker)) is not None:
+            own.add(message.table)
+        if worker not in self.workers:
+            self._early.add(worker)
+            self.workers.add(worker)
+        table = self.tables.get(message.table)
+        if table is None:
+            table = self._new_table(TableDescription(message.table, message.body["table"]))
+        elif (version := message.body.get("goes_back")) is not None and version < table.version:
+            table = self._gone_back(table, version)
+        return table.start(peer, worker, message, self.workers)
+
+    def _gone_back(self, table: Table, version: int) -> Table:
+        """Return a table as it was at a version that another server has gone back to.
+
+        Without a snapshot of it, this server goes on with what it has.
+        """
+        folder = self._snapshots
+        snapshot = None if folder is None else folder.go_back(table.name, version)
+        if snapshot is None:
+            return table
+        older = self._new_table(self.descriptions[table.name])
+        older.restore(
+            snapshot.values, snapshot.state, snapshot.version, snapshot.finished, snapshot.numbers,
+            goes_back=True,
+        )  # fmt: skip
+        self._saved[table.name] = version
+        return older
+
+    def _ask_table(self, peer: bytes, message: Message) -> list[Answer]:
+        """Let a table answer a worker that takes part in it."""
+        worker = self._worker_of.get(peer)
+        table = self.tables.get(message.table)
+        if worker is None or table is None:
+            return [self._restarted(peer, message)]
+        if message.body.get(REPLACES):  # A snapshot that was made of other values is made again.
+            self._saved.pop(message.table, None)
+        calls = {"offer": table.offer, "push": table.push, "pull": table.pull}
+        return calls[message.kind.removesuffix("_rows")](peer, worker, message)
+
+    def _leave(self, peer: bytes, message: Message) -> list[Answer]:
+        worker = self._worker_of.pop(peer, None)
+        answers = [Answer(peer, Message("done", message.request, message.table))]
+        if worker is not None:
+            self.workers.discard(worker)
+            self._early.discard(worker)
+            for table in self.tables.values():
+                answers += table.leave(worker)
+        return answers
+
+    def _welcome(self, peer: bytes, message: Message) -> list[Answer]:
+        return [Answer(peer, Message("welcome", message.request))]  # It was sent again.
+
+    def _beat(self, peer: bytes, message: Message) -> list[Answer]:
+        return [Answer(peer, Message("beat", message.request, "", 0, self._incarnation))]
+
+    def _restarted(self, peer: bytes, message: Message) -> Answer:
+        return Answer(
+            peer, Message("restarted", message.request, message.table, 0, self._incarnation)
+        )
+
+    def _failed(self, peer: bytes, message: Message, why: str) -> Answer:
+        body = {"why": why}
+        return Answer(
+            peer, Message("failed", message.request, message.table, 0, self._incarnation, body)
+        )

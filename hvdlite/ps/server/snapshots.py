@@ -1,0 +1,269 @@
+"""Snapshots of tables on disk: safetensors files, from which a server that returns goes on.
+
+A file has the blocks of values, the state of the updater, and as metadata the description of the
+table, its version and clocks. It is written beside the older ones, synchronized and then renamed,
+so that a server that dies in between leaves the older ones. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.plain.logs import log
+from hvdlite.ps.layouts.blocks import Array, dtype_of
+
+try:
+    from safetensors import SafetensorError, safe_open
+except ImportError as error:  # pragma: no cover - the extra is installed where tests run
+    raise ImportError(
+        "the parameter server needs safetensors: python -m pip install 'hvdlite[ps]'"
+    ) from error
+
+KEPT = 2
+SUFFIX = ".safetensors"
+MOST_SECONDS = 60.0  # For which a server waits until a snapshot can be written.
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0  # Before it is tried again.
+JOB_FILE = "job"  # In the folder of a server: the identity of the job.
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A table as it was between two updates. The arrays are copies."""
+
+    table: str
+    description: Mapping[str, Any]
+    version: int
+    finished: Mapping[int, int]
+    values: Sequence[Array]
+    state: Mapping[str, Array]
+    numbers: Sequence[Mapping[str, Any]] = ()  # Hyperparameters of the parameter groups.
+    layout: int = 1  # The version of the layout.
+
+
+class SnapshotFolder:
+    """The snapshots of one server, below `directory`; the newest `KEPT` of each table are kept."""
+
+    def __init__(self, directory: str | os.PathLike[str], server: int) -> None:
+        self._server = server
+        self._path = Path(directory) / f"server-{server}"
+        self._path.mkdir(parents=True, exist_ok=True)
+        for unfinished in self._path.glob("*/*.unfinished"):  # A predecessor was killed meanwhile.
+            unfinished.unlink(missing_ok=True)
+        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._idle = threading.Event()  # Nothing is being written.
+        self._idle.set()
+        # Tables whose last snapshot has failed -> when another one is made.
+        self._missing: dict[str, float] = {}
+
+    def belong_to(self, job: str) -> None:
+        """Take note of the job whose snapshots these are.
+
+        Raises HorovodInternalError where there are those of another job: its weights must not
+        become the first ones of this job unseen.
+        """
+        mark = self._path / JOB_FILE
+        known = mark.read_text() if mark.exists() else ""
+        if known != job and any(self._path.glob(f"*/*{SUFFIX}")):
+            raise HorovodInternalError(
+                f"{self._path} has snapshots of another job, and server {self._server} would begin "
+                "with its weights: remove the folder, or give each job one of its own "
+                "(--ps-snapshot, HVDLITE_PS_SNAPSHOT). To go on from a job that has ended, save "
+                "with ps.save, and load with ps.load"
+            )
+        mark.write_text(job)
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Write a snapshot; it is on disk when this returns.
+
+        What fails is tried again, since descriptors and space may come back, and said. Raises
+        HorovodInternalError where it still fails after `MOST_SECONDS`.
+        """
+        end, pause = time.monotonic() + MOST_SECONDS, FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                self._write_once(snapshot)
+                return
+            except OSError as error:
+                why = self._why(snapshot, error)
+                if time.monotonic() >= end:
+                    raise HorovodInternalError(why) from error
+                log.warning("%s; it is tried again", why)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _why(self, snapshot: Snapshot, error: OSError) -> str:
+        target = self._path / quote(snapshot.table, safe="")
+        target /= _name_of(snapshot.layout, snapshot.version)
+        return f"server {self._server} cannot write the snapshot {target}: {error}"
+
+    def _write_once(self, snapshot: Snapshot) -> None:
+        folder = self._path / quote(snapshot.table, safe="")
+        folder.mkdir(exist_ok=True)
+        target = folder / _name_of(snapshot.layout, snapshot.version)
+        temporary = target.with_suffix(".unfinished")
+        with open(temporary, "wb") as file:
+            for piece in _pieces_of(snapshot):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _synchronize(folder)
+        for old in sorted(folder.glob(f"*{SUFFIX}"))[:-KEPT]:
+            old.unlink(missing_ok=True)  # The other thread that writes may have done so.
+
+    def write_soon(self, snapshot: Snapshot) -> None:
+        """Write a snapshot in a thread; one that fails is said, and is missing (`is_missing`).
+
+        One that is still being written is awaited: then the newest is never older than two.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hvdlite ps snapshots")
+            self._thread.start()
+        self._idle.wait()
+        self._idle.clear()
+        self._queue.put(snapshot)
+
+    def _run(self) -> None:
+        while (snapshot := self._queue.get()) is not None:
+            try:
+                self._write_once(snapshot)
+                self._missing.pop(snapshot.table, None)
+            except OSError as error:
+                log.warning("%s; it is tried again", self._why(snapshot, error))
+                self._missing[snapshot.table] = time.monotonic() + LONGEST_PAUSE_SECONDS
+            self._idle.set()
+
+    def is_missing(self, table: str) -> bool:
+        """Return whether the last snapshot of a table has failed, and is to be tried again now."""
+        return time.monotonic() >= self._missing.get(table, math.inf)
+
+    def newest(self, layout: int = 1) -> list[Snapshot]:
+        """Return the newest snapshot of each table in a layout.
+
+        Raises HorovodInternalError for one that is damaged.
+        """
+        found = []
+        for folder in sorted(path for path in self._path.iterdir() if path.is_dir()):
+            files = sorted(folder.glob(f"{layout:06}-*{SUFFIX}"))
+            if files:
+                found.append(self._read(unquote(folder.name), files[-1]))
+        return found
+
+    def go_back(self, table: str, version: int) -> Snapshot | None:
+        """Return the snapshot of a version, if there is one, and remove all that are newer."""
+        self._idle.wait()
+        folder = self._path / quote(table, safe="")
+        files = sorted(folder.glob(f"*{SUFFIX}"))
+        wanted = next(
+            (file for file in files if file.name.endswith(_name_of(0, version)[6:])), None
+        )
+        if wanted is None:
+            return None
+        snapshot = self._read(table, wanted)
+        for newer in files[files.index(wanted) + 1 :]:
+            newer.unlink()
+        return snapshot
+
+    def remove(self, layout: int) -> None:
+        """Remove all snapshots of a layout that does not count."""
+        for file in self._path.glob(f"*/{layout:06}-*{SUFFIX}"):
+            file.unlink()
+
+    def _read(self, table: str, path: Path) -> Snapshot:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                about = json.loads(file.metadata()["about"])
+                arrays = [self._array(file, *words) for words in about["arrays"]]
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise HorovodInternalError(
+                f"the snapshot {path} of server {self._server} cannot be read: {error}. Remove it, "
+                "and the one before it is used"
+            ) from error
+        count = about["blocks"]
+        return Snapshot(
+            table,
+            about["description"],
+            about["version"],
+            {int(worker): clock for worker, clock in about["finished"].items()},
+            arrays[:count],
+            dict(zip(about["state"], arrays[count:], strict=True)),
+            about["numbers"],
+            about["layout"],
+        )
+
+    @staticmethod
+    def _array(file: Any, key: str, dtype: str, shape: list[int], checksum: int) -> Array:
+        raw = file.get_tensor(key)
+        if zlib.crc32(raw) != checksum:
+            raise ValueError(f"{key} does not have its checksum")
+        return np.frombuffer(bytearray(raw), dtype_of(dtype)).reshape(shape)
+
+    def close(self) -> None:
+        """Wait until everything is on disk."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _name_of(layout: int, version: int) -> str:
+    return f"{layout:06}-{version:012}{SUFFIX}"
+
+
+def _pieces_of(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
+    """Yield a file of safetensors piece by piece, without a copy: servers go on meanwhile.
+
+    safetensors' own writer copies the arrays, for which it holds Python's lock.
+    """
+    arrays = [np.ascontiguousarray(each) for each in (*snapshot.values, *snapshot.state.values())]
+    raws = [array.reshape(-1).view(np.uint8).data for array in arrays]
+    shapes = [each.shape for each in (*snapshot.values, *snapshot.state.values())]
+    about = {
+        "description": snapshot.description,
+        "version": snapshot.version,
+        "finished": snapshot.finished,
+        "blocks": len(snapshot.values),
+        "state": list(snapshot.state),
+        "numbers": snapshot.numbers,
+        "layout": snapshot.layout,
+        "arrays": [
+            [str(number), array.dtype.name, shape, zlib.crc32(raw)]
+            for number, (array, raw, shape) in enumerate(zip(arrays, raws, shapes, strict=True))
+        ],
+    }
+    header: dict[str, Any] = {"__metadata__": {"about": json.dumps(about)}}
+    start = 0
+    for number, raw in enumerate(raws):
+        place = [start, start + raw.nbytes]
+        header[str(number)] = {"dtype": "U8", "shape": [raw.nbytes], "data_offsets": place}
+        start += raw.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    yield len(head).to_bytes(8, "little") + head
+    yield from raws
+
+
+def _synchronize(folder: Path) -> None:
+    """Let a rename reach the disk, where folders can be synchronized."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

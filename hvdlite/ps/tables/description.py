@@ -1,0 +1,61 @@
+"""What a worker says of a table to each server when it starts: alike in all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdlite.common.base.errors import ProtocolError
+from hvdlite.ps.layouts.blocks import Block, TensorSpec
+from hvdlite.ps.layouts.layout import Part
+from hvdlite.ps.tables.clocks import Mode
+from hvdlite.ps.tables.row_store import RowsSpec
+from hvdlite.ps.tables.row_table import RowShare
+
+
+class TableDescription:
+    """The description of a table and of the share of one server, as a worker has sent it."""
+
+    def __init__(self, name: str, body: Mapping[str, Any]) -> None:
+        self.body = body
+        try:
+            specs = [TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in body["specs"]]
+            self.name = name
+            self.specs: Sequence[TensorSpec] = specs
+            self.mode = Mode(body["mode"], body["staleness"], body.get("scale"))
+            self.average = bool(body["average"])
+            self.first_key = int(body["first_key"])  # Of the parts of its first tensor.
+            self.blocks = [
+                Block(dtype, group, tuple(Part(*part) for part in parts))
+                for dtype, group, parts in body["blocks"]
+            ]
+            self.rows: RowShare | None = None  # Of a table of rows, which has no blocks.
+            if body.get("rows"):
+                fields, server, servers = body["rows"]
+                self.rows = RowShare(RowsSpec(*fields), server, servers)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"the table {name!r} is described wrongly: {error}") from error
+
+
+def describe_table(
+    specs: Sequence[TensorSpec], blocks: Sequence[Block], mode: Mode, *, average: bool,
+    rows: RowShare | None = None, first_key: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what `TableDescription` reads."""
+    return {
+        "rows": rows and [rows.spec.fields, rows.server, rows.servers],
+        "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
+        "first_key": first_key,
+        "mode": mode.name,
+        "staleness": mode.staleness,
+        "scale": mode.scale,
+        "average": average,
+        "blocks": [
+            [
+                block.dtype,
+                block.group,
+                [[part.key, part.start, part.stop, part.server] for part in block.parts],
+            ]
+            for block in blocks
+        ],
+    }

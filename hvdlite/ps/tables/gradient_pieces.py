@@ -1,0 +1,238 @@
+"""Gradients of a step that come piece by piece, as backward has them.
+
+A piece is where it begins in which block, and its elements. Pieces are sent while backward still
+runs; the push itself then has what is left, and says that pieces have gone before. A server that
+has not all of them, as it has started in between, lets the worker send all of the push.
+
+[Note: attempts] Every attempt of a worker to make a step has a number of its own, which its pieces
+and its push carry: pieces that come late, of a step that is done again, of a process that was
+killed or of an older layout, are never put together with those of another attempt.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.layouts.blocks import Array, Block, dtype_of
+
+# In the body of a push: where its payloads belong; the attempt; whether it is the push itself.
+PIECE, ATTEMPT, LAST = "piece", "attempt", "last"
+LEAST_BYTES = 1 << 18  # Smaller parts go with the push itself.
+MOST_MISSES = 2
+
+
+class Piece(NamedTuple):
+    """Elements of a block, from `start` on."""
+
+    block: int
+    start: int
+    stop: int
+
+
+# -- servers
+
+
+class Assembly:
+    """What a server has of one attempt of a worker to make a step."""
+
+    def __init__(self, clock: int, attempt: int, blocks: Sequence[Block]) -> None:
+        self.clock, self.attempt = clock, attempt
+        self._arrays = [block.new() for block in blocks]
+        self._here: set[Piece] = set()
+
+    def add(self, message: Message) -> None:
+        """Take pieces; those that were here before come with the same elements.
+
+        Raises ValueError for a piece that lies in no block.
+        """
+        places = message.body[PIECE]
+        for (block, start), payload in zip(places, message.payloads, strict=True):
+            if not 0 <= block < len(self._arrays):
+                raise ValueError(f"a piece is of block {block} of {len(self._arrays)}")
+            array = self._arrays[block]
+            elements = np.frombuffer(payload, array.dtype)
+            piece = Piece(block, start, start + elements.size)
+            if not 0 <= start <= piece.stop <= array.size:
+                raise ValueError(f"a block has {array.size} elements, and a piece is {piece}")
+            array[start : piece.stop] = elements
+            self._here.add(piece)
+
+    def gradients(self) -> list[Array] | None:
+        """Return the gradients of all blocks; None where pieces are missing."""
+        have = sum(piece.stop - piece.start for piece in self._here)
+        return self._arrays if have == sum(array.size for array in self._arrays) else None
+
+
+class Assemblies:
+    """What a server has of the pushes of all workers, for the blocks of one layout."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+        self._of: dict[int, Assembly] = {}
+
+    def add(self, worker: int, message: Message) -> None:
+        """Take pieces; those of another attempt are forgotten."""
+        attempt = message.body.get(ATTEMPT, 0)
+        found = self._of.get(worker)
+        if found is None or (found.clock, found.attempt) != (message.clock, attempt):
+            found = self._of[worker] = Assembly(message.clock, attempt, self._blocks)
+        found.add(message)
+
+    def take(self, worker: int, message: Message) -> list[Array] | None:
+        """Return the gradients when the last message has come; None: pieces are missing."""
+        self.add(worker, message)
+        return self._of.pop(worker).gradients()
+
+    def forget(self, worker: int) -> None:
+        """Forget what a worker has sent."""
+        self._of.pop(worker, None)
+
+
+def is_piece(body: Mapping[str, Any]) -> bool:
+    """Return whether a push is a piece, and not the last one."""
+    return PIECE in body and not body.get(LAST)
+
+
+# -- workers
+
+
+class Sending(NamedTuple):
+    """A piece for a server, and what the message says of it."""
+
+    server: int
+    body: Mapping[str, Any]
+    payload: memoryview
+
+
+class Gone(NamedTuple):
+    """What was sent to a server before the push."""
+
+    attempt: int
+    pieces: Collection[Piece]
+    arrays: Mapping[int, Array]  # Of blocks: memory for all of each, with its pieces in it.
+
+
+class Rest(NamedTuple):
+    """What is left of a push, and what the message says of it besides."""
+
+    body: Mapping[str, Any]
+    payloads: Sequence[memoryview]
+
+
+def rest_of(blocks: Sequence[Block], gone: Gone, payloads: Sequence[memoryview]) -> Rest:
+    """Return what was not sent of a push, whose payloads are whole blocks."""
+    places, left = [], []
+    for number, (block, payload) in enumerate(zip(blocks, payloads, strict=True)):
+        itemsize = dtype_of(block.dtype).itemsize
+        sent = sorted((piece.start, piece.stop) for piece in gone.pieces if piece.block == number)
+        at = 0
+        for start, stop in [*sent, (block.size, block.size)]:
+            if start > at:
+                places.append([number, at])
+                left.append(payload[at * itemsize : start * itemsize])
+            at = stop
+    return Rest({PIECE: places, ATTEMPT: gone.attempt, LAST: True}, left)
+
+
+class _Own(NamedTuple):
+    """A part that is large enough to be sent early."""
+
+    server: int
+    piece: Piece
+    start: int  # Where it begins in its tensor.
+
+
+class EarlySender:
+    """Chooses what a worker sends as soon as backward has it, to servers of other hosts.
+
+    What was sent is compared with the gradients of the push, which may have been clipped, unscaled
+    or added to since: then the whole push is sent, and after two of those in a row nothing is sent
+    early. No piece is sent twice in an attempt. `blocks` are those of each server in one layout;
+    `new` makes memory for one.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Sequence[Block]], first_key: int,
+        new: Callable[[Block], Array] = Block.new,
+    ) -> None:  # fmt: skip
+        self.misses = 0
+        self._blocks, self._new = blocks, new
+        # By server and block: what is pushed of this step, as far as it was sent.
+        self._arrays: dict[int, dict[int, Array]] = {}
+        self._attempt = int.from_bytes(os.urandom(6), "big")
+        self._parts: dict[int, list[_Own]] = {}  # By the number of the tensor.
+        self._sent: dict[int, dict[Piece, tuple[int, int, Array]]] = {}  # By server.
+        for server, own in enumerate(blocks):
+            for number, block in enumerate(own):
+                at = 0
+                for part in block.parts:
+                    size = part.stop - part.start
+                    if size * dtype_of(block.dtype).itemsize >= LEAST_BYTES:
+                        piece = Piece(number, at, at + size)
+                        found = self._parts.setdefault(part.key - first_key, [])
+                        found.append(_Own(server, piece, part.start))
+                    at += size
+
+    def wants(self, tensor: int) -> bool:
+        """Return whether something of a tensor may be sent early."""
+        return tensor in self._parts and self.misses < MOST_MISSES
+
+    def pieces_of(
+        self, tensor: int, gradient: Array, *, far: Collection[int]
+    ) -> Iterator[Sending]:  # fmt: skip
+        """Yield copies of the pieces of a flat gradient that go to servers that are `far`.
+
+        They lie where the push has them, which then copies no more than the rest. Threads may call
+        this at the same time for different tensors, and none while a step ends.
+        """
+        if not self.wants(tensor):
+            return
+        for server, piece, start in self._parts[tensor]:
+            if server in far and piece not in self._sent.get(server, ()):
+                copy = self._array(server, piece.block)[piece.start : piece.stop]
+                own = gradient[start : start + copy.size]
+                np.copyto(copy, own, casting="unsafe")  # Of another dtype, it is found at the end.
+                self._sent.setdefault(server, {})[piece] = tensor, start, copy
+                body = {PIECE: [[piece.block, piece.start]], ATTEMPT: self._attempt}
+                yield Sending(server, body, memoryview(copy.view(np.uint8).data))
+
+    def _array(self, server: int, block: int) -> Array:
+        arrays = self._arrays.setdefault(server, {})
+        found = arrays.get(block)
+        if found is None:
+            # Another thread may have made it meanwhile, and its pieces lie there already: all of
+            # them have to get the same memory, which `setdefault` sees to in one operation.
+            found = arrays.setdefault(block, self._new(self._blocks[server][block]))
+        return found
+
+    def end(self, tensors: Sequence[Array]) -> dict[int, Gone]:
+        """End the step, whose gradients are `tensors`; without any, the step is skipped.
+
+        Return by server what was sent of them; a server that is not there is to get all of it.
+        """
+        sent, self._sent = self._sent, {}
+        arrays, self._arrays = self._arrays, {}
+        attempt, self._attempt = self._attempt, self._attempt + 1
+        if not sent or not tensors:
+            return {}
+        for pieces in sent.values():
+            for tensor, start, copy in pieces.values():
+                if not _same_bits(copy, tensors[tensor][start : start + copy.size]):
+                    self.misses += 1
+                    return {}
+        self.misses = 0
+        return {
+            server: Gone(attempt, pieces.keys(), arrays[server]) for server, pieces in sent.items()
+        }
+
+
+def _same_bits(one: Array, other: Array) -> bool:
+    bits = f"u{one.itemsize}"  # A NaN is the same as itself then, and 0.0 differs from -0.0.
+    return one.dtype == other.dtype and np.array_equal(one.view(bits), other.view(bits))

@@ -1,0 +1,208 @@
+"""A table of rows on one server: some rows are pushed, and some are pulled.
+
+It is begun by the server, and has no other copy anywhere. In a push, as in all that is passed on
+here, the ids of rows come first, each once, then an array with one row for each of them.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.ps.connections.messages import Answer, Message
+from hvdlite.ps.layouts.blocks import Array, dtype_of
+from hvdlite.ps.tables.clocks import SYNC
+from hvdlite.ps.tables.gradient_sums import wide_dtype
+from hvdlite.ps.tables.row_store import RowsSpec, RowStore
+from hvdlite.ps.tables.table import Pull, Table
+from hvdlite.ps.tables.updater import Updater
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """Which rows of a table a server keeps."""
+
+    spec: RowsSpec
+    server: int
+    servers: int
+
+    def check(self, ids: NDArray[np.int64]) -> None:
+        """Raise ValueError for rows that this server does not keep, and for unsorted ones."""
+        if not len(ids):
+            return
+        if ids[0] < 0 or ids[-1] >= self.spec.count or (np.diff(ids) <= 0).any():
+            most = self.spec.count - 1
+            raise ValueError(f"ids of rows are from 0 to {most}, each once, and sorted")
+        if (ids % self.servers != self.server).any():
+            raise ValueError(f"server {self.server} of {self.servers} does not keep such a row")
+
+
+class RowUpdater(Updater, Protocol):
+    """Holds the rows of a table. Its `values` are their ids and themselves, so are gradients."""
+
+    def take(self, ids: NDArray[np.int64]) -> Array:
+        """Return rows, which are made where they were never asked for."""
+
+
+class AddedRows:
+    """Adds what is pushed to the rows."""
+
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+
+    def begin(self, values: Sequence[Array]) -> None:
+        """See `Updater`."""
+        if values:
+            self.store.load(values[0], values[1].reshape(-1, self.store.spec.length), {})
+
+    def values(self) -> list[Array]:
+        """See `Updater`."""
+        return [self.store.ids, self.store.values]
+
+    def take(self, ids: NDArray[np.int64]) -> Array:
+        """See `RowUpdater`."""
+        places = self.store.places(ids)
+        return self.store.values[places]
+
+    def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
+        """See `Updater`."""
+        ids, rows = gradients
+        places = self.store.places(ids)
+        self.store.values[places] += rows
+
+    def state(self) -> dict[str, Array]:
+        """See `Updater`."""
+        return {}
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        """See `Updater`."""
+
+
+class RowTable(Table):
+    """A table of rows. Each push has at most one row of an id."""
+
+    updater: RowUpdater
+    rows: RowShare
+    # Of sync: the version before this one, the rows that the update has changed, and as they were.
+    _before: tuple[int, NDArray[np.int64], Array] | None = None
+
+    def pull(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
+        """Answer with rows when the mode allows it."""
+        self.rows.check(_ids_of(message))
+        return super().pull(peer, worker, message)
+
+    def replace(self, values: Sequence[Array], state: Mapping[str, Array]) -> None:
+        """See `Table`."""
+        super().replace(values, state)
+        self._before = None
+
+    def look(self, workers: Collection[int]) -> list[Answer]:
+        """Begin when the first worker has come: no worker has values that are needed."""
+        if not self.begun and self._starts.waiting:
+            if self._restored:
+                self.begun = True
+            elif lost := self._lost():
+                return lost
+            else:
+                self.updater.begin([])
+                for number in workers:
+                    self.clocks.finished.setdefault(number, self.version)
+                self.begun = True
+        return super().look(workers) if self.begun else []
+
+    def _lost(self) -> list[Answer]:
+        """Fail workers that know newer rows: a server without snapshots has lost them."""
+        if all(start.version <= 0 for start in self._starts.waiting.values()):
+            return []
+        why = f"the rows of {self.name!r} are lost with the server: start it with snapshots"
+        answers = [
+            self._answer(start.peer, start.request, "failed", {"why": why})
+            for start in self._starts.waiting.values()
+        ]
+        self._starts.waiting.clear()
+        return answers
+
+    def _gradients_of(self, message: Message) -> list[Array]:
+        ids, spec = _ids_of(message), self.rows.spec
+        self.rows.check(ids)
+        rows = np.frombuffer(message.payloads[1], dtype_of(spec.dtype))
+        if rows.size != len(ids) * spec.length:
+            raise ValueError(f"{len(ids)} rows of {spec.length} come with {rows.size} values")
+        return [ids, rows.reshape(len(ids), spec.length)]
+
+    def _sum(
+        self, gradients: Mapping[int, list[Array] | None], workers: Sequence[int]
+    ) -> list[Array] | None:
+        """Return the sum of each row in the order of the workers' numbers, or the average."""
+        addends = []
+        for worker in workers:
+            addend = gradients[worker]
+            if addend is None:
+                return None
+            addends.append(addend)
+        return add_rows(addends, average=self._average)
+
+    def _scaled(self, gradients: list[Array]) -> list[Array]:
+        ids, rows = gradients
+        return [ids, *super()._scaled([rows])]
+
+    def _update(self, gradients: list[Array] | None) -> None:
+        if self.clocks.mode.name == SYNC:
+            ids = np.empty(0, np.int64) if gradients is None else gradients[0]
+            self._before = self.version, ids, self.updater.take(ids)
+        super()._update(gradients)
+
+    def _values_for(self, pull: Pull) -> Answer:
+        """Answer with rows; in sync they are those that the step of the pull begins with."""
+        ids, version = _ids_of(pull.message), self.version
+        rows = np.ascontiguousarray(self.updater.take(ids))
+        if self._before is not None and self._before[0] == pull.message.clock:
+            version, updated, old = self._before
+            _, own, others = np.intersect1d(ids, updated, assume_unique=True, return_indices=True)
+            rows[own] = old[others]
+        payloads = [memoryview(rows.reshape(-1).view(np.uint8).data)]
+        answer = self._answer(pull.peer, pull.message.request, "values", payloads=payloads)
+        return answer._replace(message=answer.message._replace(clock=version))
+
+    def _values_of(self, version: int) -> list[Array]:
+        return [array.copy() for array in self.updater.values()]
+
+
+def add_rows(addends: Sequence[Sequence[Array]], *, average: bool) -> list[Array]:
+    """Return all ids, sorted, and the sum of their rows in the order of the addends.
+
+    A row that an addend does not have counts as zeros. 16-bit floats are added in float32.
+    """
+    dtype = addends[0][1].dtype
+    ids = np.unique(np.concatenate([ids for ids, _ in addends]))
+    total = np.zeros((len(ids), addends[0][1].shape[1]), wide_dtype(dtype))
+    for own, rows in addends:
+        total[np.searchsorted(ids, own)] += rows
+    if average and len(addends) > 1:
+        total *= total.dtype.type(1 / len(addends))
+    return [ids, total.astype(dtype, copy=False)]
+
+
+def merge_repeated(ids: NDArray[np.int64], rows: Array) -> list[Array]:
+    """Return each id once, sorted, and the sums of its rows in the order in which they are given.
+
+    16-bit floats are added in float32.
+    """
+    unique, inverse = np.unique(ids, return_inverse=True)
+    if len(unique) == len(ids):
+        merged = np.empty_like(rows)
+        merged[inverse] = rows
+        return [unique, merged]
+    total = np.zeros((len(unique), rows.shape[1]), wide_dtype(rows.dtype))
+    np.add.at(total, inverse, rows.astype(total.dtype, copy=False))
+    return [unique, total.astype(rows.dtype, copy=False)]
+
+
+def _ids_of(message: Message) -> NDArray[np.int64]:
+    return np.frombuffer(message.payloads[0], np.int64)

@@ -1,0 +1,382 @@
+"""The state of one table on one server: what comes in, and what is answered.
+
+A table is begun by the values of a worker, or by a snapshot. After a snapshot it first hears of all
+workers that take part in it, since one of them may have pulled newer values than the snapshot has;
+those are taken. A worker that has gone further than even they fails: `rolled_back`.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdlite.ps.connections.messages import REPLACES, Answer, Message
+from hvdlite.ps.connections.records import OFF
+from hvdlite.ps.layouts.blocks import Array, Block
+from hvdlite.ps.tables.clocks import SYNC, Clocks, Mode
+from hvdlite.ps.tables.first_values import Start, Starts
+from hvdlite.ps.tables.gradient_pieces import PIECE, Assemblies, is_piece
+from hvdlite.ps.tables.gradient_sums import add_up, divided
+from hvdlite.ps.tables.updater import Updater
+
+SKIP = "skip"  # In the body of a push: a loss scaler has found an overflow; no update is made.
+
+
+class Saved(NamedTuple):
+    """A table between two updates."""
+
+    values: list[Array]
+    state: dict[str, Array]
+    version: int
+    finished: dict[int, int]
+    numbers: list[Mapping[str, Any]]
+
+
+class Pull(NamedTuple):
+    """A pull that waits."""
+
+    peer: bytes
+    message: Message
+
+
+class Table:
+    """A table. `workers` says who takes part in the job, as far as this server knows."""
+
+    def __init__(
+        self, name: str, blocks: Sequence[Block], mode: Mode, updater: Updater, *,
+        average: bool, incarnation: int,
+    ) -> None:  # fmt: skip
+        self.name, self.blocks, self.updater = name, list(blocks), updater
+        self.clocks = Clocks(mode)
+        self._average = average
+        self._incarnation = incarnation
+        self.begun = False  # The values are there.
+        self._restored = False
+        self._workers: set[int] = set()
+        self._of: int | None = None  # The worker whose first values it has begun with.
+        self._starts = Starts()
+        self._pulls: dict[int, Pull] = {}
+        # Of sync: step -> worker -> gradients of each block; None: the worker skips the step.
+        self._gradients: dict[int, dict[int, list[Array] | None]] = {}
+        self._pieces = Assemblies(self.blocks)
+        self._totals: dict[int, Array] = {}
+        self._numbers: list[Mapping[str, Any]] = []
+        # Version -> a copy of its values, of the two newest ones that were pulled. A worker that
+        # returns may have to do a step again that other servers have not finished.
+        self._sent: dict[int, list[Array]] = {}
+        self._goes_back = False  # To a snapshot, though workers have newer values.
+        self.records = OFF
+        self._given: dict[int, int] = {}  # Worker -> the version of the values that it has.
+        self.copy_of: Callable[[Array], Array] = np.copy  # Makes copies that are sent.
+        # Workers that do not take part in this table, which need not be heard of.
+        self.others: Callable[[], Collection[int]] = lambda: ()
+
+    @property
+    def version(self) -> int:
+        """The number of updates."""
+        return self.clocks.version
+
+    # -- the beginning
+
+    def restore(
+        self, values: Sequence[Array], state: Mapping[str, Array], version: int,
+        finished: Mapping[int, int], numbers: Sequence[Mapping[str, Any]] = (), *,
+        goes_back: bool = False,
+    ) -> None:  # fmt: skip
+        """Begin with a snapshot; with `goes_back`, whatever newer values workers have."""
+        self._numbers, self._goes_back = list(numbers), goes_back
+        self.updater.begin(values)
+        self.updater.load(state)
+        self.clocks.version = version
+        # A push of a step that is not complete was lost with the server: it is to come again.
+        most = version if self.clocks.mode.name == SYNC else max(finished.values(), default=0)
+        self.clocks.finished = {worker: min(clock, most) for worker, clock in finished.items()}
+        self._restored = True
+
+    def adopt(self, saved: Saved) -> None:
+        """Begin with what this table was on other servers; no worker has to be heard of before."""
+        self.updater.begin([array.copy() for array in saved.values])
+        self.updater.load(saved.state)
+        self.clocks.version, self.clocks.finished = saved.version, dict(saved.finished)
+        self._numbers = list(saved.numbers)
+        self.begun = True
+
+    def replace(self, values: Sequence[Array], state: Mapping[str, Array]) -> None:
+        """Have other values and another state from now on, at the same version."""
+        self.updater.begin(values)
+        self.updater.load(state)
+        self._sent.clear()
+
+    def moved(self) -> list[Answer]:
+        """Return what workers hear that wait for this table, when other servers keep it."""
+        waiting = [(each.peer, each.request) for each in self._starts.waiting.values()]
+        waiting += [(pull.peer, pull.message.request) for pull in self._pulls.values()]
+        return [self._answer(peer, request, "moved") for peer, request in waiting]
+
+    def copy(self) -> Saved:
+        """Return what `restore` takes. The values are those that are sent, too: never change them.
+
+        The state is in memory of its own.
+        """
+        state = {name: array.copy() for name, array in self.updater.state().items()}
+        finished = dict(self.clocks.finished)
+        return Saved(self._values_of(self.version), state, self.version, finished, self._numbers)
+
+    def start(
+        self, peer: bytes, worker: int, message: Message, workers: Collection[int]
+    ) -> list[Answer]:
+        """Let a worker take part; `workers` are all that the server has to hear of."""
+        body = message.body
+        start = Start(
+            peer, message.request, body.get("clock"), body.get("version", -1),
+            body.get("enters", 0), body.get("first"),
+        )  # fmt: skip
+        self._starts.add(worker, start)
+        if not self._numbers and body.get("numbers"):
+            self._numbers = list(body["numbers"])
+        return self.look(workers)
+
+    def look(self, workers: Collection[int]) -> list[Answer]:
+        """Begin if all that is needed for it is here; call it when `workers` have changed."""
+        self._workers = set(workers)
+        for worker in [*self.clocks.finished]:
+            if worker not in workers and self.begun:
+                self.clocks.leave(worker)
+        if self.begun:
+            return self._welcome() + self._go_on()
+        others, starts = self.others(), self._starts
+        if not starts.waiting or starts.is_awaited(workers):
+            return []
+        if (self._restored or self._lost_steps()) and starts.missing(workers, others):
+            return []
+        if self._restored and (starts.newest(workers) <= self.version or self._goes_back):
+            return self._begin()
+        start = starts.want(workers, others)
+        return [] if start is None else [self._answer(start.peer, start.request, "wanted")]
+
+    def _lost_steps(self) -> bool:
+        """Return whether workers have finished steps that this server has forgotten.
+
+        In sync the last worker to start may have newer values than the others, and all will come.
+        """
+        sync = self.clocks.mode.name == SYNC
+        return sync and any(start.version >= 0 for start in self._starts.waiting.values())
+
+    def offer(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
+        """Begin with the values of a worker, unless the table has begun."""
+        if self.begun:  # The answer was lost, or others had newer values.
+            if message.body.get(REPLACES) and self._is_unread():
+                self.updater.begin(self._first_values_of(worker, message))
+                self._sent.clear()
+            body = {"clock": self.clocks.enter(worker), "is_known": True, "of": self._of}
+            return [self._answer(peer, message.request, "started", body)]
+        if worker != self._starts.wanted:
+            return []
+        values = self._first_values_of(worker, message)
+        start = self._starts.waiting[worker]
+        start.peer, start.request = peer, message.request
+        self.updater.begin(values)
+        self.clocks.version = max(start.version, 0)
+        if not self._restored:  # No update is made without a worker that has not started yet.
+            for number in self._workers:
+                self.clocks.finished.setdefault(number, self.version)
+        return self._begin()
+
+    def _first_values_of(self, worker: int, message: Message) -> list[Array]:
+        self._of = worker
+        return [
+            block.view(data).copy()
+            for block, data in zip(self.blocks, message.payloads, strict=True)
+        ]
+
+    def _is_unread(self) -> bool:
+        """Return whether nobody has pulled the first values, or pushed to them."""
+        pushed = self.version or any(self.clocks.finished.values()) or self.clocks.present
+        return self._of is not None and not pushed and not self._given
+
+    def _begin(self) -> list[Answer]:
+        self.begun = True
+        return self._welcome() + self._go_on()
+
+    def _welcome(self) -> list[Answer]:
+        answers, knew = [], set(self.clocks.finished)
+        for worker, start in sorted(self._starts.waiting.items()):
+            sync = self.clocks.mode.name == SYNC
+            kind = "started"
+            if start.clock is not None:
+                known = self.clocks.finished.get(worker, 0)
+                # In sync, the version contains all steps before it, and no step after it.
+                self.clocks.finished[worker] = max(known, self.version if sync else start.clock)
+                if sync and start.clock > self.version:
+                    kind = "rolled_back"
+            body: dict[str, Any] = {
+                "clock": self.clocks.enter(worker), "is_known": worker in knew, "of": self._of
+            }  # fmt: skip
+            if start.enters > body["clock"]:
+                body["clock"] = self.clocks.finished[worker] = start.enters
+            answers.append(self._answer(start.peer, start.request, kind, body))
+        self._starts.waiting.clear()
+        return answers
+
+    # -- steps
+
+    def push(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
+        """Take the gradients of a step; one that was here before is answered, and not applied."""
+        if not self.begun or worker not in self.clocks.finished:
+            return [self._answer(peer, message.request, "restarted")]
+        expected = self.clocks.finished[worker]
+        if is_piece(message.body):
+            if message.clock == expected:
+                self._pieces.add(worker, message)
+            return [self._answer(peer, message.request, "pushed")]
+        gradients = None
+        if message.clock >= expected and not message.body.get(SKIP):
+            gradients = self._assembled(worker, message)
+            if gradients is None:  # The worker then starts again, and sends all of its push.
+                return [self._answer(peer, message.request, "restarted")]
+        # The updates since the values with which the gradients were computed.
+        stale = max(0, self.version - self._given.get(worker, self.version))
+        if self.clocks.push(worker, message.clock):
+            self._pieces.forget(worker)
+            self.records.begin("push", self.name, f"worker {worker}")
+            if numbers := message.body.get("numbers"):
+                self._numbers = numbers
+            if self.clocks.mode.name == SYNC:
+                self._gradients.setdefault(message.clock, {})[worker] = gradients
+            else:
+                self._update(gradients and self._scaled(gradients))
+            self._record("push", worker, message.clock, stale, _nbytes_of(gradients or ()))
+        answer = self._answer(peer, message.request, "pushed", {"stale": stale})
+        return [answer, *self._go_on()]
+
+    def pull(self, peer: bytes, worker: int, message: Message) -> list[Answer]:
+        """Answer with the values when the mode allows it."""
+        if not self.begun or worker not in self.clocks.finished:
+            return [self._answer(peer, message.request, "restarted")]
+        self._pulls[worker] = Pull(peer, message)
+        self.records.begin("pull", self.name, f"worker {worker}")
+        return self._go_on()
+
+    def leave(self, worker: int) -> list[Answer]:
+        """Let the others go on without a worker; what it has pushed counts."""
+        self.clocks.leave(worker)
+        self._starts.waiting.pop(worker, None)
+        self._pulls.pop(worker, None)
+        self._pieces.forget(worker)
+        return self._go_on() if self.begun else []
+
+    def _go_on(self) -> list[Answer]:
+        """Make the updates that are complete, and answer the pulls that have waited for them."""
+        if self.clocks.mode.name == SYNC:
+            while (workers := self.clocks.complete()) is not None:
+                self._update(self._sum(self._gradients.pop(self.version), workers))
+        ready = [
+            worker
+            for worker, (_, message) in self._pulls.items()
+            if self.clocks.may_pull(message.clock)
+        ]
+        answers = []
+        for worker in ready:
+            pull = self._pulls.pop(worker)
+            answers.append(self._record_pull(worker, pull, self._values_for(pull)))
+        return answers
+
+    # -- what is recorded
+
+    def _record(self, kind: str, worker: int, clock: int, stale: int, nbytes: int) -> None:
+        if self.records.enabled:
+            self.records.end(
+                kind, self.name, f"worker {worker}", version=self.version, clock=clock,
+                stale=stale, nbytes=nbytes,
+            )  # fmt: skip
+
+    def _record_pull(self, worker: int, pull: Pull, answer: Answer) -> Answer:
+        """Return the answer, which says how far the slowest worker is behind."""
+        message, clock = answer.message, pull.message.clock
+        self._given[worker] = message.clock
+        stale = max(0, clock - min(self.clocks.finished.values(), default=clock))
+        nbytes = sum(map(len, message.payloads))
+        self._record("pull", worker, clock, stale, nbytes)
+        return answer._replace(message=message._replace(body={**message.body, "stale": stale}))
+
+    # -- parts
+
+    def _assembled(self, worker: int, message: Message) -> list[Array] | None:
+        """Return the gradients of a push; None where pieces that have gone before are not here."""
+        if PIECE in message.body:
+            return self._pieces.take(worker, message)
+        return self._gradients_of(message)
+
+    def _gradients_of(self, message: Message) -> list[Array]:
+        return [block.view(data) for block, data in zip(self.blocks, message.payloads, strict=True)]
+
+    def _sum(
+        self, gradients: Mapping[int, list[Array] | None], workers: Sequence[int]
+    ) -> list[Array] | None:
+        """Return the sum in the order of the workers' numbers, or the average."""
+        given = [gradients[worker] for worker in workers]
+        total = []
+        for number in range(len(self.blocks)):
+            summands = []
+            for each in given:
+                if each is None:
+                    return None
+                summands.append(each[number])
+            total.append(add_up(summands, average=self._average, into=self._total_of(number)))
+        return total
+
+    def _scaled(self, gradients: list[Array]) -> list[Array]:
+        """Return the gradients of one push as an update of async or ssp takes them."""
+        if self.clocks.mode.scale is None:
+            return gradients
+        workers = len(self.clocks.finished)
+        return [divided(gradient, workers) for gradient in gradients]
+
+    def _total_of(self, number: int) -> Array:
+        """Return memory for a sum, the same each time: new pages cost more than the sum."""
+        if number not in self._totals:
+            self._totals[number] = self.blocks[number].new()
+        return self._totals[number]
+
+    def _update(self, gradients: list[Array] | None) -> None:
+        self.records.begin("update", self.name)
+        if gradients is not None:
+            self.updater.step(gradients, self._numbers)
+        self.clocks.update()
+        self.records.end("update", self.name, version=self.version)
+
+    def _values_for(self, pull: Pull) -> Answer:
+        """Answer with values in memory that the next update does not touch.
+
+        In sync they are those that the step of the pull begins with.
+        """
+        clock, is_sync = pull.message.clock, self.clocks.mode.name == SYNC
+        version = clock if is_sync and clock in self._sent else self.version
+        payloads = [memoryview(array.view(np.uint8).data) for array in self._values_of(version)]
+        answer = self._answer(pull.peer, pull.message.request, "values", payloads=payloads)
+        return answer._replace(message=answer.message._replace(clock=version))
+
+    def _values_of(self, version: int) -> list[Array]:
+        """Return a copy of the values of this version, or of one before that is kept."""
+        if version not in self._sent:
+            self._sent[version] = [*map(self.copy_of, self.updater.values())]
+            for old in sorted(self._sent)[: -2 if self.clocks.mode.name == SYNC else -1]:
+                del self._sent[old]
+        return self._sent[version]
+
+    def _answer(
+        self, peer: bytes, request: int, kind: str, body: Mapping[str, Any] | None = None,
+        payloads: Sequence[memoryview] = (),
+    ) -> Answer:  # fmt: skip
+        message = Message(
+            kind, request, self.name, self.version, self._incarnation, body or {}, payloads
+        )
+        return Answer(peer, message)
+
+
+def _nbytes_of(arrays: Sequence[Array]) -> int:
+    return sum(array.nbytes for array in arrays)

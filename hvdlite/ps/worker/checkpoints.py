@@ -1,0 +1,131 @@
+"""`ps.save` and `ps.load`, as a worker leads the servers through them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.scheduler.checkpoint_order import LOAD, SAVE
+from hvdlite.ps.server.checkpoints import remote_error
+from hvdlite.ps.worker.shard import MovedError
+from hvdlite.ps.worker.table_shards import TableShards
+from hvdlite.ps.worker.worker import Worker
+
+LOOK_SECONDS = 0.1  # Until servers are asked again that have moved tables, or come again.
+
+Answers = list[Mapping[str, Any]]
+
+
+class _AgainError(Exception):
+    """A server has moved tables meanwhile, or has come again: all phases are to be made anew."""
+
+
+def save(worker: Worker, directory: str | os.PathLike[str]) -> None:
+    """Let all servers write the tables of a worker; see `hvdlite.ps.context.save`."""
+    tables = _tables_of(worker, "saved")
+    turn = worker.ask(Message("turn", body={"what": SAVE})).body["turn"]
+    try:
+        _make(worker, tables, SAVE, turn, directory)
+    finally:
+        worker.ask(Message("over", body={"turn": turn, "steps": None}))
+
+
+def load(worker: Worker, directory: str | os.PathLike[str]) -> int:
+    """Let all servers read the tables of a worker; see `hvdlite.ps.context.load`."""
+    tables = _tables_of(worker, "loaded")
+    late = not worker.loads and any(table.entered_at > 0 for table in tables.values())
+    body = {"what": LOAD, "number": worker.loads + 1, "late": late}
+    answer = worker.ask(Message("turn", body=body)).body
+    steps: dict[str, int] | None = answer["steps"]
+    worker.loads = answer["loads"] if late else worker.loads + 1
+    if turn := answer["turn"]:
+        worker.loads, steps = answer["loads"], None
+        try:
+            steps = _make(worker, tables, LOAD, turn, directory)
+            worker.loads += 1
+        finally:
+            worker.ask(Message("over", body={"turn": turn, "steps": steps}))
+    assert steps is not None
+    for name, table in tables.items():
+        table.steps_before = steps.get(name, 0)
+        table.refresh()
+    return max(table.steps_before for table in tables.values())
+
+
+def _tables_of(worker: Worker, done: str) -> dict[str, TableShards]:
+    if not worker.named:
+        raise ValueError(
+            f"nothing can be {done} yet: make the DistributedOptimizer, or call start, before"
+        )
+    return dict(worker.named)
+
+
+def _make(
+    worker: Worker, tables: Mapping[str, TableShards], what: str, turn: int,
+    directory: str | os.PathLike[str],
+) -> dict[str, int]:  # fmt: skip
+    """Make all phases, and again from the first one where servers change in between."""
+    repeat = 0
+    while True:
+        phases = _Phases(worker, tables, what, [turn, repeat], os.path.abspath(directory))
+        try:
+            return phases.save() if what == SAVE else phases.load()
+        except (_AgainError, MovedError):
+            repeat += 1
+            time.sleep(LOOK_SECONDS)
+        except Exception:
+            if what == SAVE:
+                with suppress(Exception):
+                    phases.run("discard", only_first=True)
+            raise
+
+
+class _Phases:
+    """One attempt, with the servers that keep the tables now."""
+
+    def __init__(
+        self, worker: Worker, tables: Mapping[str, TableShards], what: str,
+        attempt: Sequence[int], directory: str,
+    ) -> None:  # fmt: skip
+        self._worker, self._what = worker, what
+        self._attempt, self._directory = [*attempt], directory
+        self._layout, self._servers = next(iter(tables.values())).place
+        self._tables = [
+            [name, table.clock, table.is_whole, table.steps_before]
+            for name, table in tables.items()
+        ]
+        self._clocks = {name: table.clock for name, table in tables.items()}
+
+    def save(self) -> dict[str, int]:
+        """Write the tables."""
+        lengths: dict[str, int] = {}
+        for answer in self.run("begin", tables=self._tables):
+            for name, length in answer["lengths"].items():
+                lengths[name] = max(length, lengths.get(name, 0))
+        lengths = {name: length for name, length in lengths.items() if length}
+        written = self.run("write", lengths=lengths, servers=self._servers)
+        self.run("commit", only_first=True, lengths=lengths, written=written)
+        return {}
+
+    def load(self) -> dict[str, int]:
+        """Read the tables, and let all servers have them; return the steps before their steps."""
+        answers = self.run("read", tables=self._tables, servers=self._servers)
+        self.run("apply")
+        steps: Mapping[str, int] = answers[0]["steps"]
+        return {name: steps[name] - clock for name, clock in self._clocks.items()}
+
+    def run(self, phase: str, *, only_first: bool = False, **body: Any) -> Answers:
+        """Let all servers, or server 0 alone, make a phase; return what they say."""
+        words = {"attempt": self._attempt, "phase": phase, "directory": self._directory, **body}
+        message = Message(self._what, incarnation=self._layout, body=words)
+        answers = self._worker.ask_servers(1 if only_first else self._servers, message)
+        for server, answer in enumerate(answers):
+            if answer.kind == "failed":
+                raise remote_error(server, answer.body)
+        if any(answer.kind in ("moved", "restarted") for answer in answers):
+            raise _AgainError
+        return [answer.body for answer in answers]

@@ -1,0 +1,88 @@
+"""Operations on one table, begun one after another, and handles that stand for several."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hvdlite.common.plain.handles import Handle
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.worker.shard import MovedError
+
+Done = Callable[[Message | Exception], None]
+Begin = Callable[[Done], object]
+
+
+class OrderedOperations:
+    """Begins an operation when the one before it has ended. Only the client's thread may use it.
+
+    A worker's pull then has what it pushed before, and a push can be sent again until the next.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Begin, Done]] = deque()
+        self._busy = False
+
+    def add(self, begin: Begin, done: Done) -> None:
+        """Run an operation in its turn; `done` gets its result."""
+        self._waiting.append((begin, done))
+        self._next()
+
+    def _next(self) -> None:
+        if self._waiting and not self._busy:
+            self._busy = True
+            begin, done = self._waiting.popleft()
+            begin(partial(self._end, done))
+
+    def _end(self, done: Done, result: Message | Exception) -> None:
+        done(result)
+        self._busy = False
+        self._next()
+
+
+def until_settled(attempt: Callable[[], Handle]) -> Handle:
+    """Return a handle of what `attempt` begins, again where other servers keep the table now."""
+    result = Handle()
+
+    def begin() -> None:
+        handle = attempt()
+        handle.on_end(lambda: end(handle))
+
+    def end(handle: Handle) -> None:
+        if isinstance(handle.error, MovedError):
+            begin()
+        elif handle.error is not None:
+            result.fail(handle.error)
+        else:
+            result.complete(handle.wait())
+
+    begin()
+    return result
+
+
+def joined(handles: Sequence[Handle], finish: Callable[[list[Any]], Any]) -> Handle:
+    """Return a handle of what `finish` makes of all results, or of the first error.
+
+    `finish` must neither wait nor raise.
+    """
+    result, lock = Handle(), threading.Lock()
+    missing = len(handles)
+
+    def end() -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            if missing:
+                return
+        for handle in handles:
+            if handle.error is not None:
+                result.fail(handle.error)
+                return
+        result.complete(finish([handle.wait() for handle in handles]))
+
+    for handle in handles:
+        handle.on_end(end)
+    return result

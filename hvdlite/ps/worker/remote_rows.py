@@ -1,0 +1,172 @@
+"""Rows on the servers, as one worker pushes to them and pulls some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlite.common.plain.handles import Handle
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.layouts.blocks import Array, TensorSpec, dtype_of
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.tables.description import describe_table
+from hvdlite.ps.tables.row_store import RowsSpec
+from hvdlite.ps.tables.row_table import RowShare, merge_repeated
+from hvdlite.ps.tables.table import SKIP
+from hvdlite.ps.worker.ordered_operations import Done, OrderedOperations, joined, until_settled
+from hvdlite.ps.worker.server_link import ServerLink
+from hvdlite.ps.worker.shard import Shard
+from hvdlite.ps.worker.table_shards import TableShards
+
+
+class RemoteRows(TableShards):
+    """A table of rows on the servers. `new_shard` connects a shard with its server."""
+
+    def __init__(
+        self, answer: Message, spec: TensorSpec, options: TableOptions, client: Client,
+        links: Callable[[int], Sequence[ServerLink]], worker: int, declaration: Message,
+    ) -> None:  # fmt: skip
+        assert options.rows is not None
+        self.name, self.spec = spec.name, RowsSpec(*options.rows)
+        self._tensor, self._options, self._links, self._worker = spec, options, links, worker
+        shards = self._new_shards(answer)
+        self._operations = [OrderedOperations() for _ in shards]
+        super().__init__(client, shards, options.mode, declaration, answer.body["layout"])
+
+    def _new_shards(self, answer: Message) -> list[Shard]:
+        shards, servers = [], answer.body["servers"]
+        mode, average = self._options.clock_mode, self._options.average
+        for server, link in enumerate(self._links(servers)):
+            share = RowShare(self.spec, server, servers)
+            about = describe_table([self._tensor], [], mode, average=average, rows=share)
+            layout = answer.body["layout"]
+            shard = Shard(self.name, server, self._worker, about, list, link.send, "_rows", layout)
+            link.add(shard)
+            shards.append(shard)
+        return shards
+
+    def move(self, answer: Message) -> None:
+        """See `TableShards`."""
+        old = self._shards
+        shards = self._new_shards(answer)
+        for server, shard in enumerate(shards):
+            before = old[min(server, len(old) - 1)]
+            shard.take_over(before, before.version, ())
+        self._operations = [OrderedOperations() for _ in shards]
+        self._replace_shards(shards, answer.body["layout"])
+
+    def push(self, ids: Any, rows: Any, body: Mapping[str, Any] | None = None) -> Handle:
+        """Push the gradients of rows, an array of shape (len(ids), length), as one step.
+
+        Rows of an id that is repeated are added up in their order. Raises TypeError and ValueError
+        for ids and rows that do not fit, and `PsRolledBack`.
+        """
+        self.raise_if_rolled_back()
+        ids = self.checked_ids(ids)
+        rows = np.asarray(rows)
+        shape = len(ids), self.spec.length
+        if rows.shape != shape or rows.dtype != dtype_of(self.spec.dtype):
+            raise ValueError(
+                f"rows of {self.name!r} are {rows.dtype} of shape {rows.shape}, and "
+                f"{self.spec.dtype} of shape {shape} belong to {len(ids)} ids"
+            )
+        unique, merged = merge_repeated(ids, rows)
+        self.gate.let_pass()
+        parts = [
+            [_bytes(unique[of_server]), _bytes(merged[of_server])]
+            for of_server in _of_servers(unique, len(self._shards))
+        ]
+        return self._push_parts(parts, body or {})
+
+    def skip(self) -> Handle:
+        """Push a step that all workers skip."""
+        self.gate.let_pass()
+        return self._push_parts([()] * len(self._shards), {SKIP: True})
+
+    def _push_parts(self, parts: Sequence[Sequence[memoryview]], body: Mapping[str, Any]) -> Handle:
+        handles = [
+            self._ask(operations, partial(shard.push, body, payloads))
+            for shard, operations, payloads in zip(
+                self._shards, self._operations, parts, strict=True
+            )
+        ]
+        handle = joined(handles, lambda _: None)
+        handle.on_end(self.gate.answered)
+        return handle
+
+    def pull(self, ids: Any) -> Handle:
+        """Return a handle of the rows that the next step needs: an array of (len(ids), length).
+
+        Raises TypeError and ValueError for ids that do not fit, and `PsRolledBack`.
+        """
+        self.raise_if_rolled_back()
+        unique, inverse = np.unique(self.checked_ids(ids), return_inverse=True)
+        settled = until_settled(partial(self._pull_once, unique))
+        return joined([settled], lambda found: found[0][inverse.reshape(-1)])
+
+    def _pull_once(self, ids: NDArray[np.int64]) -> Handle:
+        """Return a handle of rows, or of `MovedError` where other servers keep them now."""
+        # A table that moves has its operations first, then its shards, then fails the old ones.
+        shards = self._shards
+        every_operations = self._operations
+        of_servers = _of_servers(ids, len(shards))
+        handles = [
+            self._ask(operations, partial(_pull, shard, [_bytes(ids[of_server])]))
+            for shard, operations, of_server in zip(
+                shards, every_operations, of_servers, strict=False
+            )
+        ]
+
+        def finish(answers: list[Message]) -> Array:
+            dtype = dtype_of(self.spec.dtype)
+            found = np.empty((len(ids), self.spec.length), dtype)
+            for of_server, answer in zip(of_servers, answers, strict=True):
+                rows = np.frombuffer(answer.payloads[0], dtype)
+                found[of_server] = rows.reshape(-1, self.spec.length)
+            return found
+
+        return joined(handles, finish)
+
+    def checked_ids(self, ids: Any) -> NDArray[np.int64]:
+        """Return ids as int64. Raises TypeError and ValueError that name what is wrong."""
+        given = np.asarray(ids)
+        if given.size == 0:  # numpy takes an empty list for floats.
+            given = given.astype(np.int64)
+        if given.dtype.kind not in "iu":
+            raise TypeError(f"ids of rows of {self.name!r} are {given.dtype}: give integers")
+        if given.ndim != 1:
+            raise ValueError(
+                f"ids of rows of {self.name!r} have the shape {given.shape}: give (n,)"
+            )
+        if given.size:
+            for number in (int(given.min()), int(given.max())):
+                if not 0 <= number < self.spec.count:
+                    raise ValueError(
+                        f"{self.name!r} has no row {number}: its {self.spec.count} rows are "
+                        f"numbered from 0 to {self.spec.count - 1}"
+                    )
+        return given.astype(np.int64, copy=False)
+
+    # -- parts
+
+    def _ask(self, operations: OrderedOperations, begin: Callable[[Done], object]) -> Handle:
+        return self._client.ask(lambda done: operations.add(begin, done))
+
+
+def _of_servers(ids: NDArray[np.int64], servers: int) -> list[NDArray[np.intp]]:
+    """Return where the rows of each server are in `ids`."""
+    owners = ids % servers
+    return [np.flatnonzero(owners == server) for server in range(servers)]
+
+
+def _pull(shard: Shard, payloads: Sequence[memoryview], done: Done) -> None:
+    shard.pull(done, payloads)
+
+
+def _bytes(array: Array) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

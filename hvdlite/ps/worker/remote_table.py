@@ -1,0 +1,221 @@
+"""Tensors on the servers, as one worker pushes to them and pulls all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hvdlite.common.plain.handles import Handle
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.layouts.blocks import Array, Block, TensorSpec, blocks_of, dtype_of
+from hvdlite.ps.layouts.layout import Layout, Part
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.tables.description import describe_table
+from hvdlite.ps.tables.gradient_pieces import EarlySender, Gone, Rest, rest_of
+from hvdlite.ps.worker.ordered_operations import joined
+from hvdlite.ps.worker.server_link import ServerLink
+from hvdlite.ps.worker.shard import MovedError, PsRolledBack, Shard
+from hvdlite.ps.worker.table_shards import TableShards
+
+
+class EarlyPushes:
+    """Sends pieces to the shards of one layout, and to no others.
+
+    A table that moves makes new ones: what was sent before belongs to shards that are retired, so
+    that the push is sent whole, or its pieces by the new ones.
+    """
+
+    def __init__(
+        self, client: Client, blocks: Sequence[Sequence[Block]], first_key: int,
+        shards: Sequence[Shard], links: Sequence[ServerLink],
+    ) -> None:  # fmt: skip
+        self._client, self._shards, self._links = client, shards, links
+        self._sender = EarlySender(blocks, first_key, partial(new_memory, client))
+
+    def send(self, tensor: int, gradient: Callable[[], Array]) -> None:
+        """Send what is large of the gradient of a tensor, if it goes to another host.
+
+        May be called in any thread; pieces go in the order of the calls.
+        """
+        if not self._sender.wants(tensor):
+            return
+        far = [server for server, link in enumerate(self._links) if not link.shares_memory]
+        if not far:
+            return
+        for server, body, payload in self._sender.pieces_of(tensor, gradient(), far=far):
+            self._client.call(partial(self._shards[server].push_piece, body, payload))
+
+    def end(self, tensors: Sequence[Array]) -> dict[int, Gone]:
+        """End a step with these gradients, or without any.
+
+        Return by server what was sent of them; a server that is not there is to get all of it.
+        """
+        return self._sender.end(tensors)
+
+
+def new_memory(client: Client, block: Block) -> Array:
+    """Return memory for a block, from which a client sends it."""
+    return client.new(block.size, dtype_of(block.dtype))
+
+
+class RemoteTable(TableShards):
+    """A table on the servers, as one worker pushes to it and pulls from it.
+
+    `answer` is the scheduler's to `declaration`, and says where the parts are.
+    """
+
+    first_version = -1  # -2: another worker has the values to begin with.
+
+    def __init__(
+        self, answer: Message, specs: Sequence[TensorSpec], options: TableOptions,
+        values: Callable[[], Sequence[Array]], client: Client,
+        links: Callable[[int], Sequence[ServerLink]], worker: int, declaration: Message,
+    ) -> None:  # fmt: skip
+        self.name = answer.table
+        self.specs, self._options, self._values = list(specs), options, values
+        self._links, self._worker = links, worker
+        self._first_key = answer.body["first_key"]
+        self._blocks = self._blocks_of(answer)
+        self._staging: list[list[Array]] = []
+        self._client = client
+        shards = self._new_shards(answer)
+        self._early = self._new_early(shards)
+        super().__init__(client, shards, options.mode, declaration, answer.body["layout"])
+
+    def _blocks_of(self, answer: Message) -> list[list[Block]]:
+        servers = answer.body["servers"]
+        layout = Layout(tuple(Part(*part) for part in answer.body["parts"]), (), servers)
+        return [blocks_of(self.specs, self._first_key, layout, n) for n in range(servers)]
+
+    def _new_shards(self, answer: Message) -> list[Shard]:
+        shards = []
+        mode, average = self._options.clock_mode, self._options.average
+        for server, link in enumerate(self._links(answer.body["servers"])):
+            described = describe_table(
+                self.specs, self._blocks[server], mode, average=average, first_key=self._first_key
+            )
+            shard = Shard(
+                self.name, server, self._worker, described,
+                partial(self._cut_values, self._values, server), link.send,
+                layout=answer.body["layout"],
+            )  # fmt: skip
+            shard.version, shard.first = self.first_version, answer.body.get("first")
+            link.add(shard)
+            shards.append(shard)
+        return shards
+
+    def _new_early(self, shards: Sequence[Shard]) -> EarlyPushes:
+        links = self._links(len(shards))
+        return EarlyPushes(self._client, self._blocks, self._first_key, shards, links)
+
+    @property
+    def is_whole(self) -> bool:
+        """See `TableShards`."""
+        return self._options.part_bytes is None
+
+    def move(self, answer: Message) -> None:
+        """See `TableShards`. What was pulled last stays known, should a server be lost."""
+        pulled = self._pulled_tensors()
+        version, old = self.version, self._shards
+        self._blocks = self._blocks_of(answer)
+        shards = self._new_shards(answer)
+        for server, shard in enumerate(shards):
+            values = None if pulled is None else self._cut(pulled, server)
+            shard.take_over(old[min(server, len(old) - 1)], version, values)
+        self._early = self._new_early(shards)
+        self._replace_shards(shards, answer.body["layout"])
+
+    def _pulled_tensors(self) -> list[Array] | None:
+        """Return the values that were pulled last, as flat tensors; None before the first pull."""
+        tensors = [np.empty(spec.size, dtype_of(spec.dtype)) for spec in self.specs]
+        for blocks, shard in zip(self._blocks, self._shards, strict=True):
+            if shard.pulled is None:
+                return None
+            for block, data in zip(blocks, shard.pulled, strict=True):
+                block.scatter(block.view(data), tensors, self._first_key)
+        return tensors
+
+    @property
+    def version(self) -> int:
+        """The lowest version of the values that were pulled."""
+        return min(shard.version for shard in self._shards)
+
+    def push(self, tensors: Sequence[Array], body: Mapping[str, Any]) -> list[Handle]:
+        """Push the gradients of a step, as flat tensors, which are copied.
+
+        Raises `PsRolledBack`.
+        """
+        try:
+            self.raise_if_rolled_back()
+        except PsRolledBack:
+            self._early.end(())
+            raise
+        self.gate.let_pass()
+        handles = []
+        early = self._early.end(tensors)
+        for server, shard in enumerate(self._shards):
+            gone = early.get(server)
+            payloads = self._cut(tensors, server, gone) if tensors else []
+            rest = gone and rest_of(self._blocks[server], gone, payloads)
+            handles.append(self._client.ask(_push(shard, body, payloads, rest)))
+        joined(handles, lambda _: None).on_end(self.gate.answered)
+        return handles
+
+    def push_early(self, tensor: int, gradient: Callable[[], Array]) -> None:
+        """Send what is large of the flat gradient of a tensor, if it goes to another host.
+
+        The push compares it with what it is given then. May be called in any thread.
+        """
+        self._early.send(tensor, gradient)
+
+    def pull(self, tensors: Sequence[Array]) -> None:
+        """Pull the values that the next step needs into flat tensors.
+
+        Raises `PsRolledBack`, and `HorovodInternalError` where a server is lost for good.
+        """
+        self.raise_if_rolled_back()
+        while True:
+            # A table that moves has its blocks first, then its shards, then fails the old ones.
+            shards = self._shards
+            every = self._blocks
+            handles = [self._client.ask(shard.pull) for shard in shards]
+            try:
+                answers = [handle.wait() for handle in handles]
+                break
+            except MovedError:
+                continue
+            except PsRolledBack:
+                self._rolled_back = None
+                raise
+        for blocks, answer in zip(every, answers, strict=True):
+            for block, data in zip(blocks, answer.payloads, strict=True):
+                block.scatter(block.view(data), tensors, self._first_key)
+
+    def _cut_values(self, values: Callable[[], Sequence[Array]], server: int) -> list[memoryview]:
+        return self._cut(values(), server)
+
+    def _cut(
+        self, tensors: Sequence[Array], server: int, gone: Gone | None = None
+    ) -> list[memoryview]:
+        """Return the payloads of a server; what has gone lies in some of them already."""
+        payloads = []
+        for number, block in enumerate(self._blocks[server]):
+            if gone is None or number not in gone.arrays:
+                array = new_memory(self._client, block)
+                block.gather(tensors, self._first_key, array)
+            else:
+                array = gone.arrays[number]
+                here = {(each.start, each.stop) for each in gone.pieces if each.block == number}
+                block.gather_others(tensors, self._first_key, array, here)
+            payloads.append(memoryview(array.view("u1").data))
+        return payloads
+
+
+def _push(
+    shard: Shard, body: Mapping[str, Any], payloads: Sequence[memoryview], rest: Rest | None
+) -> Callable[[Callable[[Message | Exception], None]], None]:
+    return lambda done: shard.push(body, payloads, done, rest)

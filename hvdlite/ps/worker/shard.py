@@ -1,0 +1,345 @@
+"""A worker's view of one table on one server: what it has sent and pulled, and can send again.
+
+A step is a push, then a pull with the next clock. Its push is kept until its pull is answered: a
+server that is lost in between has perhaps lost the push, too.
+
+This module never sends, sleeps or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps.connections.messages import REPLACES, Buffer, Message
+from hvdlite.ps.connections.records import OFF
+from hvdlite.ps.tables.gradient_pieces import Rest
+
+
+class PsRolledBack(HorovodInternalError):  # noqa: N818 - the name that users of other servers know
+    """A server has lost steps that no worker can make good. Go on from the step `version`."""
+
+    def __init__(self, message: str, version: int) -> None:
+        super().__init__(message, job_goes_on=True)
+        self.version = version
+
+
+class MovedError(HorovodInternalError):
+    """Other servers keep the table now: the request is to be made anew."""
+
+
+@dataclass
+class _Request:
+    message: Message
+    done: Callable[[Message | Exception], None]
+
+
+class Shard:
+    """A table on a server. `send` sends a message under an id that it gives to it."""
+
+    def __init__(
+        self, table: str, server: int, worker: int, description: Mapping[str, Any],
+        values: Callable[[], Sequence[Buffer]], send: Callable[[Message], int], kinds: str = "",
+        layout: int = 1,
+    ) -> None:  # fmt: skip
+        self._kinds = kinds  # "_rows" where it is a table of rows.
+        self.table, self.server, self._worker = table, server, worker
+        self.version = -1  # Of the last values that were pulled.
+        self.clock = 0  # Of the next step.
+        self.layout = layout  # Its version, in which the server is to know the table.
+        self._description = dict(description)
+        self._first_values = values
+        self._pulled: Sequence[Buffer] | None = None
+        self._send = send
+        self._is_used = False  # Whether this worker has asked to take part.
+        self._started = False
+        self._on_start: Callable[[Message | Exception], None] | None = None
+        self._start_id = 0
+        self._push: _Request | None = None
+        self._pull: _Request | None = None
+        self._ids: dict[int, str] = {}  # Of requests that are under way -> "push" or "pull".
+        self._numbers: Any = None  # Hyperparameters that a server which forgot them must hear.
+        self._extra: dict[str, Any] = {}  # What the next `start` says besides.
+        self._error: Exception | None = None  # Why the server is lost for good.
+        self.records = OFF
+        self.on_rollback: Callable[[PsRolledBack], None] = _nothing
+        # See [Note: first values]: the worker whose values all servers take; whose this one has;
+        # what is to be done when a server wants this worker's, and has taken them.
+        self.first: int | None = None
+        self._of: int | None = None
+        self.on_wanted: Callable[[Shard], None] = Shard.offer
+        self._on_replaced: Callable[[], None] | None = None
+
+    # -- what the worker asks for
+
+    def start(self, done: Callable[[Message | Exception], None]) -> None:
+        """Take part; `done` gets the clock at which this worker goes on."""
+        self._on_start, self._is_used = done, True
+        if self._error is None:
+            self._say_start()
+        else:
+            self._fail_all(self._error)
+
+    def enter_at(self, clock: int, done: Callable[[Message | Exception], None]) -> None:
+        """Take part from the step `clock` on, which is a later one than the server has given."""
+        self._extra = {"enters": clock}
+        self.start(done)
+
+    def push(
+        self, body: Mapping[str, Any], payloads: Sequence[Buffer],
+        done: Callable[[Message | Exception], None], rest: Rest | None = None,
+    ) -> None:  # fmt: skip
+        """Push the gradients of the next step; `payloads` must not change until its pull ends.
+
+        `rest` is what is left of them where pieces have been sent.
+        """
+        message = Message(f"push{self._kinds}", 0, self.table, self.clock, 0, body, payloads)
+        self._numbers = body.get("numbers") or self._numbers
+        self.clock += 1
+        self._displace("push")
+        self._push = _Request(message, done)
+        self.records.begin("push", self.table, self._peer)
+        if rest is not None and self._started and self._error is None:
+            words = {**body, **rest.body}
+            self._note("push", message._replace(body=words, payloads=rest.payloads))
+        else:
+            self._send_again("push")
+
+    def push_piece(self, body: Mapping[str, Any], payload: Buffer) -> None:
+        """Send a piece of the next push; nobody waits for the answer."""
+        if self._started and self._error is None:
+            words = f"push{self._kinds}", 0, self.table, self.clock, self.layout
+            self._send(Message(*words, body, [payload]))
+
+    def pull(
+        self, done: Callable[[Message | Exception], None], payloads: Sequence[Buffer] = ()
+    ) -> None:
+        """Pull the values that the next step needs; of rows, `payloads` has their ids."""
+        kind = f"pull{self._kinds}"
+        message = Message(kind, 0, self.table, self.clock, payloads=payloads)
+        self._displace("pull")
+        self._pull = _Request(message, done)
+        self.records.begin("pull", self.table, self._peer)
+        self._send_again("pull")
+
+    def come_again(self) -> None:
+        """Start anew at a server that does not know this worker."""
+        self._started = False
+        if self._is_used:
+            self._say_start()
+
+    def take_over(self, other: Shard, version: int, pulled: Sequence[Buffer] | None) -> None:
+        """Stand where `other` is, which is a shard of an older layout, with the values `pulled`."""
+        self.clock, self._numbers, self._is_used = other.clock, other._numbers, True
+        self.version, self._pulled = (version, pulled) if pulled is not None else (-1, None)
+
+    def retire(self) -> None:
+        """End what waits here: all pushes have come, and pulls are to be made anew."""
+        self._ids.clear()
+        self._error = MovedError()
+        self._is_used = False
+        first, self._on_start = self._on_start, None
+        if first is not None:
+            first(MovedError())
+        self._end("push", Message("pushed", table=self.table))
+        self._end("pull", MovedError())
+
+    def offer(self) -> None:
+        """Give first values to a server that wants them."""
+        self._offer(self._first_values(), {})
+
+    @property
+    def has_others_values(self) -> bool:
+        """Whether the server has begun with the first values of another worker."""
+        begun = self._started and self.version == -1
+        return begun and self._of is not None and self._of != self._worker
+
+    def replace_first(self, done: Callable[[], None]) -> None:
+        """Give first values to a server that has others; then call `done`."""
+        self._on_replaced = done
+        self._offer(self._first_values(), {REPLACES: True})
+
+    @property
+    def is_used(self) -> bool:
+        """Whether this worker takes part in the table."""
+        return self._is_used
+
+    @property
+    def pulled(self) -> Sequence[Buffer] | None:
+        """The values that were pulled last."""
+        return self._pulled
+
+    @property
+    def retired(self) -> bool:
+        """Whether a shard of a later layout has taken its place."""
+        return isinstance(self._error, MovedError)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the server is lost for good."""
+        return self._error is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether somebody waits for the server."""
+        pushes = self._push is not None and self._push.done is not _nothing
+        return pushes or self._pull is not None or self._on_start is not None
+
+    def go_back(self, error: PsRolledBack) -> None:
+        """Go back to the step that another server has lost; what waits here fails with `error`."""
+        if error.version < self.clock:
+            self._pulled, self.version, self.clock = None, -1, error.version
+            self._extra = {"goes_back": error.version}
+            self._fail_all(error)
+            self.come_again()
+
+    def fail(self, error: Exception) -> None:
+        """Fail all that waits for the server, or will."""
+        if self.retired:
+            return
+        self._error = error
+        self._fail_all(error)
+
+    # -- what the server answers
+
+    def receive(self, message: Message) -> None:
+        """Take an answer; one to a request that was answered is dropped."""
+        kind = self._ids.pop(message.request, "")
+        if not kind:
+            return
+        if kind == "start" and (message.kind != "moved" or self._on_start is not None):
+            self._receive_start(message)
+        elif message.kind == "moved":
+            pass  # The worker hears of the layout from the scheduler, and retires this shard.
+        elif message.kind == "restarted":
+            if self._started:
+                self._started = False
+                self._say_start()
+        elif message.kind == "failed":
+            self._end(kind, HorovodInternalError(self._words(message)))
+        else:
+            if self.records.enabled:
+                self._record(kind, message)
+            if message.kind == "values":
+                self._pulled, self.version = message.payloads, message.clock
+                if self._push is not None and self._push.message.clock < self.clock:
+                    self._end("push", message)
+                    self._push = None
+            self._end(kind, message)
+
+    def _receive_start(self, message: Message) -> None:
+        replaced, self._on_replaced = self._on_replaced, None
+        if replaced is not None:
+            replaced()
+        if message.kind == "wanted":
+            if self._pulled is None:
+                self.on_wanted(self)
+            else:
+                self._offer(self._pulled, {})
+        elif message.kind == "started":
+            self._started = True
+            self._extra = {}
+            self._of = message.body.get("of")
+            first = self._on_start
+            if first is not None:
+                self._on_start = None
+                self.clock = message.body["clock"]
+                first(message)
+            else:  # The others have gone on without this worker, where its clock is a later one.
+                self.clock = max(self.clock, message.body["clock"])
+            for word in ("push", "pull"):
+                self._send_again(word)
+        elif message.kind == "restarted":  # The table has begun, or awaits another's values.
+            self._say_start()
+        elif message.kind == "rolled_back":
+            self._started = True
+            self._extra = {}
+            why = (
+                f"server {self.server} goes on from step {message.clock}, and this worker "
+                f"has finished {self.clock}: no snapshot and no worker has what came between. Go "
+                "on from that step"
+            )
+            self.clock = message.clock
+            self._pulled, self.version = None, -1
+            error = PsRolledBack(why, message.clock)
+            self._fail_all(error)
+            self.on_rollback(error)
+        elif message.kind == "failed":
+            self.fail(HorovodInternalError(self._words(message)))
+        elif message.kind == "moved":
+            self._fail_all(MovedError())
+
+    # -- parts
+
+    @property
+    def _peer(self) -> str:
+        return f"server {self.server}"
+
+    def _record(self, kind: str, message: Message) -> None:
+        request = self._push if kind == "push" else self._pull
+        if request is None:
+            return
+        payloads = request.message.payloads if kind == "push" else message.payloads
+        self.records.end(
+            kind, self.table, self._peer, version=message.clock, clock=request.message.clock,
+            stale=message.body.get("stale"), nbytes=sum(map(len, payloads)),
+        )  # fmt: skip
+
+    def _offer(self, values: Sequence[Buffer], body: Mapping[str, Any]) -> None:
+        self._note("start", Message("offer", 0, self.table, body=body, payloads=values))
+
+    def _say_start(self) -> None:
+        body: dict[str, Any] = {
+            "worker": self._worker, "table": self._description, "version": self.version,
+            "numbers": self._numbers, "first": self.first, **self._extra,
+        }  # fmt: skip
+        if self._on_start is None:
+            body["clock"] = self.clock if self._push is None else self._push.message.clock
+        self._ids.clear()
+        self._note("start", Message("start", 0, self.table, body=body))
+
+    def _send_again(self, word: str) -> None:
+        request = self._push if word == "push" else self._pull
+        if request is None:
+            return
+        if self._error is not None:
+            self._end(word, self._error)
+        elif self._started:
+            self._note(word, request.message)
+
+    def _note(self, word: str, message: Message) -> None:
+        self._ids[self._send(message._replace(incarnation=self.layout))] = word
+
+    def _end(self, word: str, result: Message | Exception) -> None:
+        request = self._push if word == "push" else self._pull
+        if word == "pull":
+            self._pull = None
+        if request is not None:
+            done, request.done = request.done, _nothing
+            done(result)
+
+    def _displace(self, word: str) -> None:
+        """Fail a request whose place another one takes: it is not answered any more."""
+        why = (
+            f"worker {self._worker} has begun another {word} of the table '{self.table}' before "
+            "this one was answered: let one thread at a time use an optimizer"
+        )
+        self._end(word, HorovodInternalError(why, job_goes_on=True))
+
+    def _fail_all(self, error: Exception) -> None:
+        self._on_replaced = None
+        first, self._on_start = self._on_start, None
+        if first is not None:
+            first(error)
+        for word in ("push", "pull"):
+            self._end(word, error)
+        self._push = None
+
+    def _words(self, message: Message) -> str:
+        return f"server {self.server}, table '{self.table}': {message.body.get('why', '?')}"
+
+
+def _nothing(_result: object) -> None:
+    """Take no note of a result that is known."""

@@ -1,0 +1,203 @@
+"""The shards of one table on all servers, which a worker keeps at the same step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.tables.clocks import SYNC
+from hvdlite.ps.worker.shard import MovedError, PsRolledBack, Shard
+
+LOOK_SECONDS = 0.2  # How often a thread that is held back looks whether a server is lost.
+MOST_SKEW = 2  # How far the clocks may be apart that servers give to a worker that joins.
+
+
+class Gate:
+    """Holds the pushes of a table back while servers come or go.
+
+    `clock` says the next step, where all pushes are answered.
+    """
+
+    def __init__(self, clock: Callable[[], int], failed: Callable[[], bool]) -> None:
+        self._clock, self._failed = clock, failed
+        self._changed = threading.Condition()
+        self._unanswered = 0
+        self._step = -1  # Of the push that has passed last.
+        self._border: int | None = None  # The first step that may not pass; None: all may.
+        self._on_quiet: Callable[[int], None] | None = None
+
+    def let_pass(self) -> None:
+        """Wait until the next push may be sent, to all servers.
+
+        It is let pass, too, where it can only fail.
+        """
+        with self._changed:
+            while self._border is not None and self._next() >= self._border and not self._failed():
+                self._changed.wait(LOOK_SECONDS)
+            self._step = self._next()
+            self._unanswered += 1
+
+    def _next(self) -> int:
+        return self._step + 1 if self._unanswered else self._clock()
+
+    def answered(self) -> None:
+        """Take note that a push was answered by all servers."""
+        with self._changed:
+            self._unanswered -= 1
+            self._tell_if_quiet()
+
+    def _tell_if_quiet(self) -> None:
+        if not self._unanswered and self._on_quiet is not None:
+            on_quiet, self._on_quiet = self._on_quiet, None
+            on_quiet(self._clock())
+
+    def close(self, on_quiet: Callable[[int], None]) -> None:
+        """Let nothing pass; `on_quiet` gets the next step as soon as all pushes are answered."""
+        with self._changed:
+            self._border, self._on_quiet = -1, on_quiet
+            self._tell_if_quiet()
+
+    def set_border(self, step: int) -> None:
+        """Let the steps before this one pass."""
+        with self._changed:
+            self._border = step
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Let all pass."""
+        with self._changed:
+            self._border = self._on_quiet = None
+            self._changed.notify_all()
+
+
+class TableShards:
+    """Takes part in a table at all servers when it is made.
+
+    Raises `MovedError` where other servers keep it already. `declaration` asks the scheduler where
+    the table is.
+    """
+
+    name = ""
+
+    def __init__(
+        self, client: Client, shards: Sequence[Shard], mode: str,
+        declaration: Message, layout: int,
+    ) -> None:  # fmt: skip
+        self._client, self._shards = client, list(shards)
+        self.peers: Sequence[TableShards] = ()  # Tables whose steps are those of this one.
+        self.declaration, self.layout = declaration, layout
+        self.is_sync = mode == SYNC
+        self.gate = Gate(lambda: self.clock, lambda: any(each.failed for each in self._shards))
+        self._rolled_back: PsRolledBack | None = None
+        self.steps_before = 0  # Of a training that was loaded: its steps are not counted again.
+        self.on_load: Callable[[], object] | None = None  # Pulls the values that were loaded.
+        self._listen_to_shards()
+        try:
+            self._start()
+        except MovedError:
+            for shard in self._shards:
+                client.call(shard.retire)
+            raise
+        self.entered_at = self.clock  # The steps that others had made before.
+
+    def _start(self) -> None:
+        """Take part at the same step at all servers.
+
+        A worker that returns does its step again that some servers have; one that joins begins
+        where all servers can.
+        """
+        answers = [
+            handle.wait() for handle in [self._client.ask(shard.start) for shard in self._shards]
+        ]
+        top = max(shard.clock for shard in self._shards)
+        if top - self.clock > MOST_SKEW:  # Some server has lost more steps than the others.
+            return
+        if all(answer.body["is_known"] for answer in answers):
+            for shard in self._shards:
+                shard.clock = self.clock
+            return
+        behind = [shard for shard in self._shards if shard.clock < top]
+        for handle in [self._client.ask(partial(shard.enter_at, top)) for shard in behind]:
+            handle.wait()
+
+    def _listen_to_shards(self) -> None:
+        for shard in self._shards:
+            shard.on_rollback, shard.on_wanted = self._go_back, self._offer
+
+    def _offer(self, wanted: Shard) -> None:
+        """Give first values to a server, in the client; before, to those that have others.
+
+        See [Note: first values].
+        """
+        others = [each for each in self._shards if each is not wanted and each.has_others_values]
+        waiting = set(others)
+
+        def replaced(shard: Shard) -> None:
+            waiting.discard(shard)
+            if not waiting:
+                wanted.offer()
+
+        for each in others:
+            each.replace_first(partial(replaced, each))
+        if not others:
+            wanted.offer()
+
+    @property
+    def clock(self) -> int:
+        """The number of steps that this worker has finished."""
+        return min(shard.clock for shard in self._shards)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its tensors are kept whole."""
+        return False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The version of the layout, and how many servers keep the table in it."""
+        return self.layout, len(self._shards)
+
+    def refresh(self) -> None:
+        """Take note that the servers have other values."""
+        if self.on_load is not None:
+            self.on_load()
+
+    def _go_back(self, error: PsRolledBack) -> None:
+        """Go back at all servers, as one has lost steps, in the client."""
+        for table in (self, *self.peers):
+            table._rolled_back = error
+            for shard in table._shards:
+                shard.go_back(error)
+
+    def forget_rollback(self) -> None:
+        """Take it that the user has heard of a rollback."""
+        for table in (self, *self.peers):
+            table._rolled_back = None
+
+    def raise_if_rolled_back(self) -> None:
+        """Raise the `PsRolledBack` that nobody has heard of yet."""
+        error, self._rolled_back = self._rolled_back, None
+        if error is not None:
+            raise error
+
+    def move(self, answer: Message) -> None:
+        """Go to the servers of the next layout, in the client; nothing is pushed meanwhile."""
+        raise NotImplementedError
+
+    def _replace_shards(self, shards: Sequence[Shard], layout: int) -> None:
+        """Use other shards; what waited for the old ones asks the new ones."""
+        old, self._shards, self.layout = self._shards, list(shards), layout
+        self._listen_to_shards()
+        for shard in old:
+            shard.retire()
+        for shard in self._shards:
+            shard.come_again()
+
+    def align(self, clock: int) -> None:
+        """Do steps again that this table has, and another one has not."""
+        if 0 < self.clock - clock <= MOST_SKEW:
+            for shard in self._shards:
+                shard.clock = clock

@@ -1,0 +1,213 @@
+"""A worker of a cluster: its tables, which lie on the servers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.runtime.state import find as find_runtime
+from hvdlite.ps.cluster.enrolment import Enrolment
+from hvdlite.ps.cluster.settings import ANSWER_SECONDS, WORKER, ClusterSettings, check_token
+from hvdlite.ps.connections.client import Client
+from hvdlite.ps.connections.messages import Message
+from hvdlite.ps.connections.records import Records
+from hvdlite.ps.layouts.blocks import Array, TensorSpec
+from hvdlite.ps.scheduler.registry import TableOptions
+from hvdlite.ps.worker.layout_follower import LayoutFollower
+from hvdlite.ps.worker.remote_rows import RemoteRows
+from hvdlite.ps.worker.remote_table import RemoteTable
+from hvdlite.ps.worker.server_link import ServerLink
+from hvdlite.ps.worker.shard import MovedError
+from hvdlite.ps.worker.table_shards import TableShards
+
+WATCH_SECONDS = 1.0
+
+AnyTable = TypeVar("AnyTable", bound=TableShards)
+
+
+class Worker:
+    """A worker. Raises ConfigError where the cluster does not let it in."""
+
+    def __init__(
+        self, settings: ClusterSettings, *, number: int | None = None,
+    ) -> None:  # fmt: skip
+        check_token(settings)
+        self._client = Client(_identity(settings, number), settings.curve_token)
+        self._token = settings.token
+        self._servers: dict[int, ServerLink] = {}
+        self._silence_seconds = settings.server_seconds
+        self.failure = ""
+        self._enrolment = Enrolment(self._client, settings, number=number, changed=self._change)
+        self._follower = LayoutFollower(self._enrolment.request)
+        try:
+            self._enrolment.enter(settings.start_seconds + ANSWER_SECONDS)
+        except BaseException:
+            self._client.close()
+            raise
+        self._client.on_failure = self._fail
+        self._client.every(WATCH_SECONDS, self._watch)
+        rank = None if settings.independent else find_runtime()
+        self._client.records = Records.by_settings(
+            os.environ, WORKER, self.number, None if rank is None else rank.timeline
+        )
+        self.size = settings.num_workers
+        self._barriers = 0  # That this process has come to.
+        self.loads = 0  # How many times the tables were loaded.
+        self.named: dict[str, RemoteTable | RemoteRows] = {}  # The tables of this worker.
+
+    @property
+    def number(self) -> int:
+        """The number of this worker."""
+        assert self._enrolment.number is not None
+        return self._enrolment.number
+
+    def _change(self, body: Mapping[str, Any]) -> None:
+        """Follow the servers to their addresses, in the client."""
+        if self._enrolment.number is None:
+            return  # The welcome, which comes later, says the same.
+        for number, address, _incarnation in body["servers"]:
+            if number not in self._servers:
+                link = ServerLink(self._client, number, lambda: self.number, self._token)
+                self._servers[number] = link
+            self._servers[number].follow(address)
+        self._follower.hear(body)
+        there = {number for number, _, _ in body["servers"]}
+        for number in [each for each in self._servers if each not in there]:
+            if number >= body["layout_servers"] and not self._servers[number].is_used:
+                self._servers.pop(number).close()
+        if body["failure"]:
+            self._fail(HorovodInternalError(body["failure"]))
+
+    def _fail(self, error: Exception) -> None:
+        """Fail all that waits for servers or the scheduler, or will."""
+        self.failure = str(error)
+        for link in self._servers.values():
+            link.fail(error)
+        self._enrolment.fail_requests(self.failure)
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        for link in self._servers.values():
+            link.watch(now, self._silence_seconds)
+
+    def declare(
+        self, name: str, specs: Sequence[TensorSpec], options: TableOptions,
+        values: Callable[[], Sequence[Array]], form: type[RemoteTable] | None = None,
+    ) -> RemoteTable:  # fmt: skip
+        """Return a table that all workers declare alike. `values` gives flat tensors to begin with.
+
+        Raises `HorovodInternalError` where workers disagree.
+        """
+        declaration = _declaration(name, specs, options)
+
+        def make(answer: Message) -> RemoteTable:
+            return (form or RemoteTable)(
+                answer, specs, options, values, self._client, self._links, self.number, declaration
+            )
+
+        table = self.named[name] = self._follow(declaration, make)
+        return table
+
+    def declare_rows(self, spec: TensorSpec, options: TableOptions) -> RemoteRows:
+        """Return a table of rows that all workers declare alike; its name is that of `spec`.
+
+        Raises `HorovodInternalError` where workers disagree.
+        """
+        declaration = _declaration(spec.name, [spec], options)
+
+        def make(answer: Message) -> RemoteRows:
+            return RemoteRows(
+                answer, spec, options, self._client, self._links, self.number, declaration
+            )
+
+        table = self.named[spec.name] = self._follow(declaration, make)
+        return table
+
+    def find(self, name: str) -> tuple[list[TensorSpec], TableOptions] | None:
+        """Return what other workers have declared a table to be; None where nobody has."""
+        body = self.ask(Message("declare", 0, name)).body
+        if not body["specs"]:
+            return None
+        specs = [TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in body["specs"]]
+        return specs, TableOptions(*body["options"])
+
+    def _follow(self, declaration: Message, make: Callable[[Message], AnyTable]) -> AnyTable:
+        """Return a table that is where the scheduler says, and follows it wherever it goes."""
+        while True:
+            answer = self.ask(declaration)
+            try:
+                table = make(answer)
+            except MovedError:
+                continue
+            if self._client.ask(partial(self._add, table)).wait().kind == "done":
+                return table
+
+    def _add(self, table: TableShards, done: Callable[[Message | Exception], None]) -> None:
+        done(Message("done" if self._follower.add(table) else "moved"))
+
+    def _links(self, servers: int) -> list[ServerLink]:
+        return [self._servers[number] for number in range(servers)]
+
+    def scale_servers(self, servers: int) -> None:
+        """Let the cluster have fewer servers: those with the highest numbers end.
+
+        Returns when the scheduler has taken note of it. Raises `HorovodInternalError` for a number
+        that is not lower than the present one; a server that is started with HVDLITE_PS_JOIN=1 is
+        one more.
+        """
+        self.ask(Message("scale", body={"servers": servers}))
+
+    def barrier(self) -> None:
+        """Wait until all workers have come here."""
+        self._barriers += 1
+        self.ask(Message("barrier", body={"count": self._barriers}))
+
+    def ask(self, message: Message) -> Message:
+        """Return the scheduler's answer. Raises `HorovodInternalError` where it refuses."""
+        while True:
+            handle = self._client.ask(lambda done: self._enrolment.request(message, done))
+            answer: Message = handle.wait()
+            if answer.kind == "failed":
+                raise HorovodInternalError(answer.body["why"], job_goes_on=not self.failure)
+            if answer.kind != "restarted":  # Else the scheduler has to hear of this worker first.
+                return answer
+
+    def ask_servers(self, servers: int, message: Message) -> list[Message]:
+        """Return what servers answer, beginning with server 0. Raises where one is lost for good.
+
+        Raises `MovedError` where the cluster has fewer servers.
+        """
+        if any(number not in self._servers for number in range(servers)):
+            raise MovedError()
+        links = self._links(servers)
+        handles = [self._client.ask(partial(link.ask, message)) for link in links]
+        return [handle.wait() for handle in handles]
+
+    def leave(self) -> None:
+        """Let the others go on without this worker, and end its connections."""
+        for server in [each for each in [*self._servers.values()] if each.is_used]:
+            self._client.ask(server.leave).ended_within(5.0)
+        self._enrolment.leave()
+        self.close()
+
+    def close(self) -> None:
+        """End the connections without a word."""
+        self._client.close()
+        self._client.records.close()
+
+
+def _declaration(name: str, specs: Sequence[TensorSpec], options: TableOptions) -> Message:
+    body = {
+        "specs": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in specs],
+        "options": list(options),
+    }
+    return Message("declare", 0, name, body=body)
+
+
+def _identity(settings: ClusterSettings, number: int | None) -> bytes:
+    name = settings.node_id or str(number)
+    return f"{settings.role} {name} {os.getpid()} {os.urandom(16).hex()}".encode()
