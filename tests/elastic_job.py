@@ -22,7 +22,7 @@ from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import this_process
 from hvdlite.common.transport.inprocess import InProcessWorld
 
-TIME_LIMIT_SECONDS = 20
+TIME_LIMIT_SECONDS = 60
 Main = Callable[["Worker"], Any]
 
 

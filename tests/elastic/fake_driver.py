@@ -84,7 +84,7 @@ class FakeDriver:
         """Send any message to a worker."""
         self.do(lambda: self.server.send(number, message))
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         """Wait until something is so."""
         with self.changed:
             assert self.changed.wait_for(condition, seconds), "it did not come about"
