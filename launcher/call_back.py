@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
 from hvdlite.common.connections.address import (
     Address,
-    Target,
     listen,
     listen_everywhere,
     parse_address,
-    targets,
 )
-from hvdlite.common.connections.dial import Dial, Failure, Limits, reach
+from hvdlite.common.connections.dial import Failure, Limits, reach
 from hvdlite.common.connections.listener import Listener as ProvenListener
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import Party
@@ -123,29 +121,18 @@ def call_back(
     """
     loop = Loop()
     deadline = loop.now() + seconds
-    unknown: list[str] = []
-
-    def begin(
-        connected: Callable[[socket.socket, Target], None],
-        failed: Callable[[list[Failure]], None],
-    ) -> Dial:
-        unknown.clear()
-        found: list[Target] = []
-        for text in addresses:
-            try:
-                found += targets(parse_address(text, "the launcher's address"))
-            except OSError as error:
-                unknown.append(f"{text}: {error}")
-        limits = Limits(try_seconds, try_seconds)
-        return Dial(loop, found, caller(secret), os.fsencode(name), connected, failed, limits)
+    found = [parse_address(text, "the launcher's address") for text in addresses]
 
     def failed(failures: list[Failure]) -> None:
         if loop.now() >= deadline:
-            why = "; ".join([*map(str, failures), *unknown])
+            why = "; ".join(map(str, failures))
             raise OSError(f"cannot connect with the launcher ({why})")
 
     try:
-        connection = reach(loop, begin, failed)
+        connection = reach(
+            loop, found, caller(secret), os.fsencode(name),
+            lambda: Limits(try_seconds, try_seconds), failed,
+        )  # fmt: skip
     finally:
         loop.close()
     connection.setblocking(True)

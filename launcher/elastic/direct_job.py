@@ -5,11 +5,9 @@ One thread runs the job. What other threads have to say comes by `post`.
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from signal import SIGKILL
 from typing import Any
@@ -88,13 +86,9 @@ class DirectJob(ABC):
         listener = listen(Address(host, 0))
         self._address = str(Address(host, listener.getsockname()[1]))
         self._server = WorkerServer(
-            listener, self.secret.encode(), self._said, self._closed, expects=self._expects
-        )
-        self.loop.listen(self._server.fileno(), lambda _fd: self._server.handle())
-        self._posted: deque[Callable[[], object]] = deque()
-        self._post_end, self._loop_end = socket.socketpair()
-        self._post_end.setblocking(False)
-        self.loop.listen(self._loop_end.fileno(), self._take_posted)
+            self.loop, listener, self.secret.encode(), self._said, self._closed,
+            expects=self._expects,
+        )  # fmt: skip
         self._look_at = 0.0
 
     # -- for those who start workers
@@ -117,16 +111,12 @@ class DirectJob(ABC):
 
     def post(self, call: Callable[[], object]) -> None:
         """Have `call` called in the thread of the job; any thread may do so."""
-        self._posted.append(call)
-        try:
-            self._post_end.send(b"!")
-        except OSError:  # It is full, so the job wakes up anyway; or the job has ended.
-            return
+        self.loop.post(call)
 
     def ended(self, number: int, code: int, cause: str | None, by_signal: bool = False) -> None:
         """Note the end of a worker; see `Driver.worker_ended`."""
         if self.hosts.pop(number, None) is not None:
-            self._server.handle()  # Its last words come first.
+            self._server.hear_last_words(number)  # They come first.
             self._start_by.pop(number, None)
             self.driver.worker_ended(number, code, cause, by_signal, self.now())
 
@@ -184,7 +174,6 @@ class DirectJob(ABC):
             self.driver.worker_closed(number, self.now())
 
     def _look(self, now: float) -> None:
-        self._server.handle()
         for number, silence in self._server.silence().items():
             if silence >= self._silence_seconds and number in self.hosts:
                 why = f"it has not answered for {self._silence_seconds:g} seconds"
@@ -218,11 +207,6 @@ class DirectJob(ABC):
             self._look_at = now + LOOK_SECONDS
             self._look(now)
 
-    def _take_posted(self, _fd: int) -> None:
-        self._loop_end.recv(1 << 16)
-        while self._posted:
-            self._posted.popleft()()
-
     def stop(self, code: int, sentence: str) -> None:
         """End the job from outside; any thread may call this."""
         self.post(lambda: self.driver.stop(code, sentence, self.now()))
@@ -241,8 +225,6 @@ class DirectJob(ABC):
         """Close all connections."""
         self._server.close()
         self.loop.close()
-        self._post_end.close()
-        self._loop_end.close()
 
     # -- the outcome
 

@@ -31,11 +31,10 @@ class WorkerRelay:
         self._silence_seconds: float = job["worker_silence_seconds"]
         self._told: set[tuple[int, str]] = set()  # What the driver knows of running workers.
         self._server = WorkerServer(
-            listen(Address(path=folder.socket)), job["secret"].encode(),
+            loop, listen(Address(path=folder.socket)), job["secret"].encode(),
             lambda number, message: channel.send("said", number, message), self._note_end,
             expects=self._runs,
         )  # fmt: skip
-        loop.listen(self._server.fileno(), lambda _fd: self._server.handle())
 
     def _runs(self, number: int) -> bool:
         worker = self._workers.get(number)
@@ -53,12 +52,11 @@ class WorkerRelay:
 
     def finish(self, number: int) -> None:
         """Pass on the last words of a worker whose process has ended."""
-        self._server.handle()
+        self._server.hear_last_words(number)
         self._told = {fact for fact in self._told if fact[0] != number}
 
     def look(self) -> None:
         """Tell of workers that run and cannot go on; called now and then."""
-        self._server.handle()
         for number, silence in self._server.silence().items():
             if self._is_stopped(number):
                 self._tell_once(number, "stopped")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import queue
-import select
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hvdlite.common.connections.address import Address, listen
+from hvdlite.common.connections.loop import Loop, readable
 from hvdlite.common.membership import frames
 from hvdlite.common.membership.server import WorkerServer
 
@@ -40,11 +38,10 @@ class FakeDriver:
         self._bodies: dict[tuple[int, int], dict[int, bytes]] = {}
         self._counts: dict[int, int] = {}
         self._notice = (0, 0)
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = os.eventfd(0)
         self._closed = False
+        self._loop = Loop()
         listener = listen(Address(path=f"{folder}/driver"))
-        self.server = WorkerServer(listener, SECRET.encode(), self._said, self._ended)
+        self.server = WorkerServer(self._loop, listener, SECRET.encode(), self._said, self._ended)
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
         self._thread.start()
 
@@ -61,12 +58,15 @@ class FakeDriver:
 
     def do(self, command: Callable[[], None]) -> None:
         """Have `command` done by the driver's thread."""
-        self._commands.put(command)
-        os.eventfd_write(self._wake, 1)
+        self._loop.post(command)
 
     def give_up(self, number: int, why: str = "it was silent") -> None:
         """Let a worker be lost although its connection stands."""
         self.do(lambda: self._lose(number, why))
+
+    def hang_up(self, number: int) -> None:
+        """Close the connection of a worker."""
+        self.do(lambda: self.server._workers.pop(number).close())
 
     def notice(self, kind: int) -> None:
         """Want another world; the interrupt is raised in the next check. No-op between worlds."""
@@ -102,25 +102,18 @@ class FakeDriver:
         """End; workers that are connected are told nothing."""
         if not self._closed:
             self._closed = True
-            os.eventfd_write(self._wake, 1)
+            self._loop.wake()
             self._thread.join()
             self.server.close()
-            os.close(self._wake)
+            self._loop.close()
 
     # -- the thread
 
     def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self.server, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
         while not self._closed:
-            for ready, _ in poll.poll():
-                if ready == self._wake:
-                    os.eventfd_read(self._wake)
+            readable(self._loop.fileno(), 0.1)  # Timers are less urgent.
             with self.changed:
-                self.server.handle()
-                while not self._commands.empty():
-                    self._commands.get()()
+                self._loop.run_once(0.0)
                 self._form()
                 self.changed.notify_all()
 

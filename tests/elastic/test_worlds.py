@@ -101,7 +101,7 @@ def test_the_loss_of_a_silent_rank_ends_all_waits_for_it(
         for number in (0, 2):
             first = workers.wait_for(number, in_world(2))
             assert first["time"] - given_up_at < RECOVERY_SECONDS
-        workers.driver.do(lambda: workers.driver.server.drop(1))
+        workers.driver.hang_up(1)
         os.kill(workers.processes[1].pid, signal.SIGCONT)
         assert workers.processes[1].wait(20) == 1  # the limit of a hang
         assert workers.output(1).count("this worker ends") == 1

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hvdlite.common.base.errors import HorovodVersionMismatchError
 from hvdlite.common.connections import prove
-from hvdlite.common.connections.address import Target
+from hvdlite.common.connections.address import Address, Target, targets
 from hvdlite.common.connections.loop import WRITE, Loop
 from hvdlite.common.connections.prove import Challenge, Claim, Party
 from hvdlite.common.connections.strangers import RESETS, Stranger, why
@@ -224,21 +224,26 @@ class _Attempt(Stranger):
 
 def reach(
     loop: Loop,
-    begin: Callable[
-        [Callable[[socket.socket, Target], None], Callable[[list[Failure]], None]], Dial
-    ],
+    addresses: Sequence[Address],
+    party: Party,
+    body: bytes,
+    limits: Callable[[], Limits],
     failed: Callable[[list[Failure]], None],
 ) -> socket.socket:
     """Return a connection, dialled again and again until ``failed(failures)`` raises; it blocks.
 
-    ``begin(connected, failed)`` makes a dial. Between two of them is a pause, which grows. The loop
-    runs meanwhile.
+    Between two dials, whose `limits` are asked for each time, is a pause, which grows. Names of
+    hosts may come to resolve. The loop runs meanwhile.
     """
     connections: list[socket.socket] = []
     pause = FIRST_PAUSE_SECONDS
     while True:
         failures: list[list[Failure]] = []
-        dial = begin(lambda connection, _: connections.append(connection), failures.append)
+        found, unknown = _resolve(addresses)
+        dial = Dial(
+            loop, found, party, body, lambda connection, _: connections.append(connection),
+            failures.append, limits(),
+        )  # fmt: skip
         try:
             while not connections and not failures:
                 loop.run_once()
@@ -247,8 +252,20 @@ def reach(
                 dial.cancel()
         if connections:
             return connections[0]
-        failed(failures[0])
+        failed(failures[0] + unknown)
         end = loop.now() + pause
         while (left := end - loop.now()) > 0:
             loop.run_once(left)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _resolve(addresses: Sequence[Address]) -> tuple[list[Target], list[Failure]]:
+    found: list[Target] = []
+    unknown: list[Failure] = []
+    for address in addresses:
+        try:
+            found += targets(address)
+        except OSError as error:
+            target = Target(socket.AF_UNSPEC, (address.host, address.port))
+            unknown.append(Failure(target, error))
+    return found, unknown

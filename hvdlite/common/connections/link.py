@@ -318,6 +318,11 @@ class Link:
         self._skipped = self._skipped[-len(self._prologue) :]
         return b""
 
+    def read_all(self) -> None:
+        """Take all that waits to be read, and the end; called in the loop."""
+        while self.has_input():
+            self._read()
+
     # -- watching
 
     def silent_for(self) -> float:
@@ -395,3 +400,8 @@ class Link:
             for descriptor in {self._reads, self._writes}:
                 self._loop.forget(descriptor)
             self._connection.close()
+
+    def close_after_fork(self) -> None:
+        """Close a child's copy of the connection; a thread that it lacks may hold the lock."""
+        self.open = False
+        self._connection.close()

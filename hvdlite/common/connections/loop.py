@@ -47,7 +47,7 @@ class Loop:
         self._handlers: dict[int, Handler] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._count = itertools.count()  # Orders the timers of one moment.
-        self._posted: deque[Callable[[], None]] = deque()
+        self._posted: deque[Callable[[], object]] = deque()
         self._thread = threading.get_ident()  # That called `run_once` last.
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.watch(self._wakeup, READ, self._run_posted)
@@ -116,7 +116,7 @@ class Loop:
 
     # -- other threads
 
-    def post(self, function: Callable[[], None]) -> None:
+    def post(self, function: Callable[[], object]) -> None:
         """Have the loop call `function` soon. Other threads, and signal handlers, may do that."""
         self._posted.append(function)
         self.wake()

@@ -100,6 +100,8 @@ class Stranger:
 def why(error: Exception) -> str:
     """Return what `error` says of a connection."""
     number = getattr(error, "errno", None)
+    if isinstance(error, socket.gaierror):
+        return str(error.strerror).lower()
     if number in RESETS:
         return CLOSED
     return os.strerror(number).lower() if number else str(error)

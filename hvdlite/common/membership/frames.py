@@ -1,9 +1,8 @@
 """The messages between a worker of an elastic job and its driver.
 
 A worker is a process with a number that is never used twice in a job. A world is an epoch, which is
-a number that grows, and workers in rank order. Connections begin with the greeting, the claim and
-the reply of a meeting (meeting/wire.py), with `CLAIM_JOB` for the job, and the worker's number for
-the rank; both ends prove that they know the job's secret. Then come frames of a meeting:
+a number that grows, and workers in rank order. A connection begins with the proofs of prove.py, in
+which the worker claims its number. Then come messages over a link, beats of the worker among them:
 
 | worker -> driver | |
 |---|---|
@@ -13,7 +12,6 @@ the rank; both ends prove that they know the job's secret. Then come frames of a
 | CHECKS counter count | The answer to NOTICE: how many checks of its world the worker has passed. |
 | LATE epoch numbers | These members of the world `epoch` have not submitted what the others wait for, within the shutdown time of the stall inspector. |
 | BYE | The last frame of a worker whose script is done with the job. Its process may go on. |
-| BEAT | Sent every `BEAT_SECONDS`. The server takes it, and tells nobody. |
 
 | driver -> worker | |
 |---|---|
@@ -35,16 +33,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.meeting.wire import job_digest
 
-HELLO, READY, GATHER, CHECKS, BEAT = "hello", "ready", "gather", "checks", "beat"
+HELLO, READY, GATHER, CHECKS = "hello", "ready", "gather", "checks"
 NEWCOMER, WORLD, BODIES, REGROUP = "newcomer", "world", "bodies", "regroup"
 SEEN, NOTICE, RAISE, END = "seen", "notice", "raise", "end"
 LATE, BYE = "late", "bye"
 
-CLAIM_JOB = job_digest("hvdlite elastic membership")
+DRIVER, WORKER = "elastic driver", "elastic worker"  # The ends of a connection.
 BEAT_SECONDS = 1.0
-MOST_NUMBER = (1 << 32) - 1  # A claim has 32 bits for it.
 
 Member = tuple[int, str]  # The number of a worker, and the discovery name of its host.
 
@@ -85,6 +81,18 @@ class Newcomer(NamedTuple):
 
     rank: int
     members: tuple[Member, ...]
+
+
+def claim(number: int) -> bytes:
+    """Return what worker `number` claims when it connects."""
+    return str(number).encode()
+
+
+def read_claim(body: bytes) -> int:
+    """Return the number in a claim. Raises `ProtocolError`."""
+    if not body.isdigit():
+        raise ProtocolError(f"it claims {body!r}")
+    return int(body)
 
 
 def read_world(message: Sequence[Any]) -> World:
@@ -129,7 +137,7 @@ def is_from_worker(message: Sequence[Any]) -> bool:
             return True
         case [str(kind), int(), [*numbers]] if kind == LATE:
             return all(isinstance(number, int) for number in numbers)
-        case [str(kind)] if kind in (BEAT, BYE):
+        case [str(kind)] if kind == BYE:
             return True
     return False
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import sys
 import threading
 import time
@@ -21,12 +20,13 @@ from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
 from hvdlite.common.connections.address import parse_address
+from hvdlite.common.connections.link import Link
+from hvdlite.common.connections.loop import Loop
 from hvdlite.common.meeting import wire
 from hvdlite.common.membership import frames
 from hvdlite.common.membership.checks import Checks
 from hvdlite.common.membership.dial import dial
 from hvdlite.common.membership.exchange import LinkExchange
-from hvdlite.common.membership.frame_socket import FrameSocket
 from hvdlite.common.membership.frames import Newcomer, World
 from hvdlite.common.membership.process_end import ProcessEnd
 
@@ -64,8 +64,16 @@ class DriverLink:
         self._end: tuple[int, str] | None = None  # The exit code, and why there is no next world.
         self._closing: bool = False
         driver = parse_address(address, "HVDLITE_ELASTIC_DRIVER")
-        self._socket = FrameSocket(dial(driver, number, secret))
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._loop = Loop()
+        try:
+            connection = dial(self._loop, driver, number, secret)
+        except BaseException:
+            self._loop.close()
+            raise
+        self._link = Link(
+            self._loop, connection, received=lambda message, arrays: self._obey(message),
+            ended=self._on_closed, most_bytes=wire.FRAME_BYTES, beat_seconds=frames.BEAT_SECONDS,
+        )  # fmt: skip
         # Readable while the world that was offered last is over.
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="hvdlite-elastic", daemon=True)
@@ -163,20 +171,23 @@ class DriverLink:
             if self._closing:
                 return
             self._closing = True
-        os.eventfd_write(self._wake, 1)
+        self._loop.post(self._say_bye)
         self._thread.join()
         _links.discard(self)
         self._process_end.cancel()
-        self._socket.send_last(frames.BYE, seconds=BYE_SECONDS)
         self._close_descriptors()
+
+    def _say_bye(self) -> None:
+        self._link.send(frames.BYE)
+        self._link.leave(BYE_SECONDS)
 
     def after_fork_in_child(self) -> None:
         """Close this process's copies of all descriptors: they would hide the end of the parent."""
+        self._link.close_after_fork()
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        self._socket.close()
-        os.close(self._wake)
+        self._loop.close()
         os.close(self._interrupt)
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
@@ -203,54 +214,22 @@ class DriverLink:
             raise SystemExit(code)
 
     def _send(self, *message: Any) -> None:
-        """Send a message, or let the thread send it when there is room."""
-        if not self._socket.send(*message):
-            os.eventfd_write(self._wake, 1)
+        self._link.send(*message)
 
     # -- the thread
 
     def _run(self) -> None:
-        reason = "it closed the connection"
         try:
-            while not self._closing:
-                if self._turn():
-                    break
-        except (OSError, ProtocolError) as error:
-            reason = str(error)
+            while self._link.open:
+                self._loop.run_once()
         except Exception as error:
             log.exception("the link of worker %d to its driver failed", self.number)
-            reason = str(error)
+            self._link.close()
+            self._on_closed(str(error))
+
+    def _on_closed(self, reason: str) -> None:
         if not self._closing:
-            self._on_lost(reason)
-
-    def _turn(self) -> bool:
-        """Sleep until something occurs, and handle it; return whether the connection has ended."""
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        beat_at = time.monotonic() + frames.BEAT_SECONDS
-        while not self._closing:
-            room = select.POLLOUT if self._socket.waits else 0
-            poll.register(self._socket, select.POLLIN | room)
-            ready = poll.poll(max(0.0, beat_at - time.monotonic()) * 1000)
-            if not ready:
-                self._send(frames.BEAT)
-                return False
-            for descriptor, events in ready:
-                if descriptor == self._wake:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self._wake)
-                elif events & select.POLLOUT:
-                    self._socket.flush()
-                if descriptor != self._wake and events & ~select.POLLOUT and not self._read():
-                    return True
-        return False
-
-    def _read(self) -> bool:
-        """Handle what has arrived; return whether the connection goes on."""
-        data = self._socket.read()
-        for message in self._socket.frames.add(data or b""):
-            self._obey(message)
-        return data is None or bool(data)
+            self._on_lost(reason or "it closed the connection")
 
     def _obey(self, message: list[Any]) -> None:
         match message:
@@ -287,7 +266,7 @@ class DriverLink:
                 return
             self._epoch, self._offer, self._over, self._bodies = world.epoch, world, None, None
             self._checks = Checks()
-            self._socket.frames.limit = wire.answers(world.size).limit
+            self._link.frames.most_bytes = wire.answers(world.size).limit
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._interrupt)
             self._changed.notify_all()

@@ -16,7 +16,7 @@ import pytest
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.connections.frames import BEAT, Frames, frame, pack
-from hvdlite.common.connections.link import Link, Pipes
+from hvdlite.common.connections.link import READ_BYTES, Link, Pipes
 from hvdlite.common.connections.loop import Loop
 from tests.common.connections.ends import VirtualLoop, run_until
 
@@ -355,3 +355,43 @@ def test_a_forked_child_that_closes_its_copies_changes_nothing_for_its_parent() 
     run_until(loop, lambda: other.messages)
     one.link.close()
     other.link.close()
+
+
+def test_a_forked_child_closes_its_copy_although_a_thread_held_the_lock() -> None:
+    loop = Loop()
+    a, b = pair(loop)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with a.link._lock:
+            held.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    loop.close()  # As a child does first.
+    closer = threading.Thread(target=a.link.close_after_fork, daemon=True)
+    closer.start()
+    closer.join(10.0)
+    try:
+        assert not closer.is_alive() and not a.link.open
+        assert b.link._connection.recv(1) == b""
+    finally:
+        done.set()
+        holder.join()
+    b.link.close()
+
+
+def test_all_that_waits_and_the_end_are_read_at_once() -> None:
+    loop = Loop()
+    a, b = pair(loop)
+    count = 9
+    for number in range(count):
+        a.link.send("word", number, bytes(READ_BYTES // 4))
+    assert a.link.queued_bytes == 0  # The socket has taken it.
+    a.link.close()
+    b.link.read_all()
+    assert [message[1] for message in b.messages] == list(range(count))
+    assert b.reasons == [""] and not b.link.open
+    loop.close()

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, HorovodVersionMismatchError
-from hvdlite.common.meeting import wire
+from hvdlite.common.connections import prove
+from hvdlite.common.connections.prove import Software
 from hvdlite.common.membership import dial as dial_module
 from hvdlite.common.membership import frames
 from hvdlite.common.membership.frames import Newcomer, World
 from hvdlite.common.membership.link import DriverLink
-from hvdlite.common.plain.messages import PROTOCOL_VERSION
 from tests.elastic.fake_driver import SECRET, FakeDriver
 from tests.ranks import run_threads
 
@@ -225,7 +225,7 @@ def test_beats_come_without_the_script_and_are_not_told(
 def test_the_last_message_says_that_the_worker_is_done(driver: FakeDriver) -> None:
     links = [connect(driver, number) for number in range(2)]
     driver.wait_for(lambda: len(driver.living) == 2)
-    links[0]._socket._socket.shutdown(socket.SHUT_RDWR)  # As when its process was killed.
+    links[0]._link._connection.shutdown(socket.SHUT_RDWR)  # As when its process was killed.
     links[1].close()
     driver.wait_for(lambda: driver.living == [])
     assert [number for number, message in driver.messages if message == ["bye"]] == [1]
@@ -254,7 +254,11 @@ def test_a_second_process_of_a_worker_and_one_that_was_given_up_are_refused(
 
 
 def test_another_version_is_refused(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdlite.common.meeting.wire.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    new = prove.Claim.new
+    other = Software(prove.OURS.protocol + 1, "9.9")
+    monkeypatch.setattr(
+        prove.Claim, "new", lambda party, body: new(party, body)._replace(software=other)
+    )
     with pytest.raises(HorovodVersionMismatchError, match="protocol"):
         connect(driver, 0)
 
@@ -271,7 +275,7 @@ def test_a_driver_that_is_not_there_is_named(
     "attack",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        wire.MAGIC + os.urandom(wire.CLAIM_BYTES),
+        prove.MAGIC + os.urandom(prove.PROVEN_CLAIM_BYTES - len(prove.MAGIC)),
         struct.pack("<I", 1 << 30),
         b"",
     ],
