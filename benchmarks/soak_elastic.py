@@ -99,7 +99,7 @@ def launcher_processes(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     agents = [
         int(child) for child in children
-        if b"hvdlite.launcher.agent" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"hvdlite.launcher.agent_process.agent" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]  # fmt: skip
     return [pid, *agents]
 

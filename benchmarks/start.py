@@ -23,7 +23,7 @@ from pathlib import Path
 from jobs import hvdlite_run, in_turns, run_command
 from measuring import Spread, make_parser, say, table, write
 
-from hvdlite.launcher.mpi import OPENMPI, find_mpi
+from hvdlite.launcher.mpirun.mpi import OPENMPI, find_mpi
 
 IMPORT = """
 import time, torch

@@ -15,7 +15,7 @@ __version__: str
 
 # In a checkout that is not installed, launcher/ lies beside this package, not in it.
 _checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-if os.path.isfile(os.path.join(_checkout, "launcher", "rank_shell.py")):
+if os.path.isfile(os.path.join(_checkout, "launcher", "cli.py")):
     __path__.append(_checkout)
 
 module_aliases.install()

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points, packages_distributions, version
 from typing import NamedTuple
 
 from hvdlite.common.plain.config import DATA_PLANES, Config
-from hvdlite.launcher.mpi import INSTALL_OPENMPI, Mpi, find_all
+from hvdlite.launcher.mpirun.mpi import INSTALL_OPENMPI, Mpi, find_all
 
 FRAMEWORKS = (
     ("NumPy", "numpy"),

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.console import open_missing_descriptors, say
-from hvdlite.launcher.error_text import spell_os_error
-from hvdlite.launcher.flags import parse_args
-from hvdlite.launcher.options import resolve
-from hvdlite.launcher.outcome import NOT_STARTED_CODE
-from hvdlite.launcher.start import report_hosts, run_job
+from hvdlite.launcher.command_line.flags import parse_args
+from hvdlite.launcher.command_line.options import resolve
+from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE
+from hvdlite.launcher.jobs.start import report_hosts, run_job
+from hvdlite.launcher.processes.console import open_missing_descriptors, say
+from hvdlite.launcher.processes.error_text import spell_os_error
 
 USAGE_CODE = 2
 

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 from hvdlite.as_horovod import active
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.warn import warn_user
+from hvdlite.launcher.command_line.flags import parse_args
+from hvdlite.launcher.command_line.launcher_choice import MPIRUN
+from hvdlite.launcher.command_line.options import LaunchOptions, resolve
 from hvdlite.launcher.elastic.decisions import lines
-from hvdlite.launcher.flags import parse_args
-from hvdlite.launcher.launcher_choice import MPIRUN
-from hvdlite.launcher.options import LaunchOptions, resolve
-from hvdlite.launcher.outcome import JobOutcome
-from hvdlite.launcher.start import run_job
-from hvdlite.launcher.torch_pod import PREFIX
+from hvdlite.launcher.jobs.outcome import JobOutcome
+from hvdlite.launcher.jobs.start import run_job
+from hvdlite.launcher.platforms.torch_pod import PREFIX
 from hvdlite.launcher.worker import Raised, read_answers, read_failures, write_call
 
 T = TypeVar("T")

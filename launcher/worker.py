@@ -22,7 +22,7 @@ import cloudpickle
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import leave_out_own_frames, report
-from hvdlite.launcher.passed_variables import CALL_VARIABLE
+from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
 
 CALL = "call.pickle"
 RANK_VARIABLE = "HVDLITE_RANK"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.launcher.error_text import shorten
+from hvdlite.launcher.processes.error_text import shorten
 
 LOOK_SECONDS = 0.1  # how often the driver looks for what rank 0 has logged
 # Ranks that only tell of another one's failure wait so long for that one to tell its own.

@@ -10,7 +10,7 @@ from hvdlite.launcher.elastic.decisions.commands import StartWorker
 from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
 from hvdlite.launcher.elastic.direct_job import DirectJob
 from hvdlite.launcher.elastic.discovery import HostDiscovery
-from hvdlite.launcher.error_text import shorten
+from hvdlite.launcher.processes.error_text import shorten
 from hvdlite.launcher.worker import Raised
 from hvdlite.ray.discovery import DiscoveryThread, RayHostDiscovery
 from hvdlite.ray.placement import Workers

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, TextIO, TypeVar
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.channel import Channel
+from hvdlite.launcher.agents.channel import Channel
 from hvdlite.launcher.elastic.decisions.commands import Finish, StartWorker
 from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
 from hvdlite.launcher.elastic.direct_job import DirectJob, make_plan
-from hvdlite.launcher.error_text import shorten
+from hvdlite.launcher.processes.error_text import shorten
 from hvdlite.launcher.worker import Raised
 from hvdlite.spark.elastic_task import open_channel, run_elastic_task
 from hvdlite.spark.output import DriverOutput

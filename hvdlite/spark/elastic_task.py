@@ -24,9 +24,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from hvdlite.common.connections.address import Address
-from hvdlite.launcher.call_back import call_back
-from hvdlite.launcher.channel import PART_BYTES, Channel
-from hvdlite.launcher.event_loop import EventLoop
+from hvdlite.launcher.agents.call_back import call_back
+from hvdlite.launcher.agents.channel import PART_BYTES, Channel
+from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.spark.output import CONNECT_SECONDS, RankOutput
 from hvdlite.spark.task import DEVICES, Call, RankProcess
 

@@ -17,9 +17,9 @@ from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.connections.listener import Listener
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import Claim
-from hvdlite.launcher.call_back import call_back, receiver
-from hvdlite.launcher.console import Console
-from hvdlite.launcher.output import STREAMS, Output
+from hvdlite.launcher.agents.call_back import call_back, receiver
+from hvdlite.launcher.processes.console import Console
+from hvdlite.launcher.processes.output import STREAMS, Output
 
 log = logging.getLogger("hvdlite")
 LONGEST_HEADER = 256

@@ -11,8 +11,8 @@ from typing import Any, TextIO, TypeVar
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.meeting.placement import new_secret
-from hvdlite.launcher.error_text import last_exception
 from hvdlite.launcher.function import raise_first
+from hvdlite.launcher.processes.error_text import last_exception
 from hvdlite.launcher.worker import Raised
 from hvdlite.missing_names import with_remedy
 from hvdlite.spark.output import DriverOutput

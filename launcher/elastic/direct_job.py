@@ -18,14 +18,14 @@ from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.placement import new_secret
 from hvdlite.common.membership.server import WorkerServer
 from hvdlite.common.plain.config import Config
+from hvdlite.launcher.command_line.elastic_options import check_cooldown
 from hvdlite.launcher.elastic.decisions.commands import Finish, StartWorker
 from hvdlite.launcher.elastic.decisions.driver import Driver
 from hvdlite.launcher.elastic.decisions.plan import READY, WAIT, ElasticPlan
 from hvdlite.launcher.elastic.driving import Driving
-from hvdlite.launcher.elastic.options import check_cooldown
 from hvdlite.launcher.elastic.worker_variables import worker_variables
-from hvdlite.launcher.event_loop import EventLoop
 from hvdlite.launcher.function import raise_failure
+from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.worker import Raised
 
 LOOK_SECONDS = 1.0

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.elastic.decisions.discovery_output import parse_discovery
-from hvdlite.launcher.event_loop import EventLoop
-from hvdlite.launcher.signals import die_with_parent
-from hvdlite.launcher.unreachable import spell_end
+from hvdlite.launcher.hosts.discovery_output import parse_discovery
+from hvdlite.launcher.hosts.unreachable import spell_end
+from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.processes.signals import die_with_parent
 
 EVERY_SECONDS = 1.0  # From the start of a run to that of the next one.
 LONGEST_SECONDS = 10.0  # A run that takes longer is killed.

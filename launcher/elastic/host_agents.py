@@ -7,25 +7,29 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from hvdlite.launcher.agent_connection import AgentConnection, AgentHost
-from hvdlite.launcher.agent_hello import reason_to_refuse
-from hvdlite.launcher.agent_job import AgentJob
-from hvdlite.launcher.agent_remains import removal_command, remove_here
-from hvdlite.launcher.agent_starters import MOST_AT_ONCE, SpawnedAgents
-from hvdlite.launcher.channel import BEATS
+from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost
+from hvdlite.launcher.agents.agent_hello import reason_to_refuse
+from hvdlite.launcher.agents.agent_job import AgentJob
+from hvdlite.launcher.agents.agent_starters import (
+    MOST_AT_ONCE,
+    SpawnedAgents,
+    removal_command,
+    remove_here,
+)
+from hvdlite.launcher.agents.channel import BEATS
+from hvdlite.launcher.command_line.elastic_options import ElasticOptions
 from hvdlite.launcher.elastic.decisions.commands import StartWorker
-from hvdlite.launcher.elastic.options import ElasticOptions
 from hvdlite.launcher.elastic.output import ElasticOutput
 from hvdlite.launcher.elastic.worker_processes import WorkerEvents, WorkerProcesses
-from hvdlite.launcher.hosts import Host
-from hvdlite.launcher.leading_process import LeadingProcess
-from hvdlite.launcher.runner import JobContext
-from hvdlite.launcher.unreachable import (
+from hvdlite.launcher.hosts.hosts import Host
+from hvdlite.launcher.hosts.unreachable import (
     explain_agent,
     explain_silence,
     has_not_answered,
     spell_end,
 )
+from hvdlite.launcher.jobs.runner import JobContext
+from hvdlite.launcher.processes.leading_process import LeadingProcess
 
 LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to end.
 BEAT_SECONDS = 1.0  # The silence that an agent of this host allows, where it has a limit.

@@ -12,21 +12,21 @@ import socket
 import time
 from collections.abc import Mapping
 
-from hvdlite.launcher import termination_plan as ending
-from hvdlite.launcher.console import Console
+from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.elastic.decisions.driver import Driver
 from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
 from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
 from hvdlite.launcher.elastic.driving import Driving
 from hvdlite.launcher.elastic.host_agents import HostAgents
 from hvdlite.launcher.elastic.output import ElasticOutput
-from hvdlite.launcher.event_loop import EventLoop
-from hvdlite.launcher.first_failure import FirstFailure
-from hvdlite.launcher.options import LaunchOptions
-from hvdlite.launcher.outcome import JobOutcome, signal_outcome
-from hvdlite.launcher.runner import JobContext
-from hvdlite.launcher.signals import SignalInbox
-from hvdlite.launcher.termination_plan import Ending, Plan
+from hvdlite.launcher.jobs import termination_plan as ending
+from hvdlite.launcher.jobs.first_failure import FirstFailure
+from hvdlite.launcher.jobs.outcome import JobOutcome, signal_outcome
+from hvdlite.launcher.jobs.runner import JobContext
+from hvdlite.launcher.jobs.termination_plan import Ending, Plan
+from hvdlite.launcher.processes.console import Console
+from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.processes.signals import SignalInbox
 
 # Workers that wait for a world have been told of the end; whoever trains on is not needed any more.
 AFTER_FINISH: Plan = ((0.5, ending.TERMINATE), (2.5, ending.KILL), (1.0, ending.ABANDON))

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.console import Console
-from hvdlite.launcher.error_text import last_exception
-from hvdlite.launcher.output import STREAMS, Output
+from hvdlite.launcher.processes.console import Console
+from hvdlite.launcher.processes.error_text import last_exception
+from hvdlite.launcher.processes.output import STREAMS, Output
 
 
 class ElasticOutput(Output):

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hvdlite.launcher.agent_connection import AgentConnection
-from hvdlite.launcher.agent_job import AgentJob
+from hvdlite.launcher.agents.agent_connection import AgentConnection
+from hvdlite.launcher.agents.agent_job import AgentJob
+from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.elastic.decisions.commands import StartWorker
 from hvdlite.launcher.elastic.output import ElasticOutput
 from hvdlite.launcher.elastic.worker_variables import worker_variables
-from hvdlite.launcher.options import LaunchOptions
 
 
 class WorkerEvents(Protocol):

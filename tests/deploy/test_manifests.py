@@ -13,7 +13,7 @@ import yaml
 
 from hvdlite.common.connections.address import Address
 from hvdlite.common.meeting.detection import detect
-from hvdlite.launcher.flags import parse_args
+from hvdlite.launcher.command_line.flags import parse_args
 from hvdlite.ps.cluster.settings import read_settings
 from tests.deploy.schemas import errors
 

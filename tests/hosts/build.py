@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdlite.launcher.signals import die_with_parent
+from hvdlite.launcher.processes.signals import die_with_parent
 from tests.hosts.lab import (
     CACHE,
     DOMAIN,

@@ -72,7 +72,7 @@ def test_an_agent_that_is_killed_is_told_with_its_host(lab: Lab) -> None:
     with in_the_middle(lab, *AGENTS, "python", "-c", FOREVER) as job:
         (agent,) = [
             number for number, line in lab.processes("nodec").items()
-            if "hvdlite.launcher.agent" in line and "env " not in line and "cd /" not in line
+            if "launcher.agent_process" in line and "env " not in line and "cd /" not in line
         ]  # fmt: skip
         os.kill(agent, signal.SIGKILL)
         done = job.finish(timeout=20)

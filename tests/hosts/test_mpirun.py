@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hvdlite.launcher.mpi import OPENMPI, find_all
+from hvdlite.launcher.mpirun.mpi import OPENMPI, find_all
 from tests.hosts import faults
 from tests.hosts.jobs import ALL, FOREVER, SUM, hvdlite_run, in_the_middle, sentences, sums
 from tests.hosts.lab import Lab

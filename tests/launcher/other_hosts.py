@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hvdlite.launcher.ssh import AGENT_MODULE
+from hvdlite.launcher.hosts.ssh import AGENT_MODULE
 from tests.launcher.jobs import RANK, processes
 
 # Options, host, command. A command there runs in the root directory, as after a login elsewhere. A

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.channel import VERSION
-from hvdlite.launcher.cores import cores
-from hvdlite.launcher.flags import parse_args
-from hvdlite.launcher.options import resolve
-from hvdlite.launcher.passed_variables import CALL_VARIABLE
-from hvdlite.launcher.start import run_job
+from hvdlite.launcher.agents.channel import VERSION
+from hvdlite.launcher.command_line.flags import parse_args
+from hvdlite.launcher.command_line.options import resolve
+from hvdlite.launcher.hosts.cores import cores
+from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
+from hvdlite.launcher.jobs.start import run_job
 from tests.launcher.jobs import IMPATIENT, LAUNCHER, MARK, launch, processes, start
 from tests.launcher.other_hosts import HAVE_NAMES, agents, calls, make_ssh, python
 from tests.parallel.jobs import environment
@@ -420,7 +420,7 @@ def test_output_that_nobody_reads_for_long_ends_no_rank(ssh: dict[str, str]) -> 
         ("echo 'ssh: connect to host other port 22: No route to host' >&2; exit 255", "firewall"),
         ("echo 'Connection timed out during banner exchange' >&2; exit 255", "does not answer"),
         ("echo 'env: /opt/python: No such file or directory' >&2; exit 127", "same path"),
-        ("exec {python} -I -S -m hvdlite.launcher.agent", "not installed"),
+        ("exec {python} -I -S -m hvdlite.launcher.agent_process.agent", "not installed"),
         ("echo 'a riddle' >&2; exit 3", "said: a riddle"),
     ],
 )
@@ -496,7 +496,7 @@ def test_an_elastic_job_that_uses_more_slots_than_listed_devices() -> None:
 STUB = """\
 import sys, time
 from hvdlite.common.connections.frames import frame, pack
-from hvdlite.launcher.channel import PROLOGUE
+from hvdlite.launcher.agents.channel import PROLOGUE
 sys.stdout.buffer.write(PROLOGUE + frame(pack(["hello", {hello}])))
 sys.stdout.flush()
 sys.stdin.read()

@@ -15,10 +15,10 @@ import pytest
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.frames import frame, pack
 from hvdlite.common.connections.prove import Challenge
-from hvdlite.launcher import call_back
-from hvdlite.launcher.call_back import Listener, own_addresses
-from hvdlite.launcher.channel import Channel
-from hvdlite.launcher.event_loop import EventLoop
+from hvdlite.launcher.agents import call_back
+from hvdlite.launcher.agents.call_back import Listener, own_addresses
+from hvdlite.launcher.agents.channel import Channel
+from hvdlite.launcher.processes.event_loop import EventLoop
 from tests.launcher.descriptors import no_free_descriptor
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hvdlite.common.connections import frames
-from hvdlite.launcher.channel import MOST_BYTES, PROLOGUE, Channel
-from hvdlite.launcher.event_loop import EventLoop
-from hvdlite.launcher.merged_meeting import MergedMeeting
+from hvdlite.launcher.agents.channel import MOST_BYTES, PROLOGUE, Channel
+from hvdlite.launcher.agents.merged_meeting import MergedMeeting
+from hvdlite.launcher.processes.event_loop import EventLoop
 
 
 class End:

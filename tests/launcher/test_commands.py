@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.commands import Place, build_command, build_environment
-from hvdlite.launcher.environment import rank_environment
-from hvdlite.launcher.hosts import parse_hosts
-from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_mpi, identify
-from hvdlite.launcher.options import LaunchOptions
-from hvdlite.launcher.passed_variables import names_for_other_hosts
+from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.hosts.hosts import parse_hosts
+from hvdlite.launcher.jobs.environment import rank_environment
+from hvdlite.launcher.jobs.passed_variables import names_for_other_hosts
+from hvdlite.launcher.mpirun.commands import Place, build_command, build_environment
+from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_mpi, identify
 
 OMPI5 = Mpi(OPENMPI, "/opt/mpirun", "Open MPI 5.0.8", 5)
 OMPI4 = Mpi(OPENMPI, "/usr/bin/mpirun", "Open MPI 4.1.6", 4)
@@ -199,6 +199,7 @@ def test_the_environment_is_passed_on_less_what_belongs_to_another_job() -> None
         "OMPI_MCA_osc": "^ucx",
         "OMPI_MCA_btl": "^ofi",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
     }
 
 

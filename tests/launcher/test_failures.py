@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite.launcher.first_failure import Failure
-from hvdlite.launcher.mpi import OPENMPI, find_all
-from hvdlite.launcher.outcome import failure_sentence
-from hvdlite.launcher.unreachable import diagnose
+from hvdlite.launcher.hosts.unreachable import diagnose
+from hvdlite.launcher.jobs.first_failure import Failure
+from hvdlite.launcher.jobs.outcome import failure_sentence
+from hvdlite.launcher.mpirun.mpi import OPENMPI, find_all
 from tests.launcher.jobs import IMPATIENT, LAUNCHER, RANK, launch
 
 each_launcher = pytest.mark.usefixtures("launcher")

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from hvdlite.launcher import termination_plan as ending
-from hvdlite.launcher.first_failure import Failure, FirstFailure
-from hvdlite.launcher.termination_plan import Ending
+from hvdlite.launcher.jobs import termination_plan as ending
+from hvdlite.launcher.jobs.first_failure import Failure, FirstFailure
+from hvdlite.launcher.jobs.termination_plan import Ending
 
 
 def first_failure(*events: str) -> FirstFailure:

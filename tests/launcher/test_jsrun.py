@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.launcher.hosts import parse_hosts
-from hvdlite.launcher.jsrun import compute_hosts, jsrun_command, resource_file
+from hvdlite.launcher.hosts.hosts import parse_hosts
+from hvdlite.launcher.platforms.jsrun import compute_hosts, jsrun_command, resource_file
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.mpi import HYDRA, find_all
+from hvdlite.launcher.mpirun.mpi import HYDRA, find_all
 from tests.launcher.jobs import RANK, launch, start
 from tests.launcher.test_other_hosts import may_not_mount
 

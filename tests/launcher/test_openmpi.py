@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.networks import has_fabric
-from hvdlite.launcher import environment
-from hvdlite.launcher.environment import rank_environment
-from hvdlite.launcher.hosts import parse_hosts
-from hvdlite.launcher.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_all
-from hvdlite.launcher.openmpi import parameter_given
+from hvdlite.launcher.hosts.hosts import parse_hosts
+from hvdlite.launcher.jobs import environment
+from hvdlite.launcher.jobs.environment import rank_environment
+from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_all
+from hvdlite.launcher.mpirun.openmpi import parameter_given
 from tests.launcher.jobs import launch
 from tests.launcher.test_commands import MPICH, OMPI4, OMPI5, SRUN, options
 

@@ -9,9 +9,9 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.plain.config import settings
-from hvdlite.launcher.cores import cores
-from hvdlite.launcher.flags import IGNORED, RENAMED, make_parser, parse_args
-from hvdlite.launcher.options import LaunchOptions, resolve
+from hvdlite.launcher.command_line.flags import IGNORED, RENAMED, make_parser, parse_args
+from hvdlite.launcher.command_line.options import LaunchOptions, resolve
+from hvdlite.launcher.hosts.cores import cores
 
 
 def options(*words: str, environ: Mapping[str, str] | None = None) -> LaunchOptions:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.mpi import OPENMPI, find_all
+from hvdlite.launcher.mpirun.mpi import OPENMPI, find_all
 from tests.launcher.jobs import IMPATIENT, RANK, start
 
 # Called instead of ssh: AGENT HOST COMMAND. There, the launcher's directory does not exist.

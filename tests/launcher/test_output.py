@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher import output as output_module
-from hvdlite.launcher.console import Console
-from hvdlite.launcher.error_text import last_exception
-from hvdlite.launcher.output import Output
+from hvdlite.launcher.processes import output as output_module
+from hvdlite.launcher.processes.console import Console
+from hvdlite.launcher.processes.error_text import last_exception
+from hvdlite.launcher.processes.output import Output
 from tests.launcher.jobs import LAUNCHER, launch
 from tests.parallel.jobs import environment
 

@@ -9,13 +9,13 @@ from typing import IO, Any
 
 import pytest
 
-from hvdlite.launcher.event_loop import EventLoop
-from hvdlite.launcher.first_failure import FirstFailure
-from hvdlite.launcher.mpi import HYDRA, OPENMPI
-from hvdlite.launcher.options import LaunchOptions
-from hvdlite.launcher.output import Output
-from hvdlite.launcher.pipes import Pipes
-from hvdlite.launcher.runner import JobContext
+from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.jobs.first_failure import FirstFailure
+from hvdlite.launcher.jobs.runner import JobContext
+from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI
+from hvdlite.launcher.mpirun.pipes import Pipes
+from hvdlite.launcher.processes.event_loop import EventLoop
+from hvdlite.launcher.processes.output import Output
 
 TOKEN = "hvdlite-rank-0123"
 

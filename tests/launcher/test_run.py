@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.mpi import OPENMPI, find_all
+from hvdlite.launcher.mpirun.mpi import OPENMPI, find_all
 from tests.launcher.jobs import (
     IMPATIENT,
     LAUNCHER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hvdlite.launcher.slurm_step import (
+from hvdlite.launcher.platforms.slurm_step import (
     NOISE,
     agents_command,
     agents_environment,

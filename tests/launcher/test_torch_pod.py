@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.flags import parse_args
-from hvdlite.launcher.options import LaunchOptions, resolve
+from hvdlite.launcher.command_line.flags import parse_args
+from hvdlite.launcher.command_line.options import LaunchOptions, resolve
 from tests.launcher.jobs import start
 from tests.launcher.other_hosts import python
 from tests.ports import free_port

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hvdlite.launcher.signals import die_with_parent
+from hvdlite.launcher.processes.signals import die_with_parent
 from tests.parallel.hosts import Hosts
 
 ROOT = Path(__file__).parent.parent.parent

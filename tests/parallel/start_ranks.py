@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from hvdlite.launcher.signals import die_with_parent
+from hvdlite.launcher.processes.signals import die_with_parent
 from tests.ports import LOOPBACK, free_port
 
 

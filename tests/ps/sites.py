@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvdlite.launcher.signals import die_with_parent
+from hvdlite.launcher.processes.signals import die_with_parent
 
 SPACES = ("pid", "net", "uts", "ipc", "mnt")
 

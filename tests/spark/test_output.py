@@ -9,7 +9,7 @@ import threading
 
 from hvdlite.common.connections.address import Address
 from hvdlite.common.connections.prove import Challenge
-from hvdlite.launcher.call_back import call_back
+from hvdlite.launcher.agents.call_back import call_back
 from hvdlite.spark.output import DriverOutput, RankOutput
 from tests.launcher.descriptors import no_free_descriptor
 

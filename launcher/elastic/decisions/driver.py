@@ -8,8 +8,7 @@ from typing import Any
 
 from hvdlite.launcher.elastic.decisions import lines
 from hvdlite.launcher.elastic.decisions.commands import Command, Finish, Say, Tell
-from hvdlite.launcher.elastic.decisions.cooldowns import Cooldowns
-from hvdlite.launcher.elastic.decisions.failures import RESETS_AFTER_EXCEPTIONS, Failures
+from hvdlite.launcher.elastic.decisions.failures import RESETS_AFTER_EXCEPTIONS, Cooldowns, Failures
 from hvdlite.launcher.elastic.decisions.host_changes import HostChanges
 from hvdlite.launcher.elastic.decisions.hosts import Hosts
 from hvdlite.launcher.elastic.decisions.job_end import NO_PREVIOUS_HOSTS, JobEnd

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
-from hvdlite.launcher.elastic.decisions.cooldowns import FOREVER, Cooldowns
+from hvdlite.launcher.elastic.decisions.failures import FOREVER, Cooldowns
 
 LONGEST_DELAY_SECONDS = 60.0
 # How long a host stays away whose agent was told to end, while discovery shows it: twice as long

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hvdlite.launcher.elastic.decisions import lines
 from hvdlite.launcher.elastic.decisions.commands import Command, DropAgent, Say
-from hvdlite.launcher.elastic.decisions.cooldowns import FOREVER
-from hvdlite.launcher.elastic.decisions.failures import Failure, Failures
+from hvdlite.launcher.elastic.decisions.failures import FOREVER, Failure, Failures
 from hvdlite.launcher.elastic.decisions.hosts import Hosts
 from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
 from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker

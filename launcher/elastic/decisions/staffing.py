@@ -14,8 +14,7 @@ from hvdlite.launcher.elastic.decisions.commands import (
     StartWorker,
     Tell,
 )
-from hvdlite.launcher.elastic.decisions.cooldowns import FOREVER
-from hvdlite.launcher.elastic.decisions.failures import Failures
+from hvdlite.launcher.elastic.decisions.failures import FOREVER, Failures
 from hvdlite.launcher.elastic.decisions.host_order import order_hosts, places
 from hvdlite.launcher.elastic.decisions.hosts import Hosts, Stand
 from hvdlite.launcher.elastic.decisions.plan import ElasticPlan

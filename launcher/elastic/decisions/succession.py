@@ -6,15 +6,36 @@ from collections.abc import Callable, Sequence
 
 from hvdlite.common.base.host_update import HostUpdateResult
 from hvdlite.launcher.elastic.decisions import lines
-from hvdlite.launcher.elastic.decisions.check_agreement import CheckAgreement
 from hvdlite.launcher.elastic.decisions.commands import Command, Say, Tell
-from hvdlite.launcher.elastic.decisions.exchange_rounds import ExchangeRounds
 from hvdlite.launcher.elastic.decisions.failures import Failures
 from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
-from hvdlite.launcher.elastic.decisions.reset import Reset
 from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
 from hvdlite.launcher.elastic.decisions.staffing import Staffing
-from hvdlite.launcher.elastic.decisions.worlds import World, keep_order, make_world
+from hvdlite.launcher.elastic.decisions.worlds import (
+    CheckAgreement,
+    Reset,
+    World,
+    keep_order,
+    make_world,
+)
+
+
+class ExchangeRounds:
+    """The rounds in which members of a world meet: collects one body of every member for each."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self._members = members
+        self._rounds: dict[int, dict[int, bytes]] = {}
+
+    def add(self, number: int, round_: int, body: bytes) -> list[bytes] | None:
+        """Return the bodies of a round in rank order when this one was the last, else None."""
+        bodies = self._rounds.setdefault(round_, {})
+        bodies[number] = body
+        if len(bodies) < len(self._members):
+            return None
+        del self._rounds[round_]
+        return [bodies[member] for member in self._members]
+
 
 # How long a rank that has left its world is not told to the others: who was lost is known then.
 BROKEN_SECONDS = 0.05

@@ -1,9 +1,9 @@
-"""A world: who its ranks are, and who gives the state to whom."""
+"""A world: who its ranks are, who gives the state to whom, and the way to the next world."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlite.launcher.elastic.decisions.roster import Worker
@@ -72,3 +72,54 @@ def keep_order(line: Sequence[int], kept: Sequence[int], members: Sequence[int])
             before = [each for each in line[:index] if each in result]
             result.insert(result.index(before[-1]) + 1 if before else 0, number)
     return result
+
+
+class CheckAgreement:
+    """Finds the first check that no rank has passed yet.
+
+    All ranks were told to hold in their next check and to say how many they have passed.
+    """
+
+    def __init__(self, counter: int, numbers: Iterable[int]) -> None:
+        self.counter = counter
+        self._missing = set(numbers)
+        self._most_passed = 0
+
+    def answer(self, number: int, counter: int, count: int) -> None:
+        """Take the number of checks that a worker has passed; an answer of old is ignored."""
+        if counter == self.counter and number in self._missing:
+            self._missing.remove(number)
+            self._most_passed = max(self._most_passed, count)
+
+    def leave_out(self, number: int) -> None:
+        """Do not wait for a worker that has returned."""
+        self._missing.discard(number)
+
+    @property
+    def check(self) -> int | None:
+        """The number of the check; None: not all have answered."""
+        return None if self._missing else self._most_passed + 1
+
+
+@dataclass
+class Reset:
+    """A world is to be replaced, since the time `since`.
+
+    It begins in one of two ways. Either hosts have changed, then all ranks agree on the check that
+    raises in them; or a rank was lost, or has left the world, then the others are told to regroup.
+    """
+
+    since: float
+    agreement: CheckAgreement | None = None
+    kind: int = 0
+    raised: bool = False  # All ranks know the check.
+    interrupted: bool = False  # The first rank is there.
+    regroup_at: float | None = None  # A rank has left the world; who was lost is not known yet.
+    regrouped: bool = False
+    left: set[int] = field(default_factory=set)  # The ranks that have left this very world.
+    losses: list[Worker] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """All ranks know that their world is over."""
+        return self.regrouped or self.raised

@@ -11,7 +11,7 @@ import pytest
 
 from hvdlite.launcher.elastic import discovery_script
 from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
-from hvdlite.launcher.event_loop import EventLoop
+from hvdlite.launcher.processes.event_loop import EventLoop
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.launcher.elastic.options import ElasticOptions
+from hvdlite.launcher.command_line.elastic_options import ElasticOptions
 from tests.launcher.test_options import error, options
 
 

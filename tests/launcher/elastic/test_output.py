@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.console import Console
 from hvdlite.launcher.elastic.output import ElasticOutput
+from hvdlite.launcher.processes.console import Console
 
 
 def output(directory: Path | None = None, num_proc: int = 12) -> ElasticOutput:

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from hvdlite.launcher.signals import die_with_parent
+from hvdlite.launcher.processes.signals import die_with_parent
 from tests.parallel.process_group import killed, worker
 from tests.ports import LOOPBACK, free_port
 

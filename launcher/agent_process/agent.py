@@ -1,0 +1,329 @@
+"""The agent of one host: starts ranks there, and tells the launcher what becomes of them.
+
+    python -m hvdlite.launcher.agent_process.agent                 by the launcher itself, or by ssh
+    python -m hvdlite.launcher.agent_process.agent HOST:PORT ...   by srun: connects back
+
+The agent is the parent of its ranks. Nothing of a job outlives its channel: where the launcher has
+gone, or says nothing for too long, the agent ends its ranks within two seconds. It imports little,
+since each start waits for it.
+
+| from the launcher                       | from the agent                          |
+|-----------------------------------------|-----------------------------------------|
+|                                         | hello {channel, python, pid, host ...}  |
+| job {directory, variables, ranks ...}   | ready, or refused TEXT                  |
+| part NAME BYTES (of a file)             |                                         |
+| start NUMBER {rank, command, variables} | started NUMBER PID                      |
+|                                         | or unable NUMBER TEXT (a worker)        |
+|                                         | output NUMBER STREAM BYTES              |
+|                                         | raised NUMBER WORDS                     |
+| signal SIGNAL [NUMBERS]                 | part NUMBER BYTES, exit NUMBER CODE     |
+| deliver MEMBERS ROUND [BODIES]          | gathered MEMBERS ROUND {RANK: BODY}     |
+| missing MEMBERS [RANKS], fail TEXT RANK | came MEMBERS ROUND [RANKS]              |
+|                                         | withdrawn MEMBERS ROUND                 |
+| finished [RANKS] (with exit code 0)     |                                         |
+| tell [NUMBERS] MESSAGE                  | said NUMBER MESSAGE, stopped NUMBER     |
+|                                         | silent NUMBER TEXT, closed NUMBER       |
+|                                         | leaving TEXT                            |
+| beat                                    | beat                                    |
+
+Workers of an elastic job meet by `tell` and `said` (see relay.py), ranks of other jobs by `deliver`
+and `gathered`. NUMBER is the launcher's name of a process. It is never used twice, so a rank that
+is started again is told from its predecessor. CODE is an exit code, or minus the signal that ended
+the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.agent_process.agent_folder import AgentFolder
+from hvdlite.launcher.agent_process.host_meeting import HostMeeting
+from hvdlite.launcher.agent_process.rank_process import RankProcess, RankStart
+from hvdlite.launcher.agent_process.rank_variables import RankVariables
+from hvdlite.launcher.agents.channel import (
+    BEATS,
+    MUCH_BYTES,
+    PART_BYTES,
+    PROLOGUE,
+    VERSION,
+    Channel,
+)
+from hvdlite.launcher.processes.event_loop import EventLoop
+
+if TYPE_CHECKING:
+    from hvdlite.launcher.agent_process.relay import WorkerRelay
+
+TERMINATE_SECONDS = 1.0  # From SIGTERM to SIGKILL, when the launcher has gone.
+TOLD_SECONDS = 2.0  # The same, when the agent itself was told to end.
+LOOK_SECONDS = 1.0
+TOLD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FOLDER_REMEDY = "Remedy: make the same folder there, or share it between the hosts"
+
+
+class Agent:
+    """The agent, with one end of the channel."""
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self.loop = EventLoop()
+        self.channel = Channel(
+            self.loop, read_fd, write_fd, received=self._receive, ended=self._lose_launcher
+        )
+        self._handlers: dict[str, Callable[..., None]] = {
+            "job": self._job, "part": self._part, "start": self._start, "signal": self._signal,
+        }  # fmt: skip
+        self._ranks: dict[int, RankProcess] = {}
+        self._number_of: dict[int, int] = {}  # Rank -> the process that is that rank now.
+        self._reported: set[int] = set()
+        self._variables: RankVariables | None = None
+        self._meeting: HostMeeting | None = None
+        self._relay: WorkerRelay | None = None  # Of an elastic job, in the place of a meeting.
+        self._asked_to_leave = False  # By SIGTERM; the next signal ends the ranks.
+        self._told_to_leave = False  # The same, and the launcher does not know it yet.
+        self._look_at = 0.0  # When the meeting is looked at again.
+        self._silence_seconds = 0.0  # After which the launcher counts as lost; 0: never.
+        self._kill_at: float | None = None
+        self._paused = False
+        self._listen_to_signals()  # Before there is a folder, which a signal must not leave behind.
+        self.folder = AgentFolder()
+
+    # -- the loop
+
+    def run(self) -> None:
+        """Run until the launcher has gone, and no rank is left."""
+        try:
+            self.channel.send_raw(PROLOGUE)
+            self.channel.send("hello", self._describe())
+            while self.channel.open or self._running():
+                self.loop.run_once(self._patience())
+                self._reap()
+                self._pace()
+                now = time.monotonic()
+                self._look(now)
+                if not self._launcher_lives(now):
+                    self._lose_launcher()
+                if self._kill_at is not None and now >= self._kill_at:
+                    self._kill_at = None
+                    self._signal_all(signal.SIGKILL)
+        finally:
+            self._signal_all(signal.SIGKILL)
+            self.folder.remove()
+
+    def _look(self, now: float) -> None:
+        if self._meeting is not None and now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self._meeting.tell_who_came()
+        if self._relay is not None:
+            self._relay.look()
+            if self._told_to_leave:
+                self._told_to_leave = False
+                self.channel.send("leaving", "its host is shut down (the agent there got SIGTERM)")
+
+    def _launcher_lives(self, now: float) -> bool:
+        limit = self._silence_seconds
+        return not limit or not self.channel.open or self.channel.beat(now, limit)
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "channel": VERSION, "python": list(sys.version_info[:3]), "executable": sys.executable,
+            "pid": os.getpid(), "host": socket.gethostname(), "folder": self.folder.path,
+        }  # fmt: skip
+
+    def _listen_to_signals(self) -> None:
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        self._wakeup = (reader, writer)  # Kept open.
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in TOLD:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: self._leave(number))
+
+        def drain(_fd: int) -> None:
+            with contextlib.suppress(BlockingIOError):
+                reader.recv(512)
+
+        self.loop.listen(reader.fileno(), drain)
+
+    def _leave(self, number: int) -> None:
+        """End the ranks; those of an elastic job can end in order when the host is shut down."""
+        if self._relay is None or number != signal.SIGTERM or self._asked_to_leave:
+            self._end_ranks(TOLD_SECONDS)
+        else:
+            self._asked_to_leave = self._told_to_leave = True
+
+    def _patience(self) -> float:
+        longest = LOOK_SECONDS
+        if self._silence_seconds:
+            longest = min(longest, self._silence_seconds / (2 * BEATS))
+        if self._kill_at is not None:
+            return max(0.0, min(longest, self._kill_at - time.monotonic()))
+        return longest
+
+    def _running(self) -> bool:
+        return any(rank.code is None for rank in self._ranks.values())
+
+    def _reap(self) -> None:
+        """Report the ranks that have ended: first what they said, then their code."""
+        for number, rank in self._ranks.items():
+            if number not in self._reported and rank.has_ended():
+                self._reported.add(number)
+                rank.drain()
+                self._report_raised()
+                if self._relay is not None:
+                    self._relay.finish(number)
+                    rank.end_group()
+                self.folder.begin_answer(number)
+        while self.channel.queued_bytes < MUCH_BYTES:
+            ended, part = self.folder.next_answer_part(PART_BYTES)
+            if ended is None:
+                break
+            if part:
+                self.channel.send("part", ended, part)
+            else:
+                self.channel.send("exit", ended, self._ranks[ended].code)
+                if self._relay is not None:  # Many more may follow.
+                    del self._ranks[ended], self._number_of[ended]
+                    self._reported.remove(ended)
+
+    def _pace(self) -> None:
+        """Let the ranks wait while the launcher does not keep up with their output."""
+        much = self.channel.queued_bytes >= MUCH_BYTES
+        if much != self._paused:
+            self._paused = much
+            for rank in self._ranks.values():
+                (rank.pause if much else rank.resume)()
+
+    def _report_raised(self) -> None:
+        for rank, words in self.folder.raised():
+            if rank in self._number_of:
+                self.channel.send("raised", self._number_of[rank], words)
+
+    # -- what the launcher says
+
+    def _receive(self, kind: str, fields: list[Any]) -> None:
+        handler = self._handlers.get(kind)
+        if handler is not None:
+            handler(*fields)
+
+    def _job(self, job: dict[str, Any]) -> None:
+        try:
+            os.chdir(job["directory"])
+        except OSError as error:
+            self._refuse(f"cannot enter {job['directory']}: {error.strerror}. {FOLDER_REMEDY}")
+            return
+        if job["call"] is not None:
+            self.folder.link(job["call"])
+        self._silence_seconds = job["silence_seconds"]
+        self._variables = RankVariables(job, self.folder)
+        try:
+            self._variables.check_devices()
+        except ConfigError as error:
+            self._refuse(f"cannot start its ranks: {error}")
+            return
+        self.loop.listen(self.folder.events_fd, lambda _fd: self._report_raised())
+        self._let_meet(job)
+        self.channel.send("ready")
+
+    def _refuse(self, clause: str) -> None:
+        """Tell the launcher why this host cannot take part, as a clause about the host."""
+        self.channel.send("refused", clause)
+
+    def _let_meet(self, job: dict[str, Any]) -> None:
+        """Open the socket at which the ranks meet, or by which workers talk with the driver."""
+        if job["elastic"]:
+            from hvdlite.launcher.agent_process.relay import WorkerRelay
+
+            self._relay = WorkerRelay(job, self.folder, self.loop, self.channel, self._ranks)
+            self._handlers["tell"] = self._relay.tell
+            return
+        self._meeting = meeting = HostMeeting(job, self.folder, self.loop, self.channel)
+        self._handlers |= {
+            "deliver": meeting.deliver, "missing": meeting.note_missing, "fail": meeting.fail,
+            "finished": meeting.finish,
+        }  # fmt: skip
+
+    def _part(self, name: str, data: bytes) -> None:
+        self.folder.append(name, data)
+
+    def _start(self, number: int, rank: dict[str, Any]) -> None:
+        assert self._variables is not None
+
+        def output(stream: str, data: bytes) -> None:
+            self.channel.send("output", number, stream, data)
+
+        try:
+            environ = self._variables.environ_of(rank)
+        except ConfigError as error:  # Of an elastic job, whose slots are not checked before.
+            self.channel.send("unable", number, str(error))
+            return
+        start = RankStart(
+            command=rank["command"],
+            environ=environ,
+            cores=self._variables.cores_of(rank),
+            terminals=rank["terminals"],
+        )
+        process = RankProcess(start, self.loop, output)
+        self._ranks[number] = process
+        self._number_of[rank["rank"]] = number
+        self.channel.send("started", number, process.pid)
+
+    def _signal(self, number: int, wanted: list[int]) -> None:
+        for name in wanted or list(self._ranks):
+            if name in self._ranks:
+                self._ranks[name].signal(number)
+
+    # -- the end
+
+    def _lose_launcher(self) -> None:
+        self.channel.close()
+        self._end_ranks(TERMINATE_SECONDS)
+
+    def _end_ranks(self, patience_seconds: float) -> None:
+        self._signal_all(signal.SIGTERM)
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + patience_seconds
+
+    def _signal_all(self, number: int) -> None:
+        for rank in self._ranks.values():
+            rank.signal(number)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the agent over standard input and output, or over a connection to one of the addresses.
+
+    Standard input and output then are no one else's.
+    """
+    if arguments:
+        from hvdlite.launcher.agents.call_back import call_from_environment
+
+        connection = call_from_environment(arguments, os.environ)
+        read_fd, write_fd = os.dup(connection.fileno()), connection.detach()
+    else:
+        read_fd, write_fd = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    try:
+        agent = Agent(read_fd, write_fd)
+    except OSError as error:
+        from hvdlite.launcher.hosts.unreachable import CANNOT_RUN
+        from hvdlite.launcher.processes.error_text import spell_os_error
+
+        print(f"{CANNOT_RUN}cannot run the job: {spell_os_error(error)}", file=sys.stderr)
+        return 1
+    agent.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

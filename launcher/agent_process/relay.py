@@ -1,0 +1,83 @@
+"""The workers of one host, between whom and the driver their agent passes on every message.
+
+A worker is connected with the agent by a Unix socket, so that the end of either process is seen at
+once, and workers of other hosts need no port of the launcher. The agent also tells what the driver
+cannot see from afar: workers that are stopped, or have been silent for too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdlite.common.connections.address import Address, listen
+from hvdlite.common.membership.server import WorkerServer
+from hvdlite.launcher.agent_process.agent_folder import AgentFolder
+from hvdlite.launcher.agent_process.rank_process import RankProcess
+from hvdlite.launcher.agents.channel import Channel
+from hvdlite.launcher.processes.event_loop import EventLoop
+
+STOPPED = "T"  # The state of a process after SIGSTOP; that of one in a debugger is "t".
+
+
+class WorkerRelay:
+    """Passes messages on; `workers` are the processes of this host by number."""
+
+    def __init__(
+        self, job: Mapping[str, Any], folder: AgentFolder, loop: EventLoop, channel: Channel,
+        workers: Mapping[int, RankProcess],
+    ) -> None:  # fmt: skip
+        self._channel, self._workers = channel, workers
+        self._silence_seconds: float = job["worker_silence_seconds"]
+        self._told: set[tuple[int, str]] = set()  # What the driver knows of running workers.
+        self._server = WorkerServer(
+            loop, listen(Address(path=folder.socket)), job["secret"].encode(),
+            lambda number, message: channel.send("said", number, message), self._note_end,
+            expects=self._runs,
+        )  # fmt: skip
+
+    def _runs(self, number: int) -> bool:
+        worker = self._workers.get(number)
+        return worker is not None and worker.code is None
+
+    def _note_end(self, number: int) -> None:
+        worker = self._workers.get(number)
+        if worker is not None and not worker.has_ended():  # Else its exit code follows at once.
+            self._channel.send("closed", number)
+
+    def tell(self, numbers: list[int], message: list[Any]) -> None:
+        """Send a message of the driver to workers here."""
+        for number in numbers:
+            self._server.send(number, message)
+
+    def finish(self, number: int) -> None:
+        """Pass on the last words of a worker whose process has ended."""
+        self._server.hear_last_words(number)
+        self._told = {fact for fact in self._told if fact[0] != number}
+
+    def look(self) -> None:
+        """Tell of workers that run and cannot go on; called now and then."""
+        for number, silence in self._server.silence().items():
+            if self._is_stopped(number):
+                self._tell_once(number, "stopped")
+            elif silence >= self._silence_seconds:
+                why = f"it has not answered for {self._silence_seconds:g} seconds"
+                self._tell_once(number, "silent", why)
+
+    def _tell_once(self, number: int, kind: str, *fields: str) -> None:
+        if self._runs(number) and (number, kind) not in self._told:
+            self._told.add((number, kind))
+            self._channel.send(kind, number, *fields)
+
+    def _is_stopped(self, number: int) -> bool:
+        return self._runs(number) and _state(self._workers[number].pid) == STOPPED
+
+
+def _state(pid: int) -> str:
+    """Return the letter that the kernel has for the state of a process; empty after its end."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name of the program comes before, in parentheses, and may have some of its own.
+            return file.read().rpartition(")")[2].split(maxsplit=1)[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,127 @@
+"""What the launcher tells agents about a job, about its ranks, and of files that they need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from hvdlite.common.plain.config import Config
+from hvdlite.launcher.agents.agent_connection import AgentHost
+from hvdlite.launcher.agents.channel import PART_BYTES
+from hvdlite.launcher.command_line.debug_rank import terminals
+from hvdlite.launcher.command_line.launcher_choice import SRUN
+from hvdlite.launcher.jobs.passed_variables import names_for_other_hosts
+from hvdlite.launcher.jobs.runner import JobContext
+from hvdlite.launcher.mpirun.mpi_arguments import binds_ranks
+
+SLURM_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
+
+
+class AgentJob:
+    """A job in the words of the channel."""
+
+    def __init__(self, job: JobContext, hosts: tuple[AgentHost, ...]) -> None:
+        self.silence_seconds = Config.from_environ(job.environ).peer_timeout_seconds
+        self._options = job.options
+        self._environ = job.environ
+        self._hosts = hosts
+        self._secret = os.urandom(16).hex()
+        self._token = f"hvdlite-rank-{os.urandom(8).hex()}"
+        self._directory = os.getcwd()
+
+    def for_host(self, host: AgentHost) -> dict[str, Any]:
+        """Return what the agent of `host` must know before it starts ranks."""
+        environ, pod = self._environ, self._options.torch_pod
+        names = names_for_other_hosts(environ) if host.remote else environ
+        return {
+            "directory": self._directory,
+            "variables": {name: environ[name] for name in names},
+            "inherit": host.remote,  # Its own environment is the base of that of the ranks.
+            "host": host.name,
+            "ranks": list(host.ranks),
+            "size": self._options.size,
+            "secret": pod.secret if pod else self._secret,
+            "rendezvous": str(pod.master) if pod else "",  # Empty: at the agent.
+            "token": self._token,
+            "bind": binds_ranks(self._options.binding_args),
+            "silence_seconds": self.silence_seconds if host.remote else 0.0,
+            "elastic": False,
+            "call": None if host.remote else self._options.call,
+        }
+
+    def for_rank(self, host: AgentHost, rank: int) -> dict[str, Any]:
+        """Return what the agent must know to start `rank`."""
+        options = self._options
+        debugged = options.debug_rank == rank
+        variables = self._place(host, rank)
+        if options.debug_rank is not None and not debugged:
+            # A debugger in this rank would find the end of its input, and end it.
+            variables["PYTHONBREAKPOINT"] = "0"
+        return {
+            "rank": rank,
+            "local_rank": host.ranks.index(rank),
+            "command": list(options.command),
+            "variables": variables,
+            "terminals": terminals() if debugged else {},
+        }
+
+    def for_server(self, key: int, number: int) -> dict[str, Any]:
+        """Return what the agent must know to start a server; `key` takes the place of a rank."""
+        variables = {
+            "HVDLITE_ROLE": "server", "HVDLITE_NODE_ID": f"server{number}",
+            "HVDLITE_NODE_NUMBER": str(number),
+        }  # fmt: skip
+        return {
+            "rank": key, "local_rank": 0, "command": list(self._options.command),
+            "variables": variables, "terminals": {},
+        }  # fmt: skip
+
+    def _place(self, host: AgentHost, rank: int) -> dict[str, str]:
+        """Return the variables that tell a rank its place in the job."""
+        local_rank = host.ranks.index(rank)
+        pod = self._options.torch_pod
+        peers = [each for each in self._hosts if len(each.ranks) > local_rank]
+        place = {
+            "RANK": rank,
+            "SIZE": self._options.size,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_SIZE": len(host.ranks),
+            "CROSS_RANK": pod.index if pod else peers.index(host),
+            "CROSS_SIZE": pod.pods if pod else len(peers),
+        }
+        prefixes = ("HVDLITE", "HOROVOD") if self._options.as_horovod else ("HVDLITE",)
+        variables = {f"{prefix}_{name}": str(n) for prefix in prefixes for name, n in place.items()}
+        if self._options.cluster is not None:
+            variables |= {"HVDLITE_NODE_ID": f"worker{rank}", "HVDLITE_NODE_NUMBER": str(rank)}
+        if self._options.torchrun_env:
+            variables |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self._options.size),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(len(host.ranks)),
+            }
+        if self._options.launcher == SRUN:  # Slurm describes the task that is the agent.
+            variables |= {
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(local_rank),
+                **dict.fromkeys(SLURM_SIZES, str(self._options.num_proc)),
+            }
+        return variables
+
+    # -- hvdlite.run: the call goes there, and the answers come back
+
+    def messages_of_files(self, host: AgentHost) -> Iterator[tuple[str, str, bytes]]:
+        """Yield the files of a call of `hvdlite.run` in parts, for a host that cannot see them."""
+        if self._options.call is None or not host.remote:
+            return
+        for entry in os.scandir(self._options.call):
+            with open(entry.path, "rb") as file:
+                while part := file.read(PART_BYTES):
+                    yield "part", entry.name, part
+
+    def keep_answer(self, rank: int, data: bytes) -> None:
+        """Append a part of the answer of `rank` to the file that `hvdlite.run` reads."""
+        if self._options.call is not None:
+            with open(os.path.join(self._options.call, f"answer.{rank}.pickle"), "ab") as file:
+                file.write(data)

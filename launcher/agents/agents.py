@@ -1,0 +1,333 @@
+"""Runs ranks by agents: one on each host, which starts the ranks of that host."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost
+from hvdlite.launcher.agents.agent_hello import reason_to_refuse
+from hvdlite.launcher.agents.agent_job import AgentJob
+from hvdlite.launcher.agents.agent_starters import (
+    AgentStarter,
+    SpawnedAgents,
+    kill_groups,
+    remove_here,
+)
+from hvdlite.launcher.agents.cluster_processes import ClusterProcesses
+from hvdlite.launcher.agents.group_agents import GroupAgents
+from hvdlite.launcher.agents.merged_meeting import MergedMeeting
+from hvdlite.launcher.command_line.launcher_choice import GROUPS
+from hvdlite.launcher.hosts.unreachable import explain_agent, has_not_answered, spell_end
+from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE
+from hvdlite.launcher.jobs.runner import JobContext, StartFailure
+from hvdlite.launcher.platforms.groups import make_group
+
+if TYPE_CHECKING:
+    from hvdlite.ps.scheduler.hosted import HostedScheduler
+
+ABOUT_PROCESSES = {"started", "output", "raised", "part", "exit"}
+LAST_SECONDS = 1.0  # How long processes that have closed their output may take to end.
+
+
+class Agents:
+    """See `Runner`."""
+
+    name = "the agents"
+
+    def __init__(
+        self, hosts: tuple[AgentHost, ...], job: JobContext, launcher_environ: Mapping[str, str],
+        scheduler: HostedScheduler | None = None,
+    ) -> None:  # fmt: skip
+        self.job = job
+        self.agents = [
+            AgentConnection(host, job.loop, self._received, self._lost) for host in hosts
+        ]
+        self._starter = self._make_starter(launcher_environ)
+        self._description = AgentJob(job, hosts)
+        self._cluster: ClusterProcesses | None = None  # Servers, and workers that are no ranks.
+        if scheduler is not None and job.options.cluster is not None:
+            self._cluster = ClusterProcesses(
+                job, job.options.cluster, scheduler, self.agents, self._description
+            )
+        self._meeting = MergedMeeting(job.options.size)
+        self._finished: list[int] = []  # Ranks that ended with code 0, which agents do not know.
+        self._started = False
+        self._ending = False
+        self._failing = False
+        self._failure: StartFailure | None = None
+        self._handlers: dict[str, Callable[..., None]] = {
+            "hello": self._hello, "ready": self._ready, "refused": self._refused,
+            "started": self._rank_started, "output": self._output, "raised": self._raised,
+            "part": self._part, "exit": self._exit, "gathered": self._gathered,
+            "came": self._came, "withdrawn": self._withdrawn,
+        }  # fmt: skip
+
+    def _make_starter(self, environ: Mapping[str, str]) -> AgentStarter:
+        options, loop = self.job.options, self.job.loop
+        if options.launcher in GROUPS:
+            names = [agent.host.name for agent in self.agents]
+            group = make_group(options.launcher, names, options, environ)
+            return GroupAgents(self.agents, group, loop)
+        return SpawnedAgents(self.agents, options, environ, loop)
+
+    def describe(self) -> list[str]:
+        """See `Runner`."""
+        return [*self._starter.describe(), shlex.join(self.job.options.command)]
+
+    # -- the start
+
+    def start(self) -> None:
+        """See `Runner`."""
+        self._starter.start()
+
+    def _hello(self, agent: AgentConnection, hello: dict[str, Any]) -> None:
+        if not self._ending:
+            self._starter.agent_came()
+        agent.folder = hello["folder"]
+        name = agent.host.name
+        if why := reason_to_refuse(hello, with_call=self.job.options.call is not None):
+            self._fail(f"host {name} {why}")
+            return
+        agent.send("job", self._description.for_host(agent.host))
+
+    def _ready(self, agent: AgentConnection) -> None:
+        agent.ready = True
+        agent.feed(self._description.messages_of_files(agent.host), lambda: self._supplied(agent))
+
+    def _supplied(self, agent: AgentConnection) -> None:
+        """Start all ranks once each agent has the files that they need."""
+        agent.supplied = True
+        if not self._late and not self._ending:
+            self._started = True
+            for each in self.agents:
+                for rank in each.host.ranks:
+                    each.send("start", rank, self._description.for_rank(each.host, rank))
+            if self._cluster is not None:
+                self._cluster.start_servers()
+
+    def _refused(self, agent: AgentConnection, text: str) -> None:
+        self._fail(f"host {agent.host.name} {text}")
+
+    def _fail(self, sentence: str) -> None:
+        """End the start of the job: no rank runs yet."""
+        if self._failure is None:
+            self._failure = StartFailure(NOT_STARTED_CODE, sentence)
+        self._stop_start()
+
+    def _stop_start(self) -> None:
+        self._ending = True
+        self._starter.stop()
+        for agent in self.agents:
+            agent.dismiss()
+
+    # -- while ranks run
+
+    def running(self) -> bool:
+        """See `Runner`."""
+        return self._starter.busy() or any(agent.connected for agent in self.agents)
+
+    def look(self) -> None:
+        """See `Runner`."""
+        if not self._started and (why := self._starter.failure()):
+            self._fail(why)
+        self._tell_of_failure()
+        if self._cluster is not None and not self._ending:
+            self._look_for_end()
+        self._tell_who_is_missing()
+        self._tell_who_has_finished()
+        silence = self._description.silence_seconds
+        now = time.monotonic()
+        for agent in self.agents:
+            channel = agent.channel
+            if not (agent.host.remote and agent.ready and channel is not None and channel.open):
+                continue
+            if not channel.beat(now, silence):
+                agent.kill()
+                self._lose(agent, has_not_answered(silence))
+
+    def keep_alive(self) -> None:
+        """See `Runner`."""
+        now = time.monotonic()
+        for agent in self.agents:
+            if agent.ready and agent.channel is not None:
+                agent.channel.beat(now, self._description.silence_seconds)
+
+    def _received(self, agent: AgentConnection, kind: str, fields: list[Any]) -> None:
+        cluster = self._cluster
+        if cluster is not None and kind in ABOUT_PROCESSES and cluster.owns(fields[0]):
+            cluster.received(kind, fields[0], fields[1:])
+            self._look_for_end()
+            return
+        handler = self._handlers.get(kind)
+        if handler is not None:
+            handler(agent, *fields)
+
+    def _rank_started(self, _agent: AgentConnection, rank: int, pid: int) -> None:
+        self.job.first_failure.started[rank] = pid
+
+    def _output(self, _agent: AgentConnection, rank: int, stream: str, data: bytes) -> None:
+        self.job.output.feed(rank, stream, data)
+
+    def _raised(self, _agent: AgentConnection, rank: int, words: str) -> None:
+        self.job.first_failure.receive("raised", rank, words.split())
+
+    def _part(self, _agent: AgentConnection, rank: int, data: bytes) -> None:
+        self._description.keep_answer(rank, data)
+
+    def _exit(self, _agent: AgentConnection, rank: int, code: int) -> None:
+        self.job.first_failure.end(rank, code)
+        if not code:
+            self._finished.append(rank)
+        self._look_for_end()
+
+    def _gathered(
+        self, _agent: AgentConnection, members: list[int], number: int, bodies: dict[int, bytes]
+    ) -> None:
+        merged = self._meeting.add(members, number, bodies)
+        if merged is not None:
+            self._send_to(members, "deliver", members, number, merged)
+
+    def _came(
+        self, agent: AgentConnection, members: list[int], number: int, came: list[int]
+    ) -> None:
+        self._meeting.note(members, number, agent.host.ranks, came)
+
+    def _tell_who_is_missing(self) -> None:
+        """Tell hosts whose ranks wait. At once would be too often: each host tells all others."""
+        for members, missing in self._meeting.news():
+            self._send_to(members, "missing", members, missing)
+
+    def _tell_who_has_finished(self) -> None:
+        """Tell hosts with ranks that still run, since those may wait for a rank that has ended.
+
+        At the end of a large job, a message for each rank would be too many.
+        """
+        finished, self._finished = self._finished, []
+        for agent in self.agents if finished else ():
+            if self._left(agent):
+                agent.send("finished", finished)
+
+    def _send_to(self, members: list[int], kind: str, *fields: Any) -> None:
+        wanted = set(members or self.job.options.ranks)
+        for each in self.agents:
+            if wanted.intersection(each.host.ranks):
+                each.send(kind, *fields)
+
+    def _withdrawn(self, agent: AgentConnection, members: list[int], number: int) -> None:
+        self._meeting.withdraw(members, number, agent.host.ranks)
+
+    def _lost(self, agent: AgentConnection) -> None:
+        """Look whether the channel of an agent has ended as it should, or too early."""
+        if self._ending and not self._left(agent):
+            return
+        said, code = (agent.leader.said(), agent.leader.code) if agent.leader else ("", None)
+        if not self._started:
+            self._fail(explain_agent(agent.host.name, said, code))
+        elif agent.host.remote:
+            agent.gone = True
+            self._lose(agent, f"closed its connection: {said.strip() or 'its agent has ended'}")
+        else:
+            self._lose(agent, f"lost its agent: it {spell_end(code)}")
+
+    def _lose(self, agent: AgentConnection, why: str) -> None:
+        left = self._left(agent)
+        for rank in left:
+            self.job.first_failure.lose(rank, f"is lost with host {agent.host.name}, which {why}")
+        if not agent.host.remote:
+            started = self.job.first_failure.started
+            kill_groups(started[rank] for rank in left if started.get(rank))
+        self._look_for_end()
+
+    def _left(self, agent: AgentConnection) -> list[int]:
+        heard = self.job.first_failure
+        return [rank for rank in agent.host.ranks if rank not in heard.codes]
+
+    # -- the end
+
+    def _look_for_end(self) -> None:
+        """Let the agents end when no rank runs any more."""
+        heard = self.job.first_failure
+        if not self._started or len(heard.codes.keys() | heard.lost) < self.job.options.num_proc:
+            return
+        if (
+            self._cluster is not None
+            and not heard.trouble
+            and self._cluster.hold_up(time.monotonic())
+        ):
+            return
+        self._ending = True
+        for agent in self.agents:
+            if heard.trouble:  # Child processes may have outlived their rank.
+                agent.send("signal", int(signal.SIGKILL), [])
+            agent.let_end()
+
+    def begin_end(self) -> None:
+        """See `Runner`."""
+        self._failing = True
+        if self._cluster is not None:
+            self._cluster.begin_end(str(self.job.first_failure.failure() or ""))
+        self._tell_of_failure()
+
+    def _tell_of_failure(self) -> None:
+        """Let ranks that wait for others in `init` raise, also those that have come meanwhile."""
+        failure = self.job.first_failure.failure() if self._failing else None
+        if failure is not None:
+            for agent in self.agents:
+                agent.send("fail", str(failure), failure.rank)
+
+    @property
+    def _late(self) -> list[AgentConnection]:
+        return [agent for agent in self.agents if not agent.supplied]
+
+    def signal(self, number: int) -> None:
+        """See `Runner`."""
+        if not self._started:
+            self._stop_start()
+        for agent in self.agents:
+            agent.send("signal", int(number), [])
+
+    def abandon(self) -> None:
+        """See `Runner`."""
+        self._ending = True
+        for agent in self.agents:
+            agent.kill()
+        self._starter.abandon()
+
+    def finish(self) -> None:
+        """See `Runner`: what has closed its channel ends by itself."""
+        end = time.monotonic() + LAST_SECONDS
+        for leader in (agent.leader for agent in self.agents):
+            if leader is not None:
+                leader.wait(end - time.monotonic())
+        self._starter.finish(end - time.monotonic())
+
+    def late(self, missing: list[int]) -> list[int]:
+        """See `Runner`: ranks start when all agents have their files."""
+        return [rank for agent in self._late for rank in agent.host.ranks] or missing
+
+    def failure(self) -> StartFailure | None:
+        """See `Runner`."""
+        return self._failure
+
+    def close(self, kill: bool) -> None:
+        """See `Runner`."""
+        for agent in self.agents:
+            abandoned = agent.leader is not None and agent.leader.code != 0
+            agent.close()
+            if abandoned and not agent.host.remote:
+                remove_here(agent, self._pids(agent))
+            if agent.gone:
+                self._starter.tidy(agent, self._pids(agent))
+        self._starter.close()
+
+    def _pids(self, agent: AgentConnection) -> list[int]:
+        """Return the processes of an agent that have not ended well, as far as it has told."""
+        heard = self.job.first_failure
+        return [
+            heard.started[rank] for rank in agent.host.ranks
+            if heard.started.get(rank) and heard.codes.get(rank) != 0
+        ]  # fmt: skip

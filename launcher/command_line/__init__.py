@@ -1,0 +1,1 @@
+"""The command line of hvdlite-run: flags, settings, and every contradiction between them."""

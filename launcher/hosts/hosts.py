@@ -1,0 +1,112 @@
+"""Hosts and their slots: what -H and a hostfile say."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.hosts.discovery_output import check_name
+
+HOST = re.compile(r"([\w.-]+)(?::(\d+))?")
+HOSTFILE_LINE = re.compile(r"([\w.-]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?")
+HOSTFILE_FORM = "name slots=number, name:number or name"
+LOCAL_NAMES = ("localhost", "127.0.0.1")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, and how many ranks may run on it."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+    @property
+    def remote(self) -> bool:
+        """It is not the host that this runs on, as far as its name tells."""
+        here = socket.gethostname()
+        return self.name not in (*LOCAL_NAMES, here, here.partition(".")[0])
+
+
+def parse_hosts(text: str, source: str = "--hosts") -> tuple[Host, ...]:
+    """Read ``name:slots,name:slots``; a host without a number has one slot."""
+    return _without_duplicates(
+        [
+            _host(HOST.fullmatch(part.strip()), f"{source}: {part!r}", "name:slots")
+            for part in text.split(",")
+        ],
+        source,
+    )
+
+
+def read_hostfile(path: str, source: str = "--hostfile") -> tuple[Host, ...]:
+    """Read lines of ``name slots=number`` or ``name:number``; ``#`` starts a comment.
+
+    A host without a number has one slot. `source` is the flag or variable that names the file.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: cannot read {path}: {error}") from None
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if text:
+            where = f"{path}, line {number}: {text!r}"
+            hosts.append(_host(HOSTFILE_LINE.fullmatch(text), where, HOSTFILE_FORM))
+    if not hosts:
+        raise ConfigError(f"{source}: {path} names no host")
+    return _without_duplicates(hosts, path)
+
+
+def _host(match: re.Match[str] | None, where: str, form: str) -> Host:
+    if match is None:
+        raise ConfigError(f"{where}: a host must be given as {form}")
+    name, *numbers = match.groups()  # a hostfile has two ways to write the number
+    check_name(name, where)
+    slots = int(next(filter(None, numbers), 1))
+    if slots < 1:
+        raise ConfigError(f"{where}: a host must have at least one slot")
+    return Host(name, slots)
+
+
+def _without_duplicates(hosts: list[Host], source: str) -> tuple[Host, ...]:
+    seen: set[str] = set()
+    for host in hosts:
+        if host.name in seen:
+            raise ConfigError(f"{source}: host {host.name} is given twice: add its slots up")
+        seen.add(host.name)
+    return tuple(hosts)
+
+
+def ranks_per_host(hosts: tuple[Host, ...], num_proc: int) -> tuple[int, ...]:
+    """How many ranks each host gets when hosts are filled in their order.
+
+    Raises `ConfigError` when there are too few slots.
+    """
+    slots = sum(host.slots for host in hosts)
+    if num_proc > slots:
+        raise ConfigError(
+            f"-np {num_proc} asks for more ranks than the {slots} slots of the hosts "
+            f"{','.join(map(str, hosts))}: ask for -np {slots} at most, or give the hosts "
+            "more slots (name:slots)"
+        )
+    counts, left = [], num_proc
+    for host in hosts:
+        counts.append(min(host.slots, left))
+        left -= counts[-1]
+    return tuple(counts)
+
+
+def host_of_rank(hosts: tuple[Host, ...], num_proc: int, rank: int) -> Host | None:
+    """Return the host on which `rank` runs when hosts are filled in their order."""
+    for host, count in zip(hosts, ranks_per_host(hosts, num_proc), strict=True):
+        if rank < count:
+            return host
+        rank -= count
+    return None

@@ -1,0 +1,143 @@
+"""The environment of the ranks: the user's own, less what belongs to another job."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import socket
+from collections.abc import Mapping
+
+from hvdlite.common.base.networks import BRIDGE, USUAL_BRIDGES, has_fabric
+from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.jobs.passed_variables import of_another_job
+from hvdlite.launcher.mpirun.commands import build_environment, keep_alive_arguments
+from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi, library_of
+from hvdlite.launcher.mpirun.openmpi import own_agent, parameter_given
+from hvdlite.launcher.platforms.allocation import is_task
+
+# Python prints the stack of a rank that dies by SIGSEGV where this is not empty; "0" would count.
+FAULT_HANDLER = "PYTHONFAULTHANDLER"
+# What Open MPI leaves out by itself, the overlay of pods, and bridges.
+NOT_BETWEEN_HOSTS = ("127.0.0.1/8", "sppp", "flannel.1", *USUAL_BRIDGES)
+
+
+def rank_environment(
+    environ: Mapping[str, str], mpi: Mpi | None, options: LaunchOptions
+) -> dict[str, str]:
+    """Return the ranks' environment: `environ`, flags and config file, and defaults.
+
+    `mpi` is None where agents start the ranks.
+    """
+    passed = {name: value for name, value in environ.items() if not of_another_job(name)}
+    passed |= options.variables
+    if mpi is not None:
+        passed = _with_library(passed, mpi)
+    if options.as_horovod:
+        from hvdlite.as_horovod import environment
+
+        passed |= environment(passed)
+    # Output before a crash must not be lost in a pipe's buffer.
+    defaults = {"PYTHONUNBUFFERED": "1"}
+    given = passed.get(FAULT_HANDLER, "1")
+    passed[FAULT_HANDLER] = "" if given == "0" else given
+    if mpi is not None:
+        defaults |= _openmpi_defaults(environ, mpi, options) | build_environment(mpi, options)
+        if mpi.kind == OPENMPI and options.remote and not own_agent(options.mpi_args, environ):
+            name = "PRTE_MCA_plm_ssh_args" if mpi.major >= 5 else "OMPI_MCA_plm_rsh_args"
+            defaults[name] = shlex.join(keep_alive_arguments(options))
+        if is_task(environ):  # The other tasks have the other nodes: mpirun must not take them.
+            defaults |= {"PRTE_MCA_ras": "^slurm", "PRTE_MCA_plm": "ssh"}
+    elif options.tcp:
+        defaults["HVDLITE_TRANSPORT"] = "tcp"
+    if options.network_interfaces:
+        defaults |= _interface_variables(options)
+    return passed | {name: value for name, value in defaults.items() if not passed.get(name)}
+
+
+def _interface_variables(options: LaunchOptions) -> dict[str, str]:
+    """Return what tells hvdlite, NCCL and scripts for Horovod which interfaces to use."""
+    given = options.network_interfaces
+    variables = {"HVDLITE_NETWORK_INTERFACES": ",".join(given)}
+    if names := [name for name in given if not _is_network(name)]:  # All that NCCL knows.
+        variables["NCCL_SOCKET_IFNAME"] = ",".join(names)
+        if options.elastic is not None and options.as_horovod:
+            variables["HOROVOD_GLOO_IFACE"] = names[0]
+    return variables
+
+
+def _is_network(text: str) -> bool:
+    """Return whether this is an address or a subnet, and no interface."""
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _with_library(passed: Mapping[str, str], mpi: Mpi) -> dict[str, str]:
+    """Return `passed` with the path of the MPI library in the place of the name of its ABI.
+
+    Given MPI4PY_MPIABI, mpi4py imports the module for that ABI without looking for the library
+    first, and the dynamic linker does not look inside a Python environment, where wheels put it.
+    """
+    library = passed.get("MPI4PY_LIBMPI") or library_of(mpi)
+    if not passed.get("MPI4PY_MPIABI") or not library:
+        return dict(passed)
+    others = {name: value for name, value in passed.items() if name != "MPI4PY_MPIABI"}
+    return others | {"MPI4PY_LIBMPI": library}
+
+
+def _openmpi_defaults(
+    environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions
+) -> dict[str, str]:
+    """Return the parameters of Open MPI that are set where the user has not set them.
+
+    btl/ofi carries only one-sided operations over a fabric, and opening libfabric for it costs a
+    second of every start; mtl/ofi, which carries messages over a fabric, stays. The osc component
+    of UCX prints lines about its priority, and hvdlite does not use it. Between hosts, bridges that
+    have one address on all of them (docker0) crash btl/tcp, and without its detector Open MPI never
+    notices that a link is cut.
+    """
+    if HYDRA in (mpi.kind, mpi.library):
+        return {}
+    defaults = {"osc": "^ucx"}
+    if not has_fabric():
+        defaults["btl"] = "^ofi"
+    if options.remote:
+        defaults["mpi_ft_detector"] = "1"
+    if options.remote or mpi.kind == SLURM:
+        defaults |= _without_bridges(environ, mpi, options)
+    return {
+        f"OMPI_MCA_{name}": value
+        for name, value in defaults.items()
+        if not parameter_given(name, environ, options.mpi_args, mpi.program)
+    }
+
+
+def _without_bridges(
+    environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions
+) -> dict[str, str]:
+    """Return what keeps Open MPI off bridges inside a host; it takes a list to use, or not to."""
+    include = "btl_tcp_if_include"
+    chosen = parameter_given(include, environ, options.mpi_args, mpi.program)
+    if chosen or options.network_interfaces:
+        return {}
+    names = {name for _, name in socket.if_nameindex()}
+    inner = sorted(name for name in names if BRIDGE.fullmatch(name))
+    if not names.difference(inner, ("lo",)):  # The only link of a container may have such a name.
+        inner = []
+    return {"btl_tcp_if_exclude": ",".join(dict.fromkeys((*NOT_BETWEEN_HOSTS, *inner)))}
+
+
+def most_local_ranks(environ: Mapping[str, str], mpi: Mpi, options: LaunchOptions) -> int:
+    """Return the number of ranks of the fullest host."""
+    nodes = environ.get("SLURM_NNODES", "")
+    if mpi.kind == SLURM and nodes.isdecimal() and int(nodes):
+        return -(-options.num_proc // int(nodes))
+    return max(options.counts)
+
+
+def is_root() -> bool:
+    """We run as the superuser."""
+    return os.geteuid() == 0

@@ -1,0 +1,117 @@
+"""How a job ended, in the words that its user reads last."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
+from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.hosts.hosts import host_of_rank
+from hvdlite.launcher.jobs.first_failure import Failure, FirstFailure
+from hvdlite.launcher.jobs.runner import StartFailure
+
+NOT_STARTED_CODE = 1
+MOST_RANKS_NAMED = 6
+# Patterns of a cause that is well known, each with the remedy.
+HINTS = {
+    r"ModuleNotFoundError: No module named 'horovod(\.\w+)*'$":
+        "hvdlite-run --as-horovod lets the script find hvdlite under that name",
+    r"ModuleNotFoundError: No module named 'hvdlite'$":
+        f"the ranks run another Python than hvdlite-run, which runs {sys.executable}: "
+        "start the script with that one",
+    r"BdbQuit": "a debugger needs a terminal: hvdlite-run --debug-rank N gives it to rank N",
+}  # fmt: skip
+# `reason_of_shutdown` tells what a rank has shut down after, which may be the end of its data.
+DEPARTURE = re.compile(rf"rank (\d+) {HAS_SHUT_DOWN}(?: after .*?,)? {DEPARTED}")
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How a job ended. `sentence` is for people, and empty when all went well."""
+
+    code: int = 0
+    sentence: str = ""
+    failure: Failure | None = None
+    signal: int | None = None
+    results: tuple[int, ...] = ()  # Of an elastic job: the workers whose answers count, in order.
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """What is known when a job is over."""
+
+    runner: str  # what ran the ranks, for people
+    failure: StartFailure | None  # why it failed before any rank did
+    late: list[int]  # of the ranks that have not started, those for whom the others wait
+    signal: int | None  # that this process got
+    timed_out: bool
+
+
+def conclude(end: End, first_failure: FirstFailure, options: LaunchOptions) -> JobOutcome:
+    """Return the outcome: a signal comes before a rank's failure, and that before the runner's."""
+    if end.signal is not None:
+        return signal_outcome(end.signal)
+    missing = [rank for rank in options.ranks if rank not in first_failure.started]
+    if end.timed_out:
+        return JobOutcome(NOT_STARTED_CODE, _timeout_sentence(end.late, options))
+    failure = first_failure.failure()
+    if failure is not None:
+        return JobOutcome(failure.code, failure_sentence(failure, first_failure.codes), failure)
+    if end.failure is not None:
+        return JobOutcome(end.failure.code, end.failure.sentence)
+    if missing:
+        text = f"{end.runner} ended before {_name(missing, options)} had started"
+        return JobOutcome(NOT_STARTED_CODE, text)
+    return JobOutcome()
+
+
+def signal_outcome(number: int) -> JobOutcome:
+    """Return the outcome of a job whose launcher got this signal."""
+    return JobOutcome(128 + number, f"ended by {signal.Signals(number).name}", signal=number)
+
+
+def failure_sentence(failure: Failure, codes: Mapping[int, int]) -> str:
+    """Return what failed first and, where the cause is a well-known one, the remedy.
+
+    `codes` are the exit codes of the ranks that have ended.
+    """
+    hints = [hint for pattern, hint in HINTS.items() if re.match(pattern, failure.cause)]
+    departure = DEPARTURE.search(failure.cause)
+    if departure and codes.get(int(departure[1])) == 0:
+        hints.append(
+            f"rank {departure[1]} has ended normally while rank {failure.rank} still called "
+            "collectives: where ranks have different numbers of batches, join() at the end of each"
+        )
+    lines = [
+        f"{failure}; the job has been ended",
+        *(f"hvdlite-run: hint: {hint}" for hint in hints),
+    ]
+    return "\n".join(lines)
+
+
+def _timeout_sentence(missing: list[int], options: LaunchOptions) -> str:
+    text = (
+        f"{_name(missing, options)} had not started after {options.start_timeout_seconds:g} "
+        "seconds (--start-timeout): check that the hosts can be reached by ssh and have free slots"
+    )
+    hosts = _remote_hosts(missing, options)
+    return f"{text}, such as by: ssh {hosts[0]} true" if hosts else text
+
+
+def _name(ranks: list[int], options: LaunchOptions) -> str:
+    named = ", ".join(map(str, ranks[:MOST_RANKS_NAMED]))
+    if len(ranks) > MOST_RANKS_NAMED:
+        named += f" and {len(ranks) - MOST_RANKS_NAMED} more"
+    hosts = _remote_hosts(ranks, options)
+    where = f" on {', '.join(hosts[:MOST_RANKS_NAMED])}" if hosts else ""
+    return f"{len(ranks)} of {options.num_proc} ranks ({named}){where}"
+
+
+def _remote_hosts(ranks: list[int], options: LaunchOptions) -> list[str]:
+    """Return the names of the other hosts on which `ranks` were to run."""
+    hosts = (host_of_rank(options.hosts, options.num_proc, rank) for rank in ranks)
+    return list(dict.fromkeys(host.name for host in hosts if host is not None and host.remote))

@@ -1,0 +1,195 @@
+"""From checked options to a finished job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.agents.agent_connection import AgentHost
+from hvdlite.launcher.agents.agents import Agents
+from hvdlite.launcher.command_line.cluster_options import host_scheduler, variables_of
+from hvdlite.launcher.command_line.launcher_choice import GROUPS, MPIRUN
+from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.elastic.job import ElasticJob
+from hvdlite.launcher.hosts.start_check import check_before_start, print_report, use_networks
+from hvdlite.launcher.hosts.unresolved_names import listed, names_without_address
+from hvdlite.launcher.jobs.environment import rank_environment
+from hvdlite.launcher.jobs.job import Job
+from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome, signal_outcome
+from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
+from hvdlite.launcher.jobs.runner import JobContext, Runner
+from hvdlite.launcher.mpirun.mpi import Mpi, find_mpi
+from hvdlite.launcher.mpirun.mpirun import Mpirun
+from hvdlite.launcher.platforms.torchrun import torchrun_variables
+from hvdlite.launcher.processes.console import say
+from hvdlite.launcher.processes.signals import SignalInbox
+
+if TYPE_CHECKING:
+    from hvdlite.ps.scheduler.hosted import HostedScheduler
+
+TOKEN = "HVDLITE_PS_TOKEN"  # A secret that is not printed.
+
+
+def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
+    """Run the job; raises `ConfigError` before anything is started."""
+    if options.elastic is not None:
+        return _run_elastic(options, environ)
+    if options.launcher_pod is not None:
+        failure = _wait_for_names(options)
+        if failure is not None:
+            return failure
+    mpi = _mpi(options, environ)
+    report = check_before_start(options, environ, mpi)
+    if report is not None:
+        for warning in report.warnings:
+            say(f"warning: {warning}")
+        if report.problems:
+            return JobOutcome(NOT_STARTED_CODE, "\nhvdlite-run: ".join(report.problems))
+        options = use_networks(options, environ, mpi, report)
+    passed = rank_environment(environ, mpi, options)
+    options = replace(options, command=_command(options, passed))
+
+    def make_runner(job: JobContext) -> Runner:
+        if mpi is not None:
+            return Mpirun(mpi, job)
+        return Agents(agent_hosts(options), job, environ, scheduler)
+
+    with (
+        torchrun_variables(options, environ) as variables,
+        _scheduler(options, passed) as scheduler,
+    ):
+        passed |= variables
+        if scheduler is not None:
+            passed |= variables_of(scheduler.settings)
+        if options.call is not None:
+            passed[CALL_VARIABLE] = options.call  # Agents replace it by a folder of their own.
+        job = Job(options, passed, make_runner)
+        if options.verbose:
+            _explain(job.runner, passed, environ, options.num_proc)
+        return job.run()
+
+
+@contextlib.contextmanager
+def _scheduler(
+    options: LaunchOptions, environ: Mapping[str, str]
+) -> Iterator[HostedScheduler | None]:
+    """Run the scheduler of a parameter server, where the job has one."""
+    if options.cluster is None:
+        yield None
+        return
+    scheduler = host_scheduler(
+        options.cluster, options.num_proc, options.hosts, environ, options.start_timeout_seconds
+    )
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+
+
+def _run_elastic(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
+    assert options.elastic is not None
+    _check_discovery_script(options.elastic.discovery_script, environ)
+    passed = rank_environment(environ, None, options)
+    passed["HVDLITE_ELASTIC_ADMIT"] = options.elastic.admit
+    options = replace(options, command=_command(options, passed))
+    if options.verbose:
+        say(f"sets {_changes(passed, environ)}")
+    return ElasticJob(options, passed, environ).run()
+
+
+def _check_discovery_script(script: str | None, environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for a script that cannot run; what a shell's line does is seen later."""
+    if script is None:
+        return
+    if Path(script).is_file():
+        if not os.access(script, os.X_OK):
+            remedy = f"chmod +x {shlex.quote(script)}"
+            raise ConfigError(f"--host-discovery-script: {script} is not executable: {remedy}")
+    elif len(script.split()) == 1 and not shutil.which(script, path=environ.get("PATH")):
+        raise ConfigError(
+            f"--host-discovery-script: there is no program {script} in the folder {os.getcwd()} or "
+            "in PATH: give the full path"
+        )
+
+
+def _wait_for_names(options: LaunchOptions) -> JobOutcome | None:
+    """Wait until each host of a launcher pod has an address; return why the job ends instead."""
+    seconds = options.start_timeout_seconds
+    names = [host.name for host in options.hosts if host.remote]
+    with SignalInbox() as signals:
+        missing = names_without_address(names, seconds, signals)
+    if signals.received is not None:
+        return signal_outcome(signals.received)
+    if not missing:
+        return None
+    return JobOutcome(
+        NOT_STARTED_CODE,
+        f"{len(missing)} of {len(options.hosts)} hosts have no address after {seconds:g} seconds "
+        f"(--start-timeout): {listed(missing)}. Remedy: see with kubectl get pods why these pods "
+        "are not ready, or let the launcher start when they are "
+        "(launcherCreationPolicy: WaitForWorkersReady)",
+    )
+
+
+def report_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> int:
+    """Print what is found on the hosts; returns the exit code: 0 where a job can run on them."""
+    return print_report(options, environ, _mpi(options, environ))
+
+
+def _mpi(options: LaunchOptions, environ: Mapping[str, str]) -> Mpi | None:
+    """Return the MPI that starts the ranks; None where agents do."""
+    return find_mpi(environ, bool(options.hosts)) if options.launcher == MPIRUN else None
+
+
+def agent_hosts(options: LaunchOptions) -> tuple[AgentHost, ...]:
+    """Return the hosts that get ranks, filled in their order."""
+    if not options.hosts:
+        return (AgentHost(socket.gethostname(), False, tuple(options.ranks)),)
+    hosts, first = [], 0
+    for host, count in zip(options.hosts, options.counts, strict=True):
+        if count:
+            # What srun starts on this host is as far away as elsewhere: it has no pipe to us.
+            remote = host.remote or options.launcher in GROUPS
+            hosts.append(AgentHost(host.name, remote, tuple(range(first, first + count))))
+        first += count
+    return tuple(hosts)
+
+
+def _explain(
+    runner: Runner, passed: Mapping[str, str], environ: Mapping[str, str], ranks: int
+) -> None:
+    say(f"{runner.name}, {ranks} ranks")
+    say(f"sets {_changes(passed, environ)}")
+    for line in runner.describe():
+        say(f"runs {line}")
+
+
+def _changes(passed: Mapping[str, str], environ: Mapping[str, str]) -> str:
+    """Return what ranks get beside the environment of the user."""
+    changed = {k: v for k, v in sorted(passed.items()) if v != environ.get(k) and k != TOKEN}
+    return shlex.join(f"{name}={value}" for name, value in changed.items())
+
+
+def _command(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the command that can be run: a script is run by the Python that runs this."""
+    command = options.command[0]
+    if shutil.which(command, path=environ.get("PATH")):
+        return options.command
+    script = command.endswith(".py")
+    if script and Path(command).is_file():
+        return (sys.executable, *options.command)
+    if options.remote:
+        return options.command
+    where = "there is no such file" if script else "it is not found, or cannot be executed"
+    if Path(command).is_dir():
+        where = "it is a folder: name the script or program in it"
+    raise ConfigError(f"the command {command!r}: {where}")

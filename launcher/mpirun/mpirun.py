@@ -1,0 +1,284 @@
+"""Runs ranks by mpirun or srun, with a shell around each rank that connects it with us."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdlite.launcher.command_line.debug_rank import redirections
+from hvdlite.launcher.hosts.unreachable import diagnose
+from hvdlite.launcher.jobs.environment import is_root, most_local_ranks
+from hvdlite.launcher.jobs.passed_variables import home_directory, names_for_other_hosts
+from hvdlite.launcher.jobs.runner import JobContext, StartFailure
+from hvdlite.launcher.mpirun.cleanup import kill_session, remove_segments, segments_of
+from hvdlite.launcher.mpirun.commands import Place, build_command
+from hvdlite.launcher.mpirun.mpi import OPENMPI, SLURM, Mpi
+from hvdlite.launcher.mpirun.mpi_arguments import binds_ranks, places_ranks
+from hvdlite.launcher.mpirun.openmpi import parameter_given
+from hvdlite.launcher.mpirun.pipes import Pipes
+from hvdlite.launcher.mpirun.rank_shell import RankShell
+from hvdlite.launcher.processes.output import STREAMS
+from hvdlite.launcher.processes.signals import die_with_parent
+
+SHARED_MEMORY = Path("/dev/shm")
+# The parameters of Open MPI that say where the files of its shared memory lie.
+BACKING = ("btl_sm_backing_directory", "osc_sm_backing_directory", "osc_rdma_backing_directory")
+BACKING_4 = ("btl_vader_backing_directory", *BACKING[1:])
+
+# Removes the folders when this process has gone without doing so; an mpirun that outlives it for a
+# moment may put something there once more.
+PATH = "/usr/local/bin:/usr/bin:/bin"
+REMOVE = """
+cat
+for second in 1 2 3 4 5; do sleep 1; rm -rf -- "$@"; done
+"""
+
+
+class Folders:
+    """Private folders of one job, which nobody else may enter. What lies there is the job's own."""
+
+    def __init__(self) -> None:
+        prefix = f"hvdlite-run-{os.getpid()}-"
+        self.temporary = tempfile.mkdtemp(prefix=prefix)
+        self.shared_memory: str | None = None  # in memory, where this system has such a place
+        if SHARED_MEMORY.is_dir():
+            with contextlib.suppress(OSError):
+                self.shared_memory = tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY)
+        folders = filter(None, (self.temporary, self.shared_memory))
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", REMOVE, "sh", *folders], stdin=subprocess.PIPE, env={"PATH": PATH},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", start_new_session=True,
+        )  # fmt: skip
+
+    def backing_variables(
+        self, mpi: Mpi, environ: Mapping[str, str], arguments: Sequence[str]
+    ) -> dict[str, str]:
+        """Return the variables by which Open MPI puts its shared memory into our folder.
+
+        They are for the ranks of this host, and leave out what the user has set. Ranks that are
+        killed leave their files behind, and in a folder of our own we know whose they are.
+        """
+        if self.shared_memory is None or OPENMPI not in (mpi.kind, mpi.library):
+            return {}
+        return {
+            f"OMPI_MCA_{name}": self.shared_memory
+            for name in (BACKING_4 if mpi.major == 4 else BACKING)
+            if not parameter_given(name, environ, arguments, mpi.program)
+        }
+
+    def remove(self) -> None:
+        """Remove the folders and all that is in them."""
+        for folder in (self.temporary, self.shared_memory):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._remover.kill()
+        self._remover.communicate()
+
+
+ALLOCATIONS = ("PBS_NODEFILE", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE",
+               "SLURM_JOB_ID", "PRTE_MCA_prte_default_hostfile")  # fmt: skip
+LAST_SECONDS = 1.0  # How long an mpirun that has closed its output may take to end.
+
+
+class Mpirun:
+    """See `Runner`."""
+
+    def __init__(self, mpi: Mpi, job: JobContext) -> None:
+        self.mpi = mpi
+        self.name = mpi.name
+        self.job = job
+        self.options = job.options
+        self.folders = Folders()
+        # Open MPI's session directory lies in ours, and goes with it.
+        self.environ = {**job.environ, "PRTE_MCA_prte_local_tmpdir_base": self.folders.temporary}
+        self._names = names_for_other_hosts(job.environ)
+        # Open MPI does not start without a home.
+        self.environ["HOME"] = home_directory(job.environ) or self.folders.temporary
+        self.token = f"hvdlite-rank-{secrets.token_hex(8)}"
+        self.pipes = Pipes(self.folders.temporary, self.token, mpi.kind, job)
+        self.process: subprocess.Popen[bytes] | None = None
+        self._ended = False
+        self._segments: set[bytes] = set()  # shared memory that our ranks were seen to map
+
+    def describe(self) -> list[str]:
+        """See `Runner`."""
+        import shlex
+
+        words = ["<rank shell>" if "\n" in word else word for word in self.command_line()]
+        return [shlex.join(words)]
+
+    def command_line(self) -> list[str]:
+        """Return the whole command that starts the job."""
+        place = Place(root=is_root(), names=self._names, token=self.token)
+        rank_command = self._shell().wrap(self.options.command)
+        return build_command(self.mpi, self.options, place, rank_command)
+
+    def _shell(self) -> RankShell:
+        options = self.options
+        arguments = (*options.mpi_args, *options.binding_args)
+        # Without hosts, mpirun uses those of an allocation that it knows of.
+        allocated = not options.hosts and any(name in self.environ for name in ALLOCATIONS)
+        known = self.mpi.kind != SLURM and not allocated and not places_ranks(arguments)
+        debug = options.debug_rank is not None
+        return RankShell(
+            token=self.token,
+            kind=self.mpi.kind,
+            directory=self.folders.temporary,
+            ranks=options.num_proc,
+            counts=options.counts if known else (),
+            most_local_ranks=most_local_ranks(self.environ, self.mpi, options),
+            bound=binds_ranks(arguments),
+            prefixes=("HVDLITE", "HOROVOD") if options.as_horovod else ("HVDLITE",),
+            torchrun=options.torchrun_env,
+            here=self.folders.backing_variables(self.mpi, self.environ, options.mpi_args),
+            debug_rank=options.debug_rank,
+            debug_redirect=redirections() if debug else "",
+        )
+
+    def start(self) -> None:
+        """See `Runner`."""
+        if self.options.verbose:
+            self.pipes.print_early()
+        self.pipes.make(self.options.num_proc)
+        on_death = signal.SIGTERM if self.mpi.kind == OPENMPI else signal.SIGKILL
+        self.process = subprocess.Popen(
+            self.command_line(),
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C comes to us alone; we end the job in order
+            preexec_fn=die_with_parent(on_death),  # noqa: PLW1509 - it makes one system call
+        )
+        for stream, pipe in zip(STREAMS, (self.process.stdout, self.process.stderr), strict=True):
+            assert pipe is not None
+            self.pipes.listen_to_mpirun(stream, pipe)
+
+    # -- while it runs
+
+    def running(self) -> bool:
+        """See `Runner`."""
+        assert self.process is not None
+        return bool(self.pipes.mpirun_streams) and self.process.poll() is None
+
+    def look(self) -> None:
+        """See `Runner`."""
+        heard = self.job.first_failure
+        here = [rank for rank in heard.running if rank in heard.here]
+        gone = [rank for rank in here if not _exists(heard.started[rank])]
+        self.job.loop.run_once(0.0)  # a shell's last word comes before its end
+        for rank in gone:
+            if rank in heard.running:
+                heard.lose(rank)
+
+    def keep_alive(self) -> None:
+        """See `Runner`."""
+
+    # -- the end
+
+    def begin_end(self) -> None:
+        """See `Runner`."""
+        self._ended = True
+        self._note_segments()
+        self.pipes.hush = True
+
+    def signal(self, number: int) -> None:
+        """See `Runner`."""
+        self._note_segments()
+        self._signal_ranks(number)
+        if self.options.remote or not self.job.all_started:
+            self._signal_mpirun(signal.SIGTERM)
+
+    def abandon(self) -> None:
+        """See `Runner`."""
+        self._signal_mpirun(signal.SIGKILL)
+
+    def _note_segments(self) -> None:
+        """Note the shared memory of the ranks that are left, before we end them."""
+        heard = self.job.first_failure
+        self._segments |= segments_of({heard.started[rank] for rank in heard.here})
+
+    def _signal_ranks(self, number: int) -> None:
+        """Signal the ranks of this host and their child processes; mpirun reaches the others."""
+        heard = self.job.first_failure
+        for rank in heard.here:
+            if heard.codes.get(rank) != 0:
+                _signal_group(heard.started[rank], number)
+
+    def _signal_mpirun(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def finish(self) -> None:
+        """See `Runner`."""
+        process = self.process
+        assert process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=LAST_SECONDS)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        while self.job.loop.run_once(0.0):
+            pass
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+        if self.options.verbose or diagnose(self._said_early()) is None:
+            with contextlib.suppress(BrokenPipeError):
+                self.pipes.print_early()
+
+    def late(self, missing: list[int]) -> list[int]:
+        """See `Runner`."""
+        return missing
+
+    def failure(self) -> StartFailure | None:
+        """See `Runner`."""
+        code = self.process.poll() if self.process is not None else None
+        if not code:
+            return None
+        code = code if code > 0 else 128 - code
+        sentence = diagnose(self._said_early()) or (
+            f"{self.name} ended with exit code {code}: see what it says above "
+            "(--verbose prints its command line)"
+        )
+        return StartFailure(code, sentence)
+
+    def _said_early(self) -> list[str]:
+        return [line.decode(errors="replace") for line in self.pipes.said_early or ()]
+
+    def close(self, kill: bool) -> None:
+        """See `Runner`."""
+        if kill:
+            self._signal_ranks(signal.SIGKILL)  # child processes that outlived their rank
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.process is not None and self._ended:
+            kill_session(self.process.pid)  # such as an ssh that found no host
+        remove_segments(self._segments)
+        self.pipes.close()
+        self.folders.remove()
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _signal_group(shell: int, number: int) -> None:
+    """Signal a rank's shell and what it started: each mpirun gives a rank a group of its own."""
+    if shell != os.getpgrp():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(shell, number)

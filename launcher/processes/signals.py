@@ -1,0 +1,84 @@
+"""Signals to the launcher, as something that a selector can wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from hvdlite.launcher.jobs.termination_plan import REPEATED
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1
+
+
+class SignalInbox:
+    """Within it, signals are noted instead of acted on. Outside the main thread it notes none."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None  # the first
+        self._waiting: list[int] = []
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._previous: dict[signal.Signals, Any] = {}
+        self._previous_fd = -1
+
+    def fileno(self) -> int:
+        """Becomes readable when a signal comes."""
+        return self._reader.fileno()
+
+    def drain(self, _fd: int) -> None:
+        """Make it unreadable again."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(512)
+
+    def __enter__(self) -> SignalInbox:
+        if threading.current_thread() is threading.main_thread():
+            for number in HANDLED:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                    self._previous[number] = signal.signal(number, self._note)
+            self._previous_fd = signal.set_wakeup_fd(
+                self._writer.fileno(), warn_on_full_buffer=False
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._previous_fd)
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+        self._reader.close()
+        self._writer.close()
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._waiting.append(REPEATED if self.received is not None else number)
+        self.received = self.received or number
+
+    def note_broken_pipe(self) -> None:
+        """Nobody reads our output any more: as if SIGPIPE had come."""
+        if self.received is None:
+            self._note(signal.SIGPIPE, None)
+
+    def take(self) -> int | None:
+        """Return the next signal that was not handled yet; `REPEATED` for all after the first."""
+        return self._waiting.pop(0) if self._waiting else None
+
+
+def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:
+    """For Popen's preexec_fn: the child gets this signal when the launcher is killed (Linux)."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork
+    return lambda: prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
