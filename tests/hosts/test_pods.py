@@ -12,7 +12,7 @@ import pytest
 
 from tests.hosts.lab import SHARED, Lab, Running
 from tests.hosts.pods import add_names, pod, worker, write_job
-from tests.launcher.test_kubernetes import MPICH_POD, OPENMPI_POD, TRAINER_POD
+from tests.launcher.platforms.test_kubernetes import MPICH_POD, OPENMPI_POD, TRAINER_POD
 
 RUN = (sys.executable, "-m", "hvdlite.launcher")
 FQDN = "train.default.svc"

@@ -269,7 +269,7 @@ def test_a_worker_tells_its_host() -> None:
 
 
 def test_the_drop_in_has_the_names(tmp_path: Path) -> None:
-    from tests.launcher.test_as_horovod import run
+    from tests.launcher.command_line.test_as_horovod import run
 
     code = (
         "import horovod.ray, hvdlite.ray, horovod.ray.runner, horovod.ray.ray_logger\n"

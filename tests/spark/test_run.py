@@ -198,7 +198,7 @@ def test_torch_distributor_works_as_it_is() -> None:
 
 
 def test_the_drop_in_has_the_names() -> None:
-    from tests.launcher.test_as_horovod import run
+    from tests.launcher.command_line.test_as_horovod import run
 
     code = (
         "import horovod.spark, hvdlite.spark\n"

@@ -16,7 +16,7 @@ from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM
 from hvdlite.launcher.mpirun.rank_shell import RankShell
 from hvdlite.launcher.platforms.torchrun import LOOPBACK, first_host
 from tests.launcher.jobs import launch
-from tests.launcher.test_commands import options
+from tests.launcher.mpirun.test_commands import options
 
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 

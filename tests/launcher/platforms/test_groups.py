@@ -16,7 +16,7 @@ from hvdlite.launcher.command_line.launcher_choice import JSRUN, MPIRUN, SRUN, S
 from hvdlite.launcher.platforms.allocation import find_allocation
 from hvdlite.launcher.platforms.groups import make_group, threads_per_core
 from tests.launcher.jobs import MARK, launch, processes, start
-from tests.launcher.test_commands import options
+from tests.launcher.mpirun.test_commands import options
 
 # Starts the agent once for each line of the file of resources, and notes what it was given.
 JSRUN_PROGRAM = """#!{python}

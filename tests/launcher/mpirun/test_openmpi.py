@@ -15,7 +15,7 @@ from hvdlite.launcher.jobs.environment import rank_environment
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi, find_all
 from hvdlite.launcher.mpirun.openmpi import parameter_given
 from tests.launcher.jobs import launch
-from tests.launcher.test_commands import MPICH, OMPI4, OMPI5, SRUN, options
+from tests.launcher.mpirun.test_commands import MPICH, OMPI4, OMPI5, SRUN, options
 
 
 @pytest.fixture(autouse=True)

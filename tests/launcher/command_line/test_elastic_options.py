@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.launcher.command_line.elastic_options import ElasticOptions
-from tests.launcher.test_options import error, options
+from tests.launcher.command_line.test_options import error, options
 
 
 def elastic(*words: str, **environ: str) -> ElasticOptions:

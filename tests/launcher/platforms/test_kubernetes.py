@@ -21,7 +21,7 @@ from hvdlite.launcher.mpirun.commands import Place, build_command, build_environ
 from hvdlite.launcher.platforms.kubernetes import find_launcher_pod, with_own_pod_local
 from hvdlite.launcher.processes.signals import SignalInbox
 from tests.launcher.jobs import launch, start
-from tests.launcher.test_commands import MPICH, OMPI4, OMPI5
+from tests.launcher.mpirun.test_commands import MPICH, OMPI4, OMPI5
 
 # What the operators set in a launcher pod, for each value of mpiImplementation.
 OPENMPI_POD = {

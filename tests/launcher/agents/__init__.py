@@ -1,0 +1,1 @@
+"""Tests of agents, and of their connections with the launcher."""

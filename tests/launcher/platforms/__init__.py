@@ -1,0 +1,1 @@
+"""Tests of what Slurm, LSF, Kubernetes and others say, and of how they start agents."""
