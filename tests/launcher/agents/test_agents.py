@@ -143,7 +143,7 @@ def test_flags_of_ssh_are_passed_on(tmp_path: Path) -> None:
     key.touch()
     launch("--ssh-port", "2222", "--ssh-identity-file", str(key), *HOSTS, "true", **variables)
     (call,) = calls(tmp_path)
-    assert f" -p 2222 -i {key} other " in f" {call} "
+    assert f" -p 2222 -i {key} -- other " in f" {call} "
 
 
 @pytest.mark.parametrize("prefix", ["taskset -c 0"])
