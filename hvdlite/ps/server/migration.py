@@ -244,9 +244,8 @@ class _Delivery:
         if self._connection is None:
             self._connection = self._client.connect(self._address)
             self._connection.receive = self._receive
-            self._connection.send(
-                Message("hello")
-            )  # Parts of a table are too large for a stranger.
+            # A stranger may not send what is as large as parts of a table.
+            self._connection.send(Message("hello"))
         self._sent[self._connection.send(message)] = message
 
     def close(self) -> None:
