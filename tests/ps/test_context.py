@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.ps.cli import main as cli
 from tests.parallel.jobs import environment
-from tests.ps.cluster import Cluster
+from tests.ps.cluster import Cluster, wait_until
 from tests.ps.sites import held_port
 
 WORKER = """
@@ -86,10 +87,15 @@ def test_hvdlite_ps_says_how_to_install_what_it_lacks(package: str) -> None:
 
 
 def test_who_has_not_come_is_named(new_cluster: Callable[..., Cluster]) -> None:
-    cluster = new_cluster(1, 3, start_seconds=0.3)
-    wanted = r"workers 1, 2 had not come after 0.3 seconds \(--start-timeout\)"
-    with pytest.raises(HorovodInternalError, match=wanted):
-        cluster.worker("first")
+    cluster = new_cluster(1, 3, start_seconds=1000.0)
+    membership = cluster.state.membership
+    wanted = r"workers 1, 2 had not come after 1000 seconds \(--start-timeout\)"
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(cluster.worker, "first")
+        wait_until(lambda: ("worker", 0) in membership.members)
+        membership.begin -= 1000.0  # As if they had passed.
+        with pytest.raises(HorovodInternalError, match=wanted):
+            first.result(30)
 
 
 def test_counts_that_differ_are_both_named(new_cluster: Callable[..., Cluster]) -> None:
