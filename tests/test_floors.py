@@ -261,3 +261,51 @@ def test_the_map_of_common_lists_the_floors() -> None:
     text = ast.get_docstring(ast.parse(MODULES["hvdlite.common"].read_text())) or ""
     first_paragraph = text.partition("The way of one gradient")[0]
     assert re.findall(r"^    (\w+)  ", first_paragraph, re.MULTILINE) == listed
+
+
+# What waits, accepts or proves beside hvdlite/common/connections. These lists may only get shorter:
+# whatever needs a connection uses that package.
+WAITS = {
+    "hvdlite.common.transport.local",
+    "hvdlite.common.transport.rendezvous",
+    "hvdlite.launcher.hosts.check_hosts",
+    "hvdlite.launcher.processes.console",
+    "hvdlite.launcher.hosts.unresolved_names",
+    "hvdlite.ps.connections.memory_exchange",
+}
+ACCEPTS = {
+    "hvdlite.common.transport.rendezvous",
+    "hvdlite.common.transport.tcp.connections",
+    "hvdlite.launcher.hosts.probe",
+    "hvdlite.ps.connections.memory_exchange",
+    "hvdlite.tf.data.meeting",
+    "hvdlite.torch.accelerators.store",
+}
+PROVES = {
+    "hvdlite.common.meeting.handshake",
+    "hvdlite.common.transport.tcp.connect",
+    "hvdlite.common.transport.tcp.connections",
+    "hvdlite.common.transport.tcp.dials",
+    "hvdlite.ps.connections.admission",
+    "hvdlite.ps.connections.channel",
+}
+NO_CONNECTION = {"hvdlite.torch.elastic.state"}  # What it accepts is a state of training.
+
+
+def test_connections_are_made_in_one_place() -> None:
+    waits, accepts, proves = set(), set(), set()
+    for module, path in MODULES.items():
+        if package_of(module) == "hvdlite.common.connections":
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imported = {name.partition(".")[0] for name in imported_by(nodes)}
+        if imported & {"select", "selectors"}:
+            waits.add(module)
+        if "hmac" in imported or any("handshake" in name for name in imported_by(nodes)):
+            proves.add(module)
+        calls = [node for node in nodes if isinstance(node, ast.Call) and not node.args]
+        if any(getattr(call.func, "attr", "") == "accept" for call in calls):
+            accepts.add(module)
+    assert waits == WAITS
+    assert accepts - NO_CONNECTION == ACCEPTS
+    assert proves == PROVES

@@ -33,10 +33,9 @@ class HostMeeting:
         self._channel = channel
         self._told: dict[Key, list[int]] = {}  # Who has come to the rounds that are not complete.
         self._server = MeetingServer(
-            listen(Address(path=folder.socket)), job["ranks"], job["size"],
+            loop, listen(Address(path=folder.socket)), job["ranks"], job["size"],
             job["secret"].encode(), None if alone else gathered, withdrawn=withdrawn,
         )  # fmt: skip
-        loop.listen(self._server.fileno(), lambda _fd: self._server.handle())
 
     def tell_who_came(self) -> None:
         """Tell the launcher who waits here for other ranks of this host; called now and then."""

@@ -149,8 +149,9 @@ def test_a_rank_of_another_protocol_is_told() -> None:
     script = (
         PROLOGUE
         + """
-from hvdlite.common.meeting import wire
-wire.PROTOCOL_VERSION += int(os.environ["RANK"])
+from hvdlite.common.connections import prove
+other = prove.OURS.protocol + int(os.environ["RANK"])
+prove.OURS = prove.OURS._replace(protocol=other)
 hvd.init()
 """
     )

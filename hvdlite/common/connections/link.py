@@ -132,6 +132,7 @@ class Link:
         self.received, self.ended = received, ended
         self.frames = Frames(most_bytes, memory, unpacker)
         self.open = True
+        self.at_fault = False  # Whether the other end has said what it must not.
         self.heard_at = self.spoke_at = loop.now()
         self._loop, self._liveness = loop, liveness
         self._beat_seconds, self._silent_seconds = beat_seconds, silent_seconds
@@ -305,6 +306,7 @@ class Link:
                 if not self.open:
                     return
         except ProtocolError as error:
+            self.at_fault = True
             self._end(str(error))
 
     def _after_prologue(self, data: bytes) -> bytes:

@@ -7,23 +7,26 @@ says what it waits for. What can never come right ends the wait at once.
 
 from __future__ import annotations
 
-import contextlib
-import select
-import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import cycle
 from typing import Any
 
-from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.base.errors import (
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+    ProtocolError,
+)
+from hvdlite.common.connections import prove
 from hvdlite.common.connections.address import Address
+from hvdlite.common.connections.dial import Failure, Limits, Refused, reach
+from hvdlite.common.connections.link import Link
+from hvdlite.common.connections.loop import Loop
 from hvdlite.common.meeting import wire
-from hvdlite.common.meeting.dial import Refused, dial
 from hvdlite.common.meeting.participant import Participant
 from hvdlite.common.meeting.patience import Patience, Presence
 
 ATTEMPT_SECONDS = 5.0  # The longest time for one connection and its handshake.
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.5  # Between two attempts.
 DUPLICATE_SECONDS = 3.0  # How long the end of an earlier process of this rank may take.
 ANSWER_SECONDS = 2.0  # How long the server may take to say who is missing.
 
@@ -39,10 +42,16 @@ class ServerExchange:
         self.rank, self.size = me.place
         self._me, self._addresses = me, addresses
         self._patience = Patience(me.rank, me.size, me.deadline)
-        self._frames = wire.answers(me.size)
         self._round = 0
-        self._connection: socket.socket | None = None
-        self._connect()
+        self._loop = Loop()
+        self._link: Link | None = None
+        self._inbox: deque[list[Any]] = deque()
+        self._lost: str | None = None  # Why the link has ended.
+        try:
+            self._connect()
+        except BaseException:
+            self._loop.close()
+            raise
 
     # -- rounds
 
@@ -89,18 +98,14 @@ class ServerExchange:
 
     def _messages(self) -> Iterator[list[Any]]:
         """Yield the server's messages; ask who is missing now and then, and at the deadline."""
-        assert self._connection is not None
         patience, asked_at = self._patience, None
-        poller = select.poll()  # select() knows no descriptor above 1023.
-        poller.register(self._connection, select.POLLIN)
         while True:
-            seconds = ANSWER_SECONDS if patience.over else patience.seconds()
-            if poller.poll(seconds * 1000):
-                data = self._connection.recv(1 << 16)
-                if not data:
-                    raise ConnectionError("end of file")
-                yield from self._frames.add(data)
-            elif asked_at is not None and time.monotonic() >= asked_at + ANSWER_SECONDS:
+            while self._inbox:
+                yield self._inbox.popleft()
+            if self._lost is not None:
+                raise ConnectionError(self._lost or "end of file")
+            heard = self._loop.run_once(ANSWER_SECONDS if patience.over else patience.seconds())
+            if not heard and asked_at is not None and time.monotonic() >= asked_at + ANSWER_SECONDS:
                 raise patience.error(f"the server at {self._where()} does not answer any more")
             if asked_at is None and patience.over:
                 asked_at = time.monotonic()
@@ -109,20 +114,16 @@ class ServerExchange:
                 self._send(wire.WHO)
 
     def _send(self, *message: Any) -> None:
-        assert self._connection is not None
-        self._connection.settimeout(max(ANSWER_SECONDS, self._patience.seconds()))
-        try:
-            self._connection.sendall(wire.pack_frame(*message))
-        except TimeoutError:
-            raise ConnectionError("the server does not read") from None
+        assert self._link is not None
+        self._link.send(*message)
 
     def close(self) -> None:
         """See `Exchange.close`."""
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._send(wire.LEAVE)
-            self._connection.close()
-            self._connection = None
+        if self._link is not None:
+            self._send(wire.LEAVE)
+            self._link.close()
+            self._link = None
+        self._loop.close()
 
     # -- the connection
 
@@ -134,48 +135,52 @@ class ServerExchange:
 
         `before` is why the server ended to which this rank was connected before.
         """
-        self._hang_up()
-        patience, began, pause = self._patience, time.monotonic(), FIRST_PAUSE_SECONDS
-        for address in cycle(self._addresses):
-            try:
-                self._connection = self._attempt(address)
-                self._frames = wire.Frames(self._frames.limit)
-                self._send(wire.JOIN, list(self._me.members or ()))
-                return
-            except (OSError, ProtocolError, Refused) as error:
-                if isinstance(error, Refused):
-                    self._check(error, time.monotonic() - began)
-                who = f"the server of the meeting at {address} cannot be reached ({error})"
-                who += self._me.likely_cause(error)
-                who += f"; it has ended before: {before}" * bool(before)
-                self._hang_up()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        patience, began, me = self._patience, time.monotonic(), self._me
+
+        def limits() -> Limits:
+            seconds = max(0.1, min(ATTEMPT_SECONDS, patience.deadline_seconds()))
+            return Limits(seconds, seconds)
+
+        def failed(failures: list[Failure]) -> None:
+            for failure in failures:
+                self._check(failure.error, time.monotonic() - began)
+            error = failures[-1].error
+            who = f"the server of the meeting at {self._where()} cannot be reached ({error})"
+            who += me.likely_cause(error)
+            who += f"; it has ended before: {before}" * bool(before)
             if patience.over:
                 raise patience.error(who)
             if patience.line_is_due():
                 patience.log(who)
-            if address == self._addresses[-1]:
-                time.sleep(min(pause, patience.seconds()))
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _check(self, refused: Refused, seconds: float) -> None:
+        party = prove.Party(me.secret, wire.RANK, wire.SERVER)
+        claim = wire.Claim(me.rank, me.size, me.job).pack()
+        connection = reach(self._loop, self._addresses, party, claim, limits, failed)
+        self._inbox.clear()
+        self._lost = None
+        self._link = Link(
+            self._loop, connection, received=lambda message, arrays: self._inbox.append(message),
+            ended=self._on_ended, most_bytes=wire.longest_answer(me.size),
+        )  # fmt: skip
+        self._send(wire.JOIN, list(me.members or ()))
+
+    def _on_ended(self, reason: str) -> None:
+        self._lost = reason
+
+    def _check(self, error: Exception, seconds: float) -> None:
         """Raise the error that ends the wait; return where another attempt may go well."""
-        if refused.reply == wire.OTHER_JOB:
+        if isinstance(error, HorovodVersionMismatchError):
+            raise error
+        if not isinstance(error, Refused) or error.code == wire.OTHER_JOB:
             return
-        if refused.reply == wire.OTHER_SECRET and len(self._addresses) > 1:
+        if error.code == prove.OTHER_SECRET and len(self._addresses) > 1:
             return
-        if refused.reply == wire.DUPLICATE and seconds < DUPLICATE_SECONDS:
+        if error.code == wire.DUPLICATE and seconds < DUPLICATE_SECONDS:
             return
         raise HorovodInternalError(
-            f"the server of the meeting at {self._where()} refuses this rank: {refused}",
+            f"the server of the meeting at {self._where()} refuses this rank: {error}",
             self._me.rank,
         )
-
-    def _attempt(self, address: Address) -> socket.socket:
-        """Return a connection over which both ends have proven that they know the secret."""
-        seconds = max(0.1, min(ATTEMPT_SECONDS, self._patience.deadline_seconds()))
-        return dial(address, self._me, time.monotonic() + seconds)
-
-    def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.connections.frames import unpack
+from hvdlite.common.connections.loop import Loop
 from hvdlite.common.meeting import wire
 from hvdlite.common.meeting.participant import Participant
 from hvdlite.common.meeting.patience import Patience
@@ -23,9 +25,9 @@ class _Own:
         self.given = 0
         self.inbox: deque[bytes] = deque()
 
-    def send(self, frame: bytes) -> None:
+    def send(self, head: bytes) -> None:
         """See `Guest.send`."""
-        self.inbox.append(frame)
+        self.inbox.append(head)
 
 
 class HostedExchange:
@@ -39,20 +41,21 @@ class HostedExchange:
         self.rank, self.size = me.place
         self._own = _Own(me.rank, me.members or ())
         self._patience = Patience(me.rank, me.size, me.deadline)
-        self._server = MeetingServer(listener, range(me.size), me.size, me.secret, job=me.job)
+        self._loop = Loop()
+        self._server = MeetingServer(
+            self._loop, listener, range(me.size), me.size, me.secret, job=me.job
+        )
         self._server.join(self._own)
-        self._frames = wire.answers(me.size)
 
     def allgather(self, body: bytes) -> list[bytes]:
         """See `Exchange.allgather`."""
         wire.check_body(body)
         self._server.give(self._own, bytes(body))
         while not self._own.inbox:
-            self._server.wait(self._patience.seconds())
+            self._loop.run_once(self._patience.seconds())
             if not self._own.inbox and (self._patience.over or self._patience.line_is_due()):
                 self._say_who_is_missing()
-        (message,) = self._frames.add(self._own.inbox.popleft())
-        match message:
+        match message := unpack(self._own.inbox.popleft()):
             case [wire.BODIES, _, [*bodies]]:
                 return bodies
             case [wire.FAIL, str(text), rank]:
@@ -79,3 +82,4 @@ class HostedExchange:
         """See `Exchange.close`."""
         self._server.leave(self._own)
         self._server.close(GOODBYE_SECONDS)
+        self._loop.close()

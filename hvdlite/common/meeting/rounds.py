@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.meeting.wire import BODIES, FAIL, GIVE_UP, OTHER_HVDLITE, pack_frame
+from hvdlite.common.connections.frames import pack
+from hvdlite.common.meeting.wire import BODIES, FAIL, GIVE_UP, OTHER_HVDLITE
 
 
 class Key(NamedTuple):
@@ -30,8 +31,8 @@ class Guest(Protocol):
     members: tuple[int, ...]
     given: int  # The number of rounds to which it has given its body.
 
-    def send(self, frame: bytes) -> None:
-        """Send a frame to the rank; never blocks."""
+    def send(self, head: bytes) -> None:
+        """Send a packed message to the rank; never blocks."""
 
 
 Gathered = Callable[[Key, dict[int, bytes]], None]
@@ -75,7 +76,6 @@ class Rounds:
         """Note that a rank is here."""
         self.guests[guest.rank] = guest
         self.seen.add(guest.rank)
-        self._other_versions.pop(guest.rank, None)
 
     def give(self, guest: Guest, body: bytes) -> None:
         """Take the body of `guest` for its next round.
@@ -104,11 +104,11 @@ class Rounds:
 
     def deliver(self, key: Key, bodies: Sequence[bytes]) -> None:
         """Answer a round with the bodies of all its ranks, in rank order."""
-        frame = pack_frame(BODIES, key.number, list(bodies))
+        head = pack([BODIES, key.number, list(bodies)])
         if key.number == 0:
             self._met.update(key.members or range(self.size))
         for rank in self._bodies.pop(key, ()):
-            self.guests[rank].send(frame)
+            self.guests[rank].send(head)
         self.missing_elsewhere.pop(key.members, None)
         self._left.pop(key, None)
 
@@ -136,6 +136,10 @@ class Rounds:
         for key in list(self._bodies):
             self._fail_without_finished(key)
 
+    def note_same_version(self, rank: int) -> None:
+        """Note that a process of `rank` with this protocol has come."""
+        self._other_versions.pop(rank, None)
+
     def note_other_version(self, rank: int, version: str) -> None:
         """Note that `rank` runs another hvdlite, with another protocol; end what needs it."""
         self._other_versions[rank] = version
@@ -144,19 +148,19 @@ class Rounds:
 
     def fail(self, text: str, rank: int | None = None, keys: Collection[Key] | None = None) -> None:
         """Raise an error in all ranks that wait (in `keys`, if given); `rank` is at fault."""
-        self._end(list(self._bodies) if keys is None else keys, pack_frame(FAIL, text, rank))
+        self._end(list(self._bodies) if keys is None else keys, pack([FAIL, text, rank]))
 
     def give_up(self, text: str) -> None:
         """End all rounds because the server ends: ranks in round 0 may meet at another server."""
-        self._end([key for key in self._bodies if key.number == 0], pack_frame(GIVE_UP, text))
+        self._end([key for key in self._bodies if key.number == 0], pack([GIVE_UP, text]))
         self.fail(text)
 
-    def _end(self, keys: Collection[Key], frame: bytes) -> None:
-        """Send `frame` to all ranks that wait in `keys`."""
+    def _end(self, keys: Collection[Key], head: bytes) -> None:
+        """Send a packed message to all ranks that wait in `keys`."""
         for key in keys:
             self._left.pop(key, None)
             for waiting in self._bodies.pop(key, ()):
-                self.guests[waiting].send(frame)
+                self.guests[waiting].send(head)
 
     def missing(self, key: Key | None = None) -> list[int]:
         """Return the ranks that never came to `key`; without a key, those that were never here."""
@@ -222,7 +226,7 @@ class Rounds:
         """End a round that a rank of another version would have to come to; return whether."""
         for rank, version in self._other_versions.items():
             if not key.members or rank in key.members:
-                self._end([key], pack_frame(OTHER_HVDLITE, rank, version))
+                self._end([key], pack([OTHER_HVDLITE, rank, version]))
                 return True
         return False
 

@@ -1,34 +1,52 @@
 """The server of a meeting: it answers each round when all of its ranks have given their body.
 
-Strangers connect, too: see doorway.py. A rank that is refused is told why, and the others go on.
+A rank that is refused is told why, and the others go on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import select
 import socket
-import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.connections.address import EXHAUSTED
+from hvdlite.common.connections import prove
+from hvdlite.common.connections.link import Link
+from hvdlite.common.connections.listener import Listener
+from hvdlite.common.connections.loop import Loop
+from hvdlite.common.connections.prove import Claim, Party
+from hvdlite.common.connections.strangers import peer_name
 from hvdlite.common.meeting import wire
 from hvdlite.common.meeting.admission import Admission
-from hvdlite.common.meeting.connection import Connection
-from hvdlite.common.meeting.doorway import SILENCE_SECONDS, Doorway
 from hvdlite.common.meeting.patience import Presence
 from hvdlite.common.meeting.rounds import Gathered, Guest, Key, Rounds, Withdrawn
 
+SILENCE_SECONDS = 5.0  # A stranger that has not proven its claim after this time is dropped.
 NOTES = 8  # The most refusals that are remembered for those who wait.
+
+SECRETS_DIFFER = "has another secret: HVDLITE_SECRET must be the same for all ranks of a job"
 
 log = logging.getLogger("hvdlite")
 
 
-class MeetingServer(Doorway):
+class _LinkedRank:
+    """A rank at the other end of a link; see `Guest`."""
+
+    link: Link
+
+    def __init__(self, rank: int, peer: str) -> None:
+        self.rank, self.peer = rank, peer
+        self.members: tuple[int, ...] = ()
+        self.given = 0
+
+    def send(self, head: bytes) -> None:
+        """See `Guest.send`."""
+        self.link.send_head(head)
+
+
+class MeetingServer:
     """The server of `ranks`, which are all of a job of `size` ranks, or those of one host.
 
     When all of `ranks` have given their body to a round, ``gathered(key, {rank: body})`` is called,
@@ -37,11 +55,12 @@ class MeetingServer(Doorway):
     answer, ``withdrawn(key)`` is called: its host gathers the round anew.
 
     `job` tells jobs and their restarts apart that have the same address and secret, one after the
-    other; it has `wire.JOB_BYTES` bytes. The server closes `listener`.
+    other; it has `wire.JOB_BYTES` bytes. The server is driven by `loop`, and closes `listener`.
     """
 
     def __init__(
         self,
+        loop: Loop,
         listener: socket.socket,
         ranks: Collection[int],
         size: int,
@@ -53,31 +72,19 @@ class MeetingServer(Doorway):
     ) -> None:
         if gathered is None and sorted(ranks) != list(range(size)):
             raise ValueError("a server of some of the ranks needs `gathered`")
-        super().__init__(listener, 2 * len(ranks) + 64)
+        self._loop = loop
         self._rounds = rounds = Rounds(ranks, size, gathered, withdrawn)
-        self._admission = Admission(rounds.ranks, size, secret, job, rounds.guests)
         # Refusals, the latest last, for those who wait for the rank that was refused.
         self._notes: deque[str] = deque(maxlen=NOTES)
-        # Whether connections wait that could not be accepted, and whether that was logged.
-        self._accept_later = self._full_is_logged = False
+        self._linked: dict[_LinkedRank, None] = {}
+        self._listener = Listener(
+            loop, [listener], Party(secret, wire.SERVER, wire.RANK), self._accept,
+            judge=Admission(rounds.ranks, size, job, rounds.guests).judge,
+            refused=self._note_refusal, most_strangers=2 * len(ranks) + 64,
+            stranger_seconds=SILENCE_SECONDS, other_secret=SECRETS_DIFFER,
+        )  # fmt: skip
 
-    # -- for whoever drives the server
-
-    def handle(self) -> None:
-        """Do all that can be done without waiting."""
-        self.wait(0.0)
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until there is something to do, at most `seconds`, and do it."""
-        for descriptor, event in self._epoll.poll(max(0.0, min(seconds, SILENCE_SECONDS))):
-            connection = self._connections.get(descriptor)
-            if connection is not None:
-                self._serve(connection, event)
-            elif descriptor == self._listener.fileno():
-                self._accept_later = True
-        self._close_silent_strangers()
-        if self._accept_later:
-            self._accept_later = not self._accept_all()
+    # -- for whoever runs the loop
 
     def deliver(self, key: Key, bodies: Sequence[bytes]) -> None:
         """Answer the round `key` with the bodies of its ranks in rank order; no-op if nobody waits.
@@ -146,121 +153,72 @@ class MeetingServer(Doorway):
 
         A connection that is closed with something unread would take back what was sent last.
         """
-        with contextlib.suppress(OSError, ValueError):
-            self._epoll.unregister(self._listener)
         self._listener.close()
-        while self._strangers:  # They are for whoever listens here next.
-            self._close(self._strangers[0])
-        end = time.monotonic() + drain_seconds
-        while self._rounds.guests and (left := end - time.monotonic()) > 0:
-            if not any(isinstance(guest, Connection) for guest in self._rounds.guests.values()):
+        end = self._loop.now() + drain_seconds
+        while (left := end - self._loop.now()) > 0:
+            if not any(isinstance(guest, _LinkedRank) for guest in self._rounds.guests.values()):
                 break
-            self.wait(left)
-        self._close_all()
+            self._loop.run_once(left)
+        for guest in self._linked:
+            guest.link.close()
+        self._linked.clear()
+
+    def after_fork_in_child(self) -> None:
+        """Close this process's copies of all descriptors; those of the loop are closed already."""
+        self._listener.close()
+        for guest in self._linked:
+            guest.link.close_after_fork()
 
     # -- connections
 
-    def _accept_all(self) -> bool:
-        """Accept all connections that wait; return False where some have to wait on."""
-        while self._listener.fileno() >= 0:
-            try:
-                self._accept()
-            except BlockingIOError:
-                break
-            except ConnectionAbortedError:
-                continue
-            except OSError as error:
-                if error.errno not in EXHAUSTED or not self._strangers:
-                    self._log_full(error)
-                    return False
-                self._close(self._strangers[0])
-        return True
+    def _accept(self, claim: Claim, connection: socket.socket) -> None:
+        guest = _LinkedRank(wire.read_claim(claim.body).rank, peer_name(connection))
+        self._linked[guest] = None
+        self._rounds.note_same_version(guest.rank)
 
-    def _log_full(self, error: OSError) -> None:
-        if not self._full_is_logged:
-            self._full_is_logged = True
-            log.warning(
-                "ranks that connect for their meeting have to wait (%s): this process has %d "
-                "connections of ranks; `ulimit -n` allows more open files",
-                error, len(self._connections),
-            )  # fmt: skip
+        def ended(reason: str) -> None:
+            del self._linked[guest]
+            if guest.link.at_fault:
+                self._note(f"a connection from {guest.peer} was closed: {reason}")
+            self._rounds.leave(guest)
 
-    def _serve(self, connection: Connection, event: int) -> None:
-        if event & select.EPOLLOUT:
-            connection.flush()
-        if event & ~select.EPOLLOUT:
-            data = connection.read()
-            if data is None:
-                return
-            if not data:
-                self._close(connection)
-                return
-            try:
-                self._take(connection, data)
-            except ProtocolError as error:
-                self._note(f"a connection from {connection.peer_name()} was closed: {error}")
-                self._close(connection)
-                return
-        if connection.ends and connection.idle:
-            self._close(connection)
+        guest.link = Link(
+            self._loop, connection, received=lambda message, arrays: self._obey(guest, message),
+            ended=ended, most_bytes=wire.FRAME_BYTES,
+        )  # fmt: skip
 
-    def _take(self, connection: Connection, data: bytes) -> None:
-        if connection.ends:
-            return  # It was refused.
-        if connection.rank < 0:
-            rest = connection.complete_claim(data)
-            if rest is None or not self._admit(connection):
-                return
-            data = rest
-        for message in connection.frames.add(data):
-            self._obey(connection, message)
-
-    def _admit(self, connection: Connection) -> bool:
-        """Answer the claim of a connection, which is complete; return whether it is accepted."""
-        judgement = self._admission.judge(
-            bytes(connection.claim), connection.nonce, connection.peer_name()
-        )
-        if judgement.note:
-            self._note(judgement.note)
-        if judgement.other_version is not None:
-            self._rounds.note_other_version(*judgement.other_version)
-        connection.rank = judgement.rank
-        connection.ends = judgement.rank < 0
-        if not connection.ends:
-            self._strangers.remove(connection)
-        connection.send(judgement.answer)
-        return not connection.ends
+    def _note_refusal(self, code: int, sentence: str, claim: Claim | None) -> None:
+        if code == prove.OTHER_PROTOCOL and claim is not None:
+            rank = wire.read_claim(claim.body).rank
+            self._rounds.note_other_version(rank, str(claim.software))
+            sentence = sentence.replace(claim.role, f"rank {rank}", 1)
+        if code not in (wire.OTHER_JOB, wire.DUPLICATE):
+            self._note(sentence)
 
     def _note(self, sentence: str) -> None:
         if sentence not in self._notes:
             log.debug("meeting: %s", sentence)
             self._notes.append(sentence)
 
-    def _obey(self, connection: Connection, message: list[Any]) -> None:
+    def _obey(self, guest: _LinkedRank, message: list[Any]) -> None:
         match message:
-            case [wire.JOIN, [*members]] if self._is_part(members, connection.rank):
-                if connection.given or connection.rank in self._rounds.guests:
-                    raise ProtocolError(f"rank {connection.rank} joins twice")
-                connection.members = tuple(members)
-                self._rounds.present(connection)
-            case [wire.GATHER, int(number), bytes(body)] if number == connection.given:
-                if self._rounds.guests.get(connection.rank) is not connection:
-                    raise ProtocolError(f"rank {connection.rank} has not joined")
-                self._rounds.give(connection, body)
+            case [wire.JOIN, [*members]] if self._is_part(members, guest.rank):
+                if guest.given or guest.rank in self._rounds.guests:
+                    raise ProtocolError(f"rank {guest.rank} joins twice")
+                guest.members = tuple(members)
+                self._rounds.present(guest)
+            case [wire.GATHER, int(number), bytes(body)] if number == guest.given:
+                if self._rounds.guests.get(guest.rank) is not guest:
+                    raise ProtocolError(f"rank {guest.rank} has not joined")
+                self._rounds.give(guest, body)
             case [wire.WHO]:
-                connection.send(wire.pack_frame(wire.PRESENCE, *self.presence(connection)))
+                guest.link.send(wire.PRESENCE, *self.presence(guest))
             case [wire.LEAVE]:
-                self._rounds.leave(connection)
+                self._rounds.leave(guest)
             case _:
-                raise ProtocolError(f"rank {connection.rank} sent {str(message)[:80]}")
+                raise ProtocolError(f"rank {guest.rank} sent {str(message)[:80]}")
 
     def _is_part(self, members: list[Any], rank: int) -> bool:
         """Return whether `members` are ranks of the job, in any order, and `rank` is one."""
         known = all(isinstance(each, int) and 0 <= each < self._rounds.size for each in members)
         return not members or (known and rank in members and len(set(members)) == len(members))
-
-    def _close(self, connection: Connection) -> bool:
-        closes = super()._close(connection)
-        if closes:
-            self._rounds.leave(connection)
-        return closes

@@ -7,12 +7,11 @@ bound from the start, for as many meetings as the ranks hold.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import threading
 import weakref
 
-from hvdlite.common.meeting.doorway import SILENCE_SECONDS
+from hvdlite.common.connections.loop import Loop
 from hvdlite.common.meeting.server import MeetingServer
 
 
@@ -20,35 +19,31 @@ class ServedMeeting:
     """Serves the meetings of `size` ranks at `listener` until `close`, which closes it, too."""
 
     def __init__(self, listener: socket.socket, size: int, secret: str) -> None:
-        self._server = MeetingServer(listener, range(size), size, secret.encode())
-        self._stopped, self._stop = socket.socketpair()
-        # Owns _server. Ends with close(), or with the process.
+        self._loop = Loop()
+        self._server = MeetingServer(self._loop, listener, range(size), size, secret.encode())
+        self._over = False
+        # Owns _server and _loop. Ends with close(), or with the process.
         self._thread = threading.Thread(target=self._serve, name="hvdlite-meeting", daemon=True)
         self._thread.start()
         _served.add(self)
 
     def _serve(self) -> None:
-        poller = select.poll()
-        for each in (self._server, self._stopped):
-            poller.register(each, select.POLLIN)
-        end = self._stopped.fileno()
-        while all(ready != end for ready, _ in poller.poll(SILENCE_SECONDS * 1000)):
-            self._server.handle()
+        while not self._over:
+            self._loop.run_once()
         self._server.close()
 
     def close(self) -> None:
         """End the meetings; ranks that wait in one learn it by the end of their connection."""
         _served.discard(self)
-        self._stop.shutdown(socket.SHUT_RDWR)
-        self._stop.close()
+        self._over = True
+        self._loop.wake()
         self._thread.join()
-        self._stopped.close()
+        self._loop.close()
 
     def after_fork_in_child(self) -> None:
         """Close this process's copies of all descriptors: they would hide the end of the parent."""
+        self._loop.close()
         self._server.after_fork_in_child()
-        self._stop.close()
-        self._stopped.close()
 
 
 _served: weakref.WeakSet[ServedMeeting] = weakref.WeakSet()

@@ -266,7 +266,7 @@ class DriverLink:
                 return
             self._epoch, self._offer, self._over, self._bodies = world.epoch, world, None, None
             self._checks = Checks()
-            self._link.frames.most_bytes = wire.answers(world.size).limit
+            self._link.frames.most_bytes = wire.longest_answer(world.size)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._interrupt)
             self._changed.notify_all()

@@ -90,13 +90,12 @@ class WorkerServer:
 
         def received(message: list[Any], arrays: Arrays) -> None:
             if not frames.is_from_worker(message):
-                error = ProtocolError(f"it sent {str(message)[:80]}")
-                log.warning("a connection from worker %d was closed: %s", number, error)
-                raise error
+                raise ProtocolError(f"it sent {str(message)[:80]}")
             self._said(number, message)
 
         def ended(reason: str) -> None:
-            del self._workers[number]
+            if self._workers.pop(number).at_fault:
+                log.warning("a connection from worker %d was closed: %s", number, reason)
             self._ended(number)
 
         self._workers[number] = Link(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvdlite.common.connections.address import Address, listen
+from hvdlite.common.connections.loop import Loop
 from hvdlite.common.meeting.server import MeetingServer
 
 SECRET = b"only this job knows it"
@@ -30,9 +31,10 @@ def port_of(listener: socket.socket) -> Address:
 class Driver:
     """A server in a thread of its own, as the launcher and its agents run one."""
 
-    def __init__(self, make: Callable[[], MeetingServer]) -> None:
+    def __init__(self, make: Callable[[Loop], MeetingServer]) -> None:
         self.lock = threading.Lock()
-        self.server = make()
+        self._loop = Loop()
+        self.server = make(self._loop)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -40,12 +42,13 @@ class Driver:
     def _run(self) -> None:
         while not self._over.wait(0.001):
             with self.lock:
-                self.server.handle()
+                self._loop.run_once(0.0)
 
     def close(self) -> None:
         self._over.set()
         self._thread.join()
         self.server.close()
+        self._loop.close()
 
 
 @contextlib.contextmanager
@@ -53,7 +56,7 @@ def serving(size: int, secret: bytes = SECRET, **options: Any) -> Iterator[tuple
     listener = listen(Address("127.0.0.1", 0))
     address = port_of(listener)
     ranks = options.pop("ranks", range(size))
-    driver = Driver(lambda: MeetingServer(listener, ranks, size, secret, **options))
+    driver = Driver(lambda loop: MeetingServer(loop, listener, ranks, size, secret, **options))
     try:
         yield address, driver
     finally:

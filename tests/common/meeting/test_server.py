@@ -34,7 +34,9 @@ def test_a_unix_socket_with_a_long_path(tmp_path: Path) -> None:
     folder.mkdir()
     address = f"unix:{folder}/meeting"
     driver = Driver(
-        lambda: MeetingServer(listen(Address(path=f"{folder}/meeting")), range(2), 2, SECRET)
+        lambda loop: MeetingServer(
+            loop, listen(Address(path=f"{folder}/meeting")), range(2), 2, SECRET
+        )
     )
     try:
         results = run_threads(2, lambda rank: meet(at_server(address, rank, 2, SECRET, soon())))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import resource
-import select
 import socket
 import struct
 import threading
@@ -17,10 +15,12 @@ from typing import Any
 import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, HorovodVersionMismatchError
+from hvdlite.common.connections import prove
 from hvdlite.common.connections.address import Address, listen
-from hvdlite.common.meeting import doorway as doorway_module
-from hvdlite.common.meeting import handshake, wire
+from hvdlite.common.connections.frames import frame, pack
+from hvdlite.common.connections.prove import Challenge, Party, Software
 from hvdlite.common.meeting import server as server_module
+from hvdlite.common.meeting import wire
 from hvdlite.common.meeting.server import MeetingServer
 from hvdlite.common.meeting.serving import ServedMeeting
 from tests.common.meeting.exchanges import at_server, hosting
@@ -34,8 +34,13 @@ from tests.common.meeting.serving import (
     serving,
     soon,
 )
-from tests.launcher.descriptors import no_free_descriptor
 from tests.ranks import run_threads
+
+NEW_CLAIM = prove.Claim.new
+
+
+def of_another_protocol(party: Party, body: bytes) -> prove.Claim:
+    return NEW_CLAIM(party, body)._replace(software=Software(999, "9.9"))
 
 
 def test_a_wrong_rank_is_told_and_does_not_disturb_the_others(
@@ -56,12 +61,7 @@ def test_a_wrong_rank_is_told_and_does_not_disturb_the_others(
             with pytest.raises(HorovodInternalError, match="rank 0 is here already: two processes"):
                 at_server(address, 0, 2, SECRET, soon())
         with monkeypatch.context() as patched:
-            packed = wire.pack_claim
-            patched.setattr(
-                wire,
-                "pack_claim",
-                lambda *args: (raw := packed(*args))[:8] + struct.pack("<I", 999) + raw[12:],
-            )
+            patched.setattr(prove.Claim, "new", of_another_protocol)
             with pytest.raises(HorovodVersionMismatchError, match=r"\(protocol 999\) is installed"):
                 at_server(address, 1, 2, SECRET, soon())
         notes = " | ".join(driver.server.notes())
@@ -102,7 +102,7 @@ def test_ranks_of_another_start_of_the_job_wait_for_their_own_server() -> None:
         assert closed.wait(LIMIT)
         return meet(hosting(listen(address), 0, 2, SECRET, soon(), job=new))
 
-    driver = Driver(lambda: MeetingServer(listener, range(2), 2, SECRET, job=old))
+    driver = Driver(lambda loop: MeetingServer(loop, listener, range(2), 2, SECRET, job=old))
     closer = threading.Timer(0.3, lambda: (driver.close(), closed.set()))
     closer.start()
     assert run_threads(2, rank_main) == [expected(2)] * 2
@@ -145,14 +145,20 @@ def stranger(address: Address, data: bytes) -> bytes:
         return answer
 
 
+def claim_of(rank: int, size: int) -> prove.Claim:
+    body = wire.Claim(rank, size, bytes(wire.JOB_BYTES)).pack()
+    return prove.Claim.new(Party(SECRET, wire.RANK, wire.SERVER), body)
+
+
+def challenge_of(connection: socket.socket) -> Challenge:
+    return Challenge.unpack(connection.recv(prove.CHALLENGE.size, socket.MSG_WAITALL))
+
+
 def proven(rank: int, size: int, frames: bytes, address: Address) -> bytes:
     """What the server says to `frames` of a rank that has the secret."""
     with socket.create_connection(address[:2], timeout=LIMIT) as connection:
-        greeting = wire.unpack_greeting(connection.recv(wire.GREETING.size, socket.MSG_WAITALL))
-        nonce = handshake.new_nonce()
-        claim = wire.pack_claim(bytes(wire.JOB_BYTES), rank, size, nonce)
-        mine = handshake.proof(SECRET, handshake.CONNECTS, greeting.nonce + nonce, claim)
-        connection.sendall(claim + mine + frames)
+        challenge, claim = challenge_of(connection), claim_of(rank, size)
+        connection.sendall(prove.prove_claim(SECRET, challenge, claim) + prove.GO + frames)
         answer = b""
         with contextlib.suppress(ConnectionResetError):
             while part := connection.recv(1 << 16):
@@ -161,47 +167,49 @@ def proven(rank: int, size: int, frames: bytes, address: Address) -> bytes:
 
 
 def test_strangers_are_dropped_and_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (server_module, doorway_module):
-        monkeypatch.setattr(module, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(server_module, "SILENCE_SECONDS", 0.3)
     with serving(2) as (address, _):
         first = at_server(address, 0, 2, SECRET, soon())
         garbage = [
             b"GET / HTTP/1.1\r\n\r\n",
             b"\0" * 4096,
-            wire.MAGIC + b"\xff" * 4096,  # a claim without a proof
+            prove.MAGIC + b"\xff" * 4096,  # a claim without a proof
             b"",  # silence
-            wire.MAGIC[:5],  # silence in the middle
+            prove.MAGIC[:5],  # silence in the middle
         ]
         for data in garbage:
             answer = stranger(address, data)
-            assert answer[: wire.GREETING.size].startswith(wire.MAGIC)
-            assert handshake.proof(SECRET, b"listens", b"", b"") not in answer
+            assert answer[: prove.CHALLENGE.size].startswith(prove.MAGIC)
+            assert SECRET not in answer
         second = at_server(address, 1, 2, SECRET, soon())
         assert run_threads(2, lambda rank: meet((first, second)[rank])) == [expected(2)] * 2
+
+
+def said(*message: Any) -> bytes:
+    return frame(pack(message))
 
 
 @pytest.mark.parametrize(
     "frames",
     [
-        struct.pack("<I", wire.FRAME_BYTES + 1),  # too long: nobody waits for its bytes
-        struct.pack("<I", 3) + b"\xc1\xc1\xc1",
-        wire.pack_frame("join", [0, 9]),
-        wire.pack_frame("join", [0, 0]),
-        wire.pack_frame("gather", 0, b""),  # before it has joined
-        wire.pack_frame("join", []) + wire.pack_frame("gather", 1, b""),
-        wire.pack_frame("join", []) + wire.pack_frame("gather", 0, b"") * 2,
-        wire.pack_frame("join", [])
-        + wire.pack_frame("gather", 0, b"")
-        + wire.pack_frame("gather", 1, b""),
-        wire.pack_frame("join", []) * 2,
-        wire.pack_frame("exec", "rm"),
-        wire.pack_frame(),
+        struct.pack("<II", wire.FRAME_BYTES + 1, 0),  # too long: nobody waits for its bytes
+        frame(b"\xc1\xc1\xc1"),
+        said("join", [0, 9]),
+        said("join", [0, 0]),
+        said("gather", 0, b""),  # before it has joined
+        said("join", []) + said("gather", 1, b""),
+        said("join", []) + said("gather", 0, b"") * 2,
+        said("join", []) + said("gather", 0, b"") + said("gather", 1, b""),
+        said("join", []) * 2,
+        said("exec", "rm"),
+        said(),
     ],
 )
 def test_a_rank_that_breaks_the_protocol_is_dropped_and_can_come_right(frames: bytes) -> None:
     with serving(2) as (address, driver):
         proven(0, 2, frames, address)  # returns: the server closes
-        assert any("was closed" in note for note in driver.server.notes())
+        with driver.lock:  # The note follows in the same turn.
+            assert any("was closed" in note for note in driver.server.notes())
         results = run_threads(2, lambda rank: meet(at_server(address, rank, 2, SECRET, soon())))
     assert results == [expected(2)] * 2
 
@@ -210,13 +218,10 @@ def test_a_proof_that_was_overheard_does_not_serve_again() -> None:
     """An attacker who hears a claim says it again: the nonce of the server has changed."""
     with serving(2) as (address, driver):
         with socket.create_connection(address[:2], timeout=LIMIT) as connection:
-            greeting = wire.unpack_greeting(connection.recv(wire.GREETING.size, socket.MSG_WAITALL))
-            claim = wire.pack_claim(bytes(wire.JOB_BYTES), 0, 2, bytes(handshake.NONCE_BYTES))
-            overheard = claim + handshake.proof(
-                SECRET, handshake.CONNECTS, greeting.nonce + bytes(handshake.NONCE_BYTES), claim
-            )
+            claim = claim_of(0, 2)
+            overheard = prove.prove_claim(SECRET, challenge_of(connection), claim)
         answer = stranger(address, overheard)
-        assert answer[wire.GREETING.size] == wire.OTHER_SECRET
+        assert answer[prove.CHALLENGE.size] == prove.OTHER_SECRET
         assert driver.server.missing() == [0, 1]
 
 
@@ -226,9 +231,11 @@ def test_a_false_server_is_not_believed() -> None:
 
         def accept_all() -> None:
             connection, _ = listener.accept()
-            connection.sendall(wire.pack_greeting(handshake.new_nonce()))
-            connection.recv(wire.CLAIM_BYTES, socket.MSG_WAITALL)
-            connection.sendall(wire.pack_acceptance(b"a guess", b"", b""))
+            challenge = Challenge.new()
+            connection.sendall(challenge.pack())
+            raw = connection.recv(prove.PROVEN_CLAIM_BYTES, socket.MSG_WAITALL)
+            claim = prove.Claim.unpack(raw[: prove.CLAIM.size])
+            connection.sendall(prove.acceptance(b"a guess", challenge, claim))
             connection.recv(1)
             connection.close()
 
@@ -245,62 +252,8 @@ def test_a_flood_of_connections_leaves_the_ranks_alone() -> None:
         for _ in range(300):
             flood.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
         second = at_server(address, 1, 2, SECRET, soon())
-        assert len(driver.server._connections) <= 2 + driver.server._most_strangers
+        assert len(driver.server._listener._strangers) <= driver.server._listener._most_strangers
         assert run_threads(2, lambda rank: meet((first, second)[rank])) == [expected(2)] * 2
-
-
-def wakes(server: MeetingServer, seconds: float) -> int:
-    """Drive a server for some time; how often it had something to do."""
-    poller = select.poll()
-    poller.register(server, select.POLLIN)
-    count, end = 0, time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        if poller.poll(left * 1000):
-            server.handle()
-            count += 1
-    return count
-
-
-def greeted(connection: socket.socket) -> bool:
-    return bool(select.select([connection], [], [], 0)[0])
-
-
-def test_a_server_without_free_descriptors_sleeps_until_a_connection_ends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    listener = listen(Address("127.0.0.1", 0))
-    address = port_of(listener)
-    server = MeetingServer(listener, range(2), 2, SECRET)
-    with contextlib.ExitStack() as stack:
-        stack.callback(server.close)
-        first, second, third = (
-            stack.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
-            for _ in range(3)
-        )
-        with caplog.at_level(logging.WARNING, "hvdlite"), no_free_descriptor():
-            assert wakes(server, 0.3) < 5
-            assert not any(greeted(connection) for connection in (first, second, third))
-            assert wakes(server, 0.3) == 0
-        assert "Too many open files" in caplog.text and len(caplog.records) == 1, caplog.text
-        stack.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
-        wakes(server, 0.1)
-        assert all(greeted(connection) for connection in (first, second, third))
-
-
-def test_a_descriptor_that_gets_free_is_for_the_connection_that_waits() -> None:
-    listener = listen(Address("127.0.0.1", 0))
-    address = port_of(listener)
-    server = MeetingServer(listener, range(2), 2, SECRET)
-    with contextlib.ExitStack() as stack:
-        stack.callback(server.close)
-        first, second = (socket.create_connection(address[:2], timeout=LIMIT) for _ in range(2))
-        stack.callback(second.close)
-        first.close()
-        server.handle()  # It has both.
-        third = stack.enter_context(socket.create_connection(address[:2], timeout=LIMIT))
-        with no_free_descriptor():
-            wakes(server, 0.1)  # The first has ended, which is seen before the third is accepted.
-            assert greeted(third) and greeted(second)
 
 
 def test_the_server_leaves_no_descriptor_open() -> None:
@@ -347,8 +300,8 @@ def test_the_secret_is_on_no_wire() -> None:
 
         def listen_in() -> None:
             connection, _ = listener.accept()
-            connection.sendall(wire.pack_greeting(handshake.new_nonce()))
-            heard.append(connection.recv(wire.CLAIM_BYTES, socket.MSG_WAITALL))
+            connection.sendall(Challenge.new().pack())
+            heard.append(connection.recv(prove.PROVEN_CLAIM_BYTES, socket.MSG_WAITALL))
             connection.close()
 
         thread = threading.Thread(target=listen_in)
@@ -356,7 +309,7 @@ def test_the_secret_is_on_no_wire() -> None:
         with pytest.raises(HorovodInternalError):
             at_server(Address("127.0.0.1", listener.getsockname()[1]), 0, 1, SECRET, soon(0.5))
         thread.join()
-    assert len(heard[0]) == wire.CLAIM_BYTES and SECRET not in heard[0]
+    assert len(heard[0]) == prove.PROVEN_CLAIM_BYTES and SECRET not in heard[0]
     assert not re.search(re.escape(SECRET.hex().encode()), heard[0])
 
 
@@ -366,13 +319,12 @@ def test_a_rank_with_another_protocol_ends_the_wait_of_all_others_at_once(
     monkeypatch: pytest.MonkeyPatch, *, hosted: bool, waits: bool
 ) -> None:
     """They know it as soon as that rank does, and wait for nothing."""
-    packed, other = wire.pack_claim, threading.local()
+    other = threading.local()
 
-    def pack_claim(*args: Any) -> bytes:
-        raw = packed(*args)
-        return raw[:8] + struct.pack("<I", 999) + raw[12:] if hasattr(other, "version") else raw
+    def new_claim(party: Party, body: bytes) -> prove.Claim:
+        return (of_another_protocol if hasattr(other, "version") else NEW_CLAIM)(party, body)
 
-    monkeypatch.setattr(wire, "pack_claim", pack_claim)
+    monkeypatch.setattr(prove.Claim, "new", new_claim)
     refused = threading.Event()
 
     def rank_main(rank: int, address: Address, listener: socket.socket | None) -> None:
