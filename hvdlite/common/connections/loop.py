@@ -122,8 +122,8 @@ class Loop:
         self.wake()
 
     def wake(self) -> None:
-        """End the sleep of the loop, from any thread."""
-        with contextlib.suppress(OSError):  # It was closed.
+        """End the sleep of the loop, from any thread; without effect on one that was closed."""
+        with contextlib.suppress(OSError, ValueError):  # A closed loop has no descriptor, or -1.
             os.eventfd_write(self._wakeup, 1)
 
     def _run_posted(self, _events: int) -> None:
