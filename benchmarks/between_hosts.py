@@ -69,7 +69,7 @@ def rank_main(args: argparse.Namespace) -> None:
         compared_steps,
         measured_model,
     )
-    from hvdlite.common.collectives.costs import COSTS
+    from hvdlite.common.collectives.between_hosts.costs import COSTS
 
     hvd.init()
     model = measured_model()

@@ -8,8 +8,8 @@ from typing import Any
 
 from measuring import duration, table
 
-from hvdlite.common.collectives.costs import Model
-from hvdlite.common.collectives.host_costs import (
+from hvdlite.common.collectives.between_hosts.costs import Model
+from hvdlite.common.collectives.between_hosts.host_costs import (
     COLLECTIVES,
     collective_seconds,
     collective_way,

@@ -39,8 +39,8 @@ from predicted_collectives import predict, predictions_table
 
 from hvdlite.common.base.bitsets import NumberSet
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.collectives.costs import COSTS, Model, cheapest, step_seconds
-from hvdlite.common.collectives.model_file import DEFAULT, chosen_model
+from hvdlite.common.collectives.between_hosts.costs import COSTS, Model, cheapest, step_seconds
+from hvdlite.common.collectives.between_hosts.model_file import DEFAULT, chosen_model
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator

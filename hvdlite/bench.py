@@ -34,8 +34,8 @@ import hvdlite
 import hvdlite.numpy as hvd
 from hvdlite.common.api.network_model import compared_algorithms, measured_model
 from hvdlite.common.api.objects import allgather_object
-from hvdlite.common.collectives.costs import COSTS, Model
-from hvdlite.common.collectives.model_file import save, usual_path
+from hvdlite.common.collectives.between_hosts.costs import COSTS, Model
+from hvdlite.common.collectives.between_hosts.model_file import save, usual_path
 from hvdlite.common.plain.numpy_adapter import Array
 from hvdlite.common.runtime import state
 

@@ -12,8 +12,8 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite import bench
-from hvdlite.common.collectives.costs import COSTS, cheapest
-from hvdlite.common.collectives.model_file import load
+from hvdlite.common.collectives.between_hosts.costs import COSTS, cheapest
+from hvdlite.common.collectives.between_hosts.model_file import load
 from tests.ranks import run_ranks
 
 SIZES = re.compile(r"^(\d+ (?:B|KiB|MiB)) ", re.MULTILINE)

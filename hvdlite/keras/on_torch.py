@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.api.prepared_bucket import send_announced
-from hvdlite.common.api.reduced_copies import ReducedCopies
+from hvdlite.common.api.prepared_bucket import ReducedCopies, send_announced
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.gradients import reducer
 from hvdlite.common.gradients.buckets import single_and_grouped

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.api.reduced_copies import ReducedCopies
+from hvdlite.common.api.prepared_bucket import ReducedCopies
 from hvdlite.common.plain.handles import Handle
 from hvdlite.common.plain.numpy_adapter import ALIGNMENT_BYTES, Array, NumpyAdapter, aligned_empty
 from hvdlite.common.runtime.process_sets import ProcessSet

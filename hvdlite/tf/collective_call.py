@@ -17,8 +17,7 @@ from tensorflow.python.framework.ops import EagerTensor  # tf.constant would cop
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_bucket import send_announced
-from hvdlite.common.api.signals import Signal
-from hvdlite.common.api.submit import Operation, start
+from hvdlite.common.api.submit import Operation, Signal, start
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.handles import Handle

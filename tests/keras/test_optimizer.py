@@ -11,7 +11,7 @@ import pytest
 
 import hvdlite.keras as hvd
 import hvdlite.numpy as hvd_numpy
-from hvdlite.common.api import prepared_bucket, reduced_copies
+from hvdlite.common.api import prepared_bucket
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.state import current
@@ -68,7 +68,7 @@ def test_ctrl_c_at_any_point_of_a_small_step() -> None:
     from hvdlite.keras import on_torch
 
     def main(rank: int) -> None:
-        modules, engine = [prepared_bucket, reduced_copies, on_torch], current().engine
+        modules, engine = [prepared_bucket, prepared_bucket, on_torch], current().engine
         begin()
         for points in range(1000):
             reducer = on_torch.Reducer("R", ReductionConfig(

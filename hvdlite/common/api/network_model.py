@@ -14,9 +14,13 @@ from hvdlite.common.api.forms import Forms
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.api.runner import EngineRunner
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.collectives import measure
-from hvdlite.common.collectives.costs import COSTS, Model, cheapest, step_seconds
-from hvdlite.common.collectives.host_costs import COLLECTIVES, collective_seconds, collective_way
+from hvdlite.common.collectives.between_hosts import measure
+from hvdlite.common.collectives.between_hosts.costs import COSTS, Model, cheapest, step_seconds
+from hvdlite.common.collectives.between_hosts.host_costs import (
+    COLLECTIVES,
+    collective_seconds,
+    collective_way,
+)
 from hvdlite.common.plain.entries import SegmentRun
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime import state

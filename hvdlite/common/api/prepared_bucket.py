@@ -7,20 +7,56 @@ for all of them.
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from hvdlite.common.api.bundles import bundle_of
+import msgpack
+
+from hvdlite.common.api.call_checks import check_targets
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.prepared_calls import prepared, prepared_group
-from hvdlite.common.api.targets import check_targets
+from hvdlite.common.api.submit import Operation, start, submit_each
 from hvdlite.common.api.tensor_entries import PlacedEntry, PreparedCall, TensorEntry, entry_of
 from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.adapter import Adapter
-from hvdlite.common.plain.entries import Bundle
+from hvdlite.common.plain.entries import Bundle, Entry
 from hvdlite.common.plain.handles import Handle, SharedHandle
 from hvdlite.common.runtime.runtime import Runtime
+
+# Small buckets as one short call: their tensors pass together through shared memory.
+#
+# See [Note: short calls] in engine/short_calls.py. A step of a small model has one bucket, and the
+# training threads of all ranks wait for it at about the same time: they exchange it themselves. The
+# entries of its tensors are announced, and sent only where that has failed.
+
+
+# Larger ones are no short calls; nor are smaller ones among more than two ranks of which all data
+# together are more than `MOST_TO_READ_BYTES`.
+MOST_BYTES = 1 << 20
+
+
+def bundle_of(entries: Sequence[Entry]) -> Bundle | None:
+    """Return the bundle of these entries; None where they cannot be exchanged as one."""
+    if len(entries) < 2 or not 0 < sum(entry.size_bytes for entry in entries) <= MOST_BYTES:
+        return None
+    if len({entry.request.dtype for entry in entries}) > 1:
+        return None
+    if any(entry.address is None for entry in entries):
+        return None
+    # Ranks may have their gradients in different orders.
+    ordered = sorted(entries, key=lambda entry: entry.request.name)
+    requests = [entry.request for entry in ordered]
+    text = msgpack.packb(requests, unicode_errors="backslashreplace")
+    request = requests[0]._replace(
+        name=f"bundle.{hashlib.blake2b(text, digest_size=16).hexdigest()}",
+        shape=(sum(entry.count for entry in ordered),),
+        group="",
+        group_size=0,
+    )
+    return Bundle(request, ordered)
+
 
 T = TypeVar("T")
 COLLECTIVE = "allreduce"
@@ -192,3 +228,60 @@ def send_announced(runtime: Runtime) -> None:
     """
     for bucket in list(runtime.buckets.values()):
         bucket.send_own()
+
+
+# The allreduce of gradients to new tensors, each under its own name or all as one group.
+
+
+class ReducedCopies(Generic[T]):
+    """Gradients of this rank on their way to the reduced ones, which are new tensors.
+
+    Few bytes are copied and reduced in place, as a `PreparedBucket`, which can be one short call.
+    More are not copied: the engine reads the gradients and writes the results.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        adapter: Adapter[T],
+        names: Sequence[str],
+        tensors: Sequence[T],
+        options: CallOptions,
+        copy: Callable[[Sequence[T]], list[T]],
+        *,
+        nbytes: int,
+        alone: bool = False,
+    ) -> None:
+        """Start to reduce `tensors`, of `nbytes` bytes; `copy` returns contiguous copies of them.
+
+        With `alone` the caller waits next, and for nothing else. Raises as `PreparedBucket.start`.
+        """
+        self._bucket: PreparedBucket[T] | None = None
+        self._operation: Operation[T] | None = None
+        self._copies: list[T] = []
+        if alone and nbytes <= MOST_BYTES:
+            self._copies = copy(tensors)
+            self._bucket = start_bucket(runtime, adapter, names, self._copies, options, alone=True)
+        elif options.grouped:
+            entries = start(runtime, adapter, COLLECTIVE, names[0], tensors, options)
+            self._operation = Operation(entries)
+        else:
+            entries = submit_each(runtime, adapter, COLLECTIVE, names, tensors, options)
+            self._operation = Operation(entries)
+
+    @property
+    def handles(self) -> list[Handle]:
+        """The handles of what is in flight, which somebody else may wait for."""
+        if self._bucket is not None:
+            self._bucket.send()
+            return [self._bucket.handle]
+        assert self._operation is not None
+        return [entry.handle for entry in self._operation.entries]
+
+    def wait(self) -> list[T]:
+        """Sleep until all are reduced, and return them. Raises the first error."""
+        if self._bucket is not None:
+            self._bucket.wait()
+            return self._copies
+        assert self._operation is not None
+        return self._operation.wait_for_tensors()

@@ -28,9 +28,9 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
+from hvdlite.common.collectives.between_hosts.ring import RingBackend
 from hvdlite.common.collectives.chained_view import Chain
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.base import Transport
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -13,19 +13,98 @@ import numpy as np
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.adasum import AdasumBackend
-from hvdlite.common.collectives.algorithms import ALGORITHMS, Choice
-from hvdlite.common.collectives.base import Backend, BackendFactory, Members
-from hvdlite.common.collectives.flat import FlatBackend
-from hvdlite.common.collectives.hierarchical import HierarchicalBackend
+from hvdlite.common.collectives.base import (
+    Activity,
+    Array,
+    Backend,
+    BackendFactory,
+    Members,
+    Reduction,
+)
+from hvdlite.common.collectives.between_hosts.algorithms import ALGORITHMS, Choice
+from hvdlite.common.collectives.between_hosts.ring import RingBackend
+from hvdlite.common.collectives.by_hosts.flat import FlatBackend
+from hvdlite.common.collectives.by_hosts.hierarchical import HierarchicalBackend
+from hvdlite.common.collectives.kernels import Arithmetic
 from hvdlite.common.collectives.mpi import MpiBackend
 from hvdlite.common.collectives.native.shm import library
-from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
-from hvdlite.common.collectives.single import SingleBackend
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Transport
 from hvdlite.common.transport.mpi import MpiTransport
+
+# The backend of a single member: copy and scale.
+
+
+class SingleBackend:
+    """Every collective of a single member; nothing is sent."""
+
+    name = "SINGLE"
+
+    def supports(
+        self, collective: str, dtype: np.dtype[Any], reduce_op: ReduceOp, members: Members
+    ) -> bool:
+        """Support any collective of a single member."""
+        return members.size == 1
+
+    def allreduce(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        reduction: Reduction,
+        activity: Activity,
+    ) -> None:
+        """Copy the only contribution, scaled."""
+        if reduction.reduce_op == ReduceOp.ADASUM:  # of one vector: the vector
+            reduction = Reduction(ReduceOp.SUM, reduction.prescale, reduction.postscale)
+        with activity("SINGLE_REDUCE"):
+            for source, output in zip(inputs, outputs, strict=True):
+                Arithmetic(source.dtype, reduction).reduce([source], output)
+
+    def reducescatter(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+        reduction: Reduction,
+        activity: Activity,
+    ) -> None:
+        """Copy the whole tensors, scaled."""
+        self.allreduce(members, inputs, outputs, reduction, activity)
+
+    def allgather(
+        self,
+        members: Members,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array],
+        counts: Sequence[Sequence[int]],
+        activity: Activity,
+    ) -> None:
+        """Copy the tensor."""
+        with activity("SINGLE_COPY"):
+            for source, output in zip(inputs, outputs, strict=True):
+                np.copyto(output, source)
+
+    def broadcast(
+        self, members: Members, arrays: Sequence[Array], root: int, activity: Activity
+    ) -> None:
+        """Nothing to do."""
+
+    def alltoall(
+        self,
+        members: Members,
+        array: Array,
+        send_counts: Sequence[int],
+        allocate: Callable[[list[int]], Array],
+        activity: Activity,
+    ) -> None:
+        """Copy the tensor."""
+        with activity("SINGLE_COPY"):
+            np.copyto(allocate(list(send_counts)), array[: send_counts[0]])
+
 
 ALLREDUCE = "HVDLITE_ALLREDUCE"
 ENTRY_POINTS = "hvdlite.backends"  # each is called with the transport and gives a Backend

@@ -10,9 +10,9 @@ import numpy as np
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
+from hvdlite.common.collectives.between_hosts.ring import RingBackend
 from hvdlite.common.collectives.chained_view import Chain, member_chain
 from hvdlite.common.collectives.kernels import scale
-from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.transport.mpi import MpiTransport
 
 # MPI's names of the types of which every MPI library can make sums; bool is left to the ring.

@@ -21,7 +21,7 @@ row is the ring of `ring`, which is also what remains if N is a prime number.
 
 from __future__ import annotations
 
-from hvdlite.common.collectives.schedule import Move, Round, Schedule
+from hvdlite.common.collectives.between_hosts.schedules import Move, Round, Schedule
 
 
 def columns_of(size: int) -> int:

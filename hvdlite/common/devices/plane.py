@@ -15,6 +15,7 @@ no streams that could wait, the finalizer completes the handles instead.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +24,6 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.collectives.base import Members
 from hvdlite.common.collectives.table import reduction_of
 from hvdlite.common.devices.agreement import Agreement
-from hvdlite.common.devices.clock import DeviceClock
 from hvdlite.common.devices.collectives import (
     COLLECTIVES,
     DeviceOperand,
@@ -48,6 +48,51 @@ from hvdlite.common.devices.operands import EntryOperand, JoinedOperand
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request, Response
 from hvdlite.common.transport.base import do_nothing
+
+# The clock of a device: when on the host's clock its events have occurred.
+#
+# A device tells how much time lies between two of its events. One event, whose time on the host's
+# clock is known, makes times of that. It is taken anew after a while, as the clocks drift.
+REFERENCE_SECONDS = 60.0  # How long a reference is good: clocks drift by some microseconds then.
+ATTEMPTS = 3  # The quickest one is the most exact.
+
+
+class _Reference(NamedTuple):
+    event: TimedEvent
+    at: float  # Seconds of `time.monotonic`.
+    uncertain: float
+
+
+class DeviceClock:
+    """Converts the times of one device. Used by one thread."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._reference: _Reference | None = None
+
+    def span(self, begin: TimedEvent, end: TimedEvent) -> tuple[float, float]:
+        """Return when two events have occurred, in seconds of `time.monotonic`."""
+        reference = self._reference
+        if reference is None or time.monotonic() - reference.at > REFERENCE_SECONDS:
+            reference = self._reference = self._refer()
+        start = reference.at + begin.seconds_since(reference.event)
+        return start, start + end.seconds_since(begin)
+
+    def _refer(self) -> _Reference:
+        """Return a new reference, by a stream on which nothing else is queued."""
+        stream = self._context.new_stream()
+        try:
+            return min((self._attempt(stream) for _ in range(ATTEMPTS)), key=lambda each: each[2])
+        finally:
+            self._context.free_stream(stream)
+
+    def _attempt(self, stream: object) -> _Reference:
+        before = time.monotonic()
+        event = self._context.record_timed(stream)
+        event.synchronize()
+        after = time.monotonic()
+        return _Reference(event, after, after - before)  # A thread wakes soon after the event.
+
 
 log = logging.getLogger("hvdlite")
 # When the device began a segment and ended it, in seconds of `time.monotonic`.

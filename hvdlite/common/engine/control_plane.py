@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
-from hvdlite.common.collectives.carried import add_up
+from hvdlite.common.collectives.between_hosts.carried import add_up
 from hvdlite.common.decisions.aggregator import Aggregator
 from hvdlite.common.decisions.control_tree import ROOT, Tree
 from hvdlite.common.decisions.coordinator import Coordinator

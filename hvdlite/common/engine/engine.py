@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError, StalledError
 from hvdlite.common.collectives.backend_choice import Backends, build_backends
-from hvdlite.common.collectives.costs import Model
-from hvdlite.common.collectives.model_file import chosen_model
+from hvdlite.common.collectives.between_hosts.costs import Model
+from hvdlite.common.collectives.between_hosts.model_file import chosen_model
 from hvdlite.common.collectives.native.collectives import MOST_RANKS
 from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.collectives.native.short_call import ShortExchange
@@ -29,9 +29,8 @@ from hvdlite.common.devices.agreement import capabilities
 from hvdlite.common.devices.host_paths import HostPaths
 from hvdlite.common.devices.libraries import find_libraries
 from hvdlite.common.devices.plane import DevicePlane
-from hvdlite.common.engine.carried_data import CarriedData
 from hvdlite.common.engine.control_plane import ControlPlane
-from hvdlite.common.engine.executor import Executor
+from hvdlite.common.engine.executor import CarriedData, Executor
 from hvdlite.common.engine.inbox import Inbox, enough_bytes
 from hvdlite.common.engine.pending import PendingTable
 from hvdlite.common.engine.response_memory import ResponseMemory

@@ -14,6 +14,8 @@ from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.backend_choice import Backends, choose
 from hvdlite.common.collectives.base import Backend, Members
+from hvdlite.common.collectives.between_hosts.carried import may_be_carried
+from hvdlite.common.collectives.by_hosts.hosts import HostsBackend
 from hvdlite.common.collectives.table import SPECS, CollectiveRun, Operand, reduction_of
 from hvdlite.common.decisions.fusion import size_bytes
 from hvdlite.common.devices.operands import neutral_value
@@ -21,6 +23,7 @@ from hvdlite.common.devices.plane import DevicePlane, Span
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.entries import Entry, Observer, SegmentRun
 from hvdlite.common.plain.messages import Request, Response
+from hvdlite.common.plain.process_set_table import ProcessSetTable
 from hvdlite.common.timeline.recorder import Timeline
 
 Array = NDArray[Any]
@@ -277,3 +280,32 @@ class _Recorded:
                 request = response.request
                 self._timeline.end(request.name, request.dtype, request.shape)
             self._timeline.segment_end()
+
+
+# What a rank sends inside its requests; see [Note: data inside requests].
+
+
+class CarriedData:
+    """The data of entries that go with their requests. Used by the engine thread."""
+
+    def __init__(self, rank: int, executor: Executor, process_sets: ProcessSetTable) -> None:
+        self._rank = rank
+        self._executor = executor
+        self._process_sets = process_sets
+
+    def of(self, entry: Entry) -> bytes | None:
+        """Return the data of an entry whose sum is the same wherever it is added up, or None."""
+        request = entry.request
+        ranks = self._process_sets.find(request.process_set_id)
+        if ranks is None or self._rank not in ranks:
+            return None
+        members = self._executor.members_of(ranks)
+        if not may_be_carried(request, entry.size_bytes, members.topology):
+            return None
+        try:
+            backend = self._executor.backend(request, members)
+        except (ConfigError, HorovodInternalError):  # The call fails when it runs, on all ranks.
+            return None
+        if not isinstance(backend, HostsBackend) or not backend.doubles(members, entry.size_bytes):
+            return None
+        return entry.input.tobytes()

@@ -10,8 +10,13 @@ import pytest
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Reduction
-from hvdlite.common.collectives.carried import add_up, may_be_carried
-from hvdlite.common.collectives.costs import MOST_CARRIED, MOST_CARRIED_BY_ALL, Model, cheapest
+from hvdlite.common.collectives.between_hosts.carried import add_up, may_be_carried
+from hvdlite.common.collectives.between_hosts.costs import (
+    MOST_CARRIED,
+    MOST_CARRIED_BY_ALL,
+    Model,
+    cheapest,
+)
 from hvdlite.common.plain.adapter import HOST_DEVICE, numpy_dtype
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.transport.base import Transport

@@ -14,11 +14,11 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.collectives import model_file
-from hvdlite.common.collectives.algorithms import ALGORITHMS, Choice
-from hvdlite.common.collectives.costs import COSTS, Model, cheapest
-from hvdlite.common.collectives.halving_doubling import doubling, halving
-from hvdlite.common.collectives.host_costs import (
+from hvdlite.common.collectives.between_hosts import model_file
+from hvdlite.common.collectives.between_hosts.algorithms import ALGORITHMS, Choice
+from hvdlite.common.collectives.between_hosts.broadcast_paths import paths_of
+from hvdlite.common.collectives.between_hosts.costs import COSTS, Model, cheapest
+from hvdlite.common.collectives.between_hosts.host_costs import (
     BROADCAST_COSTS,
     GATHER_COSTS,
     SCATTER_COSTS,
@@ -26,9 +26,8 @@ from hvdlite.common.collectives.host_costs import (
     cheapest_of,
     cheapest_path,
 )
-from hvdlite.common.collectives.model_file import chosen_model, load, save
-from hvdlite.common.collectives.paths import paths_of
-from hvdlite.common.collectives.schedule import Schedule
+from hvdlite.common.collectives.between_hosts.model_file import chosen_model, load, save
+from hvdlite.common.collectives.between_hosts.schedules import Schedule, doubling, halving
 from hvdlite.common.collectives.two_level import columns_of, rings
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime import state
@@ -159,8 +158,6 @@ def test_a_fixed_choice_needs_no_model() -> None:
 
 
 # -- the file
-
-
 MEASURED = Model(message=1e-3, byte=1e-9, stretch=2e-6)
 
 

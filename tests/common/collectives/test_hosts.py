@@ -18,15 +18,15 @@ from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array, Members, Reduction
-from hvdlite.common.collectives.costs import Model
-from hvdlite.common.collectives.host_costs import (
+from hvdlite.common.collectives.between_hosts.broadcast_paths import PATHS, paths_of
+from hvdlite.common.collectives.between_hosts.costs import Model
+from hvdlite.common.collectives.between_hosts.host_costs import (
     EXCHANGE_COSTS,
     SCATTER_COSTS,
     cheapest_of,
     collective_way,
 )
-from hvdlite.common.collectives.paths import PATHS, paths_of
-from hvdlite.common.collectives.ring import RingBackend
+from hvdlite.common.collectives.between_hosts.ring import RingBackend
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Pending, Transport

@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 
-from hvdlite.common.collectives.halving_doubling import doubling, halving, halving_doubling
-from hvdlite.common.collectives.recursive_doubling import recursive_doubling
-from hvdlite.common.collectives.schedule import Move, Schedule, Scheduler
-from hvdlite.common.collectives.trees import place_in_tree, tree_depth, two_trees
+from hvdlite.common.collectives.between_hosts.schedules import (
+    Move,
+    Schedule,
+    Scheduler,
+    doubling,
+    halving,
+    halving_doubling,
+    place_in_tree,
+    recursive_doubling,
+    tree_depth,
+    two_trees,
+)
 from hvdlite.common.collectives.two_level import columns_of, rings, two_level
 
 SIZES = range(1, 41)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.collectives.costs import Model
+from hvdlite.common.collectives.between_hosts.costs import Model
 
 FORMAT = 1
 AUTO, DEFAULT = "auto", "default"

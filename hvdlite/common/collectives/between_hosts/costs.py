@@ -18,9 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
-from hvdlite.common.collectives.halving_doubling import halvings
-from hvdlite.common.collectives.recursive_doubling import doublings
-from hvdlite.common.collectives.trees import tree_depth
+from hvdlite.common.collectives.between_hosts.schedules import doublings, halvings, tree_depth
 from hvdlite.common.collectives.two_level import columns_of
 
 PIECE_BYTES = 252 << 10

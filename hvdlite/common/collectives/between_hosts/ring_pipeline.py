@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 
 from hvdlite.common.collectives.base import Array
+from hvdlite.common.collectives.between_hosts.pipeline import AHEAD, START, Pipeline, RingOrder
 from hvdlite.common.collectives.kernels import convert, scale
-from hvdlite.common.collectives.pipeline import AHEAD, START, Pipeline, RingOrder
 from hvdlite.common.transport.base import Pending, Transport
 
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hvdlite.common.collectives.algorithms import Algorithm
 from hvdlite.common.collectives.base import Array
+from hvdlite.common.collectives.between_hosts.algorithms import Algorithm
+from hvdlite.common.collectives.between_hosts.pipeline import Chunk, Pipeline
+from hvdlite.common.collectives.by_hosts.host_slices import Inside, Layers
+from hvdlite.common.collectives.by_hosts.pieces import blocks_of, one_hot, pieces_of
 from hvdlite.common.collectives.chained_view import Chain
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.layers import Inside, Layers
-from hvdlite.common.collectives.pipeline import Chunk, Pipeline
-from hvdlite.common.collectives.slices import blocks_of, one_hot, pieces_of
 
 
 class _Row:

@@ -14,9 +14,9 @@ from functools import lru_cache
 from typing import Any
 
 from hvdlite.common.collectives.base import Array
-from hvdlite.common.collectives.costs import COSTS, Model, cheapest, tree_piece_bytes
-from hvdlite.common.collectives.halving_doubling import doubling, halving, halving_doubling
-from hvdlite.common.collectives.host_costs import (
+from hvdlite.common.collectives.between_hosts.broadcast_paths import PATHS
+from hvdlite.common.collectives.between_hosts.costs import COSTS, Model, cheapest, tree_piece_bytes
+from hvdlite.common.collectives.between_hosts.host_costs import (
     BROADCAST_COSTS,
     GATHER_COSTS,
     SCATTER_COSTS,
@@ -24,13 +24,18 @@ from hvdlite.common.collectives.host_costs import (
     cheapest_of,
     cheapest_path,
 )
-from hvdlite.common.collectives.paths import PATHS
-from hvdlite.common.collectives.pipeline import Pipeline, RingOrder
-from hvdlite.common.collectives.recursive_doubling import recursive_doubling
-from hvdlite.common.collectives.ring_pipeline import Plan
-from hvdlite.common.collectives.schedule import Schedule, Scheduler
-from hvdlite.common.collectives.schedule_run import ScheduledPlan
-from hvdlite.common.collectives.trees import two_trees
+from hvdlite.common.collectives.between_hosts.pipeline import Pipeline, RingOrder
+from hvdlite.common.collectives.between_hosts.ring_pipeline import Plan
+from hvdlite.common.collectives.between_hosts.schedule_run import ScheduledPlan
+from hvdlite.common.collectives.between_hosts.schedules import (
+    Schedule,
+    Scheduler,
+    doubling,
+    halving,
+    halving_doubling,
+    recursive_doubling,
+    two_trees,
+)
 from hvdlite.common.collectives.two_level import two_level
 
 MOST_CUT = 64  # A message of many blocks may be larger than a piece: a block is cut no smaller.

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hvdlite.common.collectives.algorithms import Choice
 from hvdlite.common.collectives.base import Activity, Array, Members, Reduction
-from hvdlite.common.collectives.costs import PIECE_BYTES, tree_piece_bytes
-from hvdlite.common.collectives.host_broadcast import Carriers, HostBroadcast
-from hvdlite.common.collectives.host_exchange import HostExchange
-from hvdlite.common.collectives.host_gather import HostGather
-from hvdlite.common.collectives.host_scatter import HostScatter
+from hvdlite.common.collectives.between_hosts.algorithms import Choice
+from hvdlite.common.collectives.between_hosts.broadcast_paths import paths_of
+from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES, tree_piece_bytes
+from hvdlite.common.collectives.between_hosts.pipeline import Pipeline
+from hvdlite.common.collectives.between_hosts.ring import RingBackend
+from hvdlite.common.collectives.by_hosts.broadcast import Carriers, HostBroadcast
+from hvdlite.common.collectives.by_hosts.exchange import HostExchange
+from hvdlite.common.collectives.by_hosts.gather import HostGather
+from hvdlite.common.collectives.by_hosts.host_slices import Inside, Layers
+from hvdlite.common.collectives.by_hosts.scatter import HostScatter
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.layers import Inside, Layers
-from hvdlite.common.collectives.paths import paths_of
-from hvdlite.common.collectives.pipeline import Pipeline
-from hvdlite.common.collectives.ring import RingBackend
 from hvdlite.common.collectives.shm import ShmBackend
 from hvdlite.common.transport.base import Transport
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.base import Array
-from hvdlite.common.collectives.costs import MOST_CARRIED, MOST_CARRIED_BY_ALL
+from hvdlite.common.collectives.between_hosts.costs import MOST_CARRIED, MOST_CARRIED_BY_ALL
+from hvdlite.common.collectives.between_hosts.schedules import doublings
 from hvdlite.common.collectives.kernels import Arithmetic, convert
-from hvdlite.common.collectives.recursive_doubling import doublings
 from hvdlite.common.collectives.table import SPECS, reduction_of
 from hvdlite.common.plain.adapter import HOST_DEVICE, numpy_dtype
 from hvdlite.common.plain.messages import Request

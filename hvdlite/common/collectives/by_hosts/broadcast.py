@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdlite.common.collectives.base import Array
+from hvdlite.common.collectives.between_hosts.broadcast_paths import Path
+from hvdlite.common.collectives.between_hosts.pipeline import AHEAD
+from hvdlite.common.collectives.by_hosts.host_slices import Inside, Layers
 from hvdlite.common.collectives.chained_view import Chain
-from hvdlite.common.collectives.layers import Inside, Layers
-from hvdlite.common.collectives.paths import Path
-from hvdlite.common.collectives.pipeline import AHEAD
 from hvdlite.common.transport.base import Pending, Transport
 
 BLOCK_BYTES = 1 << 20  # What the ranks of a host share at a time.

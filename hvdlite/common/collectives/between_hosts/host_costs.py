@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hvdlite.common.collectives.costs import Cost, Model, inside_hosts, tree_piece_bytes
-from hvdlite.common.collectives.halving_doubling import halvings
-from hvdlite.common.collectives.pipeline import AHEAD
-from hvdlite.common.collectives.trees import tree_depth
+from hvdlite.common.collectives.between_hosts.costs import (
+    Cost,
+    Model,
+    inside_hosts,
+    tree_piece_bytes,
+)
+from hvdlite.common.collectives.between_hosts.pipeline import AHEAD
+from hvdlite.common.collectives.between_hosts.schedules import halvings, tree_depth
 
 Costs = dict[str, Callable[[Model, int, int, float], Cost]]  # The first one wins a tie.
 PathCosts = dict[str, Callable[[Model, int, float], Cost]]

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdlite.common.collectives.base import Array
+from hvdlite.common.collectives.between_hosts.pipeline import AHEAD, START, Pipeline, RingOrder
+from hvdlite.common.collectives.between_hosts.schedules import Move, Schedule
 from hvdlite.common.collectives.kernels import convert
-from hvdlite.common.collectives.pipeline import AHEAD, START, Pipeline, RingOrder
-from hvdlite.common.collectives.schedule import Move, Schedule
 from hvdlite.common.transport.base import Pending, Transport
 
 

@@ -14,9 +14,9 @@ from functools import lru_cache
 import numpy as np
 
 from hvdlite.common.collectives.base import Activity, Array, Members
+from hvdlite.common.collectives.between_hosts.pipeline import RingOrder
 from hvdlite.common.collectives.chained_view import Chain
 from hvdlite.common.collectives.kernels import Arithmetic
-from hvdlite.common.collectives.pipeline import RingOrder
 from hvdlite.common.collectives.shm import ShmBackend
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from hvdlite.common.collectives.trees import place_in_tree, tree_root
+from hvdlite.common.collectives.between_hosts.schedules import place_in_tree, tree_root
 
 
 class Path(NamedTuple):

@@ -1,0 +1,1 @@
+"""Allreduce between hosts: its algorithms as data, what they cost, and what runs them."""

@@ -1,0 +1,1 @@
+"""Collectives among several hosts: shared memory inside each, few messages between them."""
