@@ -301,7 +301,7 @@ def test_between_hosts(tmp_path: Path) -> None:
     assert all(0.5e-3 < each["seconds"] < 1 for each in every), done.stdout
     assert all(1e-3 < each["model"] < 1 for each in every), done.stdout
     records = [each for each in every if each["kind"] == "one allreduce"]
-    rounds = {"ring": 4, "trees": 2, "halving": 4, "two_level": 4, "doubling": 2}
+    rounds = {"ring": 4, "trees": 2, "halving": 4, "doubling": 2}
     assert [each["algorithm"] for each in records] == [*rounds]
     for each in records:  # Each round takes the delay; of 3 by doubling, no rank waits for all.
         least = rounds[each["algorithm"]] * 1e-3

@@ -32,7 +32,7 @@ from hvdlite.common.segmentation.strategies import JOB_THRESHOLD_BYTES
 # The settings of collectives, and of what watches them: fusion, timeline, tuning, stalls.
 DATA_PLANES = ("auto", "shm", "ring", "mpi")
 ALLREDUCES = (
-    "auto", "shm", "ring", "hierarchical", "trees", "halving", "two_level", "doubling", "mpi",
+    "auto", "shm", "ring", "hierarchical", "trees", "halving", "doubling", "mpi",
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ class CollectiveSettings:
     allreduce: str = setting(
         "auto", "ALLREDUCE", choice(*ALLREDUCES),
         "How allreduce moves bytes: auto, shm, ring, hierarchical (rings between hosts), trees, "
-        "halving, two_level or doubling (these between hosts), or mpi.",
+        "halving or doubling (these between hosts), or mpi.",
         flag="--allreduce", yaml="params.allreduce", alias=False,
     )  # fmt: skip
     network_model: str = setting(

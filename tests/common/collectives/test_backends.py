@@ -229,7 +229,7 @@ def name_of(topology: Topology, collective: str, dtype: str = "float32", **setti
         (Topology(((0,), (1,), (2,))), {}, "FLAT", "FLAT"),
         (Topology(((0,), (1,), (2,))), {"allreduce": "trees"}, "FLAT", "FLAT"),
         (Topology(((0, 1), (2,))), {"allreduce": "halving"}, "HIERARCHICAL", "HIERARCHICAL"),
-        (Topology.single_host(2), {"allreduce": "two_level"}, "SHM", "SHM"),
+        (Topology.single_host(2), {"allreduce": "doubling"}, "SHM", "SHM"),
     ],
 )
 def test_choice(

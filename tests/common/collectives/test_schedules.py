@@ -10,7 +10,6 @@ import pytest
 
 from hvdlite.common.collectives.between_hosts.schedules import (
     Move,
-    Schedule,
     Scheduler,
     doubling,
     halving,
@@ -20,18 +19,12 @@ from hvdlite.common.collectives.between_hosts.schedules import (
     tree_depth,
     two_trees,
 )
-from hvdlite.common.collectives.two_level import columns_of, rings, two_level
 
 SIZES = range(1, 41)
 
 
-def ring(size: int, index: int) -> Schedule:
-    return rings(size, index, size)
-
-
 SCHEDULERS: dict[str, Scheduler] = {
-    "halving": halving_doubling, "trees": two_trees, "two_level": two_level, "ring": ring,
-    "doubling": recursive_doubling,
+    "halving": halving_doubling, "trees": two_trees, "doubling": recursive_doubling,
 }  # fmt: skip
 
 
@@ -149,9 +142,6 @@ def test_the_halves_scatter_and_gather() -> None:
     [
         ("halving", lambda n: 2 * (n - 1).bit_length(), lambda n: 2 * (n - 1), lambda n: n),
         ("trees", lambda n: 2 * tree_depth(n), lambda n: 4, lambda n: 2),
-        ("two_level", lambda n: 2 * (columns_of(n) + n // columns_of(n) - 2),
-         lambda n: 2 * (n - 1), lambda n: n),
-        ("ring", lambda n: 2 * (n - 1), lambda n: 2 * (n - 1), lambda n: n),
         ("doubling", lambda n: (n - 1).bit_length() + (n & (n - 1) > 0),
          lambda n: (n - 1).bit_length(), lambda n: 1),
     ],
@@ -175,7 +165,7 @@ def test_price_in_rounds_and_bytes(
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("halving", 21), ("trees", 4), ("two_level", 4), ("ring", 2), ("doubling", 11)],
+    [("halving", 21), ("trees", 4), ("doubling", 11)],
 )
 def test_peers_of_a_host_among_2048(name: str, most: int) -> None:
     peers = [len(SCHEDULERS[name](2048, index).peers) for index in range(0, 2048, 97)]

@@ -36,7 +36,6 @@ from hvdlite.common.collectives.between_hosts.schedules import (
     recursive_doubling,
     two_trees,
 )
-from hvdlite.common.collectives.two_level import two_level
 
 MOST_CUT = 64  # A message of many blocks may be larger than a piece: a block is cut no smaller.
 
@@ -105,7 +104,6 @@ ALGORITHMS = {
         RING,
         Algorithm("trees", two_trees, pipelined=True),
         Algorithm("halving", halving_doubling),
-        Algorithm("two_level", two_level),
         Algorithm("doubling", recursive_doubling),
     )
 }

@@ -19,7 +19,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from hvdlite.common.collectives.between_hosts.schedules import doublings, halvings, tree_depth
-from hvdlite.common.collectives.two_level import columns_of
 
 PIECE_BYTES = 252 << 10
 MOST_DOUBLED = 4 << 10  # in bytes, as many tensors are reduced together, and doubling sends most
@@ -103,17 +102,6 @@ def trees_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: in
     return replace(cost, steps=cost.steps + first * model.byte)
 
 
-def two_level_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
-    """Return the cost of rings in two levels, the second of which is far."""
-    columns = columns_of(hosts)
-    rows = hosts // columns
-    rounds = 2 * (columns - 1) + 2 * (rows - 1)
-    near, far = nbytes * (columns - 1) / columns, nbytes / columns * (rows - 1) / rows
-    work = _scheduled_work(model, nbytes / slices, (near + far) / slices)
-    wire = 2 * near * model.byte + 2 * far * model.far_byte
-    return _cost(model, rounds, wire, work, hosts * tensors)
-
-
 def doubling_cost(model: Model, hosts: int, slices: int, nbytes: float, tensors: int = 1) -> Cost:
     """Return the cost of doubling whole tensors, so small that nothing goes on at the same time."""
     fold = hosts & (hosts - 1) > 0
@@ -148,7 +136,6 @@ COSTS: dict[str, CostFunction] = {  # The first one wins a tie.
     "ring": ring_cost,
     "trees": trees_cost,
     "halving": halving_cost,
-    "two_level": two_level_cost,
     "doubling": doubling_cost,
 }
 _OF_TWO = ("ring", "doubling")  # Between two hosts the others do what the ring does.
