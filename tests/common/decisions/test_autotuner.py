@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 import hvdlite.numpy as hvd
 from hvdlite.common.base.topology import Topology
 from hvdlite.common.collectives.between_hosts.costs import PIECE_BYTES
-from hvdlite.common.decisions.autotuner import Autotuner, Sample, most_promising
+from hvdlite.common.decisions.autotuner import Autotuner, Sample
 from hvdlite.common.decisions.coordinator import Coordinator
+from hvdlite.common.decisions.gaussian_process import most_promising
 from hvdlite.common.engine import executor as execution
 from hvdlite.common.engine.autotuning import AutotuneLog
 from hvdlite.common.plain.config import Config
