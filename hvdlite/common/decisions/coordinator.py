@@ -250,7 +250,7 @@ class Coordinator:
                 others = tuple(numbers_of(state.mask & ~joined))
                 yield Waiting("join", others, state.progress, tuple(numbers_of(joined)))
         for search, possible, since in self._searches.waiting():
-            yield Waiting(search.name, tuple(numbers_of(possible)), since)
+            yield Waiting(search.name, tuple(numbers_of(possible)), since, one_is_enough=True)
 
     def _new_set(self, process_set_id: int) -> ProcessSetState:
         members = self._table.members(process_set_id)

@@ -11,7 +11,7 @@ This module never sends, sleeps or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from hvdlite.common.decisions.stall_inspector import Waiting, ranks_text
 from hvdlite.common.plain.messages import WaitQuery, WaitReply
@@ -28,6 +28,7 @@ class DeadlockDetector:
         self._interval = FIRST_SECONDS
         self._not_before = 0.0
         self._oldest: float | None = None  # Since when the oldest tensor waited at the last check.
+        self._number = 0  # Of the last question: an answer to an earlier one does not count.
         self._replies: dict[int, WaitReply] = {}
         self._asked: frozenset[int] = frozenset()  # Empty where no answer would count.
         self._told: frozenset[int] = frozenset()  # The ranks of the last report.
@@ -38,20 +39,26 @@ class DeadlockDetector:
         return due if oldest != self._oldest else max(due, self._not_before)
 
     def ask(self, waiting: Iterable[Waiting], oldest: float, now: float) -> WaitQuery | None:
-        """Return the question whether ranks wait for each other, where they could."""
+        """Return the question whether ranks wait for each other, where it is time and they could.
+
+        See `next_check` for `oldest`.
+        """
+        if now < self.next_check(oldest):
+            return None
         if oldest != self._oldest:
             self._oldest, self._interval = oldest, FIRST_SECONDS
         self._not_before = now + self._interval
         self._interval = min(2 * self._interval, LONGEST_SECONDS)
-        missing_of = _missing_of(waiting)
-        could = {rank for missing in missing_of.values() for rank in missing}
+        tensors = list(waiting)
+        could = {rank for tensor in tensors for rank in tensor.missing}
         asked: set[int] = set()
         while asked != could:
             asked = could  # One of them could wait for any tensor that it has submitted.
-            lacking = [missing for missing in missing_of.values() if missing & asked]
-            could = {rank for rank in asked if any(rank not in each for each in lacking)}
+            lacking = [tensor.missing for tensor in tensors if tensor.needs(asked)]
+            could = {rank for rank in asked if any(rank not in missing for missing in lacking)}
+        self._number += 1
         self._asked, self._replies = frozenset(asked), {}
-        return WaitQuery(tuple(sorted(asked))) if asked else None
+        return WaitQuery(self._number, tuple(sorted(asked))) if asked else None
 
     def disturb(self) -> None:
         """Take no answer to the last question: something was submitted or ordered after it."""
@@ -59,24 +66,24 @@ class DeadlockDetector:
 
     def receive(self, reply: WaitReply, waiting: Iterable[Waiting]) -> str | None:
         """Return the report of ranks that wait for each other, once, when the last one answers."""
-        if reply.rank not in self._asked:
+        if reply.number != self._number or reply.rank not in self._asked:
             return None
         self._replies[reply.rank] = reply
         if self._replies.keys() != self._asked:
             return None
-        missing_of = _missing_of(waiting)
+        tensors = list(waiting)
         waits = {rank: each.names for rank, each in self._replies.items() if each.names}
         stuck: set[int] = set()
         while stuck != waits.keys():
             stuck = set(waits)  # One of them goes on when any tensor that it waits for is complete.
-            known = {name for name, missing in missing_of.items() if missing & stuck}
-            waits = {rank: names for rank, names in waits.items() if known.issuperset(names)}
+            missing_of = _never_complete(tensors, stuck)
+            waits = {rank: names for rank, names in waits.items() if missing_of.keys() >= {*names}}
         if not stuck or stuck == self._told:
             return None
         self._told = frozenset(stuck)
         return self._text(self._told, missing_of)
 
-    def _text(self, stuck: frozenset[int], missing_of: Mapping[str, frozenset[int]]) -> str:
+    def _text(self, stuck: frozenset[int], missing_of: Mapping[str, Collection[int]]) -> str:
         shown = sorted(stuck)[:MOST_RANKS]
         lines = [
             f"{len(stuck)} ranks wait for each other, and none of them will ever go on. "
@@ -84,7 +91,7 @@ class DeadlockDetector:
         ]
         for rank in shown:
             name, place = self._replies[rank].names[0], self._replies[rank].places[0]
-            others = ranks_text(sorted(missing_of[name] & stuck))
+            others = ranks_text(sorted(stuck.intersection(missing_of[name])))
             lines.append(f"  rank {rank} waits for '{name}', not yet submitted by {others}:")
             lines.append(f"    {place}")
         if len(stuck) > len(shown):
@@ -92,5 +99,13 @@ class DeadlockDetector:
         return "\n".join(lines)
 
 
-def _missing_of(waiting: Iterable[Waiting]) -> dict[str, frozenset[int]]:
-    return {item.name: frozenset(item.missing) for item in waiting}
+def _never_complete(
+    tensors: Iterable[Waiting], stuck: Collection[int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that are missing, by the names of all that needs ranks which are stuck.
+
+    Names stand for tensors in several process sets: where one of them may come, none is returned.
+    """
+    never = {tensor.name: tensor.missing for tensor in tensors if tensor.needs(stuck)}
+    may_come = {tensor.name for tensor in tensors if not tensor.needs(stuck)}
+    return {name: missing for name, missing in never.items() if name not in may_come}

@@ -5,7 +5,7 @@ This module never sends, sleeps or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 MOST_NAMES = 6  # Names in one line of a report; the rest is counted.
@@ -20,6 +20,12 @@ class Waiting(NamedTuple):
     missing: tuple[int, ...]  # The global ranks that have not submitted it.
     since: float  # In seconds, on the caller's clock.
     joined: tuple[int, ...] = ()  # Of a join: the global ranks that wait in it.
+    one_is_enough: bool = False  # Whether it is complete as soon as any one of `missing` submits.
+
+    def needs(self, ranks: Collection[int]) -> bool:
+        """Return whether it is incomplete for as long as these ranks submit nothing."""
+        lacking = [rank in ranks for rank in self.missing]
+        return all(lacking) if self.one_is_enough else any(lacking)
 
 
 class StallReport(NamedTuple):

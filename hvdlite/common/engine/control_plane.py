@@ -89,8 +89,8 @@ class ControlPlane:
         self._lost: set[int] = set()  # Ranks whose connection closed before they departed.
         self._stalls = StallInspector(config.stall_warning_seconds, config.stall_shutdown_seconds)
         self._deadlocks = DeadlockDetector()
-        # Whether rank 0 has asked for which tensors this rank waits; see `answer`.
-        self.asked = False
+        # The number of the question of rank 0 for which tensors this rank waits; 0 once `answer`ed.
+        self.asked = 0
         self._watches_stalls = not config.stall_check_disable and (
             config.stall_warning_seconds > 0 or config.stall_shutdown_seconds > 0
         )
@@ -274,16 +274,16 @@ class ControlPlane:
 
     def _on_wait_query(self, message: WaitQuery) -> None:
         self._send_down(message)
-        self.asked = self._rank in message.ranks
+        self.asked = message.number if self._rank in message.ranks else 0
 
     def answer(self, waits: Sequence[tuple[str, str]]) -> None:
         """Tell rank 0 for which tensors the threads of this rank wait, and where.
 
         All that they had submitted before must be reported, and all orders be obeyed.
         """
-        self.asked = False
+        number, self.asked = self.asked, 0
         names, places = zip(*waits, strict=True) if waits else ((), ())
-        self._on_wait_reply(WaitReply(self._rank, names, places))
+        self._on_wait_reply(WaitReply(number, self._rank, names, places))
 
     def _on_wait_reply(self, message: WaitReply) -> None:
         if self._aggregator is not None:  # What it holds was submitted before.
@@ -371,10 +371,10 @@ class ControlPlane:
         if self._coordinator is None:
             return
         oldest = self._coordinator.oldest
-        if oldest is not None and now >= self._deadlocks.next_check(oldest):
-            query = self._deadlocks.ask(self._coordinator.waiting(), oldest, now)
-            if query is not None:
-                self._on_wait_query(query)
+        assert oldest is not None  # Else nothing would be due.
+        query = self._deadlocks.ask(self._coordinator.waiting(), oldest, now)
+        if query is not None:
+            self._on_wait_query(query)
         report = self._stalls.inspect(self._coordinator.waiting(), now)
         if report is None:
             return

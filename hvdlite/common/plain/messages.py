@@ -177,12 +177,17 @@ class StackReply(NamedTuple):
 class WaitQuery(NamedTuple):
     """The question for which tensors the threads of `ranks` wait."""
 
+    number: int
     ranks: tuple[int, ...]
 
 
 class WaitReply(NamedTuple):
-    """The tensors for which the threads of `rank` wait, and where; none if one of them works."""
+    """The tensors for which the threads of `rank` wait, and where; none if one of them works.
 
+    It answers the question `number`.
+    """
+
+    number: int
     rank: int
     names: tuple[str, ...]
     places: tuple[str, ...]
@@ -379,8 +384,8 @@ _FIELDS: dict[type, tuple[Any, ...]] = {
     Depart: (_natural, _text),
     StackQuery: (_naturals,),
     StackReply: (_natural, _text),
-    WaitQuery: (_naturals,),
-    WaitReply: (_natural, _texts, _texts),
+    WaitQuery: (_natural, _naturals),
+    WaitReply: (_natural, _natural, _texts, _texts),
     ClockQuery: (_natural, _integer),
     ClockReply: (_natural, _integer, _integer),
 }  # fmt: skip

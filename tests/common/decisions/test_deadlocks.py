@@ -13,8 +13,8 @@ def waiting(**missing: tuple[int, ...]) -> list[Waiting]:
     return [Waiting(name, ranks, 0.0) for name, ranks in missing.items()]
 
 
-def reply(rank: int, *names: str) -> WaitReply:
-    return WaitReply(rank, names, tuple(f"script.py, line {rank}" for _ in names))
+def reply(rank: int, *names: str, number: int = 1) -> WaitReply:
+    return WaitReply(number, rank, names, tuple(f"script.py, line {rank}" for _ in names))
 
 
 # What waits, who is asked, for what each waits, and who waits for ever.
@@ -47,6 +47,24 @@ TABLE = {
         {0: "a c", 1: "b"},
         {0, 1},
     ),
+    "of a name in two process sets": (
+        [Waiting("a", (1,), 0.0), Waiting("b", (0,), 0.0), Waiting("a", (2,), 0.0)],
+        (0, 1, 2),
+        {0: "a", 1: "b", 2: ""},
+        set(),
+    ),
+    "a message from any rank": (
+        [Waiting("a", (1, 2), 0.0, one_is_enough=True), Waiting("b", (0,), 0.0)],
+        (0, 1, 2),
+        {0: "a", 1: "b", 2: ""},
+        set(),
+    ),
+    "a message from any rank that is stuck": (
+        [Waiting("a", (1, 2), 0.0, one_is_enough=True), *waiting(b=(0,), c=(0,))],
+        (0, 1, 2),
+        {0: "a", 1: "b", 2: "c"},
+        {0, 1, 2},
+    ),
     "of another tensor": (waiting(a=(1,), b=(0,)), (0, 1), {0: "a", 1: "complete"}, set()),
 }
 
@@ -74,9 +92,10 @@ def test_a_report_of_many_ranks_is_short_and_comes_once() -> None:
     tensors = waiting(**{f"t{rank}": ((rank + 1) % 64,) for rank in range(64)})
     detector = DeadlockDetector()
     reports = []
-    for now in (1.0, 2.0):
-        assert detector.ask(tensors, 0.0, now) is not None
-        reports += [detector.receive(reply(rank, f"t{rank}"), tensors) for rank in range(64)]
+    for number in (1, 2):
+        assert detector.ask(tensors, 0.0, float(number)) is not None
+        replies = [reply(rank, f"t{rank}", number=number) for rank in range(64)]
+        reports += [detector.receive(each, tensors) for each in replies]
     (text,) = filter(None, reports)
     assert "and 60 more ranks" in text and len(text.splitlines()) <= 10
 
@@ -88,6 +107,17 @@ def test_nothing_is_certain_once_anything_has_happened() -> None:
     assert detector.receive(reply(0, "a"), tensors) is None
     detector.disturb()
     assert detector.receive(reply(1, "b"), tensors) is None
+
+
+def test_an_answer_to_an_earlier_question_does_not_count() -> None:
+    """The thread may have gone on, and submitted the next tensor of that name, between both."""
+    tensors = waiting(a=(1,), b=(0,))
+    detector = DeadlockDetector()
+    for now in (1.0, 2.0):
+        assert detector.ask(tensors, 0.0, now) is not None
+    assert detector.receive(reply(0, "a", number=1), tensors) is None
+    assert detector.receive(reply(1, "b", number=2), tensors) is None
+    assert detector.receive(reply(0, "a", number=2), tensors) is not None
 
 
 def test_questions_become_rare_until_something_is_complete() -> None:

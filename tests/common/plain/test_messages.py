@@ -52,9 +52,9 @@ MESSAGES: list[Message] = [
     Depart(2, "has ended by ValueError"),
     StackQuery((1, 2)),
     StackReply(1, "text"),
-    WaitQuery((0, 2)),
-    WaitReply(2, ("a",), ("script.py, line 3",)),
-    WaitReply(2, (), ()),
+    WaitQuery(1, (0, 2)),
+    WaitReply(1, 2, ("a",), ("script.py, line 3",)),
+    WaitReply(3, 2, (), ()),
     ClockReply(1, 10**18, -5),
 ]
 
