@@ -30,7 +30,7 @@ from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.probe import MARK
 from hvdlite.launcher.hosts.ssh import agent_path, connect_seconds, ssh_command
 from hvdlite.launcher.hosts.unreachable import explain_agent, explain_silence
-from hvdlite.launcher.processes.signals import die_with_parent
+from hvdlite.launcher.processes.signals import die_with_parent, interrupt_waits
 
 MOST_AT_ONCE = 32  # So many ssh connect at the same time: each costs some memory and CPU here.
 MOST_PEERS = 16  # A host tries so many others; all pairs of many hosts would be too many.
@@ -112,11 +112,13 @@ class Conversation:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process that leads to the probe."""
-        self.process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C comes to us alone
-            preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - it makes one system call
-        )  # fmt: skip
+        with interrupt_waits():
+            self.process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C comes to us alone
+                preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - one system call
+            )  # fmt: skip
         self.deadline = time.monotonic() + self._login_seconds
         return self.process
 

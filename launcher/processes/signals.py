@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -74,6 +74,20 @@ class SignalInbox:
     def take(self) -> int | None:
         """Return the next signal that was not handled yet; `REPEATED` for all after the first."""
         return self._waiting.pop(0) if self._waiting else None
+
+
+@contextlib.contextmanager
+def interrupt_waits() -> Iterator[None]:
+    """Let a SIGINT that comes meanwhile raise `KeyboardInterrupt` afterwards.
+
+    Python ignores what the handler of a signal raises inside a fork. A process that is started here
+    keeps SIGINT blocked.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -195,3 +197,23 @@ def test_a_connection_counts_only_with_the_nonce_of_the_host() -> None:
         thread.join(5)
     assert found == [["127.0.0.1", ""], ["127.0.0.1", OTHER_HOST]]
     assert try_all([["127.0.0.1", port, "mine"]], 5.0) == [["127.0.0.1", "Connection refused"]]
+
+
+def test_an_interrupt_during_the_fork_of_a_probe_is_not_lost() -> None:
+    """Python ignores what a handler raises there."""
+    script = """
+import os, signal
+from hvdlite.launcher.hosts.check_hosts import Conversation
+probe = Conversation("a", ["cat"], 5.0)
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+try:
+    probe.start()
+except KeyboardInterrupt:
+    print("interrupted", probe.process.poll())
+finally:
+    probe.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("interrupted None\n", "", 0)
