@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.connections.strangers import check_credentials
 from hvdlite.common.meeting.exchange import Interrupt
 
 HELLO = struct.Struct("<8s16sIIB")  # MAGIC, token of the job, from rank, to rank, channel.
 MAGIC = b"hvdlite1"
 CONTROL, SIGNAL = 0, 1  # The channels: one connection for each between two ranks.
-CREDENTIALS = struct.Struct("3i")  # The pid, uid and gid of SO_PEERCRED.
 TOKEN_BYTES = 16
 
 
@@ -203,17 +203,6 @@ def _exchange_memory(
     return {
         peer: Peer(sockets[peer, CONTROL], sockets[peer, SIGNAL], received[peer]) for peer in peers
     }
-
-
-def check_credentials(connection: socket.socket) -> None:
-    """Raise `ProtocolError` if the other end of a Unix socket belongs to another user."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    pid, uid, _ = CREDENTIALS.unpack(raw)
-    if uid != os.geteuid():
-        raise ProtocolError(
-            f"process {pid} of user {uid} tried to join this job, which belongs to user "
-            f"{os.geteuid()}"
-        )
 
 
 @contextmanager

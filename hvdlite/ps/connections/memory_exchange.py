@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from hvdlite.common.base.errors import ProtocolError
-from hvdlite.common.transport.rendezvous import check_credentials
+from hvdlite.common.connections.strangers import check_credentials
 from hvdlite.ps.connections.shared_memory import SharedMemory, Window
 from hvdlite.ps.connections.shared_payloads import Sharing
 

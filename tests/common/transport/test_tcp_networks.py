@@ -15,15 +15,16 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.connections.address import Target
+from hvdlite.common.connections.dial import Limits
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.meeting import handshake
 from hvdlite.common.meeting.exchange import InProcessMeeting
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.tcp import listeners
-from hvdlite.common.transport.tcp.addresses import Target
 from hvdlite.common.transport.tcp.connect import connect
-from hvdlite.common.transport.tcp.dials import Dial, Limits
+from hvdlite.common.transport.tcp.dials import Dial
 from hvdlite.common.transport.tcp.strangers import CLAIM, DATA, Identity, Slot
 from hvdlite.common.transport.tcp.transport import TcpTransport
 from tests.common.transport import networks

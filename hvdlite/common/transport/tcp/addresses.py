@@ -8,10 +8,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.networks import BRIDGE
+from hvdlite.common.connections.address import Target
 from hvdlite.common.transport.tcp.interfaces import Interface
 
 
@@ -21,19 +22,6 @@ class Endpoint(NamedTuple):
     address: str
     prefix: int
     port: int
-
-
-class Target(NamedTuple):
-    """What a socket connects to."""
-
-    family: int
-    address: Any
-
-    def __str__(self) -> str:
-        if self.family == socket.AF_UNIX:
-            return "its socket on this host"
-        host, port = self.address[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def choose(

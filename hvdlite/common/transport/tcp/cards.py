@@ -11,8 +11,9 @@ from typing import NamedTuple
 import msgpack
 
 from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.connections.address import Target
 from hvdlite.common.meeting.exchange import Exchange
-from hvdlite.common.transport.tcp.addresses import Endpoint, Target, order
+from hvdlite.common.transport.tcp.addresses import Endpoint, order
 from hvdlite.common.transport.tcp.interfaces import list_interfaces
 
 KEY_BYTES = 32

@@ -14,6 +14,7 @@ import msgpack
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.connections.dial import Limits
 from hvdlite.common.connections.liveness import Liveness
 from hvdlite.common.connections.loop import READ, Loop
 from hvdlite.common.meeting.exchange import Exchange, Interrupt
@@ -23,7 +24,6 @@ from hvdlite.common.transport.bootstrap import Gathering, exchange_versions, rai
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose
 from hvdlite.common.transport.tcp.cards import AddressBook, Card, exchange_cards
 from hvdlite.common.transport.tcp.connections import Connections
-from hvdlite.common.transport.tcp.dials import Limits
 from hvdlite.common.transport.tcp.interfaces import list_interfaces
 from hvdlite.common.transport.tcp.listeners import listen_local, listen_remote
 from hvdlite.common.transport.tcp.strangers import Identity

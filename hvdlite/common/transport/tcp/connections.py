@@ -15,12 +15,13 @@ from functools import partial
 from typing import Protocol
 
 from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.connections.address import Target
+from hvdlite.common.connections.dial import Limits
 from hvdlite.common.connections.loop import READ, Loop
+from hvdlite.common.connections.strangers import check_credentials
 from hvdlite.common.meeting import handshake
 from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
-from hvdlite.common.transport.rendezvous import check_credentials
-from hvdlite.common.transport.tcp.addresses import Target
-from hvdlite.common.transport.tcp.dials import Dial, Limits
+from hvdlite.common.transport.tcp.dials import Dial
 from hvdlite.common.transport.tcp.strangers import (
     CLAIM,
     CONTROL_ONE_WAY,

@@ -13,23 +13,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+from hvdlite.common.connections.address import Target
+from hvdlite.common.connections.dial import AGAIN_SECONDS, STAGGER_SECONDS, Limits
 from hvdlite.common.connections.loop import WRITE, Loop
+from hvdlite.common.connections.strangers import RESETS, why
 from hvdlite.common.meeting import handshake
 from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
-from hvdlite.common.transport.tcp.addresses import Target
-from hvdlite.common.transport.tcp.strangers import GO, RESETS, Identity, Slot, Stranger, why
-
-STAGGER_SECONDS = 0.25  # A dial waits so long for an address before it tries the next one as well.
-AGAIN_SECONDS = 0.1  # And so long before it tries one again that has reset the connection.
-
-
-class Limits(NamedTuple):
-    """How long the attempts of a dial may take."""
-
-    connect_seconds: float  # Until the network has answered.
-    prove_seconds: float  # Until the rank has: it may be busy.
+from hvdlite.common.transport.tcp.strangers import GO, Identity, Slot, Stranger
 
 
 class Dial:

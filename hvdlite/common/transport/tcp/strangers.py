@@ -12,8 +12,6 @@ Every step has a fixed length, and nothing is parsed before the proof holds.
 
 from __future__ import annotations
 
-import errno
-import os
 import socket
 import struct
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import NamedTuple
 
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.connections.loop import READ, Loop
+from hvdlite.common.connections.strangers import CLOSED, RESETS, why
 from hvdlite.common.plain.messages import PROTOCOL_VERSION
 
 CLAIM = struct.Struct("<8sIQIIBB")  # MAGIC, protocol, epoch, from rank, to rank, channel, stream.
@@ -29,8 +28,6 @@ GO = b"g"
 # The channels. Off the control tree, the sender of a message dials a connection for itself.
 CONTROL, CONTROL_ONE_WAY, DATA = 0, 1, 2
 MOST_STREAMS = 16  # Of data between two ranks.
-RESETS = (errno.ECONNRESET, errno.EPIPE)
-REFUSES = "it closed the connection, so another program or another job answers there"
 
 
 class OtherEpochError(ProtocolError):
@@ -110,7 +107,7 @@ class Stranger:
             self.ended(why(error), reset=error.errno in RESETS)
             return
         if not part:
-            self.ended(REFUSES)
+            self.ended(CLOSED)
             return
         self._body += part
         if len(self._body) == self._due:
@@ -136,10 +133,3 @@ class Stranger:
         """Close the connection, unless it was released; idempotent."""
         if self.pending:
             self.release().close()
-
-
-def why(error: OSError) -> str:
-    """Return what `error` says of a connection."""
-    if error.errno in RESETS:
-        return REFUSES
-    return os.strerror(error.errno).lower() if error.errno else str(error)
