@@ -71,6 +71,11 @@ def as_tensorflow_errors() -> Iterator[None]:
         raise wrong(None, None, str(error)) from None
 
 
+# AutoGraph neither rewrites the function nor those that it calls: ours need no rewriting, and of
+# those that it cannot rewrite it would warn the user.
+unconverted: Any = tf.autograph.experimental.do_not_convert
+
+
 def public(function: F) -> F:
     """Make a public function: it raises TensorFlow's errors, and AutoGraph leaves it alone."""
 
@@ -79,5 +84,5 @@ def public(function: F) -> F:
         with as_tensorflow_errors():
             return function(*args, **kwargs)
 
-    unconverted: F = tf.autograph.experimental.do_not_convert(call)
-    return unconverted
+    left_alone: F = unconverted(call)
+    return left_alone

@@ -15,11 +15,11 @@ from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.tf.compression import Compression
+from hvdlite.tf.errors import unconverted
 from hvdlite.tf.gradient_exchange import Gradient
 from hvdlite.tf.reducer import Reducer
 from hvdlite.tf.subclass import wrap
 
-_untraced: Any = tf.autograph.experimental.do_not_convert
 _NO_GRADIENT = tf.UnconnectedGradients.NONE
 Pairs = list[tuple[Any, Gradient]]
 
@@ -32,7 +32,7 @@ class _DistributedMixin(tf.GradientTape):
     _reducer: Reducer
     _wrapped: tf.GradientTape
 
-    @_untraced
+    @unconverted
     def gradient(
         self,
         target: Any,
@@ -56,6 +56,7 @@ class _DistributedMixin(tf.GradientTape):
         reduced = self._reducer.reduce(tf.nest.flatten(gradients), flat, names)
         return tf.nest.pack_sequence_as(sources, reduced)
 
+    @unconverted
     def get_local_and_global_gradients(
         self,
         target: Any,
@@ -77,18 +78,18 @@ class _DistributedMixin(tf.GradientTape):
         """Do not reduce the gradient of this variable or tensor from now on."""
         self._reducer.local.add(source)
 
-    @_untraced
+    @unconverted
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
         """As `tf.GradientTape.jacobian`, of this rank alone: nothing is reduced."""
         return self._wrapped.jacobian(*args, **kwargs)
 
-    @_untraced
+    @unconverted
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
         """As `tf.GradientTape.batch_jacobian`, of this rank alone: nothing is reduced."""
         return self._wrapped.batch_jacobian(*args, **kwargs)
 
 
-@_untraced
+@unconverted
 @explain_arguments
 def DistributedGradientTape(  # noqa: N802
     gradtape: tf.GradientTape,
@@ -131,7 +132,7 @@ def DistributedGradientTape(  # noqa: N802
     return tape
 
 
-@_untraced
+@unconverted
 def PartialDistributedGradientTape(  # noqa: N802
     gradtape: tf.GradientTape,
     device_dense: str = "",

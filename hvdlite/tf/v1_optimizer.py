@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.tf.aggregation import Accumulator, Passes, local_variable
+from hvdlite.tf.errors import unconverted
 from hvdlite.tf.gradient_exchange import Gradient
 from hvdlite.tf.reduced_check import ReducedCheck
 from hvdlite.tf.reducer import Reducer
@@ -30,6 +31,7 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
     _reduced_check: ReducedCheck
     _reducer: Reducer
 
+    @unconverted
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
         """Return the wrapped optimizer's ``(gradient, variable)``, reduced over all ranks.
 
@@ -55,6 +57,7 @@ class DistributedMixin(tf.compat.v1.train.Optimizer):
         )
         return reduced
 
+    @unconverted
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Gradient, Any]],
@@ -107,6 +110,7 @@ class AdasumMixin(tf.compat.v1.train.Optimizer):
     _reducer: Reducer
     _starts: dict[int, tf.Variable]  # The values of variables after the last exchange.
 
+    @unconverted
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Gradient, Any]],
