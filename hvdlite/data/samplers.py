@@ -10,11 +10,10 @@ import numpy as np
 
 from hvdlite.common.api.objects import allgather_object
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
 from hvdlite.common.runtime.process_sets import (
     ProcessSet,
-    form_process_set,
     global_process_set,
-    release_process_set,
 )
 from hvdlite.data.slicing import place, ranks_of
 from hvdlite.data.strategies import DATA_PARALLEL, Cuts, parse

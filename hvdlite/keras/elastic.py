@@ -43,7 +43,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     """
     if keras.backend.backend() != "tensorflow":
         return run_until(func, is_loss)
-    is_loss_here = import_module("hvdlite.tf.elastic").is_loss_in_tensorflow
+    is_loss_here = import_module("hvdlite.tf.errors").is_loss_in_tensorflow
     return run_until(func, is_loss_here)
 
 

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.common.base.errors import DEPARTED
-from hvdlite.common.elastic.run import is_loss, run_until
+from hvdlite.common.elastic.run import run_until
 from hvdlite.common.elastic.variables import VariablesState
-from hvdlite.common.runtime import worlds
 from hvdlite.missing_names import attribute_error
+from hvdlite.tf.errors import is_loss_in_tensorflow
 
 if TYPE_CHECKING:
     from hvdlite.keras.elastic import TensorFlowKerasState
@@ -39,17 +38,6 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     are those of the script unless this rank's world is over.
     """
     return run_until(func, is_loss_in_tensorflow)
-
-
-def is_loss_in_tensorflow(error: Exception) -> bool:
-    """Return whether an error means that the world is over, and not that the script is wrong.
-
-    An operation in a graph fails with an error of TensorFlow that is none of ours; whether a rank
-    was lost is then what the engine knows, whatever the text says.
-    """
-    if not isinstance(error, tf.errors.OpError):
-        return is_loss(error)
-    return worlds.world_is_broken() or (worlds.elastic() and DEPARTED in str(error))
 
 
 class TensorFlowState(VariablesState):

@@ -12,8 +12,10 @@ import tensorflow as tf
 from tensorflow.python.util import tf_stack
 
 from hvdlite.common.base import errors
-from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.base.errors import DEPARTED, HorovodInternalError
 from hvdlite.common.base.report_failure import OWN_FOLDER
+from hvdlite.common.elastic.run import is_loss
+from hvdlite.common.runtime import worlds
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -86,3 +88,14 @@ def public(function: F) -> F:
 
     left_alone: F = unconverted(call)
     return left_alone
+
+
+def is_loss_in_tensorflow(error: Exception) -> bool:
+    """Return whether an error means that the world is over, and not that the script is wrong.
+
+    An operation in a graph fails with an error of TensorFlow that is none of ours; whether a rank
+    was lost is then what the engine knows, whatever the text says.
+    """
+    if not isinstance(error, tf.errors.OpError):
+        return is_loss(error)
+    return worlds.world_is_broken() or (worlds.elastic() and DEPARTED in str(error))

@@ -1,103 +1,90 @@
-"""The process sets of one rank that only their members have made."""
+"""The process sets that only their members make: formed and released without the other ranks."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from contextlib import suppress
 
 from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.engine.engine import Engine
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID, FormedSet
 from hvdlite.common.runtime.process_sets import ProcessSet
-
-if TYPE_CHECKING:
-    from hvdlite.common.runtime.runtime import Runtime
+from hvdlite.common.runtime.state import current
 
 
-class FormedSets:
-    """The uses of formed sets that this rank has begun and not released."""
+def form_process_set(ranks: Iterable[int], timeout_seconds: float | None = None) -> ProcessSet:
+    """Make a process set by a call of its members alone; blocks until all of them have called.
 
-    def __init__(self, runtime: Runtime) -> None:
-        # Weak: a runtime that is let go closes its files at once, not at some collection.
-        self._runtime: Runtime = weakref.proxy(runtime)
-        # By the id of its object, which is kept: the number of the use, and its set.
-        self._uses: dict[int, tuple[FormedSet, ProcessSet]] = {}
-        # The sets that threads of this rank are forming: one thread at a time for each.
-        self._forming: set[tuple[int, ...]] = set()
-        self._changed = threading.Condition()
+    `ranks` are its global ranks in any order, and this rank is one of them. No other rank takes
+    part: it may wait in a collective, or have joined. Each call gives another object, to be given
+    to `release_process_set` once; calls for the same ranks share one set and its id, also with
+    `add_process_set`. The set ends with the last release, and with this world: a reset of an
+    elastic job and a shutdown leave none.
 
-    def form(self, process_set: ProcessSet, timeout_seconds: float | None = None) -> ProcessSet:
-        """See `form_process_set`; `process_set` has its ranks, and gets its id."""
-        runtime = self._runtime
-        members = runtime.engine.process_sets.checked(runtime.ranks_of(process_set))
-        if runtime.rank not in members:
-            raise ValueError(
-                f"process set {list(members)} is formed by its members alone, and rank "
-                f"{runtime.rank} is none of them"
-            )
-        with self._alone(members):
-            name = f"form_process_set.{list(members)}"
-            entry = Entry(Request(GLOBAL_ID, name, "form_process_set", parties=members))
-            runtime.engine.enqueue([entry])
-            try:
-                _wait(entry, members, timeout_seconds)
-                formed: FormedSet = entry.handle.wait()
-            except BaseException:
-                entry.handle.on_end(lambda: self._release_unwanted(entry, members))
-                raise
-        process_set._bind(formed.process_set_id, members)
-        if formed.is_new:  # The id may have been another set's.
-            runtime.restart(process_set)
-        self._uses[id(process_set)] = formed, process_set
-        return process_set
-
-    def release(self, process_set: ProcessSet) -> None:
-        """See `release_process_set`."""
-        formed, _ = self._uses.pop(id(process_set), (None, None))
-        if formed is None:
-            raise ValueError(f"{process_set} was not formed by its members, or is released already")
-        members = tuple(process_set.ranks or ())
-        process_set._invalidate()
-        self._runtime.forget_calls()
-        self._tell(formed, members)
-
-    def close(self) -> None:
-        """Let no set be used any more."""
-        while self._uses:
-            _, (_, process_set) = self._uses.popitem()
-            process_set._invalidate()
-
-    @contextmanager
-    def _alone(self, members: tuple[int, ...]) -> Iterator[None]:
-        """Let one thread of this rank at a time form the set of these ranks."""
-        with self._changed:
-            self._changed.wait_for(lambda: members not in self._forming)
-            self._forming.add(members)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._forming.discard(members)
-                self._changed.notify_all()
-
-    def _release_unwanted(self, entry: Entry, members: tuple[int, ...]) -> None:
-        """Release a use that nobody has waited for, after an interrupt."""
-        if entry.handle.error is None:
-            self._tell(entry.handle.wait(), members)
-
-    def _tell(self, formed: FormedSet, members: tuple[int, ...]) -> None:
-        """Report a release; one that nobody hears any more is none the worse for it."""
-        process_set_id, use, _ = formed
-        name = f"release_process_set.{process_set_id}.{use}"
-        request = Request(
-            GLOBAL_ID, name, "release_process_set", root_rank=process_set_id, parties=members
+    Raises `ValueError` for what cannot be a set, or one without this rank; `HorovodInternalError`
+    when a member has shut down or joined, or is lost, and after `timeout_seconds`. A member that
+    gives other ranks, or none, does not come: the stall report names it.
+    """
+    runtime, process_set = current(), ProcessSet(ranks)
+    members = runtime.engine.process_sets.checked(runtime.ranks_of(process_set))
+    if runtime.rank not in members:
+        raise ValueError(
+            f"process set {list(members)} is formed by its members alone, and rank "
+            f"{runtime.rank} is none of them"
         )
-        with suppress(HorovodInternalError):
-            self._runtime.engine.enqueue([Entry(request)])
+    with runtime.formed_sets.alone(members):
+        name = f"form_process_set.{list(members)}"
+        entry = Entry(Request(GLOBAL_ID, name, "form_process_set", parties=members))
+        runtime.engine.enqueue([entry])
+        try:
+            _wait(entry, members, timeout_seconds)
+            formed: FormedSet = entry.handle.wait()
+        except BaseException:
+            engine = weakref.proxy(runtime.engine)  # Else its queue would hold it by the callback.
+            entry.handle.on_end(lambda: _release_unwanted(engine, entry, members))
+            raise
+    process_set._bind(formed.process_set_id, members)
+    if formed.is_new:  # The id may have been another set's.
+        runtime.restart(process_set)
+    runtime.formed_sets.uses[id(process_set)] = formed, process_set
+    return process_set
+
+
+def release_process_set(process_set: ProcessSet) -> None:
+    """Give back a set of `form_process_set`; never waits.
+
+    Every member calls it, at any time: the set goes when the last one has. `process_set` cannot be
+    used any more. Raises `ValueError` for a set that was not formed, or is released already.
+    """
+    runtime = current()
+    formed, _ = runtime.formed_sets.uses.pop(id(process_set), (None, None))
+    if formed is None:
+        raise ValueError(f"{process_set} was not formed by its members, or is released already")
+    members = tuple(process_set.ranks or ())
+    process_set._invalidate()
+    runtime.forget_calls()
+    _tell(runtime.engine, formed, members)
+
+
+def _release_unwanted(engine: Engine, entry: Entry, members: tuple[int, ...]) -> None:
+    """Release a use that nobody has waited for, after an interrupt."""
+    if entry.handle.error is None:
+        _tell(engine, entry.handle.wait(), members)
+
+
+def _tell(engine: Engine, formed: FormedSet, members: tuple[int, ...]) -> None:
+    """Report a release; one that nobody hears any more is none the worse for it."""
+    process_set_id, use, _ = formed
+    name = f"release_process_set.{process_set_id}.{use}"
+    request = Request(
+        GLOBAL_ID, name, "release_process_set", root_rank=process_set_id, parties=members
+    )
+    with suppress(HorovodInternalError):
+        engine.enqueue([Entry(request)])
 
 
 def _wait(entry: Entry, members: tuple[int, ...], seconds: float | None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from hvdlite.common.plain.process_set_table import GLOBAL_ID
-from hvdlite.common.runtime.state import current
+from hvdlite.common.plain.process_set_table import GLOBAL_ID, FormedSet
+from hvdlite.common.runtime.caller import rank_of_caller
 
 RanksOrComm = Any  # an iterable of ints, or an mpi4py communicator
 
@@ -50,14 +52,14 @@ class ProcessSet:
         if self.process_set_id is None:
             return None
         members = self._registered()
-        rank = current().rank
+        rank = rank_of_caller()
         if rank not in members:
             raise ValueError(f"rank {rank} is not part of provided process set {self}")
         return members.index(rank)
 
     def included(self) -> bool | None:
         """Return whether this rank is a member; None while the ranks are not known."""
-        return None if self.ranks is None else current().rank in self.ranks
+        return None if self.ranks is None else rank_of_caller() in self.ranks
 
     def _registered(self) -> list[int]:
         if self.process_set_id is None or self.ranks is None:
@@ -94,31 +96,6 @@ class ProcessSet:
     __repr__ = __str__
 
 
-def form_process_set(ranks: Iterable[int], timeout_seconds: float | None = None) -> ProcessSet:
-    """Make a process set by a call of its members alone; blocks until all of them have called.
-
-    `ranks` are its global ranks in any order, and this rank is one of them. No other rank takes
-    part: it may wait in a collective, or have joined. Each call gives another object, to be given
-    to `release_process_set` once; calls for the same ranks share one set and its id, also with
-    `add_process_set`. The set ends with the last release, and with this world: a reset of an
-    elastic job and a shutdown leave none.
-
-    Raises `ValueError` for what cannot be a set, or one without this rank; `HorovodInternalError`
-    when a member has shut down or joined, or is lost, and after `timeout_seconds`. A member that
-    gives other ranks, or none, does not come: the stall report names it.
-    """
-    return current().formed_sets.form(ProcessSet(ranks), timeout_seconds)
-
-
-def release_process_set(process_set: ProcessSet) -> None:
-    """Give back a set of `form_process_set`; never waits.
-
-    Every member calls it, at any time: the set goes when the last one has. `process_set` cannot be
-    used any more. Raises `ValueError` for a set that was not formed, or is released already.
-    """
-    current().formed_sets.release(process_set)
-
-
 def is_communicator(value: object) -> bool:
     """Return whether `value` is an mpi4py communicator, without importing mpi4py."""
     return any(
@@ -130,3 +107,33 @@ def is_communicator(value: object) -> bool:
 global_process_set = ProcessSet([])
 global_process_set.ranks = None
 global_process_set.process_set_id = GLOBAL_ID
+
+
+class FormedSets:
+    """The uses that this rank has begun, and not released, of sets that only members have made."""
+
+    def __init__(self) -> None:
+        # By the id of its object, which is kept: the number of the use, and its set.
+        self.uses: dict[int, tuple[FormedSet, ProcessSet]] = {}
+        # The sets that threads of this rank are forming: one thread at a time for each.
+        self._forming: set[tuple[int, ...]] = set()
+        self._changed = threading.Condition()
+
+    def close(self) -> None:
+        """Let no set be used any more."""
+        while self.uses:
+            _, (_, process_set) = self.uses.popitem()
+            process_set._invalidate()
+
+    @contextmanager
+    def alone(self, members: tuple[int, ...]) -> Iterator[None]:
+        """Let one thread of this rank at a time form the set of these ranks."""
+        with self._changed:
+            self._changed.wait_for(lambda: members not in self._forming)
+            self._forming.add(members)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._forming.discard(members)
+                self._changed.notify_all()

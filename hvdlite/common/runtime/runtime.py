@@ -19,9 +19,8 @@ from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.handles import HandleTable
 from hvdlite.common.plain.messages import Request
 from hvdlite.common.plain.process_set_table import GLOBAL_ID, FormedSet
-from hvdlite.common.runtime.formed_sets import FormedSets
 from hvdlite.common.runtime.mpi_process import free_group, members_of_communicator
-from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.runtime.process_sets import FormedSets, ProcessSet
 from hvdlite.common.runtime.recording import Lasting
 from hvdlite.common.segmentation.parsing import UserChoice
 from hvdlite.common.transport.base import Transport, do_nothing
@@ -77,7 +76,7 @@ class Runtime:
         # By id: the sets that users hold, so that a set that is removed can be told so.
         self.known_sets: dict[int, ProcessSet] = {}
         # The sets that only their members have made, which end with this world.
-        self.formed_sets = FormedSets(self)
+        self.formed_sets = FormedSets()
         try:
             if self._lasts and config.device_completion == "auto":
                 # A rank may die at any time: no step may use what a device has not computed.

@@ -12,12 +12,11 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup
 
 from hvdlite.common.meeting.torch_store import offered
+from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
 from hvdlite.common.runtime.lifecycle import init
 from hvdlite.common.runtime.process_sets import (
     ProcessSet,
-    form_process_set,
     global_process_set,
-    release_process_set,
 )
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current, find

@@ -19,7 +19,7 @@ from hvdlite.common.collectives.native import short_call
 from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.decisions.coordinator import Coordinator
 from hvdlite.common.plain.config import Config
-from hvdlite.common.runtime.process_sets import form_process_set, release_process_set
+from hvdlite.common.runtime.formed_sets import form_process_set, release_process_set
 from hvdlite.common.runtime.state import current, use
 from hvdlite.tools.timeline_reader import check
 from tests.backends import DTYPES, values
