@@ -12,8 +12,9 @@ import pytest
 import zmq
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.ps.cluster.settings import ClusterSettings, check_token
-from hvdlite.ps.connections.admission import proved
+from hvdlite.common.meeting.handshake import CONNECTS
+from hvdlite.ps.cluster.settings import SERVER, ClusterSettings, check_token
+from hvdlite.ps.connections.admission import proved, tagged
 from hvdlite.ps.connections.channel import MOST_STRANGERS_BYTES
 from hvdlite.ps.connections.messages import Message, pack, parse
 from hvdlite.ps.server import snapshots
@@ -26,28 +27,40 @@ ANSWER_MILLISECONDS = 10_000
 class Peer:
     """Somebody who can connect, and speaks the language of members."""
 
-    def __init__(self, context: Any, address: str) -> None:
+    def __init__(self, context: Any, address: str, name: bytes = b"") -> None:
         self.socket = context.socket(zmq.DEALER)
+        if name:
+            self.socket.setsockopt(zmq.IDENTITY, name)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
+        self.key: bytes | None = None  # Since it has proved itself.
 
     def say(self, *words: Any) -> None:
-        self.socket.send_multipart(pack(Message(*words)))
+        head, *payloads = pack(Message(*words))
+        if self.key is not None:
+            head = tagged(head, self.key, CONNECTS)
+        self.socket.send_multipart([head, *payloads])
 
-    def ask(self, *words: Any) -> Message:
-        self.say(*words)
+    def hear(self) -> Message:
         assert self.socket.poll(ANSWER_MILLISECONDS), "nobody answers"
         return parse(self.socket.recv_multipart())
 
-    def enter(self, token: bytes, **about: Any) -> Message:
+    def ask(self, *words: Any) -> Message:
+        self.say(*words)
+        return self.hear()
+
+    def enter(self, token: bytes, role: str = SERVER, **about: Any) -> Message:
         nonce = self.ask("hello", 1).body["nonce"]
-        return self.ask("hello", 2, "", 0, 0, proved(about, nonce, token))
+        said, key = proved(about, nonce, token, role)
+        answer = self.ask("hello", 2, "", 0, 0, said)
+        self.key = key
+        return answer
 
 
 @contextmanager
-def peer_of(address: str) -> Iterator[Peer]:
+def peer_of(address: str, name: bytes = b"") -> Iterator[Peer]:
     context = zmq.Context()
-    peer = Peer(context, address.partition(" ")[0])
+    peer = Peer(context, address.partition(" ")[0], name)
     try:
         yield peer
     finally:

@@ -100,6 +100,8 @@ def test_workers_rows_are_added_in_their_order() -> None:
 class RowServer(RunningServer):
     """A server of rows to which pushes are added."""
 
+    token = b""
+
     def _updater(self, described: Any) -> Any:
         return AddedRows(RowStore(described.name, described.rows.spec))
 

@@ -35,6 +35,7 @@ class RunningServer:
     """A server in a thread, at a socket of this host; it may end and come again."""
 
     every = 0  # Snapshots are made each so many versions; 0: never.
+    token: bytes | None = None  # Without one, it lets everybody ask, and proves nothing.
 
     def __init__(self, number: int, folder: Path, workers: Sequence[int]) -> None:
         self.address = f"ipc://{folder}/{number}"
@@ -57,7 +58,7 @@ class RunningServer:
         snapshots = SnapshotFolder(self.folder, self.number) if self.every else None
         self.server = Server(
             listener, self._updater, incarnation=self.incarnation, workers=self.workers,
-            snapshots=snapshots, snapshot_every=self.every,
+            snapshots=snapshots, snapshot_every=self.every, token=self.token,
         )  # fmt: skip
         self._ready.set()
         self.server.serve(self._ended.is_set)

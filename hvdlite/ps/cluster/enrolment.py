@@ -12,8 +12,7 @@ from typing import Any
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
 from hvdlite.common.plain.handles import Handle
-from hvdlite.ps.cluster.settings import ClusterSettings
-from hvdlite.ps.connections.admission import proved
+from hvdlite.ps.cluster.settings import SCHEDULER, ClusterSettings
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Message, version_mismatch
@@ -39,6 +38,7 @@ class Enrolment:
             "joins": settings.joins,
         }  # fmt: skip
         self.connection: Connection = client.connect(settings.address)
+        self.connection.caller.asks_for_proof = True
         self.connection.receive = self._receive
         self.connection.news = lambda message: self._changed(message.body)
         self.connection.mismatched = self._refuse_protocol
@@ -59,7 +59,13 @@ class Enrolment:
         self._client.call(self._say_hello)
         if not self._welcome.ended_within(seconds):
             hint = "are all servers and workers started?"
-            if not self._heard:
+            if self.connection.caller.heard_unproved:
+                hint = (
+                    "what answers there has not proved that it knows HVDLITE_PS_TOKEN, so nothing "
+                    "was sent to it. Is HVDLITE_SCHEDULER right, and does another program have the "
+                    "scheduler's port?"
+                )
+            elif not self._heard:
                 hint = (
                     "nothing was heard of it. Is it running, and do all processes have the same "
                     "HVDLITE_PS_CURVE and HVDLITE_PS_TOKEN? With CURVE, nobody answers to another "
@@ -136,8 +142,7 @@ class Enrolment:
         self._heard = True
         done = self._done.pop(message.request, None)
         if message.kind == "challenge":
-            hello = proved(self._hello, message.body["nonce"], self._settings.token)
-            self.connection.send(Message("hello", body=hello))
+            self.connection.prove(self._hello, message, self._settings.token, SCHEDULER)
         elif message.kind == "restarted":
             self._beats = False
             self._say_hello()

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from socket import AF_INET, getaddrinfo
 
 from hvdlite.common.base.errors import ConfigError, ProtocolError
+from hvdlite.common.meeting.handshake import CONNECTS, LISTENS
+from hvdlite.ps.connections.admission import tagged, untagged
 from hvdlite.ps.connections.memory_exchange import MemoryListener, new_name
 from hvdlite.ps.connections.messages import Buffer, Message, OtherProtocolError, pack, parse
 from hvdlite.ps.connections.shared_memory import SHARED_BYTES, SharedMemory
@@ -29,6 +31,9 @@ except ImportError as error:  # pragma: no cover - the extra is installed where 
 LISTENER_LINGER_MILLISECONDS = 200  # How long last answers may take when a listener closes.
 HANDSHAKE_MILLISECONDS = 5000  # For which a connection may be silent before its first message.
 MOST_STRANGERS_BYTES = 4096  # Of a message whose sender has not proved yet who it is.
+# By an end that listens and has not proved itself, as one that has come again: nothing of it is
+# believed, but that it asks for a proof, or lets this process not in.
+STRANGERS_SAY = frozenset({"challenge", "refused", "restarted", "unmapped"})
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -54,8 +59,8 @@ class Listener:
         self.address = endpoint.decode().rstrip("\0")
         self.memory: SharedMemory | None = None
         self._memory_listener: MemoryListener | None = None
-        # Whether a peer has proved that it knows the token: others can only say hello.
-        self.is_known: Callable[[bytes], bool] = lambda _peer: True
+        self.asks_for_proof = False  # Whether who has no key here can only say hello.
+        self._keys: dict[bytes, bytes] = {}  # Of peers that have proved that they know the token.
 
     def open_memory(self) -> None:
         """Let processes of this host come by ``ipc://``, and share their memory.
@@ -72,31 +77,49 @@ class Listener:
         self.memory, self._memory_listener = memory, MemoryListener(memory, name)
         self.address += f" {name}"
 
+    def let_in(self, peer: bytes, key: bytes) -> None:
+        """Hear a peer from now on that has proved itself: what has the tag of its connection."""
+        self._keys[peer] = key
+
+    def keep(self, is_member: Callable[[bytes], bool]) -> None:
+        """Forget the peers that are no members any more."""
+        self._keys = {peer: key for peer, key in self._keys.items() if is_member(peer)}
+
     def receive(self, seconds: float) -> tuple[bytes, Message] | None:
         """Return the next message and its sender; None where none comes within `seconds`.
 
         What is no message is dropped, as is what is too large for a stranger's hello: nobody
-        must end the listener, or fill its memory with objects.
+        must end the listener, or fill its memory with objects. In the name of a peer that has
+        proved itself, others can only say hello.
         """
         if not self._socket.poll(round(seconds * 1000)):
             return None
         peer, *frames = self._socket.recv_multipart(copy=False)
-        if not self.is_known(peer.bytes) and not _is_small(frames):
-            return None
         with contextlib.suppress(ProtocolError):
-            try:
-                message = parse([frame.buffer for frame in frames])
-            except OtherProtocolError:  # It reads in the head of any answer what is spoken here.
-                self.send(peer.bytes, Message("refused"))
-                return None
-            session = session_of(message)
-            if session is None:
-                return peer.bytes, message
-            sharing = self._sharing(peer.bytes)
-            if sharing is not None and sharing.session == session:
-                return peer.bytes, sharing.unpack(message)
-            self.send(peer.bytes, Message("unmapped", message.request, message.table))
+            message = self._read(peer.bytes, [frame.buffer for frame in frames])
+            if message is not None and (session := session_of(message)) is not None:
+                sharing = self._sharing(peer.bytes)
+                if sharing is None or sharing.session != session:
+                    self.send(peer.bytes, Message("unmapped", message.request, message.table))
+                    return None
+                message = sharing.unpack(message)
+            return None if message is None else (peer.bytes, message)
         return None
+
+    def _read(self, peer: bytes, frames: list[Buffer]) -> Message | None:
+        """Return what these frames say, where their sender may say it."""
+        key = self._keys.get(peer)
+        head = untagged(frames[0], key, CONNECTS) if key is not None and frames else None
+        if head is not None:
+            return parse([head, *frames[1:]])
+        if self.asks_for_proof and not _is_small(frames):
+            return None
+        try:
+            message = parse(frames)
+        except OtherProtocolError:  # It reads in the head of any answer what is spoken here.
+            self.send(peer, Message("refused"))
+            return None
+        return message if key is None or message.kind == "hello" else None
 
     def send(self, peer: bytes, message: Message) -> None:
         """Send a message, whose payloads must not change; to a peer that has gone, it is lost."""
@@ -104,7 +127,10 @@ class Listener:
         # A peer drops what is packed before it knows the session itself.
         if message.kind != "unmapped" and sharing is not None and sharing.heard:
             message = sharing.pack(message)
-        self._socket.send_multipart([peer, *pack(message)], copy=False)
+        head, *payloads = pack(message)
+        if (key := self._keys.get(peer)) is not None:
+            head = tagged(head, key, LISTENS)
+        self._socket.send_multipart([peer, head, *payloads], copy=False)
 
     def _sharing(self, peer: bytes) -> Sharing | None:
         return None if self._memory_listener is None else self._memory_listener.sharings.get(peer)
@@ -118,9 +144,9 @@ class Listener:
             self.memory.close()
 
 
-def _is_small(frames: Sequence[zmq.Frame]) -> bool:
+def _is_small(frames: Sequence[Buffer]) -> bool:
     """Return whether a stranger may say this: a hello is one frame of some hundred bytes."""
-    return len(frames) == 1 and len(frames[0].buffer) <= MOST_STRANGERS_BYTES
+    return len(frames) == 1 and len(frames[0]) <= MOST_STRANGERS_BYTES
 
 
 class Caller:
@@ -134,6 +160,9 @@ class Caller:
         self.socket.connect(address)
         self.address = address
         self.sharing: Sharing | None = None  # With the process at the address.
+        self.asks_for_proof = False  # Whether who has not proved itself can only ask for a proof.
+        self.heard_unproved = False  # Whether it has answered like a member nonetheless.
+        self.key: bytes | None = None  # Of the connection, since this end has proved itself.
 
     def share(self, sharing: Sharing | None) -> None:
         """Share memory with the process at the address from now on; None: no more."""
@@ -149,11 +178,14 @@ class Caller:
         if self.sharing is not None:
             message = self.sharing.pack(message)
         large = any(len(memoryview(part).cast("B")) >= SHARED_BYTES for part in message.payloads)
+        head, *payloads = pack(message)
+        if self.key is not None and message.kind != "hello":
+            head = tagged(head, self.key, CONNECTS)
         with contextlib.suppress(zmq.Again):
             if large:
                 words = {"copy": False, "track": True}
-                return self.socket.send_multipart(pack(message), zmq.NOBLOCK, **words)
-            self.socket.send_multipart(pack(message), zmq.NOBLOCK, copy=True)
+                return self.socket.send_multipart([head, *payloads], zmq.NOBLOCK, **words)
+            self.socket.send_multipart([head, *payloads], zmq.NOBLOCK, copy=True)
         return None
 
     def received(self) -> Iterator[Message]:
@@ -161,7 +193,16 @@ class Caller:
         while self.socket.poll(0):
             frames: Sequence[zmq.Frame] = self.socket.recv_multipart(copy=False)
             buffers: list[Buffer] = [frame.buffer for frame in frames]
+            key = self.key
+            head = untagged(buffers[0], key, LISTENS) if key is not None and buffers else None
+            if head is not None:
+                buffers[0] = head
+            elif self.asks_for_proof and not _is_small(buffers):
+                continue
             message = parse(buffers)
+            if self.asks_for_proof and head is None and message.kind not in STRANGERS_SAY:
+                self.heard_unproved = True
+                continue
             if (session := session_of(message)) is not None:
                 if self.sharing is None or self.sharing.session != session:
                     continue  # It is of a process that is gone; the request will be sent again.

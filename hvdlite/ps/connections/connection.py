@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from hvdlite.ps.connections.admission import is_nonce, proved
 from hvdlite.ps.connections.channel import Caller
 from hvdlite.ps.connections.messages import Message
 
@@ -53,6 +55,14 @@ class Connection:
         self._sent[self._number] = _Sent(message, self._now() + wait, wait)
         self.caller.send(message)
         return self._number
+
+    def prove(self, body: Mapping[str, Any], challenge: Message, token: bytes, role: str) -> None:
+        """Answer a challenge of a process of this role: hear only who can read the answer."""
+        nonce = challenge.body.get("nonce")
+        if is_nonce(nonce):
+            said, key = proved(body, nonce, token, role)
+            self.send(Message("hello", body=said))
+            self.caller.key = key
 
     def forget(self) -> None:
         """Send nothing again that was sent so far."""

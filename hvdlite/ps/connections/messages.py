@@ -35,7 +35,7 @@ import msgpack
 
 from hvdlite.common.base.errors import HorovodVersionMismatchError, ProtocolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 KINDS = frozenset(
     {
         "hello", "challenge", "welcome", "refused", "declare", "layout", "beat", "leave",
@@ -46,6 +46,7 @@ KINDS = frozenset(
     }
 )  # fmt: skip
 MOST_HEAD_BYTES = 8 << 20
+TAG_BYTES = 16  # Behind the head of a message from who has proved itself: see `admission`.
 REPLACES = "replaces"  # In the body of an offer: see [Note: first values].
 
 Buffer = bytes | bytearray | memoryview
@@ -95,11 +96,14 @@ def pack(message: Message) -> list[Buffer]:
 
 
 def parse(frames: Sequence[Buffer]) -> Message:
-    """Return the message of these frames; raise ProtocolError for what is none."""
+    """Return the message of these frames; raise ProtocolError for what is none.
+
+    A tag behind the head is left out: who reads it looks at it before.
+    """
     if not frames or len(frames[0]) > MOST_HEAD_BYTES:
         raise ProtocolError("a message of the parameter server has no head, or too large a one")
     try:
-        head = msgpack.unpackb(frames[0], strict_map_key=True)
+        head = _unpack(frames[0])
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"a message of the parameter server cannot be read: {error}") from error
     if not isinstance(head, list) or not head:
@@ -112,3 +116,12 @@ def parse(frames: Sequence[Buffer]) -> Message:
     if kind not in KINDS or min(request, clock, incarnation) < 0:
         raise ProtocolError(f"a message of the parameter server has the wrong kind {kind!r}")
     return Message(kind, request, table, clock, incarnation, body, tuple(frames[1:]))
+
+
+def _unpack(frame: Buffer) -> Any:
+    try:
+        return msgpack.unpackb(frame, strict_map_key=True)
+    except msgpack.ExtraData as error:
+        if len(error.extra) != TAG_BYTES:
+            raise
+        return error.unpacked

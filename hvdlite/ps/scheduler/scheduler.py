@@ -16,6 +16,7 @@ from typing import Any
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.logs import log
 from hvdlite.ps.cluster.membership import SERVER, WORKER, ClusterPlan, Hello, Membership
+from hvdlite.ps.cluster.settings import SCHEDULER
 from hvdlite.ps.connections.admission import Admission
 from hvdlite.ps.connections.channel import Listener
 from hvdlite.ps.connections.messages import Answer, Message
@@ -44,10 +45,10 @@ class Scheduler:
         self.membership = Membership(plan, time.monotonic())
         self.registry = Registry(plan.num_servers)
         self.left = 0  # How many workers have done their part.
-        self._admission = Admission(token)
+        self._admission = Admission(token, SCHEDULER)
         self._state_file = state_file
         self._is_unkept = False  # The file could not be written, and is to be.
-        listener.is_known = lambda peer: self.membership.member_of(peer) is not None
+        listener.asks_for_proof = True
         self.barrier = Barrier()
         self._news: dict[str, Any] = {}  # That all members were told last.
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
@@ -215,9 +216,12 @@ class Scheduler:
         body = dict(message.body)
         if not self._admission.answers(peer, body):
             return [_answer(peer, message, "challenge", nonce=self._admission.nonce_for(peer))]
-        if not self._admission.admits(peer, body):
+        key = self._admission.admit(peer, body)
+        if key is None:
             why = "HVDLITE_PS_TOKEN is another one there: give all processes the same"
             return [_answer(peer, message, "refused", why=why)]
+        self.listener.keep(lambda each: self.membership.member_of(each) is not None)
+        self.listener.let_in(peer, key)
         hello = Hello(**{field: body[field] for field in Hello.__dataclass_fields__})
         answers = self.membership.hello(peer, message.request, hello, time.monotonic())
         answers = [

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hvdlite.ps.connections.admission import proved
+from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Answer, Message
@@ -243,6 +243,7 @@ class _Delivery:
         """Send a message until it is taken."""
         if self._connection is None:
             self._connection = self._client.connect(self._address)
+            self._connection.caller.asks_for_proof = True
             self._connection.receive = self._receive
             # A stranger may not send what is as large as parts of a table.
             self._connection.send(Message("hello"))
@@ -256,8 +257,7 @@ class _Delivery:
     def _receive(self, message: Message) -> None:
         assert self._connection is not None
         if message.kind == "challenge":
-            body = proved({"server": self._number}, message.body["nonce"], self._token)
-            self._connection.send(Message("hello", body=body))
+            self._connection.prove({"server": self._number}, message, self._token, SERVER)
         elif message.kind == "welcome":
             self._connection.forget()
             again, self._sent = self._sent, {}

@@ -59,10 +59,9 @@ class Server:
         self._worker_of: dict[bytes, int] = {}
         self._tables_of: dict[int, set[str]] = {}  # Of workers that have said hello.
         self._early: set[int] = set()  # Who has started before the scheduler said that it is there.
-        self._admission = None if token is None else Admission(token)
-        self._admitted: dict[bytes, str] = {}  # Peers -> their roles.
-        if self._admission is not None:
-            listener.is_known = self._admitted.__contains__
+        self._admission = None if token is None else Admission(token, SERVER)
+        self._admitted: dict[bytes, tuple[str, object]] = {}  # Peers -> their roles and numbers.
+        listener.asks_for_proof = self._admission is not None
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "start": self._start, "offer": self._ask_table, "push": self._ask_table,
             "pull": self._ask_table, "push_rows": self._ask_table, "pull_rows": self._ask_table,
@@ -116,7 +115,7 @@ class Server:
 
         Raises HorovodInternalError where a snapshot cannot be written.
         """
-        if self._admission is not None and peer not in self._admitted:
+        if self._admission is not None and (message.kind == "hello" or peer not in self._admitted):
             return self._admit(self._admission, peer, message)
         handler = self._handlers.get(message.kind)
         if handler is None:
@@ -125,7 +124,7 @@ class Server:
             self.hear_of_layout(message.incarnation)
         try:
             if self._admission is not None:
-                _check_role(self._admitted[peer], message.kind)
+                _check_role(self._admitted[peer][0], message.kind)
             if message.kind in OF_LAYOUT and message.incarnation != self.layout:
                 return self._of_another_layout(peer, message)
             answers = handler(peer, message)
@@ -149,11 +148,23 @@ class Server:
             return [
                 Answer(peer, Message("challenge", *words, {"nonce": admission.nonce_for(peer)}))
             ]
-        if not admission.admits(peer, message.body):
+        key = admission.admit(peer, message.body)
+        if key is None:
             why = "HVDLITE_PS_TOKEN is another one here: give all processes the same"
             return [Answer(peer, Message("refused", *words, {"why": why}))]
-        self._admitted[peer] = SERVER if "server" in message.body else WORKER
+        self.listener.let_in(peer, key)
+        role = SERVER if "server" in message.body else WORKER
+        self._become(peer, (role, message.body.get(role)))
         return [Answer(peer, Message("welcome", *words)), *self._hear_tables(message.body)]
+
+    def _become(self, peer: bytes, member: tuple[str, object]) -> None:
+        """Know a member by the connection that has proved it last, and by no other any more."""
+        for old in [other for other, who in self._admitted.items() if who == member]:
+            del self._admitted[old]
+            if old != peer:
+                self._worker_of.pop(old, None)
+        self._admitted[peer] = member
+        self.listener.keep(self._admitted.__contains__)
 
     def _hear_tables(self, body: Mapping[str, Any]) -> list[Answer]:
         """Take note of the tables in which a worker takes part; begin those that miss nobody."""

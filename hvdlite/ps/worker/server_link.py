@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from hvdlite.common.base.errors import ConfigError, HorovodInternalError
-from hvdlite.ps.connections.admission import proved
+from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
 from hvdlite.ps.connections.messages import Message, version_mismatch
@@ -28,7 +28,7 @@ class ServerLink:
         self._shards: list[Shard] = []
         self._error: Exception | None = None  # Why the server is lost for good.
         self._left: Callable[[Message], None] | None = None
-        self._nonce = b""  # That was answered last.
+        self._nonce: object = b""  # That was answered last.
         self._asked = False  # Whether the server lives.
         self._requests: dict[int, tuple[Message, Done]] = {}  # Of `ask`, by their ids.
 
@@ -39,6 +39,7 @@ class ServerLink:
         self.close()
         self._address, self._error = address, None
         self._connection = self._client.connect(address)
+        self._connection.caller.asks_for_proof = True
         self._connection.receive = self._receive
         self._connection.mismatched = lambda protocol: self.fail(version_mismatch(protocol))
         self._asked = False
@@ -119,12 +120,12 @@ class ServerLink:
             )
 
     def _receive(self, message: Message) -> None:
+        assert self._connection is not None
         if message.kind == "challenge":
-            if message.body["nonce"] != self._nonce:
-                self._nonce = message.body["nonce"]
+            if (nonce := message.body.get("nonce")) != self._nonce:
+                self._nonce = nonce
                 about = {"worker": self._worker(), "tables": self._used_tables()}
-                body = proved(about, self._nonce, self._token)
-                self.send(Message("hello", body=body))
+                self._connection.prove(about, message, self._token, SERVER)
         elif message.kind == "welcome":
             self._come_again()
         elif message.kind == "refused":
