@@ -22,7 +22,7 @@ from hvdlite.ps.connections.messages import KINDS, Message, pack, parse
 from hvdlite.ps.worker import worker as worker_module
 from hvdlite.ps.worker.server_link import ServerLink
 from hvdlite.ps.worker.worker import Worker
-from tests.ps.cluster import Cluster, bits, train_in_one, trainers
+from tests.ps.cluster import Cluster, bits, train_in_one, trainers, wait_until
 from tests.ps.test_door import address_of, address_of_scheduler, peer_of
 
 NewCluster = Callable[..., Cluster]
@@ -127,8 +127,10 @@ def test_answers_of_a_server_that_proves_nothing_are_none(
     handle = client.ask(lambda done: link.ask(Message("save"), done))
     try:
         assert rogue.asked_again.wait(LIMIT_SECONDS)
+        assert link._connection is not None
+        caller = link._connection.caller
+        wait_until(lambda: caller.heard_unproved)
         assert not handle.poll()
-        assert link._connection is not None and link._connection.caller.heard_unproved
     finally:
         client.close()
 
