@@ -151,11 +151,24 @@ def test_own_loop_in_a_function() -> None:
         {"clipnorm": 0.05},
         {"global_clipnorm": 0.05},
         {"clipvalue": 0.02},
+    ],
+)
+def test_what_keras_does_to_gradients_comes_after_the_reduction(options: dict[str, Any]) -> None:
+    def make() -> Any:
+        return keras.optimizers.SGD(**{"learning_rate": 0.1, "momentum": 0.9, **options})
+
+    assert_close(train_together(2, wrapped(make)), train(make_model(), make()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clipnorm": 0.05, "weight_decay": 0.05, "use_ema": True, "ema_overwrite_frequency": 2},
         pytest.param({"loss_scale_factor": 8.0}, marks=keras3_only),
         pytest.param({"gradient_accumulation_steps": 2}, marks=keras3_only),
     ],
 )
-def test_what_keras_does_to_gradients_comes_after_the_reduction(options: dict[str, Any]) -> None:
+def test_in_fit_it_comes_after_the_reduction_too(options: dict[str, Any]) -> None:
     def make() -> Any:
         return keras.optimizers.SGD(**{"learning_rate": 0.1, "momentum": 0.9, **options})
 

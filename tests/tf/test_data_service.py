@@ -29,7 +29,7 @@ from tests.parallel.jobs import MPIRUN, NO_MPIRUN, environment, mpirun
 from tests.ranks import run_ranks
 
 KEY = b"a key of nobody else"
-WAIT = 30.0  # seconds, for what comes at once
+WAIT = 60.0  # seconds, for what comes at once
 
 
 @contextmanager
@@ -139,7 +139,7 @@ hvd.init()
 config = TfDataServiceConfig.read(sys.argv[1], wait_for_file_creation=True)
 dataset = tf.data.Dataset.range(10).send_to_data_service(config, hvd.rank(), hvd.size())
 total = hvd.allreduce(sum(int(each) for each in dataset), op=hvd.Sum)
-assert int(total) == 2 * 45, total
+assert int(total) == 45, total
 hvd.join()
 if hvd.rank() == 0:
     config.compute_client(verbose=2).shutdown()
@@ -148,13 +148,14 @@ print("trained")
 
 
 @pytest.mark.skipif(MPIRUN is None, reason=NO_MPIRUN)
+@pytest.mark.timeout(200)
 def test_two_jobs_under_the_name_horovod(tmp_path: Path) -> None:
     """As Horovod's users start them; the training job ends the other, which leaves no file."""
     file, script = tmp_path / "service.json", tmp_path / "train.py"
     script.write_text(SCRIPT)
     module = [sys.executable, "-m", "hvdlite.as_horovod"]
     worker = [*module, "-m", "horovod.tensorflow.data.compute_worker", str(file)]
-    commands = [mpirun(2, *worker), mpirun(2, *module, str(script), str(file))]
+    commands = [mpirun(2, *worker), mpirun(1, *module, str(script), str(file))]
     jobs = [
         subprocess.Popen(
             command, env=environment(TF_CPP_MIN_LOG_LEVEL="2"), stdout=subprocess.PIPE,
@@ -165,7 +166,7 @@ def test_two_jobs_under_the_name_horovod(tmp_path: Path) -> None:
     try:
         trained = jobs[1].communicate(timeout=90)[0]
         assert jobs[1].returncode == 0, trained
-        assert trained.count("trained") == 2
+        assert trained.count("trained") == 1
         served = jobs[0].communicate(timeout=WAIT)[0]
         assert jobs[0].returncode == 0, served
         assert not file.exists()
