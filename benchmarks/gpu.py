@@ -43,9 +43,11 @@ from resnet50 import SIZES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdlite.common.devices.nccl.binding import Nccl
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 HVDLITE, OWN_NCCL, DDP = "hvdlite", "hvdlite nccl", "DDP"
-SHARES_GPUS = (2, 30, 0)  # The oldest NCCL that lets ranks share a GPU.
+SHARES_GPUS = 23000  # NCCL 2.30, the oldest that lets ranks share a GPU.
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
@@ -206,11 +208,11 @@ def obstacle(device: str, ranks: int) -> str:
         return f"torch {torch.__version__} sees no GPU; --device cpu makes the same calls over gloo"
     if torch.cuda.device_count() >= ranks:
         return ""
-    found = torch.cuda.nccl.version()
-    if found < SHARES_GPUS:
+    found = Nccl()  # The one that is loaded; torch tells which it was compiled with.
+    if found.version < SHARES_GPUS:
         return (
             f"{ranks} ranks have to share {torch.cuda.device_count()} GPUs, which NCCL "
-            f"{'.'.join(map(str, found))} does not let them: name the libnccl.so.2 of 2.30 or "
+            f"{found.version_text} does not let them: name the libnccl.so.2 of 2.30 or "
             "newer in LD_PRELOAD"
         )
     os.environ[SHARING] = "1"
