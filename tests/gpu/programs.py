@@ -7,6 +7,7 @@ so that sums are exact. Ends with "rank N: NAME is right".
 from __future__ import annotations
 
 import copy
+import faulthandler
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,7 @@ def graph(device: str) -> None:
     assert bool((tensor == expected).all()), (tensor[0].item(), expected)
     collectives.check()
     hvd.barrier()
+    del recorded  # NCCL waits in `close` for graphs that have recorded something of it.
     collectives.close()
 
 
@@ -168,6 +170,7 @@ PROGRAMS: dict[str, Callable[[str], None]] = {
 def main() -> None:
     import hvdlite.numpy
 
+    faulthandler.dump_traceback_later(45)  # Before the test ends what hangs.
     name = sys.argv[1]
     PROGRAMS[name](sys.argv[2])
     print(f"rank {hvdlite.numpy.rank()}: {name} is right", flush=True)

@@ -10,6 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -27,6 +28,7 @@ from hvdlite.torch.device_modules import accelerator_kind, streams_of
 from hvdlite.torch.devices import HOST_AS_DEVICE
 
 GLOO = "gloo"
+_SUCCEEDED = 0  # WorkResult::SUCCESS of c10d.
 TIMEOUT = timedelta(days=1)  # hvdlite itself notices lost and late ranks.
 
 _COMMON = frozenset(("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32"))
@@ -241,10 +243,20 @@ class C10dCommunicator:
 
 
 def _exception(work: Any) -> Any:
-    """Return the error of a work, None without one: some releases raise where there is none."""
+    """Return the error of a completed work, None without one.
+
+    Some releases of torch raise where there is none, and some cannot give an exception of C++ to
+    Python at all: `TypeError`. Those tell how a work has ended by a future.
+    """
     try:
         return work.exception()
     except (AttributeError, RuntimeError):
+        return None
+    except TypeError:
+        with suppress(AttributeError, RuntimeError):
+            result = work.get_future_result()
+            if result.done() and result.value() != _SUCCEEDED:
+                return RuntimeError(f"a collective has ended with result {result.value()}")
         return None
 
 
