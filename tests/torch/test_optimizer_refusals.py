@@ -13,7 +13,12 @@ from torch import nn
 
 import hvdlite.torch as hvd
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.gradients.buckets import CROWDED, ENOUGH_BYTES, enough_bytes
+from hvdlite.common.gradients.buckets import (
+    CROWDED,
+    ENOUGH_BYTES,
+    ENOUGH_BYTES_ON_DEVICES,
+    enough_bytes,
+)
 from hvdlite.common.runtime.state import current
 from tests.ranks import run_ranks
 from tests.torch.small_net import SIZE, Tensor, flat, loss_of, net, sgd
@@ -104,6 +109,8 @@ def test_more_gradients_gather_where_the_engine_has_no_core(
 ) -> None:
     topology = Topology(tuple(map(tuple, hosts)))
     assert enough_bytes(topology, threads, cores) == times * ENOUGH_BYTES
+    on_device = enough_bytes(topology, threads, cores, on_device=True)
+    assert on_device == ENOUGH_BYTES_ON_DEVICES > CROWDED * ENOUGH_BYTES
 
 
 def test_gradients_travel_while_backward_runs(tmp_path: Path) -> None:

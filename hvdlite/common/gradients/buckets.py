@@ -225,13 +225,19 @@ class BucketSchedule(Generic[K]):
 # See [Note: why gradients gather twice] in torch/optimizer/gradient_exchange.py.
 ENOUGH_BYTES = 4 << 20
 CROWDED = 4  # times as much where the ranks of a host leave no core to the engine
+# Each call of an accelerator's library has to be launched, and to find all ranks, which takes what
+# some MiB take. DistributedDataParallel of PyTorch has buckets of this size, too.
+ENOUGH_BYTES_ON_DEVICES = 25 << 20
 
 
-def enough_bytes(topology: Topology, threads: int, cores: int) -> int:
+def enough_bytes(topology: Topology, threads: int, cores: int, *, on_device: bool = False) -> int:
     """Return how many bytes of gradients are sent together, at least, before backward ends.
 
-    Each rank computes with `threads`, on a host of `cores`. Ranks need not agree on it.
+    Each rank computes with `threads`, on a host of `cores`; gradients lie in host memory, or
+    `on_device`. Ranks need not agree on it.
     """
+    if on_device:
+        return ENOUGH_BYTES_ON_DEVICES
     return CROWDED * ENOUGH_BYTES if topology.fills(cores, threads) else ENOUGH_BYTES
 
 

@@ -60,7 +60,8 @@ from hvdlite.torch.optimizer.sparsity import Layouts
 # `ENOUGH_BYTES` (common/gradients/buckets.py) is reduced in about a millisecond, so little is left
 # to wait for at the end. Where the ranks of the only host take all of its cores to compute, the
 # engine has none of its own: its work is hidden behind nothing, and each round interrupts backward,
-# so that rounds are fewer. The measurements are in docs/decisions/0006. Buckets of a segmentation
+# so that rounds are fewer. Gradients on an accelerator gather 25 MiB: each of its collectives costs
+# a launch on all ranks. The measurements are in docs/decisions/0006. Buckets of a segmentation
 # do not gather here: they are what the user, or the tuner, wants to be sent at once.
 
 
@@ -328,7 +329,10 @@ class GradientExchange:
         if topology is not self._topology:
             self._topology = topology
             cores = len(os.sched_getaffinity(0))
-            self._enough_bytes = enough_bytes(topology, torch.get_num_threads(), cores)
+            on_device = any(parameter.device.type != "cpu" for parameter in self._seen)
+            self._enough_bytes = enough_bytes(
+                topology, torch.get_num_threads(), cores, on_device=on_device
+            )
 
     def _send_all(self) -> list[Exception]:
         """Send every bucket that can be sent, as other ranks wait for it; return the errors."""
