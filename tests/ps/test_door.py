@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.common.meeting.handshake import CONNECTS
+from hvdlite.common.connections.prove import CONNECTS
 from hvdlite.ps.cluster.settings import SERVER, ClusterSettings, check_token
 from hvdlite.ps.connections.admission import proved, tagged
 from hvdlite.ps.connections.channel import MOST_STRANGERS_BYTES

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.meeting.handshake import CONNECTS, LISTENS
+from hvdlite.common.connections.prove import CONNECTS, LISTENS
 from hvdlite.ps.cluster.settings import SCHEDULER, SERVER, WORKER, ClusterSettings
 from hvdlite.ps.connections.admission import Admission, proved, tagged
 from hvdlite.ps.connections.channel import STRANGERS_SAY, Caller, Listener, new_context

@@ -8,6 +8,7 @@ where there is none, the sockets wait, and are looked at again after a while.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ class Listener:
     raise `ProtocolError`, which closes without a word. ``accepted(claim, connection)`` is called
     when the other end uses the connection, if the judgement is still the same.
     ``refused(code, sentence, claim)`` hears of all others: `claim` is None where no proof held.
+    ``left(claim)`` hears of one that was judged well and is gone before its connection was used.
     `same_user` refuses other users' processes on Unix sockets.
     """
 
@@ -54,6 +56,7 @@ class Listener:
         *,
         judge: Callable[[Claim], Refusal | None] = lambda claim: None,
         refused: Callable[[int, str, Claim | None], None] = lambda code, sentence, claim: None,
+        left: Callable[[Claim], None] = lambda claim: None,
         most_strangers: int = MOST_STRANGERS,
         stranger_seconds: float = STRANGER_SECONDS,
         same_user: bool = False,
@@ -61,6 +64,7 @@ class Listener:
     ) -> None:
         self.party, self.same_user, self.other_secret = party, same_user, other_secret
         self.judge, self.accepted, self.refused = judge, accepted, refused
+        self._left = left
         self._loop, self._sockets = loop, list(sockets)
         self._most_strangers, self._seconds = most_strangers, stranger_seconds
         self._strangers: dict[_Guest, None] = {}  # In the order in which they came.
@@ -117,7 +121,7 @@ class Listener:
     def _push_out(self) -> None:
         guest = next(iter(self._strangers))
         guest.close(reset=True)
-        self.forget(guest)
+        self.drop(guest)
 
     def _pause(self, error: OSError) -> None:
         for each in self._sockets:
@@ -130,9 +134,16 @@ class Listener:
                 "`ulimit -n` allows more open files", error,
             )  # fmt: skip
 
-    def forget(self, guest: _Guest) -> None:
-        """Drop a stranger that was closed or let in."""
+    def let_in(self, guest: _Guest, claim: Claim) -> None:
+        """Hand on the connection of a stranger that is one no longer."""
         self._strangers.pop(guest, None)
+        self.accepted(claim, guest.release())
+
+    def drop(self, guest: _Guest) -> None:
+        """Forget a stranger that was closed."""
+        self._strangers.pop(guest, None)
+        if guest.claim is not None:
+            self._left(guest.claim)
 
     def close(self) -> None:
         """Stop to listen, and close what is not accepted yet; what was accepted stays."""
@@ -200,18 +211,18 @@ class _Guest(Stranger):
         """Say why, and let the other end close: what is closed with data unread loses words."""
         if self.say(prove.refusal(*refusal)):
             self._listener.refused(*refusal, claim)
-            self.connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # It is gone, as the next read tells.
+                self.connection.shutdown(socket.SHUT_WR)
             self.expect(1, lambda byte: self.fail(ConnectionError("it was refused")))
 
     def _on_go(self, claim: Claim, body: bytes) -> None:
         if body != prove.GO or self._listener.judge(claim) is not None:
             self.fail(ProtocolError("it says what none of us says"))
             return
-        self._listener.forget(self)
-        self._listener.accepted(claim, self.release())
+        self._listener.let_in(self, claim)
 
     def _gone(self, error: Exception) -> None:
-        self._listener.forget(self)
+        self._listener.drop(self)
         log.debug("a connection is closed: %s", error)
         if isinstance(error, ProtocolError):
             peer = "another program" if self.claim is None else self.claim.role

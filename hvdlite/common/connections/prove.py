@@ -41,7 +41,7 @@ GO = b"g"
 # The replies to a claim; those from FIRST_OWN on are the listener's own reasons to refuse.
 ACCEPTED, OTHER_SECRET, OTHER_PROTOCOL, OTHER_ROLE = range(4)
 FIRST_OWN = 16
-_CONNECTS, _LISTENS = b"connects", b"listens "
+CONNECTS, LISTENS = b"connects", b"listens "  # Which end proves.
 
 
 class Party(NamedTuple):
@@ -74,7 +74,7 @@ class Challenge(NamedTuple):
     @classmethod
     def new(cls) -> Challenge:
         """Return a challenge for one connection."""
-        return cls(OURS, os.urandom(NONCE_BYTES))
+        return cls(OURS, new_nonce())
 
     def pack(self) -> bytes:
         """Return the challenge as bytes."""
@@ -104,7 +104,7 @@ class Claim(NamedTuple):
         """Return the claim of `party` for one connection."""
         if len(body) > MOST_CLAIMED_BYTES:
             raise ValueError(f"{len(body)} bytes are too many for a claim")
-        return cls(OURS, party.role, party.other, os.urandom(NONCE_BYTES), body)
+        return cls(OURS, party.role, party.other, new_nonce(), body)
 
     def pack(self) -> bytes:
         """Return the claim as bytes, without its proof."""
@@ -133,13 +133,13 @@ def is_claim(beginning: bytes) -> bool:
 def prove_claim(secret: bytes, challenge: Challenge, claim: Claim) -> bytes:
     """Return a claim with the proof of the end that connects."""
     raw = claim.pack()
-    return raw + _proof(secret, _CONNECTS, challenge.nonce, raw)
+    return raw + proof(secret, CONNECTS, challenge.nonce, raw)
 
 
 def check_claim(secret: bytes, challenge: Challenge, data: bytes) -> Claim | None:
     """Return the claim of `data`, None where its proof does not hold. Raises `ProtocolError`."""
     raw, given = data[: CLAIM.size], data[CLAIM.size :]
-    if not hmac.compare_digest(given, _proof(secret, _CONNECTS, challenge.nonce, raw)):
+    if not proves(given, secret, CONNECTS, challenge.nonce, raw):
         return None
     return Claim.unpack(raw)
 
@@ -152,18 +152,31 @@ def refusal(code: int, sentence: str) -> bytes:
 
 def acceptance(secret: bytes, challenge: Challenge, claim: Claim) -> bytes:
     """Return the reply to a claim that is accepted, with the proof of the end that listens."""
-    given = _proof(secret, _LISTENS, challenge.nonce, claim.pack())
+    given = proof(secret, LISTENS, challenge.nonce, claim.pack())
     return REPLY.pack(ACCEPTED, PROOF_BYTES) + given
 
 
 def check_acceptance(secret: bytes, challenge: Challenge, claim: Claim, given: bytes) -> bool:
     """Return whether `given` is the proof of the end that listens."""
-    return hmac.compare_digest(given, _proof(secret, _LISTENS, challenge.nonce, claim.pack()))
+    return proves(given, secret, LISTENS, challenge.nonce, claim.pack())
 
 
-def _proof(secret: bytes, end: bytes, nonce: bytes, claim: bytes) -> bytes:
-    """Return the proof of `end`; the nonce of the other end is in the claim."""
-    return hmac.new(secret, b"".join((end, nonce, claim)), hashlib.sha256).digest()
+def new_nonce() -> bytes:
+    """Return random bytes that are used for one connection."""
+    return os.urandom(NONCE_BYTES)
+
+
+def proof(secret: bytes, end: bytes, nonces: bytes, claim: bytes) -> bytes:
+    """Return the proof of `end` (CONNECTS or LISTENS) over `nonces` and the bytes of `claim`.
+
+    Nonces have a fixed number and size; the one of the end that connects may be in its claim.
+    """
+    return hmac.new(secret, b"".join((end, nonces, claim)), hashlib.sha256).digest()
+
+
+def proves(given: bytes, secret: bytes, end: bytes, nonces: bytes, claim: bytes) -> bool:
+    """Return whether `given` is the proof of `end`, in a time that does not depend on `given`."""
+    return hmac.compare_digest(given, proof(secret, end, nonces, claim))
 
 
 def _text(raw: bytes) -> str:

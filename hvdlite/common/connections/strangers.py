@@ -61,6 +61,8 @@ class Stranger:
             try:
                 self._step(self._body)
             except ProtocolError as error:
+                if not self.pending:  # It is of who uses the connection by now.
+                    raise
                 self.fail(error)
 
     def say(self, body: bytes) -> bool:

@@ -19,12 +19,17 @@ MESSAGE_BYTES = 1 << 30  # The longest control message.
 
 def frames(body: bytes) -> Iterator[bytes]:
     """Yield the frames of one message; an empty message is one frame."""
-    if len(body) > MESSAGE_BYTES:
-        raise ProtocolError(f"a control message of {len(body)} bytes is too long to send")
+    check_length(body)
     room = FRAME_BYTES - HEADER.size
     for start in range(0, len(body) or 1, room):
         part = body[start : start + room]
         yield HEADER.pack(MAGIC, len(part), len(body) - start) + part
+
+
+def check_length(body: bytes) -> None:
+    """Raise `ProtocolError` for a message that is too long."""
+    if len(body) > MESSAGE_BYTES:
+        raise ProtocolError(f"a control message of {len(body)} bytes is too long to send")
 
 
 class Assembler:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from hvdlite.common.meeting.handshake import (
+from hvdlite.common.connections.prove import (
     CONNECTS,
     LISTENS,
     NONCE_BYTES,

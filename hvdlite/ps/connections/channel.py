@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from socket import AF_INET, getaddrinfo
 
 from hvdlite.common.base.errors import ConfigError, ProtocolError
-from hvdlite.common.meeting.handshake import CONNECTS, LISTENS
+from hvdlite.common.connections.prove import CONNECTS, LISTENS
 from hvdlite.ps.connections.admission import tagged, untagged
 from hvdlite.ps.connections.memory_exchange import MemoryListener, new_name
 from hvdlite.ps.connections.messages import Buffer, Message, OtherProtocolError, pack, parse

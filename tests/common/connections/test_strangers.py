@@ -128,6 +128,37 @@ def test_who_has_another_secret_or_role_is_refused_with_the_reason(party: Party,
     host.close()
 
 
+def test_one_that_is_refused_may_be_gone_before_it_reads_why() -> None:
+    loop = Loop()
+    host = Host(loop)
+    with strangers(host.target, 1) as [stranger]:
+        # A connection that is closed with something unread is reset.
+        host.listener.refused = lambda code, sentence, claim: stranger.close()
+        said = prove.prove_claim(b"another", challenge(loop, stranger), Claim.new(WORKER, b""))
+        stranger.sendall(said)
+        run_until(loop, lambda: stranger.fileno() < 0)
+    run_until(loop, lambda: not host.listener._strangers)
+    host.close()
+
+
+def test_one_that_was_judged_well_and_leaves_is_reported() -> None:
+    loop = Loop()
+    left: list[bytes] = []
+    host = Host(loop, left=lambda claim: left.append(claim.body), most_strangers=2)
+    with strangers(host.target, 2) as (leaves, pushed_out):
+        for body, stranger in ((b"1", leaves), (b"2", pushed_out)):
+            claim = Claim.new(WORKER, body)
+            stranger.sendall(prove.prove_claim(SECRET, challenge(loop, stranger), claim))
+        run_until(loop, lambda: len(host.listener.claims()) == 2)
+        assert left == []
+        leaves.close()
+        run_until(loop, lambda: left == [b"1"])
+        with strangers(host.target, 2):
+            run_until(loop, lambda: left == [b"1", b"2"])
+    assert not host.accepted
+    host.close()
+
+
 def test_the_judgement_of_the_listener_reaches_the_other_end() -> None:
     loop = Loop()
     host = Host(loop, judge=lambda claim: Refusal(prove.FIRST_OWN, f"{claim.body!r} is late"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.connections import prove
+from hvdlite.common.connections.prove import Challenge, Claim
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Incoming
+from hvdlite.common.transport.tcp.connections import Identity, Slot
 from hvdlite.common.transport.tcp.transport import TcpTransport
 from tests.ranks import run_threads
 from tests.worlds import TcpWorld
@@ -56,12 +60,23 @@ def run_world(
     return run_threads(topology.size, body)
 
 
+def place_of(transport: TcpTransport, index: int = 0) -> Any:
+    """Where a rank listens."""
+    return transport._connections.listener.names()[index]
+
+
+def prove_claim(connection: socket.socket, me: Identity, slot: Slot) -> bytes:
+    """What a rank says on a new connection to claim a slot."""
+    challenge = Challenge.unpack(connection.recv(prove.CHALLENGE.size, socket.MSG_WAITALL))
+    return prove.prove_claim(me.key, challenge, Claim.new(me.party, me.claim(slot)))
+
+
 @contextmanager
-def open_pair(**options: Any) -> Iterator[tuple[list[TcpTransport], list[tuple[str, int]]]]:
+def open_pair(**options: Any) -> Iterator[tuple[list[TcpTransport], list[Any]]]:
     """Two ranks of two hosts that train until the block ends; and where they listen."""
     world = TcpWorld(TWO_HOSTS, Config(), **{"neighbours": rings, **options})
     transports = run_threads(2, world.transport)
-    places = [transport._connections._listeners[0].getsockname() for transport in transports]
+    places = [place_of(transport) for transport in transports]
     try:
         yield transports, places
     finally:

@@ -11,18 +11,18 @@ import pytest
 
 from hvdlite.common.base.errors import PeerLostError
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.meeting import handshake
-from hvdlite.common.meeting.handshake import NONCE_BYTES, PROOF_BYTES
+from hvdlite.common.connections import prove
 from hvdlite.common.plain.config import Config
-from hvdlite.common.transport.tcp.strangers import (
-    CONTROL_ONE_WAY,
-    DATA,
-    GO,
-    Identity,
-    Slot,
-)
+from hvdlite.common.transport.tcp.connections import CONTROL_ONE_WAY, DATA, Identity, Slot
 from hvdlite.common.transport.tcp.transport import TcpTransport
-from tests.common.transport.tcp_worlds import TWO_HOSTS, exchange_arrays, rings, train
+from tests.common.transport.tcp_worlds import (
+    TWO_HOSTS,
+    exchange_arrays,
+    place_of,
+    prove_claim,
+    rings,
+    train,
+)
 from tests.ports import free_ports
 from tests.ranks import run_threads
 from tests.worlds import TcpWorld
@@ -90,22 +90,19 @@ def test_a_rank_of_the_old_world_is_refused_in_the_next(channel: int, word_for_w
 
     def knock(me: Identity, place: tuple[str, int]) -> None:
         with socket.create_connection(place, timeout=10) as connection, suppress(ConnectionError):
-            theirs, mine = connection.recv(NONCE_BYTES), handshake.new_nonce()
-            claim = me.claim(Slot(0, channel))
-            proof = handshake.proof(me.key, handshake.CONNECTS, theirs + mine, claim)
-            said.append(mine + claim + proof)
+            said.append(prove_claim(connection, me, Slot(0, channel)))
             answers.append(b"")
             if len(said) == 1:
                 connection.sendall(said[0])
             else:  # All at once, with a message or an array after it.
                 sent = said[0] if word_for_word else said[1]
-                connection.sendall(sent + GO + (5).to_bytes(8, "little") + b"late!")
-            answers[-1] = connection.recv(100)
+                connection.sendall(sent + prove.GO + (5).to_bytes(8, "little") + b"late!")
+            answers[-1] = connection.recv(1)
 
     old: list[Identity] = []
     for epoch in (1, 2):
         transports = world(TWO_HOSTS, config, epoch)
-        place = transports[0]._connections._listeners[0].getsockname()
+        place = place_of(transports[0])
         old.append(transports[1]._connections.me)
         knocking = threading.Thread(target=knock, args=(old[0], place))
         knocking.start()
@@ -113,4 +110,4 @@ def test_a_rank_of_the_old_world_is_refused_in_the_next(channel: int, word_for_w
             assert transports[0].receive(0.01) == []
         train(transports)
         run_threads(2, lambda rank, world=transports: world[rank].close())
-    assert [len(each) for each in answers] == [PROOF_BYTES, 0]
+    assert [answer[0] for answer in answers] == [prove.ACCEPTED, prove.OTHER_SECRET]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,23 +14,18 @@ import pytest
 
 from hvdlite.common.base.errors import HorovodInternalError, PeerLostError
 from hvdlite.common.base.topology import Topology
-from hvdlite.common.connections.address import Target
-from hvdlite.common.connections.dial import Limits
-from hvdlite.common.connections.loop import Loop
-from hvdlite.common.meeting import handshake
 from hvdlite.common.meeting.exchange import InProcessMeeting
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Incoming
-from hvdlite.common.transport.tcp import listeners
-from hvdlite.common.transport.tcp.connect import connect
-from hvdlite.common.transport.tcp.dials import Dial
-from hvdlite.common.transport.tcp.strangers import CLAIM, DATA, Identity, Slot
+from hvdlite.common.transport.tcp.connect import connect, listen_remote
+from hvdlite.common.transport.tcp.interfaces import Interface
 from hvdlite.common.transport.tcp.transport import TcpTransport
 from tests.common.transport import networks
 from tests.common.transport.tcp_worlds import (
     TWO_HOSTS,
     exchange_arrays,
     open_pair,
+    place_of,
     rings,
     run_world,
     train,
@@ -48,7 +42,7 @@ def test_ranks_listen_within_the_range_of_ports() -> None:
 
     def main(transport: TcpTransport) -> int:
         exchange_arrays(transport)
-        return int(transport._connections._listeners[-1].getsockname()[1])
+        return int(place_of(transport, -1)[1])
 
     topology = Topology(((0, 1), (2, 3)))
     used = run_world(topology, main, Config(tcp_ports=ports))
@@ -80,13 +74,13 @@ def test_an_interface_that_does_not_exist_is_named_on_all_ranks() -> None:
 
 
 def test_an_address_that_cannot_be_bound_is_left_out() -> None:
-    good = listeners.Interface("lo", "127.0.0.1", 8)
-    gone = listeners.Interface("eth9", "203.0.113.7", 24)
-    ((endpoint, listener),) = listeners.listen_remote([gone, good], (), 0)
+    good = Interface("lo", "127.0.0.1", 8)
+    gone = Interface("eth9", "203.0.113.7", 24)
+    ((endpoint, listener),) = listen_remote([gone, good], (), 0)
     assert endpoint.address == listener.getsockname()[0] == "127.0.0.1"  # and not all addresses
     listener.close()
     with pytest.raises(HorovodInternalError, match=r"cannot listen on 203\.0\.113\.7"):
-        listeners.listen_remote([gone], (), 0)
+        listen_remote([gone], (), 0)
 
 
 def run_in_networks(main: Callable[[TcpTransport], Any], config: Config | None = None) -> list[Any]:
@@ -299,39 +293,3 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
             for end in (*done, *ready):
                 os.close(end)
             os.waitpid(child, 0)
-
-
-@pytest.mark.parametrize("honest", [False, True])
-def test_who_listens_must_prove_itself_too(honest: bool) -> None:
-    """An impostor at the address of a rank can send a nonce, and bytes of the right number."""
-    me, slot, poller = Identity(1, 2, 0, b"key"), Slot(0, DATA), Loop()
-    ended: list[str] = []
-
-    def answer(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        with connection:
-            nonce = handshake.new_nonce()
-            connection.sendall(nonce)
-            said = connection.recv(16 + CLAIM.size + 32, socket.MSG_WAITALL)
-            claim = said[16 : 16 + CLAIM.size]
-            key = me.key if honest else b"guess"
-            connection.sendall(handshake.proof(key, handshake.LISTENS, nonce + said[:16], claim))
-            connection.recv(1)
-
-    def connected(dial: Dial, connection: socket.socket, target: Target) -> None:
-        connection.close()
-        ended.append("yes")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        target = Target(socket.AF_INET, listener.getsockname())
-        dial = Dial(poller, me, slot, [target], Limits(5, 5))
-        dial.connected = connected
-        dial.failed = lambda dial, reasons: ended.append(reasons)
-        server = threading.Thread(target=answer, args=(listener,))
-        server.start()
-        dial.start()
-        while not ended:
-            poller.run_once(10)
-        server.join(10)
-    poller.close()
-    assert ended == ["yes"] if honest else "another job answers" in ended[0]

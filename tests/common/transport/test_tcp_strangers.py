@@ -13,16 +13,31 @@ from typing import Any
 
 import pytest
 
-from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
-from hvdlite.common.meeting import handshake
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.common.connections import listener, prove
 from hvdlite.common.meeting.exchange import InProcessMeeting
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.base import Incoming
 from hvdlite.common.transport.tcp import connections
 from hvdlite.common.transport.tcp.connect import connect
-from hvdlite.common.transport.tcp.strangers import CLAIM, CONTROL, DATA, Identity, Slot
+from hvdlite.common.transport.tcp.connections import (
+    CONTROL,
+    DATA,
+    OTHER_EPOCH,
+    OTHER_RANK,
+    TAKEN,
+    Identity,
+    Slot,
+)
 from hvdlite.common.transport.tcp.transport import TcpTransport
-from tests.common.transport.tcp_worlds import TWO_HOSTS, open_pair, rings, train
+from tests.common.transport.tcp_worlds import (
+    TWO_HOSTS,
+    open_pair,
+    place_of,
+    prove_claim,
+    rings,
+    train,
+)
 from tests.ports import free_ports
 from tests.ranks import run_threads
 from tests.worlds import TcpWorld
@@ -53,7 +68,7 @@ def is_closed(connection: socket.socket) -> bool:
 def test_foreign_connections_are_closed_and_disturb_nothing(
     attack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "PROOF_SECONDS", 0.3)
     with open_pair() as (transports, places):
         strangers = [socket.create_connection(place) for place in places for _ in range(5)]
         for stranger in strangers:
@@ -75,58 +90,51 @@ def test_a_half_open_connection_that_leaves_disturbs_nothing() -> None:
             socket.create_connection(place).close()
         train(transports)
         deadline = time.monotonic() + 10
-        while any(transport._connections._guests for transport in transports):
+        while any(transport._connections.listener._strangers for transport in transports):
             assert time.monotonic() < deadline
             run_threads(2, lambda rank: transports[rank].receive(0.01))
 
 
-def knock(place: tuple[str, int], key: bytes, claim: bytes) -> bytes:
-    """What a rank answers to a claim that is proved with `key`."""
-    with socket.create_connection(place, timeout=10) as connection:
-        theirs, mine = connection.recv(16), handshake.new_nonce()
-        connection.sendall(
-            mine + claim + handshake.proof(key, handshake.CONNECTS, theirs + mine, claim)
-        )
-        with suppress(ConnectionError):
-            return connection.recv(100)
-    return b""
-
-
-def knock_on(transport: TcpTransport, key: bytes, claim: bytes) -> bytes:
-    """What a rank answers to a claim, while it goes on."""
+def knock_on(transport: TcpTransport, me: Identity, slot: Slot) -> int:
+    """What a rank answers to a proven claim of `me`, while it goes on."""
     answers: list[bytes] = []
-    place = transport._connections._listeners[0].getsockname()
-    knocking = threading.Thread(target=lambda: answers.append(knock(place, key, claim)))
+
+    def knock() -> None:
+        with socket.create_connection(place_of(transport), timeout=10) as connection:
+            connection.sendall(prove_claim(connection, me, slot))
+            answers.append(connection.recv(1))
+
+    knocking = threading.Thread(target=knock)
     knocking.start()
     while knocking.is_alive():
         transport.receive(0.01)
-    return answers[0]
+    return answers[0][0]
 
 
 @pytest.mark.parametrize(
-    ("change", "slot"),
+    ("change", "slot", "answer"),
     [
-        ({}, Slot(0, DATA, 0)),
-        ({"key": bytes(32)}, Slot(0, DATA, 0)),
-        ({"epoch": 8}, Slot(0, DATA, 0)),
-        ({"rank": 2}, Slot(0, DATA, 0)),
-        ({"rank": 0}, Slot(0, DATA, 0)),
-        ({}, Slot(1, DATA, 0)),
-        ({}, Slot(0, 7, 0)),
-        ({}, Slot(0, DATA, 200)),
-        ({}, Slot(0, CONTROL, 0)),
+        ({}, Slot(0, DATA, 0), prove.ACCEPTED),
+        ({"key": bytes(32)}, Slot(0, DATA, 0), prove.OTHER_SECRET),
+        ({"epoch": 8}, Slot(0, DATA, 0), OTHER_EPOCH),
+        ({"rank": 2}, Slot(0, DATA, 0), OTHER_RANK),
+        ({"rank": 0}, Slot(0, DATA, 0), OTHER_RANK),
+        ({}, Slot(1, DATA, 0), OTHER_RANK),
+        ({}, Slot(0, 7, 0), OTHER_RANK),
+        ({}, Slot(0, DATA, 200), OTHER_RANK),
+        ({}, Slot(0, CONTROL, 0), TAKEN),
     ],
     ids=["right", "key", "epoch", "foreign rank", "itself", "another rank", "channel", "stream",
          "there already"],
 )  # fmt: skip
-def test_a_claim_must_be_right_in_every_word(change: dict[str, Any], slot: Slot) -> None:
+def test_a_claim_must_be_right_in_every_word(
+    change: dict[str, Any], slot: Slot, answer: int
+) -> None:
     with open_pair(epoch=7, secret=b"s") as (transports, _):
         me = transports[1]._connections.me
         assert (me.rank, me.epoch) == (1, 7)
-        false = Identity(**{**me._asdict(), **change})
-        answer = knock_on(transports[0], false.key, false.claim(slot))
-        right = not change and slot == Slot(0, DATA, 0)
-        assert len(answer) == (32 if right else 0)
+        assert knock_on(transports[0], Identity(**{**me._asdict(), **change}), slot) == answer
+        train(transports)
 
 
 def test_a_rank_of_another_epoch_is_refused_with_both_epochs(
@@ -138,7 +146,7 @@ def test_a_rank_of_another_epoch_is_refused_with_both_epochs(
         for epoch in (6, 8):
             caplog.clear()
             other = me._replace(epoch=epoch)
-            assert knock_on(transports[0], me.key, other.claim(Slot(0, DATA))) == b""
+            assert knock_on(transports[0], other, Slot(0, DATA)) == OTHER_EPOCH
             (record,) = (r for r in caplog.records if r.levelname == "WARNING")
             text = record.getMessage()
             assert f"rank 1 connects in epoch {epoch} of this job, rank 0 is in epoch 7" in text
@@ -154,27 +162,16 @@ def test_worlds_follow_each_other_at_the_same_ports(caplog: pytest.LogCaptureFix
     for epoch in range(3):
         world = TcpWorld(TWO_HOSTS, config, neighbours=rings, epoch=epoch, secret=b"s")
         transports = run_threads(2, world.transport)
-        ports |= {t._connections._listeners[0].getsockname()[1] for t in transports}
+        ports |= {place_of(t)[1] for t in transports}
         for old in late:
             caplog.clear()
-            assert knock_on(transports[0], old.key, old.claim(Slot(0, DATA))) == b""
-            assert "it does not know the secret of this job" in caplog.text
-            assert not transports[0]._connections._guests
+            assert knock_on(transports[0], old, Slot(0, DATA)) == prove.OTHER_SECRET
+            assert "does not know the secret of this job" in caplog.text
+            assert not transports[0]._connections.listener._strangers
         train(transports)
         late.append(transports[1]._connections.me)
         run_threads(2, lambda rank, world=transports: world[rank].close())
     assert ports == {*config.tcp_ports}
-
-
-def test_a_claim_that_is_changed_on_its_way_is_refused() -> None:
-    me = Identity(1, 2, 0, b"k")
-    claim = me.claim(Slot(0, DATA))
-    assert Identity(0, 2, 0, b"k").read(claim) == Slot(1, DATA, 0)
-    for position in range(CLAIM.size - 2):  # But for channel and stream, which the proof covers.
-        changed = bytearray(claim)
-        changed[position] ^= 1
-        with pytest.raises(ProtocolError):
-            Identity(0, 2, 0, b"k").read(bytes(changed))
 
 
 @pytest.mark.parametrize("secret", [b"", b"s"])
@@ -191,7 +188,9 @@ def test_ranks_with_different_secrets_do_not_connect() -> None:
     meeting = InProcessMeeting(2)
 
     def body(rank: int) -> None:
-        with pytest.raises(HorovodInternalError, match=r"rank 1 .*cannot reach rank 0.*another"):
+        with pytest.raises(
+            HorovodInternalError, match=r"rank 1 .*cannot reach rank 0.*does not know the secret"
+        ):
             connect(
                 meeting.exchange(rank), Config(), time.monotonic() + 1, rings,
                 host=f"h{rank}", secret=b"%d" % rank,
@@ -208,7 +207,9 @@ def make_room_for(guests: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ports_of_guests(transport: TcpTransport) -> set[int]:
     """From where they connect that have not proved who they are."""
-    return {guest.connection.getpeername()[1] for guest in transport._connections._guests}
+    return {
+        guest.connection.getpeername()[1] for guest in transport._connections.listener._strangers
+    }
 
 
 def test_too_many_guests_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +218,7 @@ def test_too_many_guests_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) ->
         strangers = [socket.create_connection(places[0]) for _ in range(10)]
         for _ in strangers:
             transports[0].receive(0.01)
-        assert len(transports[0]._connections._guests) == 3
+        assert len(transports[0]._connections.listener._strangers) == 3
         train(transports)
         for stranger in strangers:
             stranger.close()
@@ -250,7 +251,7 @@ def test_a_rank_that_is_pushed_out_tries_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_without_descriptors_accepts_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(listener, "PAUSE_SECONDS", 0.1)
     with open_pair() as (transports, places):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         stranger = socket.create_connection(places[0])
@@ -262,13 +263,13 @@ def test_a_rank_without_descriptors_accepts_again_later(monkeypatch: pytest.Monk
                 while True:
                     fillers.append(os.dup(0))
             assert transports[0].receive(0.01) == []
-            assert not transports[0]._connections._guests
+            assert not transports[0]._connections.listener._strangers
         finally:
             for filler in fillers:
                 os.close(filler)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         deadline = time.monotonic() + 10
-        while not transports[0]._connections._guests and time.monotonic() < deadline:
+        while not transports[0]._connections.listener._strangers and time.monotonic() < deadline:
             transports[0].receive(0.02)
-        assert transports[0]._connections._guests
+        assert transports[0]._connections.listener._strangers
         stranger.close()

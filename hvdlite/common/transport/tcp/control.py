@@ -1,158 +1,198 @@
-"""Control messages between two ranks of different hosts, over one TCP connection."""
+"""Control messages with the ranks of other hosts.
+
+Two ranks of the control tree share one connection. Others have none until one sends a message: the
+sender dials a connection of its own, so that two ranks which begin at once have two of them.
+"""
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import socket
-import termios
-from collections import deque
+import time
 from collections.abc import Callable
+from typing import Any
 
-from hvdlite.common.base.errors import ProtocolError
+from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
+from hvdlite.common.connections.link import Link
 from hvdlite.common.connections.liveness import Liveness
-from hvdlite.common.connections.loop import READ, WRITE, Loop
+from hvdlite.common.connections.loop import Loop
 from hvdlite.common.transport.base import Incoming
-from hvdlite.common.transport.framing import FRAME_BYTES, HEADER, MAGIC, Assembler, frames
+from hvdlite.common.transport.framing import MESSAGE_BYTES, check_length
+from hvdlite.common.transport.tcp.connections import (
+    CONTROL,
+    CONTROL_ONE_WAY,
+    Connections,
+    Slot,
+)
+
+GOODBYE_SECONDS = 2.0  # The longest wait of `close` for remote ranks.
+GOODBYE_STEP_SECONDS = 1e-3  # Nothing tells when a peer has confirmed what it was sent.
+
+log = logging.getLogger("hvdlite")
 
 
 class ControlLink:
     """The messages to and from `rank`; those that are sent before it is connected are queued."""
 
     def __init__(
-        self,
-        rank: int,
-        poller: Loop,
-        liveness: Liveness,
-        deliver: Callable[[Incoming], None],
+        self, rank: int, loop: Loop, liveness: Liveness, deliver: Callable[[Incoming], None]
     ) -> None:
         self.rank = rank
-        self.connected = False
         self.lost = False
-        self._poller = poller
-        self._liveness = liveness
-        self._deliver = deliver
-        self._connection: socket.socket | None = None
-        self._outbox: deque[bytes | memoryview] = deque()  # What was not accepted yet.
-        self._input = bytearray()  # The beginning of a frame.
-        self._assembler = Assembler(rank)
-        self._events = 0
+        self._loop, self._liveness, self._deliver = loop, liveness, deliver
+        self._link: Link | None = None
+        self._queued: list[bytes] = []  # Until it is connected.
 
     def attach(self, connection: socket.socket) -> None:
         """Use `connection` from now on."""
-        self._connection = connection
-        self.connected = True
-        self._flush()
-        self._watch()
+        self._link = Link(
+            self._loop, connection, received=self._received, ended=self._ended,
+            most_bytes=MESSAGE_BYTES, unpacker=bytes, liveness=self._liveness,
+        )  # fmt: skip
+        for body in self._queued:
+            self._link.send_head(body)
+        self._queued.clear()
 
     def send(self, body: bytes) -> None:
-        """Queue a message, and send what the connection accepts."""
-        if self.lost:
-            return
-        waits = bool(self._outbox)
-        self._outbox.extend(frames(body))
-        if self._connection is not None and not waits:
-            self._flush()
-            self._watch()
+        """Send a message as soon as there is room for it."""
+        check_length(body)
+        if self._link is not None:
+            self._link.send_head(body)
+        elif not self.lost:
+            self._queued.append(bytes(body))
+
+    @property
+    def connected(self) -> bool:
+        """Whether it is or was connected."""
+        return self._link is not None
+
+    def _received(self, body: Any, _arrays: object) -> None:
+        self._deliver(Incoming(self.rank, body))
+
+    def _ended(self, reason: str) -> None:
+        assert self._link is not None
+        self.end()
+        if self._link.at_fault:
+            raise ProtocolError(f"rank {self.rank}: {reason}", self.rank)
+
+    def end(self) -> None:
+        """Report once that the peer has closed the connection, is gone, or cannot be dialled."""
+        if not self.lost:
+            self.lost = True
+            self._queued.clear()
+            self._deliver(Incoming(self.rank, None))
 
     @property
     def idle(self) -> bool:
         """Whether nothing is left to send."""
-        return self.lost or not self._outbox
-
-    def _watch(self) -> None:
-        if self._connection is None or self.lost:
-            return
-        events = READ | WRITE if self._outbox else READ
-        if events != self._events:
-            self._events = events
-            self._poller.watch(self._connection.fileno(), events, self._on_ready)
-
-    def _on_ready(self, events: int) -> None:
-        if events & WRITE:
-            self._flush()
-        if events & ~WRITE:
-            self._read()
-        self._watch()
-
-    def _flush(self) -> None:
-        """Send until the connection accepts no more. A lost peer is noticed when reading."""
-        assert self._connection is not None
-        try:
-            while self._outbox:
-                part = self._outbox[0]
-                sent = self._connection.send(part, socket.MSG_NOSIGNAL)
-                if sent < len(part):
-                    self._outbox[0] = memoryview(part)[sent:]
-                else:
-                    self._outbox.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._outbox.clear()
-        self._liveness.watch(self._connection, self.end)
-
-    def _read(self) -> None:
-        assert self._connection is not None
-        while True:
-            try:
-                part = self._connection.recv(FRAME_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                part = b""
-            if not part:
-                self.end()
-                return
-            self._input += part
-            self._take_frames()
-            if len(part) < FRAME_BYTES:
-                return  # The end of the connection, if it is there, wakes the poller again.
-
-    def _take_frames(self) -> None:
-        buffer, start = self._input, 0
-        while len(buffer) - start >= HEADER.size:
-            magic, length, _ = HEADER.unpack_from(buffer, start)
-            if magic != MAGIC or length > FRAME_BYTES - HEADER.size:
-                text = f"rank {self.rank} sent a frame that begins with {magic:#x}, {length} bytes"
-                raise ProtocolError(text, self.rank)
-            stop = start + HEADER.size + length
-            if len(buffer) < stop:
-                break
-            body = self._assembler.add(bytes(buffer[start:stop]))
-            start = stop
-            if body is not None:
-                self._deliver(Incoming(self.rank, body))
-        del buffer[:start]
-
-    def end(self, error: OSError | None = None) -> None:
-        """Report once that the peer has closed the connection, is gone, or cannot be dialled."""
-        if not self.lost:
-            self.lost = True
-            self._outbox.clear()
-            if self._connection is not None:
-                self._poller.forget(self._connection.fileno())
-            self._deliver(Incoming(self.rank, None))
+        return not self._queued and (self._link is None or not self._link.queued_bytes)
 
     def finish(self) -> None:
         """Tell the peer that no more messages follow."""
-        if self._connection is not None and not self.lost:
-            try:
-                self._connection.shutdown(socket.SHUT_WR)
-            except OSError:
-                self.end()
+        if self._link is not None:
+            self._link.finish()
 
     @property
     def confirmed(self) -> bool:
         """Whether the peer has all that was sent, and the end."""
-        if self.lost:
-            return True
-        if self._connection is None:  # It is being dialled.
-            return not self._outbox
-        waiting = fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
-        return not self._outbox and not any(waiting)
+        return self.idle and (self._link is None or not self._link.unconfirmed_bytes)
 
     def close(self) -> None:
         """Close the connection."""
-        if self._connection is not None:
-            self._poller.forget(self._connection.fileno())
-            self._connection.close()
+        if self._link is not None:
+            self._link.close()
+
+
+class ControlLinks:
+    """The links of `rank`; what they bring is given to `arrived`."""
+
+    def __init__(
+        self,
+        rank: int,
+        loop: Loop,
+        liveness: Liveness,
+        connections: Connections,
+        arrived: Callable[[Incoming], None],
+    ) -> None:
+        self._rank = rank
+        self._loop, self._liveness = loop, liveness
+        self._connections = connections
+        self._arrived = arrived
+        # The links over which this rank sends, and those over which it only receives.
+        self._links: dict[int, ControlLink] = {}
+        self._one_way: list[ControlLink] = []
+
+    def expect(self, rank: int) -> ControlLink:
+        """Return the link to a rank of the control tree; the higher rank dials it."""
+        return self._links.get(rank) or self._add(rank, CONTROL, dials=rank < self._rank)
+
+    def link(self, rank: int) -> ControlLink:
+        """Return the link over which to send to a rank; dial those that are not in the tree."""
+        return self._links.get(rank) or self._add(rank, CONTROL_ONE_WAY, dials=True)
+
+    def _add(self, rank: int, channel: int, *, dials: bool) -> ControlLink:
+        link = self._links[rank] = self._new(rank)
+        if dials:
+            self._connections.dial(Slot(rank, channel))
+        return link
+
+    def _new(self, rank: int) -> ControlLink:
+        return ControlLink(rank, self._loop, self._liveness, self._deliver)
+
+    def attach(self, slot: Slot, connection: socket.socket, *, dialled: bool) -> None:
+        """Use a new connection; not `dialled` means that the other rank has."""
+        if dialled or slot.channel == CONTROL:
+            link = self._links.get(slot.rank) or self._add(slot.rank, CONTROL, dials=False)
+        else:
+            link = self._new(slot.rank)
+            self._one_way.append(link)
+        link.attach(connection)
+
+    def _deliver(self, message: Incoming) -> None:
+        """Pass on a message; a rank is lost when all links to it are.
+
+        A link of the rank that is about to enter may bring messages that were sent before the end
+        of another link.
+        """
+        if message.body is None:
+            links = [self._links.get(message.rank), *self._one_way]
+            if any(link and link.rank == message.rank and not link.lost for link in links):
+                return
+            if self._connections.entering(Slot(message.rank, CONTROL_ONE_WAY)):
+                return
+        self._arrived(message)
+
+    def on_not_entered(self, slot: Slot) -> None:
+        """Report the loss of a rank whose last link was about to enter."""
+        link = self._links.get(slot.rank)
+        if slot.channel == CONTROL_ONE_WAY and link is not None and link.lost:
+            self._deliver(Incoming(slot.rank, None))
+
+    # -- closing
+
+    def say_goodbye(self) -> None:
+        """Send what is queued. A connection that is closed with messages unread loses the rest."""
+        links = [*self._links.values(), *self._one_way]
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        while time.monotonic() < deadline:
+            for link in links:
+                if link.idle and not self._sends_elsewhere(link):
+                    link.finish()
+            if all(link.confirmed for link in links):
+                return
+            try:
+                self._loop.run_once(GOODBYE_STEP_SECONDS)
+            except HorovodInternalError as error:  # Nobody listens any more.
+                log.debug("rank %d: %s, while closing", self._rank, error)
+
+    def _sends_elsewhere(self, link: ControlLink) -> bool:
+        """Return whether messages for the peer of `link` wait for a connection of our own.
+
+        The peer would take the end of the only link that it knows of for the end of this rank.
+        """
+        return link in self._one_way and not self._links.get(link.rank, link).idle
+
+    def close(self) -> None:
+        """Close the connections."""
+        for link in (*self._links.values(), *self._one_way):
+            link.close()

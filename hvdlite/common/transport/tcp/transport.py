@@ -29,10 +29,9 @@ from hvdlite.common.transport.base import (
     do_nothing,
 )
 from hvdlite.common.transport.local import LocalMesh
-from hvdlite.common.transport.tcp.connections import Connections
-from hvdlite.common.transport.tcp.control_links import GOODBYE_SECONDS, ControlLinks
+from hvdlite.common.transport.tcp.connections import DATA, Connections, Slot
+from hvdlite.common.transport.tcp.control import GOODBYE_SECONDS, ControlLinks
 from hvdlite.common.transport.tcp.data_link import DataLink
-from hvdlite.common.transport.tcp.strangers import DATA, Slot
 from hvdlite.common.transport.tcp.streams import Transfer
 
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -140,6 +139,10 @@ class TcpTransport:
             self._data_link(slot.rank).end(OSError(errno.EHOSTUNREACH, "unreachable"))
         else:
             self.control.link(slot.rank).end()
+
+    def on_not_entered(self, slot: Slot) -> None:
+        """See `Owner.on_not_entered`."""
+        self.control.on_not_entered(slot)
 
     def _loss(self, rank: int, error: OSError | None) -> PeerLostError:
         """Return why the arrays of a rank cannot arrive."""
