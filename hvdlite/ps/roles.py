@@ -101,7 +101,7 @@ def run_server(
             workers=welcome["workers"], snapshots=folder, snapshot_every=settings.snapshot_every,
             token=settings.token, records=records, layout=welcome["layout"],
         )  # fmt: skip
-        migration = Migration(server, welcome["number"], client, enrolment.request, settings.token)
+        migration = Migration(server, welcome["number"], client, enrolment, settings.token)
         ServerCheckpoints(server, welcome["number"], migration.is_sent)
         end = _End(server, migration, welcome["number"], news)
         server.serve(lambda: killed() or end())

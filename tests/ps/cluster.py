@@ -79,6 +79,7 @@ class Cluster:
         self.workers: list[Worker] = []
         self.start_scheduler()
         self.servers: list[Loop] = []
+        self.stopped: dict[int, threading.Event] = {}  # Is set when the server stands still.
         for number in range(servers):
             self.servers.append(self.start_server(number))
             wait_until(partial(self._is_member, "server", number))
@@ -116,12 +117,24 @@ class Cluster:
             return AddedRows(RowStore(described.name, described.rows.spec))
 
         def body(ended: Callable[[], bool]) -> None:
-            run_server(settings, new_updater, killed=ended)
+            def killed() -> bool:
+                while number in self.stopped and not ended():
+                    self.stopped[number].set()
+                    time.sleep(0.005)
+                return ended()
+
+            run_server(settings, new_updater, killed=killed)
 
         return Loop(body)
 
+    def stop_server(self, number: int) -> None:
+        """Let a server do nothing more, as SIGSTOP would, until it is started again."""
+        self.stopped[number] = threading.Event()
+        assert self.stopped[number].wait(LIMIT_SECONDS)
+
     def restart_server(self, number: int) -> None:
         self.servers[number].end()
+        self.stopped.pop(number, None)
         self.servers[number] = self.start_server(number)
 
     def worker(self, name: str, number: int | None = None, **words: Any) -> Worker:

@@ -30,6 +30,8 @@ class Enrolment:
     ) -> None:  # fmt: skip
         self._client, self._settings = client, settings
         self._changed = changed
+        # What each beat says: the layout in which this member is, and its tables.
+        self.standing: Callable[[], dict[str, Any]] = lambda: {"layout": 0, "tables": []}
         self.number = number
         self._hello: dict[str, Any] = {
             "role": settings.role, "number": number, "address": address,
@@ -131,7 +133,11 @@ class Enrolment:
     def _beat(self) -> None:
         if not self._beats:
             self._beats = True
-            self.connection.send(Message("beat"))
+            self.tell()
+
+    def tell(self) -> None:
+        """Let the scheduler hear at once how this member stands, in the client."""
+        self.connection.send(Message("beat", body=self.standing()))
 
     def _refuse_protocol(self, protocol: object) -> None:
         if not self._welcome.poll():

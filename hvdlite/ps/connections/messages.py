@@ -35,14 +35,15 @@ import msgpack
 
 from hvdlite.common.base.errors import HorovodVersionMismatchError, ProtocolError
 
-PROTOCOL = 3
+PROTOCOL = 4
 KINDS = frozenset(
     {
         "hello", "challenge", "welcome", "refused", "declare", "layout", "beat", "leave",
         "barrier", "done",
         "start", "wanted", "offer", "started", "push", "pushed", "pull", "values", "push_rows",
-        "pull_rows", "clocks", "plan", "ready", "scale", "take", "taken", "turn", "over", "save",
-        "saved", "load", "loaded", "failed", "moved", "restarted", "rolled_back", "unmapped",
+        "pull_rows", "clocks", "plan", "stand", "ready", "scale", "take", "taken", "turn", "over",
+        "save", "saved", "load", "loaded", "failed", "moved", "restarted", "rolled_back",
+        "unmapped",
     }
 )  # fmt: skip
 MOST_HEAD_BYTES = 8 << 20

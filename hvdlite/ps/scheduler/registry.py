@@ -36,6 +36,7 @@ class _Table(NamedTuple):
     specs: tuple[TensorSpec, ...]
     options: TableOptions
     declared_by: int
+    workers: set[int]  # Who has declared it, and has not left.
 
 
 class Registry:
@@ -57,13 +58,14 @@ class Registry:
         if known is not None:
             self._compare(worker, name, known, specs, options)
         else:
-            known = _Table(len(self.layout.itemsizes), tuple(specs), options, worker)
+            known = _Table(len(self.layout.itemsizes), tuple(specs), options, worker, set())
             if options.rows is not None:
                 specs = []  # Row r is on server r mod S.
             sizes, itemsizes = [spec.size for spec in specs], [spec.itemsize for spec in specs]
             servers = self.layout.num_servers
             self.layout = place(sizes, itemsizes, servers, options.part_bytes, self.layout)
             self._tables[name] = known
+        known.workers.add(worker)
         count = len(known.specs) if known.options.rows is None else 0
         keys = range(known.first_key, known.first_key + count)
         return known.first_key, [part for part in self.layout.parts if part.key in keys]
@@ -75,6 +77,15 @@ class Registry:
     def modes(self) -> dict[str, str]:
         """Return the mode of each table."""
         return {name: table.options.mode for name, table in self._tables.items()}
+
+    def tables_of(self, worker: int) -> set[str]:
+        """Return the tables in which a worker takes part."""
+        return {name for name, table in self._tables.items() if worker in table.workers}
+
+    def forget(self, worker: int) -> None:
+        """Take note that a worker has left."""
+        for table in self._tables.values():
+            table.workers.discard(worker)
 
     def immovable(self) -> str:
         """Return a table whose tensors are whole, which cannot move; empty: all can.
@@ -138,7 +149,7 @@ class Registry:
         tables = [
             [
                 name, table.first_key, table.declared_by, list(table.options),
-                _rows_of(table.specs),
+                _rows_of(table.specs), sorted(table.workers),
             ]
             for name, table in self._tables.items()
         ]  # fmt: skip
@@ -150,9 +161,11 @@ class Registry:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` has returned."""
-        for name, first_key, worker, options, specs in state["tables"]:
+        for name, first_key, worker, options, specs, workers in state["tables"]:
             known = tuple(TensorSpec(n, d, tuple(shape), group) for n, d, shape, group in specs)
-            self._tables[name] = _Table(first_key, known, TableOptions(*options), worker)
+            self._tables[name] = _Table(
+                first_key, known, TableOptions(*options), worker, set(workers)
+            )
         parts = tuple(Part(*part) for part in state["parts"])
         self.layout = Layout(parts, tuple(state["itemsizes"]), state["servers"])
         self.version = state["version"]

@@ -28,10 +28,11 @@ from hvdlite.ps.scheduler.registry import Registry, TableOptions
 from hvdlite.ps.scheduler.scaling import Change
 
 LOOK_SECONDS = 0.5
+SILENT_SECONDS = 8.0  # Several beats: servers come and go only while all members are heard of.
 # The role of the members that may send a request; a hello has its proof, and others know nothing.
 ROLE_OF = {
     **dict.fromkeys(["declare", "barrier", "clocks", "scale", "turn", "over"], WORKER),
-    **dict.fromkeys(["plan", "ready"], SERVER),
+    **dict.fromkeys(["plan", "stand", "ready"], SERVER),
 }
 
 
@@ -54,14 +55,16 @@ class Scheduler:
         self._handlers: dict[str, Callable[[bytes, Message], list[Answer]]] = {
             "hello": self._hello, "beat": self._beat, "leave": self._leave,
             "declare": self._declare, "barrier": self._meet, "clocks": self._report,
-            "plan": self._plan, "ready": self._ready, "scale": self._scale,
+            "plan": self._plan, "stand": self._stand, "ready": self._ready, "scale": self._scale,
             "turn": self._turn, "over": self._over,
         }  # fmt: skip
         self._change: Change | None = None  # Of the number of servers, which is under way.
         self._wanted = plan.num_servers
         self._job = os.urandom(8).hex()  # By which servers know whose snapshots they find.
         self._turns = CheckpointOrder()
-        self._incarnations: dict[int, int] = {}  # Of servers, when the change was begun.
+        # What members have said in their beats: the layout in which they are, and their tables.
+        self._standing: dict[bytes, tuple[int, frozenset[str]]] = {}
+        self._obstacle = ""  # To the change that is wanted.
         if state_file is not None:
             state_file.parent.mkdir(parents=True, exist_ok=True)
         if state_file is not None and state_file.exists():
@@ -126,30 +129,62 @@ class Scheduler:
     def _look_at_change(self) -> None:
         """Begin a change of the number of servers, go on with it, or give it up."""
         members = self.membership.members
-        servers = {n: members[SERVER, n] for role, n in members if role == SERVER}
-        incarnations = {number: member.incarnation for number, member in servers.items()}
-        for number in [n for n, member in servers.items() if member.lost]:
+        for number in [n for (role, n), each in members.items() if role == SERVER and each.lost]:
             del members[SERVER, number]  # It has come, and was lost before it had anything.
             self._change, self._wanted = None, self.registry.layout.num_servers
+        layout, wanted = self.registry.layout, self._wanted
         change = self._change
-        if change is not None and incarnations != self._incarnations:
-            change = self._change = None  # What a server had taken is lost with it.
-        layout = self.registry.layout
+        if change is None and (self.registry.immovable() or wanted == layout.num_servers):
+            return
+        obstacle = self._find_obstacle(max(wanted, layout.num_servers))
+        if change is not None and (obstacle or change.members != self._roll()):
+            change = self._change = None  # What a server had taken may be lost with it.
         if change is None:
-            wanted = self._wanted
-            if self.registry.immovable():
-                return
-            if wanted == layout.num_servers or any(n not in servers for n in range(wanted)):
-                return
-            self._incarnations = incarnations
-            self._change = Change(
-                time.time_ns(), rebalance(layout, wanted), layout, self.registry.modes()
-            )
+            if obstacle != self._obstacle:
+                self._obstacle = obstacle
+                why = obstacle or "all stand ready"
+                log.info("%d servers instead of %d: %s", wanted, layout.num_servers, why)
+            if not obstacle:
+                self._change = Change(
+                    time.time_ns(), rebalance(layout, wanted), layout, self.registry.modes(),
+                    self._roll(),
+                )  # fmt: skip
         elif change.look(self.membership.workers()):
+            before = self.registry.layout, self.registry.version
             self.registry.change_to(change.layout)
+            self._keep()
+            if self._is_unkept:  # It counts only when a scheduler that comes again knows of it.
+                self.registry.layout, self.registry.version = before
+                return
             self.membership.servers_in_use = change.layout.num_servers
             self._change = None
-            self._keep()
+
+    def _roll(self) -> dict[tuple[str, int], tuple[bytes, int]]:
+        """Return who is there, and as which process."""
+        members = self.membership.members.items()
+        return {key: (each.peer, each.incarnation) for key, each in members if not each.lost}
+
+    def _find_obstacle(self, servers: int) -> str:
+        """Return why so many servers cannot come or go now; empty: they can."""
+        members, registry = self.membership.members, self.registry
+        roll, now = self._roll(), time.monotonic()
+        peers = {peer for peer, _ in roll.values()}
+        self._standing = {peer: each for peer, each in self._standing.items() if peer in peers}
+        for number in range(servers):
+            if (SERVER, number) not in roll:
+                return f"server {number} is not there"
+        for (role, number), (peer, _) in roll.items():
+            layout, tables = self._standing.get(peer, (0, frozenset()))
+            needed = registry.tables_of(number) if role == WORKER else set(registry.modes())
+            if role == SERVER and number >= registry.layout.num_servers:
+                needed = set()
+            if now - members[role, number].heard > SILENT_SECONDS:
+                return f"{role} {number} is silent"
+            if layout != registry.version:
+                return f"{role} {number} has not come to the present layout"
+            if needed - tables:
+                return f"{role} {number} has not begun the table '{min(needed - tables)}'"
+        return ""
 
     def _changing(self, message: Message) -> Change | None:
         """Return the change that a message is about, unless it was given up."""
@@ -159,7 +194,16 @@ class Scheduler:
     def _report(self, peer: bytes, message: Message) -> list[Answer]:
         member, change = self.membership.member_of(peer), self._changing(message)
         if member is not None and change is not None:
-            change.report(member.number, message.body["clocks"])
+            clocks = message.body["clocks"]
+            if clocks.keys() >= self.registry.tables_of(member.number):
+                change.report(member.number, clocks)
+        return [_answer(peer, message, "done")]
+
+    def _stand(self, peer: bytes, message: Message) -> list[Answer]:
+        member, change = self.membership.member_of(peer), self._changing(message)
+        if member is not None and change is not None:
+            tables = {name: (n, dict(steps)) for name, n, steps in message.body["tables"]}
+            change.stand(member.number, tables)
         return [_answer(peer, message, "done")]
 
     def _plan(self, peer: bytes, message: Message) -> list[Answer]:
@@ -239,6 +283,7 @@ class Scheduler:
     def _beat(self, peer: bytes, message: Message) -> list[Answer]:
         if not self.membership.beat(peer, time.monotonic()):
             return [_answer(peer, message, "restarted")]
+        self._standing[peer] = message.body["layout"], frozenset(message.body["tables"])
         return [_answer(peer, message, "beat", **self._describe())]
 
     def _leave(self, peer: bytes, message: Message) -> list[Answer]:
@@ -247,6 +292,8 @@ class Scheduler:
             return [_answer(peer, message, "restarted")]
         if member is not None:
             self.left += member.role == WORKER
+            if member.role == WORKER:
+                self.registry.forget(member.number)
             if why := message.body.get("why"):
                 self.membership.fail(f"{member.role} {member.number} has ended: {why}")
             self._keep()
@@ -258,8 +305,8 @@ class Scheduler:
             return [_answer(peer, message, "restarted")]
         if "specs" not in message.body:
             return [_answer(peer, message, "layout", **self.registry.describe(message.table))]
-        if self._change is not None and message.table not in self.registry.modes():
-            return []  # A new table is asked for again when the next layout counts.
+        if self._change is not None and message.table not in self.registry.tables_of(member.number):
+            return []  # It is asked for again when the next layout counts.
         specs = [TensorSpec(n, d, tuple(shape), g) for n, d, shape, g in message.body["specs"]]
         options = TableOptions(*message.body["options"])
         first_key, parts = self.registry.declare(member.number, message.table, specs, options)

@@ -7,10 +7,12 @@ layout when the scheduler says that it counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from hvdlite.common.base.errors import HorovodInternalError
+from hvdlite.ps.cluster.enrolment import Enrolment
 from hvdlite.ps.cluster.membership import SERVER
 from hvdlite.ps.connections.client import Client
 from hvdlite.ps.connections.connection import Connection
@@ -22,8 +24,6 @@ from hvdlite.ps.server.server import Server
 from hvdlite.ps.tables.clocks import SYNC
 from hvdlite.ps.tables.description import TableDescription, describe_table
 from hvdlite.ps.tables.table import Saved
-
-Request = Callable[[Message, Callable[[Message], None]], None]
 
 
 class _Coming(NamedTuple):
@@ -45,30 +45,36 @@ class Migration:
     """Follows the changes of the number of servers, in the thread of the server."""
 
     def __init__(
-        self, server: Server, number: int, client: Client, request: Request, token: bytes
+        self, server: Server, number: int, client: Client, enrolment: Enrolment, token: bytes
     ) -> None:
         self._server, self._number = server, number
-        self._client, self._request, self._token = client, request, token
+        self._client, self._request, self._token = client, enrolment.request, token
+        self._tell, enrolment.standing = enrolment.tell, self.standing
         self._identity = 0
         self._plan: _Plan | None = None
         self._takes: dict[int, dict[tuple[str, int], _Coming]] = {}  # Of each change.
         self._deliveries: dict[int, _Delivery] = {}
         self._staged: list[tuple[TableDescription, Saved]] | None = None
+        self._has_told = False  # The scheduler what this server has, for the border.
+        self._standing: dict[str, Any] = {}  # That the scheduler has been told last.
         server.set_handler("take", self._take)
         server.hear_of_layout = self.switch_early
 
     def look(self, news: Mapping[str, Any]) -> None:
         """Do what can be done, as the scheduler's latest news say."""
         if news.get("layout", 0) > self._server.layout:
-            self._server.switch(news["layout"], self._staged or ())
-            self._begin(0)
-            return
+            self._switch(news["layout"])
+        if self._standing != (standing := self.standing()):
+            self._standing = standing
+            self._client.call(self._tell)
         change = news.get("change")
         if change is None:
             self._begin(0)
             return
         if change["identity"] != self._identity:
             self._begin(change["identity"])
+        if change["is_quiet"] and not self._has_told and self._number < change["old_servers"]:
+            self._say_stand()
         if self._plan is None or change["borders"] is None or self._staged is not None:
             return
         if self._number < change["old_servers"]:
@@ -80,11 +86,29 @@ class Migration:
         if all((name, source) in coming for name in self._plan.tables for source in sources):
             self._stage(self._plan, change)
 
+    def standing(self) -> dict[str, Any]:
+        """Return the layout in which this server is, and the tables that it has begun."""
+        tables = [name for name, table in [*self._server.tables.items()] if table.begun]
+        return {"layout": self._server.layout, "tables": tables}
+
     def switch_early(self, layout: int) -> None:
         """Switch where a worker has heard before this server that the next layout counts."""
         if self._staged is not None and layout == self._server.layout + 1:
-            self._server.switch(layout, self._staged)
-            self._begin(0)
+            self._switch(layout)
+
+    def _switch(self, layout: int) -> None:
+        """Keep what was put together, and nothing else any more.
+
+        Raises HorovodInternalError where the layout counts without that this server was ready.
+        """
+        if self._staged is None and self._server.tables:
+            versions = {name: table.version for name, table in self._server.tables.items()}
+            raise HorovodInternalError(
+                f"server {self._number} has the tables {versions} in layout {self._server.layout}, "
+                f"and layout {layout} counts, for which it was not ready: go on from a checkpoint"
+            )
+        self._server.switch(layout, self._staged or ())
+        self._begin(0)
 
     def is_sent(self, name: str) -> bool:
         """Whether the present change has copied a table, so that this server must not change it."""
@@ -96,7 +120,7 @@ class Migration:
         """Take part in a change, or in none; forget the one before."""
         if identity == self._identity:
             return
-        self._identity, self._plan = identity, None
+        self._identity, self._plan, self._has_told = identity, None, False
         if self._staged is not None:
             self._staged = None
             self._server.forget_next_snapshots()
@@ -107,6 +131,16 @@ class Migration:
         if identity:
             message = Message("plan", body={"change": identity})
             self._client.call(lambda: self._request(message, self._hear_plan))
+
+    def _say_stand(self) -> None:
+        """Say which steps of each table are here, while no push is under way."""
+        self._has_told = True
+        tables = [
+            [name, table.version, sorted(table.clocks.finished.items())]
+            for name, table in self._server.tables.items()
+        ]
+        message = Message("stand", body={"change": self._identity, "tables": tables})
+        self._client.call(lambda: self._request(message, lambda _answer: None))
 
     def _hear_plan(self, message: Message) -> None:
         """Note what is to be done, in the client; the server's thread looks at it later."""
@@ -137,9 +171,9 @@ class Migration:
         if table is None or not table.begun:
             return False
         clocks = table.clocks
-        if clocks.mode.name == SYNC and table.version < max(border.values()):
+        if clocks.mode.name == SYNC and table.version != max(border.values()):
             return False
-        return all(clocks.finished.get(worker, step) >= step for worker, step in border.items())
+        return all(clocks.finished.get(worker) == step for worker, step in border.items())
 
     def _own(self, name: str) -> _Coming:
         table = self._server.tables.get(name)

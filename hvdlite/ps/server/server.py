@@ -67,6 +67,8 @@ class Server:
             "pull": self._ask_table, "push_rows": self._ask_table, "pull_rows": self._ask_table,
             "leave": self._leave, "beat": self._beat, "hello": self._welcome,
         }  # fmt: skip
+        if snapshots is not None:
+            snapshots.keep_only(layout)
         for snapshot in snapshots.newest(layout) if snapshots else ():
             table = self._new_table(TableDescription(snapshot.table, snapshot.description))
             table.restore(
@@ -224,7 +226,7 @@ class Server:
     def forget_next_snapshots(self) -> None:
         """Remove what `save_next` has saved: the next layout does not come."""
         if self._snapshots is not None:
-            self._snapshots.remove(self.layout + 1)
+            self._snapshots.keep_only(self.layout)
 
     def switch(self, layout: int, tables: Sequence[tuple[TableDescription, Saved]]) -> None:
         """Keep these tables from now on, and no others."""
@@ -234,6 +236,8 @@ class Server:
         self.tables.clear()
         self._saved.clear()
         self.layout = layout
+        if self._snapshots is not None:
+            self._snapshots.keep_only(layout)
         for described, saved in tables:
             self._new_table(described).adopt(saved)
             self._saved[described.name] = saved.version
@@ -271,7 +275,7 @@ class Server:
         Without a snapshot of it, this server goes on with what it has.
         """
         folder = self._snapshots
-        snapshot = None if folder is None else folder.go_back(table.name, version)
+        snapshot = None if folder is None else folder.go_back(table.name, version, self.layout)
         if snapshot is None:
             return table
         older = self._new_table(self.descriptions[table.name])

@@ -124,7 +124,7 @@ class SnapshotFolder:
             os.fsync(file.fileno())
         os.replace(temporary, target)
         _synchronize(folder)
-        for old in sorted(folder.glob(f"*{SUFFIX}"))[:-KEPT]:
+        for old in sorted(folder.glob(f"{snapshot.layout:06}-*{SUFFIX}"))[:-KEPT]:
             old.unlink(missing_ok=True)  # The other thread that writes may have done so.
 
     def write_soon(self, snapshot: Snapshot) -> None:
@@ -153,6 +153,13 @@ class SnapshotFolder:
         """Return whether the last snapshot of a table has failed, and is to be tried again now."""
         return time.monotonic() >= self._missing.get(table, math.inf)
 
+    def keep_only(self, layout: int) -> None:
+        """Remove the snapshots of layouts that do not count: not yet, or not any more."""
+        self._idle.wait()
+        for file in self._path.glob(f"*/*{SUFFIX}"):
+            if not file.name.startswith(f"{layout:06}-"):
+                file.unlink()
+
     def newest(self, layout: int = 1) -> list[Snapshot]:
         """Return the newest snapshot of each table in a layout.
 
@@ -165,25 +172,18 @@ class SnapshotFolder:
                 found.append(self._read(unquote(folder.name), files[-1]))
         return found
 
-    def go_back(self, table: str, version: int) -> Snapshot | None:
+    def go_back(self, table: str, version: int, layout: int) -> Snapshot | None:
         """Return the snapshot of a version, if there is one, and remove all that are newer."""
         self._idle.wait()
         folder = self._path / quote(table, safe="")
-        files = sorted(folder.glob(f"*{SUFFIX}"))
-        wanted = next(
-            (file for file in files if file.name.endswith(_name_of(0, version)[6:])), None
-        )
-        if wanted is None:
+        files = sorted(folder.glob(f"{layout:06}-*{SUFFIX}"))
+        wanted = folder / _name_of(layout, version)
+        if wanted not in files:
             return None
         snapshot = self._read(table, wanted)
         for newer in files[files.index(wanted) + 1 :]:
             newer.unlink()
         return snapshot
-
-    def remove(self, layout: int) -> None:
-        """Remove all snapshots of a layout that does not count."""
-        for file in self._path.glob(f"*/{layout:06}-*{SUFFIX}"):
-            file.unlink()
 
     def _read(self, table: str, path: Path) -> Snapshot:
         try:

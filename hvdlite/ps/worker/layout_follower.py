@@ -18,8 +18,11 @@ Request = Callable[[Message, Callable[[Message], None]], None]
 class LayoutFollower:
     """Follows what the scheduler says of layouts, with all tables of a worker."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(
+        self, request: Request, tell: Callable[[], None], number: Callable[[], int]
+    ) -> None:
+        self._request, self._number = request, number
+        self._tell = tell  # Lets the scheduler hear of `standing`.
         self._tables: dict[str, TableShards] = {}
         self._version = 0  # Of the layout in which the tables are.
         self._change = 0  # The identity of the change that is under way.
@@ -32,8 +35,13 @@ class LayoutFollower:
             return False
         self._tables[table.name] = table
         if self._change:
-            table.gate.close(lambda _clock: None)
+            table.gate.close(partial(self._note, self._change, table.name))
+        self._tell()
         return True
+
+    def standing(self) -> dict[str, Any]:
+        """Return the layout in which this worker is, and its tables."""
+        return {"layout": self._version, "tables": [*self._tables]}
 
     def hear(self, body: Mapping[str, Any]) -> None:
         """Take the scheduler's latest news."""
@@ -57,28 +65,26 @@ class LayoutFollower:
 
     def _hold_back(self, change: int) -> None:
         self._change, self._clocks = change, {}
-        names = [*self._tables]
-        if not names:
-            self._report(change)
-        for name in names:
-            self._tables[name].gate.close(partial(self._note, change, names, name))
+        for name, table in self._tables.items():
+            table.gate.close(partial(self._note, change, name))
+        self._report_if_quiet()
 
-    def _note(self, change: int, names: list[str], name: str, clock: int) -> None:
+    def _note(self, change: int, name: str, clock: int) -> None:
         if change == self._change:
             self._clocks[name] = clock
-            if self._clocks.keys() >= set(names):
-                self._report(change)
+            self._report_if_quiet()
 
-    def _report(self, change: int) -> None:
-        body = {"change": change, "clocks": dict(self._clocks)}
-        self._request(Message("clocks", body=body), lambda _answer: None)
+    def _report_if_quiet(self) -> None:
+        if self._clocks.keys() >= self._tables.keys():
+            body = {"change": self._change, "clocks": dict(self._clocks)}
+            self._request(Message("clocks", body=body), lambda _answer: None)
 
     def _set_borders(self, borders: Mapping[str, Any]) -> None:
-        """Let tables go on up to their borders; in sync, all workers have the same one."""
+        """Let tables go on up to the borders of this worker."""
         for name, border in borders.items():
-            table = self._tables.get(name)
-            if table is not None and table.is_sync and border:
-                table.gate.set_border(max(clock for _, clock in border))
+            step = dict(border).get(self._number())
+            if name in self._tables and step is not None:
+                self._tables[name].gate.set_border(step)
 
     # -- the next layout
 
@@ -104,5 +110,6 @@ class LayoutFollower:
     def _end_move(self, layout: int) -> None:
         if not self._moving:
             self._version, self._change, self._moving = layout, 0, None
+            self._tell()
             for table in self._tables.values():
                 table.gate.open()

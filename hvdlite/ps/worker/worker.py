@@ -42,7 +42,9 @@ class Worker:
         self._silence_seconds = settings.server_seconds
         self.failure = ""
         self._enrolment = Enrolment(self._client, settings, number=number, changed=self._change)
-        self._follower = LayoutFollower(self._enrolment.request)
+        enrolment = self._enrolment
+        self._follower = LayoutFollower(enrolment.request, enrolment.tell, lambda: self.number)
+        enrolment.standing = self._follower.standing
         try:
             self._enrolment.enter(settings.start_seconds + ANSWER_SECONDS)
         except BaseException:

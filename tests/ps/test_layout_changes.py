@@ -1,0 +1,158 @@
+"""Servers come and go while others are killed and return: every push counts once, everywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite.ps.layouts.layout import Layout
+from hvdlite.ps.scheduler import scheduler as schedulers
+from hvdlite.ps.scheduler.scaling import Change
+from hvdlite.ps.server.snapshots import Snapshot, SnapshotFolder
+from hvdlite.ps.tables.clocks import ASYNC, SSP, SYNC
+from tests.ps.cluster import Cluster, Trainer, in_threads, trainers, wait_until
+from tests.ps.test_scaling import Added
+
+NewCluster = Callable[..., Cluster]
+
+
+def added_up(trainer: Trainer) -> set[float]:
+    """Return how often 1 was added to each element."""
+    counts = [array - np.arange(array.size) for array in trainer.values]
+    return set(np.concatenate(counts).tolist())
+
+
+def add_ones(trainer: Trainer, until: Callable[[], bool]) -> None:
+    while not until():
+        trainer.push_ones()
+        trainer.table.pull(trainer.values)
+
+
+@pytest.mark.parametrize(("mode", "staleness"), [(SYNC, None), (ASYNC, None), (SSP, 1)])
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_worker_and_a_server_return_while_servers_come_or_go(
+    new_cluster: NewCluster, goes: bool, mode: str, staleness: int | None
+) -> None:
+    """One server has made a step that the other one, which is killed, has never seen."""
+    cluster = new_cluster(2, 1, every=1, updater=Added)
+    (first,) = trainers(cluster, 1, mode, staleness)
+    add_ones(first, lambda: first.table.clock == 5)
+    lost, other = (1, 0) if goes else (0, 1)
+    cluster.stop_server(lost)
+    first.push_ones()
+    snapshots = cluster.folder / "snapshots" / f"server-{other}"
+    wait_until(lambda: any(snapshots.glob("t/*-000000000006.safetensors")))
+    first.worker.close()
+    cluster.restart_server(lost)
+    if not goes:
+        cluster.servers.append(cluster.start_server(2, joins=True))
+        wait_until(lambda: cluster._is_member("server", 2))
+    worker = cluster.worker("worker 0", 0)
+    if goes:
+        worker.scale_servers(1)
+    again = Trainer(worker, mode, staleness)
+    assert again.table.clock == 5
+    registry = cluster.state.registry
+    add_ones(again, lambda: registry.version == 2 and again.table.clock >= 20)
+    assert registry.layout.num_servers == (1 if goes else 3)
+    assert added_up(again) == {again.table.clock}
+
+
+@pytest.mark.parametrize("mode", [SYNC, ASYNC])
+def test_a_worker_that_is_lost_at_the_barrier_gives_the_change_up(
+    new_cluster: NewCluster, mode: str
+) -> None:
+    """The others go on in the old layout; when it has returned, the change is made."""
+    cluster = new_cluster(1, 2, every=1, updater=Added, worker_seconds=1.0)
+    first, second = trainers(cluster, 2, mode)
+    in_threads(
+        *[lambda t=each: add_ones(t, lambda: t.table.clock == 3) for each in (first, second)]
+    )
+    second.worker.close()  # Before it can say at which step it is.
+    cluster.servers.append(cluster.start_server(1, joins=True))
+    registry, membership = cluster.state.registry, cluster.state.membership
+    wait_until(lambda: membership.workers() == [0])
+    add_ones(first, lambda: first.table.clock == 10)
+    again = Trainer(cluster.worker("worker 1", 1), mode)
+    end = first.table.clock + 10
+
+    def done(trainer: Trainer) -> bool:
+        return registry.version == 2 and trainer.table.clock >= end
+
+    in_threads(*[lambda t=each: add_ones(t, lambda: done(t)) for each in (first, again)])
+    first.table.pull(first.values)
+    assert len(added_up(first)) == 1
+
+
+def test_a_server_that_no_scheduler_can_write_down_does_not_count(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = new_cluster(1, 1, every=1, updater=Added)
+    (trainer,) = trainers(cluster, 1)
+    replace, refused = os.replace, []
+
+    def no_space(source: Any, target: Any) -> None:
+        if Path(target).name == "scheduler.json" and len(refused) < 5 and cluster.state._change:
+            refused.append(cluster.state.registry.version)
+            raise OSError("no space left")
+        replace(source, target)
+
+    monkeypatch.setattr(schedulers.os, "replace", no_space)
+    cluster.servers.append(cluster.start_server(1, joins=True))
+    add_ones(trainer, lambda: cluster.state.registry.version == 2 and len(refused) == 5)
+    assert added_up(trainer) == {trainer.table.clock}
+
+
+def a_change(mode: str) -> Change:
+    old, new = Layout((), (), 2), Layout((), (), 3)
+    return Change(1, new, old, {"t": mode}, {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "borders"),
+    [(SYNC, {0: 7, 1: 7}), (SSP, {0: 6, 1: 6}), (ASYNC, {0: 6, 1: 4})],
+)
+def test_the_border_is_what_any_server_has(mode: str, borders: dict[int, int]) -> None:
+    """Worker 0 has returned at step 5, of which one server has its push; one has the version 7."""
+    change = a_change(mode)
+    change.stand(0, {"t": (7, {0: 5, 1: 4})})  # Too early: pushes may be under way.
+    change.report(0, {"t": 5})
+    assert not change.look([0, 1])
+    assert change.describe()["is_quiet"] is False
+    change.report(1, {"t": 4})
+    assert not change.look([0, 1])
+    assert change.describe()["is_quiet"] is True
+    change.stand(0, {"t": (7, {0: 5, 1: 4})})
+    assert not change.look([0, 1])
+    assert change.borders is None
+    change.stand(1, {"t": (5, {0: 6, 1: 4})})
+    assert not change.look([0, 1])
+    assert change.borders == {"t": borders}
+    change.ready |= {0, 1}
+    assert not change.look([0, 1])
+    change.ready.add(2)
+    assert change.look([0, 1])
+
+
+def test_what_a_change_has_saved_displaces_nothing_until_it_counts(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path, 0)
+
+    def write(layout: int, version: int) -> None:
+        folder.write(Snapshot("t", {}, version, {}, [np.full(2, version)], {}, (), layout))
+
+    write(1, 4)
+    for version in (5, 6, 7):  # Of changes that were all given up, by a server that was killed.
+        write(2, version)
+    (kept,) = folder.newest(1)
+    assert kept.version == 4
+    folder.keep_only(1)
+    assert folder.newest(2) == [] and [each.version for each in folder.newest(1)] == [4]
+    write(2, 4)
+    folder.keep_only(2)
+    assert folder.newest(1) == [] and [each.version for each in folder.newest(2)] == [4]
+    assert folder.go_back("t", 4, 1) is None
