@@ -215,7 +215,6 @@ CROWDED = {
     "hvdlite/common/decisions": 17,
     "hvdlite/common/meeting": 20,
     "hvdlite/keras": 20,
-    "hvdlite/tf": 31,
     "hvdlite/torch/process_group": 17,
 }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdlite.tf.aggregation import Accumulator
 from hvdlite.tf.errors import unconverted as untraced
-from hvdlite.tf.reducer import Reducer
+from hvdlite.tf.optimizer.aggregation import Accumulator
+from hvdlite.tf.optimizer.gradient_exchange import Reducer
 
 __all__ = ["Accumulator", "Reducer", "untraced"]

@@ -27,6 +27,7 @@ from hvdlite.tf import checkpoint, data, elastic
 from hvdlite.tf.accelerators import register_libraries
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.functions import (
+    BroadcastGlobalVariablesHook,
     allgather_object,
     broadcast_global_variables,
     broadcast_object,
@@ -85,7 +86,6 @@ from hvdlite.tf.mpi_ops import (
     stop_timeline,
 )
 from hvdlite.tf.optimizer import DistributedOptimizer
-from hvdlite.tf.session_hook import BroadcastGlobalVariablesHook
 from hvdlite.tf.util import (
     check_extension,
     check_num_rank_power_of_2,

@@ -10,7 +10,7 @@ import sys
 import time
 
 from hvdlite.common.collectives.native.cache import BuildError
-from hvdlite.tf.native.recipe import recipe
+from hvdlite.tf.native.loader import recipe
 
 
 def main() -> int:

@@ -16,9 +16,7 @@ from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.tf.compression import Compression
 from hvdlite.tf.errors import unconverted
-from hvdlite.tf.gradient_exchange import Gradient
-from hvdlite.tf.reducer import Reducer
-from hvdlite.tf.subclass import wrap
+from hvdlite.tf.optimizer.gradient_exchange import Gradient, Reducer, wrap
 
 _NO_GRADIENT = tf.UnconnectedGradients.NONE
 Pairs = list[tuple[Any, Gradient]]

@@ -50,10 +50,10 @@ from hvdlite.common.runtime.basics import (
 )
 from hvdlite.common.runtime.lifecycle import init, shutdown
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.tf.collective_call import SignalCall
-from hvdlite.tf.differentiable import TensorFlowRunner
+from hvdlite.tf.calls.collective_call import SignalCall
+from hvdlite.tf.calls.runner import TensorFlowRunner
+from hvdlite.tf.calls.running import run_calls
 from hvdlite.tf.errors import public
-from hvdlite.tf.graph import run_calls
 from hvdlite.tf.sparse import allreduce_mixed, dense
 from hvdlite.tf.topology_ops import (
     local_rank_op,

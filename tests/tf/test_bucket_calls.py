@@ -19,8 +19,8 @@ from hvdlite.common.api.tensor_entries import PlacedEntry, TensorEntry
 from hvdlite.common.gradients import buckets
 from hvdlite.common.gradients.buckets import ReductionConfig, Scaling
 from hvdlite.common.runtime.state import current
-from hvdlite.tf import bucket_call, collective_call
-from hvdlite.tf.reducer import Reducer
+from hvdlite.tf.calls import bucket_call, collective_call
+from hvdlite.tf.optimizer.gradient_exchange import Reducer
 from tests.ranks import run_ranks
 from tests.short_calls import GATHER, begin, interrupted_after, short_calls, until
 

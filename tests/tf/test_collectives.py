@@ -13,7 +13,7 @@ import hvdlite.tf as hvd
 from hvdlite.common.plain.adapter import numpy_dtype
 from hvdlite.common.plain.lists import split_rows
 from hvdlite.common.plain.numpy_adapter import aligned_empty
-from hvdlite.tf.collective_call import array_of, tensor_of
+from hvdlite.tf.calls.collective_call import array_of, tensor_of
 from tests.ranks import run_ranks
 
 Array = np.ndarray[Any, Any]

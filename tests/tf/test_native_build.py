@@ -14,7 +14,7 @@ import hvdlite.tf as hvd
 from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.tf import build
 from hvdlite.tf.native import loader as native
-from hvdlite.tf.native.recipe import recipe
+from hvdlite.tf.native.loader import recipe
 from tests.compilers import Compiler
 from tests.parallel.jobs import run_command
 from tests.ranks import run_ranks

@@ -6,6 +6,8 @@ a step in which no shape has changed makes no object for each tensor.
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +23,25 @@ from hvdlite.common.plain.adapter import (
     TensorSpec,
 )
 from hvdlite.common.plain.handles import Handle
-from hvdlite.common.plain.numpy_adapter import NumpyAdapter
+from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
 from hvdlite.common.runtime.state import for_collective
-from hvdlite.tf.bucket_call import BucketCall
-from hvdlite.tf.native.memory import READ_AND_WRITE, array_at
+from hvdlite.tf.calls.bucket_call import BucketCall
+
+READ, READ_AND_WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+
+_memory: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory.restype = ctypes.py_object
+_memory.argtypes = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: Any, access: int) -> Array:
+    """Return the array at an address, which must not be used longer than the memory exists."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes == 0:
+        return np.empty(shape, dtype)
+    if not address:
+        raise MemoryError(f"no memory for a tensor of {size_bytes} bytes")
+    return np.frombuffer(_memory(address, size_bytes, access), dtype).reshape(shape)
 
 
 class GraphTensor:

@@ -27,12 +27,17 @@ from hvdlite.common.runtime.state import find
 from hvdlite.tf.accelerators.library import accelerator_of
 from hvdlite.tf.accelerators.placement import is_placed, placing
 from hvdlite.tf.accelerators.tensors import DEVICE_ADAPTER, placed_at
-from hvdlite.tf.bucket_call import BucketCall
-from hvdlite.tf.collective_call import ADAPTER, Call, Started
-from hvdlite.tf.graph_order import graphs_around, in_any_order
-from hvdlite.tf.native.graph_buckets import BucketExecution, GraphBucket
+from hvdlite.tf.calls.bucket_call import BucketCall
+from hvdlite.tf.calls.collective_call import ADAPTER, Call, Started
+from hvdlite.tf.calls.graph_order import graphs_around, in_any_order
+from hvdlite.tf.native.graph_buckets import (
+    READ,
+    READ_AND_WRITE,
+    BucketExecution,
+    GraphBucket,
+    array_at,
+)
 from hvdlite.tf.native.library import Library
-from hvdlite.tf.native.memory import READ, READ_AND_WRITE, array_at
 
 
 class _Registered:

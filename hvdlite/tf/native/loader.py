@@ -8,14 +8,30 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from hvdlite.common.collectives.native.build import say_that_python_runs
+import tensorflow as tf
+
+from hvdlite.common.collectives.native.build import Recipe, say_that_python_runs
 from hvdlite.common.collectives.native.cache import BuildError
 from hvdlite.common.plain.config import Config
 from hvdlite.common.runtime.state import find
 from hvdlite.tf.native.graph_ops import serve
 from hvdlite.tf.native.library import Library
-from hvdlite.tf.native.recipe import recipe
+
+
+def recipe() -> Recipe:
+    """Return the recipe of the compiled operations for this TensorFlow."""
+    return Recipe(
+        source=Path(__file__).with_name("ops.cc"),
+        folder="tf",
+        name=f"ops-{tf.version.VERSION}",
+        flags=("-O2", *tf.sysconfig.get_compile_flags()),
+        libraries=tuple(tf.sysconfig.get_link_flags()),
+        depends_on=(tf.version.GIT_VERSION,),
+        remark=f"for TensorFlow {tf.version.VERSION}, once (some 10 seconds of CPU time)",
+        module="hvdlite.tf.build",
+    )
 
 
 @dataclass

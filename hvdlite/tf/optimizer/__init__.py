@@ -15,8 +15,8 @@ from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
 from hvdlite.tf.compression import Compression
-from hvdlite.tf.reducer import Reducer
-from hvdlite.tf.v1_optimizer import distributed
+from hvdlite.tf.optimizer.gradient_exchange import Reducer
+from hvdlite.tf.optimizer.v1_optimizer import distributed
 
 
 @explain_arguments

@@ -10,8 +10,8 @@ from tensorflow.python.eager.record import could_possibly_record
 
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.api.runner import CollectiveResult, Runner
-from hvdlite.tf.collective_call import TensorCall
-from hvdlite.tf.graph import default_name, name_in_graph, run_calls
+from hvdlite.tf.calls.collective_call import TensorCall
+from hvdlite.tf.calls.running import default_name, name_in_graph, run_calls
 
 Function = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 

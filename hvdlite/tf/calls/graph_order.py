@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.tf.collective_call import Call
+from hvdlite.tf.calls.collective_call import Call
 
 
 @contextmanager

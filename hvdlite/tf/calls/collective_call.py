@@ -34,22 +34,26 @@ ADAPTER = NumpyAdapter()
 ROWS_DTYPE = tf.int64
 
 
-class Started(Protocol):
+class Started:
     """A collective that was started on this rank."""
-
-    @property
-    def error(self) -> Exception | None:
-        """The error of a collective that has failed, or None."""
 
     @property
     def handles(self) -> Sequence[Handle]:
         """The handles of the collective, which has ended when all of them are complete."""
+        raise NotImplementedError
+
+    @property
+    def error(self) -> Exception | None:
+        """The error of a collective that has failed, or None."""
+        return next((handle.error for handle in self.handles if handle.error), None)
 
     def ended_within(self, seconds: float) -> bool:
         """Sleep until it has ended, at most `seconds`; return whether it has."""
+        return all(handle.ended_within(seconds) for handle in self.handles)
 
     def arrays(self) -> list[Array]:
         """Sleep until it has ended, and return the outputs. Raises its error."""
+        raise NotImplementedError
 
 
 class Call(Protocol):
@@ -101,7 +105,7 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True)
-class StartedTensors:
+class StartedTensors(Started):
     """A started collective on tensors."""
 
     operation: Operation[Array]
@@ -110,13 +114,6 @@ class StartedTensors:
     @property
     def handles(self) -> list[Handle]:
         return [entry.handle for entry in self.operation.entries]
-
-    @property
-    def error(self) -> Exception | None:
-        return next((handle.error for handle in self.handles if handle.error), None)
-
-    def ended_within(self, seconds: float) -> bool:
-        return all(handle.ended_within(seconds) for handle in self.handles)
 
     def arrays(self) -> list[Array]:
         """Return the results, then for each of them the rows of each member if those may differ."""
@@ -190,7 +187,7 @@ class TensorCall:
 
 
 @dataclass(frozen=True)
-class StartedSignal:
+class StartedSignal(Started):
     """A started join or barrier."""
 
     signal: Signal
@@ -198,13 +195,6 @@ class StartedSignal:
     @property
     def handles(self) -> list[Handle]:
         return [self.signal.handle]
-
-    @property
-    def error(self) -> Exception | None:
-        return self.signal.handle.error
-
-    def ended_within(self, seconds: float) -> bool:
-        return self.signal.handle.ended_within(seconds)
 
     def arrays(self) -> list[Array]:
         """Return the rank that joined last; 0 for a barrier."""

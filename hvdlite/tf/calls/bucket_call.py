@@ -15,11 +15,11 @@ from hvdlite.common.plain.numpy_adapter import ALIGNMENT_BYTES, Array, NumpyAdap
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import finder
-from hvdlite.tf.collective_call import ADAPTER
+from hvdlite.tf.calls.collective_call import ADAPTER, Started
 
 
 @dataclass(frozen=True)
-class StartedBucket:
+class StartedBucket(Started):
     """A started bucket."""
 
     reduction: ReducedCopies[Array]
@@ -27,13 +27,6 @@ class StartedBucket:
     @property
     def handles(self) -> list[Handle]:
         return self.reduction.handles
-
-    @property
-    def error(self) -> Exception | None:
-        return next((handle.error for handle in self.handles if handle.error), None)
-
-    def ended_within(self, seconds: float) -> bool:
-        return all(handle.ended_within(seconds) for handle in self.handles)
 
     def arrays(self) -> list[Array]:
         return self.reduction.wait()

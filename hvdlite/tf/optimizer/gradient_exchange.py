@@ -1,4 +1,4 @@
-"""The reduction of TensorFlow's gradients, which every optimizer and tape calls."""
+"""What optimizers and tapes of TensorFlow share: the reduction of gradients, and the class."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api.options import CallOptions
+from hvdlite.common.gradients import reducer
 from hvdlite.common.gradients.buckets import ReductionConfig, batches_of, single_and_grouped
 from hvdlite.common.gradients.segment_plan import SegmentPlan
 from hvdlite.common.plain.compression import Compressor
 from hvdlite.common.runtime.state import find
-from hvdlite.tf.bucket_call import BucketCall
-from hvdlite.tf.collective_call import TensorCall
-from hvdlite.tf.differentiable import TensorFlowRunner
-from hvdlite.tf.graph import name_in_graph, run_calls
+from hvdlite.common.segmentation import strategies as segmentation
+from hvdlite.tf.calls.bucket_call import BucketCall
+from hvdlite.tf.calls.collective_call import TensorCall
+from hvdlite.tf.calls.runner import TensorFlowRunner
+from hvdlite.tf.calls.running import name_in_graph, run_calls
 from hvdlite.tf.sparse import averaged, check_slices, dense
+from hvdlite.tf.variables import SOURCES
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices | None
 Outputs = list[list[tf.Tensor]]
@@ -167,3 +170,53 @@ def _backward(name: str) -> str:
 def _name(name: str) -> str:
     # Name scopes tell no gradients apart, and hold numbers that Keras counts per process.
     return name if tf.executing_eagerly() else name_in_graph(name, ignore_name_scope=True)
+
+
+class Reducer(reducer.Reducer):
+    """Reduces gradients of this rank, eagerly and in graphs."""
+
+    sources = SOURCES
+    variable = "tf.Variable"
+
+    def send(
+        self,
+        gradients: Mapping[str, Gradient],
+        sources: Mapping[str, Any],
+        groups: Sequence[Sequence[str]],
+    ) -> Mapping[str, Gradient]:
+        """Reduce the gradients. Raises `tf.errors.OpError` when a reduction fails."""
+        reduced = reduce_gradients(
+            list(gradients.values()), list(gradients), self.reduction, self.segments, groups
+        )
+        return dict(zip(gradients, reduced, strict=True))
+
+    def describe(self, name: str, gradient: Gradient, source: Any) -> segmentation.Gradient | None:
+        sparse = isinstance(gradient, tf.IndexedSlices) and not self.reduction.sparse_as_dense
+        if gradient is None or sparse:
+            return None
+        elements = SOURCES.plain(source).shape.num_elements() or 0  # 0: of no known shape
+        dtype = gradient.dtype
+        path = SOURCES.path_of(source)
+        return segmentation.Gradient(name, elements * dtype.size, dtype.name, path)
+
+    def divide(self, gradient: Gradient, divisor: int) -> Gradient:
+        """Divide the gradient by a number."""
+        if isinstance(gradient, tf.IndexedSlices):
+            values = gradient.values / divisor
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return gradient / divisor
+
+
+def wrap(mixin: type, wrapped: Any) -> Any:
+    """Return the object as an instance of a new class, derived from `mixin` and its own class.
+
+    Both objects share all attributes. `mixin` has ``__slots__`` for those that the wrapped object
+    shall not have, ``_wrapped`` among them.
+    """
+    base = type(wrapped)
+    same = {"__doc__": base.__doc__, "__module__": base.__module__}
+    cls: Any = type(base.__name__, (mixin, base), same)
+    distributed = object.__new__(cls)
+    distributed.__dict__ = wrapped.__dict__
+    distributed._wrapped = wrapped
+    return distributed

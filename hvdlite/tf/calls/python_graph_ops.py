@@ -27,8 +27,8 @@ from hvdlite.common.plain.numpy_adapter import Array
 from hvdlite.common.runtime.state import find
 from hvdlite.tf.accelerators.placement import is_placed
 from hvdlite.tf.accelerators.tensors import lifted, on_host
-from hvdlite.tf.collective_call import Call, Started
-from hvdlite.tf.graph_order import graphs_around, in_any_order
+from hvdlite.tf.calls.collective_call import Call, Started
+from hvdlite.tf.calls.graph_order import graphs_around, in_any_order
 
 _RUNNING, _ENDED, _FAILED = np.int32(0), np.int32(1), np.int32(2)
 _FIRST_POLL_SECONDS = 0.001

@@ -11,10 +11,10 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvdlite.common.api.call_checks import registered
 from hvdlite.common.runtime.state import find
-from hvdlite.tf import python_graph_ops
-from hvdlite.tf.collective_call import Call, run_now
+from hvdlite.tf.calls import python_graph_ops
+from hvdlite.tf.calls.collective_call import Call, run_now
+from hvdlite.tf.calls.graph_order import graphs_around
 from hvdlite.tf.errors import InvalidArgumentError, WithoutOwnFrames
-from hvdlite.tf.graph_order import graphs_around
 from hvdlite.tf.native import graph_ops
 from hvdlite.tf.native.loader import library
 

@@ -1,0 +1,1 @@
+"""Collectives on TensorFlow's tensors: run now, or put into the graph that is being built."""
