@@ -61,7 +61,7 @@ FLOORS = [
 # steps servers make is Keras', and states of elastic training have one for models of Keras.
 UPWARDS = {
     ("hvdlite.tf.optimizer", "hvdlite.keras.optimizer.DistributedOptimizer"),
-    ("hvdlite.tf.ps", "hvdlite.keras.server_optimizer.DistributedOptimizer"),
+    ("hvdlite.tf.ps", "hvdlite.keras.ps.optimizer.DistributedOptimizer"),
     ("hvdlite.tf.elastic", "hvdlite.keras.elastic"),
     ("hvdlite.tf.elastic", "hvdlite.keras.elastic.TensorFlowKerasState"),
 }
@@ -214,8 +214,6 @@ CROWDED = {
     "hvdlite/common/api": 17,
     "hvdlite/common/decisions": 17,
     "hvdlite/common/meeting": 20,
-    "hvdlite/keras": 20,
-    "hvdlite/torch/process_group": 17,
 }
 
 

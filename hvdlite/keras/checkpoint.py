@@ -7,7 +7,7 @@ epoch = hvd.checkpoint.load("checkpoint", state)["epoch"]  # with any number of 
 
 from __future__ import annotations
 
-from hvdlite.checkpoint.forms import CheckpointForms
+from hvdlite.checkpoint.forms import PUBLIC, CheckpointForms
 from hvdlite.checkpoint.variables import VariableTensors
 from hvdlite.common.layouts.layout import Layout
 
@@ -21,13 +21,4 @@ infer_predict_layout = _forms.infer_predict_layout
 ranks_needed = _forms.ranks_needed
 load_distributed_checkpoint = _forms.load_distributed_checkpoint
 
-__all__ = [
-    "Layout",
-    "consolidate",
-    "infer_layout",
-    "infer_predict_layout",
-    "load",
-    "load_distributed_checkpoint",
-    "ranks_needed",
-    "save",
-]
+__all__ = ["Layout", *PUBLIC]  # noqa: PLE0604 - they are strings

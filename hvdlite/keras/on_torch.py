@@ -102,7 +102,7 @@ class Reducer(reducer.Reducer):
         return lambda: {name: wait()}
 
     def describe(self, name: str, gradient: Any, source: Any) -> Gradient | None:
-        """See `reducer.Reducer.describe`. Other ranks may have a gradient that this one has not."""
+        """Describe a gradient, also one that only other ranks have."""
         if gradient is None:
             gradient = self.sources.plain(source)
         if gradient.is_sparse and not self.reduction.sparse_as_dense:

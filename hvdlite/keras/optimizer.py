@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlite.common.base.reduce_op import ReduceOp
@@ -13,7 +14,7 @@ from hvdlite.common.runtime.basics import size
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
 from hvdlite.common.segmentation.parsing import resolve
 from hvdlite.common.segmentation.strategies import Strategy
-from hvdlite.keras.framework import backend_of
+from hvdlite.keras.framework import backend_of, keras
 from hvdlite.keras.gradient_exchange import Settings
 from hvdlite.keras.keras_patches import patch_keras
 from hvdlite.keras.optimizer_families import Kind, kind_of, parts_of
@@ -158,3 +159,33 @@ def _check(optimizer: Any, op: int, passes: int) -> None:
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError("op of a Keras optimizer must be Average or Sum")
     check_passes(passes)
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: type[Compressor] = NoneCompressor,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a model that was saved with ``model.save()``, ready to go on training on all ranks.
+
+    Its optimizer gets the state that was saved with it, and is distributed; with `compression`,
+    and otherwise as `DistributedOptimizer` makes it. A model that was saved without an optimizer
+    has none.
+
+    - `filepath`: in any format that Keras loads; every rank reads it.
+    - `custom_optimizers`: classes of optimizers that are not part of Keras.
+    - `custom_objects`: other classes and functions that the model was made with, by name.
+
+    `legacy_opts` has no effect: optimizers of all kinds are wrapped. Raises as Keras does for what
+    it cannot load.
+    """
+    classes = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**classes, **(custom_objects or {})})
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not any(
+        isinstance(part, Distributed) for part in parts_of(optimizer)
+    ):
+        DistributedOptimizer(optimizer, compression=compression)
+    return model

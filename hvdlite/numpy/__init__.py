@@ -10,48 +10,20 @@ Arrays may be of any numeric dtype, bool, complex, and ml_dtypes' bfloat16.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hvdlite.common.api.forms import Forms
+from hvdlite.common.api.halo import Arrays
 from hvdlite.common.api.runner import EngineRunner
-from hvdlite.common.base.errors import HorovodInternalError
-from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.plain.numpy_adapter import Array, NumpyAdapter
-from hvdlite.common.runtime.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from hvdlite.common.runtime.lifecycle import add_process_set, init, remove_process_set, shutdown
-from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime import public_names
+from hvdlite.common.runtime.process_sets import ProcessSet
+from hvdlite.common.runtime.public_names import *  # noqa: F403
 from hvdlite.missing_names import module_getattr
 from hvdlite.numpy import checkpoint, elastic
-from hvdlite.numpy.halos import halo
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Adasum = ReduceOp.ADASUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
-
 
 _forms: Forms[Array] = Forms(EngineRunner(NumpyAdapter()))
 
@@ -82,21 +54,38 @@ barrier = _forms.barrier
 poll = _forms.poll
 synchronize = _forms.synchronize
 
+
+class _NumpyArrays(Arrays[Array]):
+    """What `halo` does with arrays."""
+
+    def shape(self, array: Array) -> Sequence[int]:
+        return array.shape
+
+    def move(self, array: Array, dim: int, to: int) -> Array:
+        return np.moveaxis(array, dim, to)
+
+    def concatenate(self, arrays: Sequence[Array], dim: int) -> Array:
+        return np.concatenate(arrays, dim)
+
+    def border(self, array: Array, dim: int, width: int, value: float) -> Array:
+        return np.full((*array.shape[:dim], width, *array.shape[dim + 1 :]), value, array.dtype)
+
+    def exchange(
+        self, rows: Array, splits: list[int], name: str | None, process_set: ProcessSet
+    ) -> tuple[Array, Any]:
+        output, received = _forms.alltoall(rows, splits, name, process_set)
+        return output, received
+
+
+halo = _NumpyArrays().halo
+
+
 if TYPE_CHECKING:  # which would take every name for one that is there
     from hvdlite import data
 else:
     __getattr__ = module_getattr(__name__, data="hvdlite.data")
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -110,17 +99,9 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "ccl_built",
     "checkpoint",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
     "data",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -130,25 +111,10 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "halo",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]
+__all__ += public_names.__all__

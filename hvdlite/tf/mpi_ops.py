@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.common.api.differentiable import Verbs
+from hvdlite.common.api.halo import Arrays
 from hvdlite.common.api.options import CallOptions, reduction, scattering
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.segment_plan import (
@@ -26,30 +27,9 @@ from hvdlite.common.gradients.segment_plan import (
     set_split_strategy_by_size,
 )
 from hvdlite.common.plain.compression import Compressor, NoneCompressor
-from hvdlite.common.runtime.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from hvdlite.common.runtime.lifecycle import init, shutdown
+from hvdlite.common.runtime import public_names
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.public_names import *  # noqa: F403
 from hvdlite.tf.calls.collective_call import SignalCall
 from hvdlite.tf.calls.runner import TensorFlowRunner
 from hvdlite.tf.calls.running import run_calls
@@ -63,13 +43,6 @@ from hvdlite.tf.topology_ops import (
     size_op,
 )
 from hvdlite.tf.variables import broadcast_values
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Adasum = ReduceOp.ADASUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
 
 _VERBS = {ignore: Verbs(TensorFlowRunner(ignore)) for ignore in (False, True)}
 
@@ -129,7 +102,7 @@ def reducescatter(
     tensor: Any,
     device_dense: str = "",
     compression: type[Compressor] = NoneCompressor,
-    op: int = Average,
+    op: int = ReduceOp.AVERAGE,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
@@ -154,7 +127,7 @@ def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
     compression: type[Compressor] = NoneCompressor,
-    op: int = Average,
+    op: int = ReduceOp.AVERAGE,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -271,52 +244,65 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     run_calls([SignalCall("barrier", process_set)])
 
 
+class _TensorFlowArrays(Arrays[Any]):
+    """What `halo` does with tensors."""
+
+    def convert(self, array: Any) -> tf.Tensor:
+        return tf.convert_to_tensor(array)
+
+    def shape(self, array: tf.Tensor) -> Sequence[int | None]:
+        sizes: list[int | None] = array.shape.as_list()
+        return sizes
+
+    def move(self, array: tf.Tensor, dim: int, to: int) -> tf.Tensor:
+        order = list(range(array.shape.rank))
+        order.insert(to, order.pop(dim))
+        return tf.transpose(array, order)
+
+    def concatenate(self, arrays: Sequence[tf.Tensor], dim: int) -> tf.Tensor:
+        return tf.concat(arrays, dim)
+
+    def border(self, array: tf.Tensor, dim: int, width: int, value: float) -> tf.Tensor:
+        shape = tf.tensor_scatter_nd_update(tf.shape(array), [[dim]], [width])
+        return tf.fill(shape, tf.cast(value, array.dtype))
+
+    def exchange(
+        self, rows: tf.Tensor, splits: list[int], name: str | None, process_set: ProcessSet
+    ) -> tuple[tf.Tensor, Any]:
+        output, received = alltoall(rows, splits, name, process_set=process_set)
+        return tf.ensure_shape(output, [None, *rows.shape[1:]]), received
+
+    def expect(self, received: tf.Tensor, wanted: list[int], position: int) -> None:
+        if tf.executing_eagerly():
+            super().expect(received.numpy().tolist(), wanted, position)
+            return
+        text = "halo: ranks disagree on the widths. Give the same before and after on all ranks"
+        tf.debugging.assert_equal(received, wanted, text)
+
+
+halo = public(_TensorFlowArrays().halo)
+
+
 __all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
     "allgather",
     "allreduce",
     "alltoall",
     "barrier",
     "broadcast",
     "broadcast_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
+    "halo",
     "join",
-    "local_rank",
     "local_rank_op",
-    "local_size",
     "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "process_set_included_op",
-    "rank",
     "rank_op",
     "reducescatter",
-    "rocm_built",
     "set_comm_fusion",
     "set_split_strategy_by_idx",
     "set_split_strategy_by_size",
-    "shutdown",
-    "size",
     "size_op",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += public_names.__all__

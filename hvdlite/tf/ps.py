@@ -10,7 +10,7 @@ optimizer.build(model.trainable_variables)
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.keras.server_optimizer import DistributedOptimizer
+from hvdlite.keras.ps.optimizer import DistributedOptimizer
 from hvdlite.ps import public
 from hvdlite.ps.public import *  # noqa: F403
 from hvdlite.ps.raw_calls import RawCalls

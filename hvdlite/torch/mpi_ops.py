@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hvdlite.common.api.forms import Forms
+from hvdlite.common.api.halo import Arrays
 from hvdlite.common.api.options import CallOptions
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.common.gradients.segment_plan import (
@@ -14,40 +16,12 @@ from hvdlite.common.gradients.segment_plan import (
     set_split_strategy_by_idx,
     set_split_strategy_by_size,
 )
-from hvdlite.common.runtime.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from hvdlite.common.runtime.lifecycle import init, shutdown
+from hvdlite.common.runtime import public_names
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
+from hvdlite.common.runtime.public_names import *  # noqa: F403
 from hvdlite.torch.adapter import TorchAdapter
 from hvdlite.torch.autograd import TorchRunner, untraced
 from hvdlite.torch.dtypes import use_torch_casts
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Adasum = ReduceOp.ADASUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
 
 use_torch_casts()
 runner = TorchRunner(TorchAdapter())
@@ -121,13 +95,32 @@ def sparse_allreduce_async(
     return wait
 
 
+class _TorchArrays(Arrays[torch.Tensor]):
+    """What `halo` does with tensors."""
+
+    def shape(self, array: torch.Tensor) -> Sequence[int]:
+        return array.shape
+
+    def move(self, array: torch.Tensor, dim: int, to: int) -> torch.Tensor:
+        return array.movedim(dim, to)
+
+    def concatenate(self, arrays: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        return torch.cat(list(arrays), dim)
+
+    def border(self, array: torch.Tensor, dim: int, width: int, value: float) -> torch.Tensor:
+        return array.new_full((*array.shape[:dim], width, *array.shape[dim + 1 :]), value)
+
+    def exchange(
+        self, rows: torch.Tensor, splits: list[int], name: str | None, process_set: ProcessSet
+    ) -> tuple[torch.Tensor, Any]:
+        output, received = alltoall(rows, splits, name, process_set)
+        return output, received
+
+
+halo = _TorchArrays().halo
+
+
 __all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -141,13 +134,6 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -156,28 +142,15 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
+    "halo",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "rocm_built",
     "set_comm_fusion",
     "set_split_strategy_by_idx",
     "set_split_strategy_by_size",
-    "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]
+__all__ += public_names.__all__

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdlite.common.runtime.process_sets import ProcessSet, global_process_set
-from hvdlite.torch.halos import halo
+from hvdlite.torch.mpi_ops import halo
 from hvdlite.torch.spatial_checks import check_inputs, check_module
 
 Tensor = torch.Tensor

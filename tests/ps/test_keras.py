@@ -15,7 +15,7 @@ keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 
 from hvdlite.keras import ps  # noqa: E402
-from hvdlite.keras.server_updater import KerasUpdater  # noqa: E402
+from hvdlite.keras.ps.updater import KerasUpdater  # noqa: E402
 from hvdlite.ps import context  # noqa: E402
 from hvdlite.ps.connections.client import Client  # noqa: E402
 from hvdlite.ps.connections.messages import Message  # noqa: E402

@@ -209,16 +209,13 @@ class UpdateBatchStateCallback(StateCallback):
         self.count_epoch(epoch)
 
     def is_last_batch(self, batch: int) -> bool:
-        """See `StateCallback`."""
         return self._steps is not None and self._done_before + batch + 1 >= self._steps
 
     def count_batch(self, batch: int) -> None:
-        """See `StateCallback`."""
         if self._steps is None or self._done_before < self._steps:
             self.state.batch = CompletedBatch(self._done_before + batch)
 
     def count_epoch(self, epoch: int) -> None:
-        """See `StateCallback`."""
         self.state.batch = 0
 
 
@@ -265,6 +262,5 @@ class UpdateEpochStateCallback(StateCallback):
         self.count_epoch(epoch)
 
     def count_epoch(self, epoch: int) -> None:
-        """See `StateCallback`."""
         first = epoch if self._first is None else self._first
         self.state.epoch = self.initial_epoch + epoch - first + 1

@@ -176,19 +176,15 @@ class ComputeClient:
         self._key = key
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
-        """See `ComputeService.register_dispatcher`."""
         self._ask("register_dispatcher", dispatcher_id, dispatcher_address)
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
-        """See `ComputeService.wait_for_dispatcher_registration`."""
         return str(self._ask("wait_for_dispatcher_registration", dispatcher_id, timeout))
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
-        """See `ComputeService.register_worker_for_dispatcher`."""
         self._ask("register_worker_for_dispatcher", dispatcher_id, worker_id)
 
     def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
-        """See `ComputeService.wait_for_dispatcher_worker_registration`."""
         self._ask("wait_for_dispatcher_worker_registration", dispatcher_id, timeout)
 
     def shutdown(self) -> None:

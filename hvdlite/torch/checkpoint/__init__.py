@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdlite.checkpoint import trees
 from hvdlite.checkpoint.folder import MANIFEST, Folder
-from hvdlite.checkpoint.forms import CheckpointForms
+from hvdlite.checkpoint.forms import PUBLIC, CheckpointForms
 from hvdlite.checkpoint.job import in_turn, together
 from hvdlite.checkpoint.loading import Options
 from hvdlite.checkpoint.tensors import Owner, Tensors
@@ -116,13 +116,4 @@ ranks_needed = _forms.ranks_needed
 load_distributed_checkpoint = _forms.load_distributed_checkpoint
 
 
-__all__ = [
-    "Layout",
-    "consolidate",
-    "infer_layout",
-    "infer_predict_layout",
-    "load",
-    "load_distributed_checkpoint",
-    "ranks_needed",
-    "save",
-]
+__all__ = ["Layout", *PUBLIC]  # noqa: PLE0604 - they are strings

@@ -13,7 +13,8 @@ beside the calls of `hvdlite.torch`.
     rendezvous     hvdlite:// : the ranks of the job meet, and share a store
     group          the methods that torch calls
     calls          from tensors and options to entries of the engine
-    work, futures  what torch waits for
+    work           what torch waits for
+    waiting        futures, deadlines and aborts, which end such a wait
     peers          send and recv
     checks         what can be seen to be wrong at the call
     arguments      the two spellings of every method, and torch's reductions as the engine's

@@ -33,10 +33,10 @@ from hvdlite.common.plain.process_set_table import GLOBAL_ID
 from hvdlite.common.runtime.process_sets import ProcessSet
 from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import find
-from hvdlite.torch.process_group.aborting import Abort
 from hvdlite.torch.process_group.arguments import translate
 from hvdlite.torch.process_group.backend import BACKEND
 from hvdlite.torch.process_group.tensors import ADAPTER, FittedEntry, KnownCall, overlap
+from hvdlite.torch.process_group.waiting import Abort
 
 _HASHED = re.compile("[0-9a-f]{40}")
 MOST_KNOWN = 1000  # calls of a group that are remembered

@@ -27,7 +27,7 @@ from hvdlite.common.runtime.runtime import Runtime
 from hvdlite.common.runtime.state import current
 from hvdlite.common.transport.tcp.addresses import Endpoint, choose, order
 from hvdlite.common.transport.tcp.interfaces import list_interfaces
-from hvdlite.torch.process_group.deadlines import waitable
+from hvdlite.torch.process_group.waiting import waitable
 
 TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"

@@ -17,9 +17,7 @@ from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.handles import Handle
 from hvdlite.torch.autograd import untraced
-from hvdlite.torch.process_group.aborting import Abort
-from hvdlite.torch.process_group.deadlines import deadlines, waitable
-from hvdlite.torch.process_group.futures import future_of
+from hvdlite.torch.process_group.waiting import Abort, deadlines, future_of, waitable
 
 
 def do_nothing() -> None:

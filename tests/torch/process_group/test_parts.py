@@ -18,9 +18,8 @@ from hvdlite.common.plain.entries import Entry
 from hvdlite.common.plain.messages import Request
 from hvdlite.torch.process_group import checks, registration, rendezvous
 from hvdlite.torch.process_group.arguments import as_lists, op_of, root_of, timeout_of, translate
-from hvdlite.torch.process_group.deadlines import deadlines
-from hvdlite.torch.process_group.futures import Pool, future_of
 from hvdlite.torch.process_group.tensors import overlap
+from hvdlite.torch.process_group.waiting import Pool, deadlines, future_of
 from hvdlite.torch.process_group.work import CollectiveWork
 
 MINUTE = timedelta(minutes=1)

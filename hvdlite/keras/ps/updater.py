@@ -17,7 +17,7 @@ _OF_BLOCK = re.compile(rf"{_BLOCK}(?P<number>\d+)_(?P<name>.+)")
 
 
 class KerasUpdater:
-    """Steps with the user's own optimizer, whose variables are the blocks of this server."""
+    """An `Updater` with the user's own optimizer, whose variables are the blocks of this server."""
 
     def __init__(self, optimizer: Any) -> None:
         self._first = optimizer
@@ -26,7 +26,7 @@ class KerasUpdater:
         self._variables: list[Any] = []
 
     def begin(self, values: Sequence[Array]) -> None:
-        """See `Updater`. An optimizer of Keras is built once: each table, and each load, has one.
+        """Begin: an optimizer of Keras is built once, so each table, and each load, has one.
 
         The copies are of the user's own class.
         """
@@ -51,18 +51,16 @@ class KerasUpdater:
             return self._first
 
     def values(self) -> list[Array]:
-        """See `Updater`."""
         return [_array(variable) for variable in self._variables]
 
     def step(self, gradients: Sequence[Array], numbers: Sequence[Mapping[str, Any]]) -> None:
-        """See `Updater`."""
         if numbers:
             self._learning_rate = numbers[0][LEARNING_RATE]
         if self._variables:
             self._optimizer.apply([keras.ops.convert_to_tensor(each) for each in gradients])
 
     def state(self) -> dict[str, Array]:
-        """See `Updater`: names are ``BLOCK.NAME``; what is one for all blocks, each of them has."""
+        """Return it by ``BLOCK.NAME``; what is one for all blocks, each of them has."""
         found = {}
         for variable in self._optimizer.variables:
             for name in self._names_of(variable):
@@ -70,7 +68,6 @@ class KerasUpdater:
         return found
 
     def load(self, state: Mapping[str, Array]) -> None:
-        """See `Updater`."""
         for variable in self._optimizer.variables:
             for name in self._names_of(variable):
                 if name in state:

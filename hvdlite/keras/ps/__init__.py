@@ -8,7 +8,7 @@ model.compile(optimizer=ps.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss
 
 import keras
 
-from hvdlite.keras.server_optimizer import DistributedOptimizer
+from hvdlite.keras.ps.optimizer import DistributedOptimizer
 from hvdlite.ps import public
 from hvdlite.ps.public import *  # noqa: F403
 from hvdlite.ps.raw_calls import RawCalls

@@ -13,7 +13,7 @@ from hvdlite.keras.elementwise import KNOWN_TO_LOOK_AT_WHOLE, treats_elements_al
 from hvdlite.keras.framework import backend_of, keras
 from hvdlite.keras.keras_patches import ON_SERVERS, patch_keras
 from hvdlite.keras.optimizer_families import kind_of, parts_of
-from hvdlite.keras.server_updater import LEARNING_RATE, KerasUpdater
+from hvdlite.keras.ps.updater import LEARNING_RATE, KerasUpdater
 from hvdlite.keras.subclass import save_as
 from hvdlite.ps import context
 from hvdlite.ps.layouts.blocks import Array, TensorSpec
