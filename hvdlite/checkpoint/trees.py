@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from hvdlite.checkpoint.job import check_same, together
 from hvdlite.checkpoint.manifest import Manifest
 from hvdlite.checkpoint.tensors import Context, Owner, Tensors
 
@@ -161,3 +163,40 @@ def check_value(value: Any, name: str) -> None:
             f"{name!r} is a {type(value).__name__}, which is neither a tensor nor a value of JSON "
             "(None, bool, int, float, str, and lists and dicts of them): save it otherwise"
         )
+
+
+def gathered(what: str, state: Any, tensors: Tensors) -> Tensors:
+    """Return `tensors` with the whole state of each object that is divided; all ranks take part.
+
+    `what` is the call and its folder. Raises `ValueError` for a part that stands alone, and
+    `HorovodInternalError` where ranks have divided objects under other names.
+    """
+    found: dict[str, Callable[[], Any]] = {}
+    things: dict[str, Any] = {}
+
+    def look() -> bytes:
+        for name, thing in _things(state, ""):
+            gather = tensors.gather_of(thing, name)
+            if gather is not None:
+                found[name], things[name] = gather, thing
+        return repr(sorted(found)).encode()
+
+    digests = together(what, look)
+    check_same(what, dict.fromkeys(found, "a state that is divided among ranks"), digests)
+    if not found:
+        return tensors
+    result = copy.copy(tensors)
+    result.whole = {id(things[name]): found[name]() for name in sorted(found)}
+    return result
+
+
+def _things(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield all that a state holds, on every level, with the names."""
+    yield name or "the state", tree
+    prefix = f"{name}." if name else ""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _things(value, f"{prefix}{key}")
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from _things(value, f"{prefix}{index}")

@@ -75,15 +75,11 @@ def allreduce_mixed(
     apart = [each for each in tensors if not isinstance(each, tf.IndexedSlices)]
     reduced = iter(verbs.allreduce(apart, name, compression, options))
     return [
-        _allreduce_slices(verbs, each, _slices_name(name, index), options)
+        _allreduce_slices(verbs, each, None if name is None else f"{name}.slices.{index}", options)
         if isinstance(each, tf.IndexedSlices)
         else next(reduced)
         for index, each in enumerate(tensors)
     ]
-
-
-def _slices_name(name: str | None, index: int) -> str | None:
-    return None if name is None else f"{name}.slices.{index}"
 
 
 def _allreduce_slices(

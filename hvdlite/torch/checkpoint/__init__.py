@@ -34,7 +34,11 @@ class TorchForms(CheckpointForms):
         self, folder: Folder, state: Any, layouts: Mapping[str, Any] | None, tensors: Tensors
     ) -> None:
         # Ranks of a pipeline hold different tensors: one of them with DTensors is enough.
-        if any(together(f"save of {folder.path}", lambda: _state_has_dtensors(state, tensors))):
+        if any(
+            together(
+                f"save of {folder.path}", lambda: _has_dtensors(trees.expand(state, tensors, None))
+            )
+        ):
             from hvdlite.torch.checkpoint import dcp
 
             dcp.save(folder, state, layouts, tensors)
@@ -82,10 +86,6 @@ class TorchForms(CheckpointForms):
 
     infer_layout.__doc__ = CheckpointForms.infer_layout.__doc__
     consolidate.__doc__ = CheckpointForms.consolidate.__doc__
-
-
-def _state_has_dtensors(state: Any, tensors: Tensors) -> bool:
-    return _has_dtensors(trees.expand(state, tensors, None))
 
 
 def _has_dtensors(tree: Any) -> bool:

@@ -38,7 +38,9 @@ def _broadcast_piece(piece: Sequence[Tensor], name: str, source: Source) -> None
     device = piece[0].device
     is_root = rank() == source.root_rank
     if is_root:
-        flat = torch.cat([_bytes_of(tensor).to(device) for tensor in piece])
+        flat = torch.cat(
+            [tensor.reshape(-1).contiguous().view(torch.uint8).to(device) for tensor in piece]
+        )
     else:
         flat = torch.empty(sum(t.nbytes for t in piece), dtype=torch.uint8, device=device)
     mpi_ops.broadcast_(flat, source.root_rank, name, source.process_set)
@@ -49,10 +51,6 @@ def _broadcast_piece(piece: Sequence[Tensor], name: str, source: Source) -> None
         # A part of the buffer may begin where the dtype must not; its copy does not.
         values = received.clone().view(tensor.dtype) if tensor.nbytes else tensor
         tensor.copy_(values.reshape(tensor.shape))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 @dataclass(frozen=True)

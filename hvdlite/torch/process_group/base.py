@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -79,8 +78,5 @@ class GroupBase:
 
         entries = [entry for work in works for entry in work.entries]
         outputs = [output for work in works for output in work.outputs]
-        return self._work(entries, outputs, timeout=_longest(works), finish=finish, writes=False)
-
-
-def _longest(works: Sequence[CollectiveWork]) -> timedelta | None:
-    return max((work.timeout for work in works), default=None)
+        longest = max((work.timeout for work in works), default=None)
+        return self._work(entries, outputs, timeout=longest, finish=finish, writes=False)
