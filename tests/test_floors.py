@@ -207,19 +207,12 @@ def test_no_modules_import_each_other_in_a_circle(when: str) -> None:
     assert not below
 
 
-# Folders with more modules than a reader takes in at a glance, and how many they have. Numbers may
-# only fall, and a folder that is within the limit leaves the list.
-MOST_IN_A_FOLDER = 16
-CROWDED = {
-    "hvdlite/common/api": 17,
-    "hvdlite/common/decisions": 17,
-    "hvdlite/common/meeting": 20,
-}
+MOST_IN_A_FOLDER = 16  # Modules: more than a reader takes in at a glance.
 
 
 def test_no_folder_holds_more_modules_than_a_reader_takes_in_at_a_glance() -> None:
     counts = Counter(str(path.parent.relative_to(ROOT)) for path in MODULES.values())
-    assert {folder: n for folder, n in counts.items() if n > MOST_IN_A_FOLDER} == CROWDED
+    assert not {folder: n for folder, n in counts.items() if n > MOST_IN_A_FOLDER}
 
 
 def test_common_knows_no_framework() -> None:

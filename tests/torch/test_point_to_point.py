@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvdlite.common.api.point_to_point import recv, recv_async, send, send_async
-from hvdlite.common.api.reduce_to_one import reduce
+from hvdlite.common.api.process_group_calls import recv, recv_async, reduce, send, send_async
 from hvdlite.common.base.reduce_op import ReduceOp
 from hvdlite.torch.adapter import TorchAdapter
 from tests.ranks import run_ranks

@@ -63,7 +63,6 @@ class AdasumBackend(RingBackend):
         reduction: Reduction,
         activity: Activity,
     ) -> None:
-        """See `Backend.allreduce`."""
         total = sum(array.size for array in inputs)
         if not total:
             return

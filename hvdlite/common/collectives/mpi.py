@@ -66,7 +66,6 @@ class MpiBackend(RingBackend):
         reduction: Reduction,
         activity: Activity,
     ) -> None:
-        """See `Backend.allreduce`."""
         with activity("MPI_ALLREDUCE"):
             self._reduce(members, Chain(inputs), Chain(outputs), reduction)
 
@@ -131,7 +130,6 @@ class MpiBackend(RingBackend):
     def broadcast(
         self, members: Members, arrays: Sequence[Array], root: int, activity: Activity
     ) -> None:
-        """See `Backend.broadcast`."""
         with activity("MPI_BROADCAST"):
             for array in arrays:
                 self._broadcast(members, array, root)

@@ -215,7 +215,6 @@ class ShmBackend:
         counts: Sequence[Sequence[int]],
         activity: Activity,
     ) -> None:
-        """See `Backend.allgather`."""
         if not inputs:
             return
         with activity("SHM_ALLGATHER"):
@@ -254,7 +253,6 @@ class ShmBackend:
     def broadcast(
         self, members: Members, arrays: Sequence[Array], root: int, activity: Activity
     ) -> None:
-        """See `Backend.broadcast`."""
         if not arrays:
             return
         with activity("SHM_BROADCAST"):
@@ -292,7 +290,6 @@ class ShmBackend:
         allocate: Callable[[list[int]], Array],
         activity: Activity,
     ) -> None:
-        """See `Backend.alltoall`."""
         with activity("SHM_ALLTOALL"):
             native = self._compiled(members)
             if native is not None:

@@ -58,7 +58,6 @@ class CollectiveRun:
         return reduction_of(self.operands[0].response.request, self.members.size)
 
     def result_shape(self, request: Request, rows: Sequence[int] = ()) -> tuple[int, ...]:
-        """See `CollectiveSpec.result_shape`."""
         return SPECS[request.collective].result_shape(request, self.members, rows)
 
 

@@ -21,9 +21,9 @@ from hvdlite.common.base.bitsets import NO_NUMBERS, NumberSet, mask_of
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.bit_readiness import Arrival, BitReadiness
 from hvdlite.common.decisions.grouped import GroupSizes
+from hvdlite.common.decisions.process_sets import change_sets
 from hvdlite.common.decisions.request_readiness import RanksByRequest, RequestReadiness, earliest
 from hvdlite.common.decisions.sender_searches import senders
-from hvdlite.common.decisions.set_changes import change_sets
 from hvdlite.common.plain.messages import (
     NO_BIT,
     Carried,

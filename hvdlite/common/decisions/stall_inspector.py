@@ -55,7 +55,7 @@ class StallInspector:
 
     def inspect(self, waiting: Iterable[Waiting], now: float) -> StallReport | None:
         """Return the report that is due at `now`, or None."""
-        late = [item for item in waiting if now >= item.since + self.patience]
+        late = [item for item in waiting if now >= item.since + self.report_seconds]
         if not late:
             return None
         shutdown = any(now >= item.since + self.shutdown_seconds for item in late)
@@ -67,7 +67,7 @@ class StallInspector:
         return StallReport(self._text(late, missing, now, shutdown), missing, shutdown)
 
     @property
-    def patience(self) -> float:
+    def report_seconds(self) -> float:
         """The seconds that a tensor may wait before it is reported."""
         return min(self.warning_seconds, self.shutdown_seconds)
 

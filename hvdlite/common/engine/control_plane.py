@@ -349,12 +349,12 @@ class ControlPlane:
             return None
         if self._coordinator is not None:
             return min(self._stalls.next_check(oldest), self._deadlocks.next_check(oldest))
-        return oldest + self._patience
+        return oldest + self._hold_seconds
 
     @property
-    def _patience(self) -> float:
+    def _hold_seconds(self) -> float:
         """The seconds that a leader holds incomplete tensors: rank 0 must hear before it warns."""
-        return min(self._stalls.patience / 2, FIRST_SECONDS)
+        return min(self._stalls.report_seconds / 2, FIRST_SECONDS)
 
     def inspect(self) -> None:
         """Warn of tensors that some ranks do not submit, or ask what they wait for, if it is time.
@@ -366,7 +366,7 @@ class ControlPlane:
             return
         if self._aggregator is not None:
             log.debug("rank %d: passes on tensors that some ranks do not submit", self._rank)
-            self._aggregator.flush(now - self._patience)
+            self._aggregator.flush(now - self._hold_seconds)
             self.pass_on()
         if self._coordinator is None:
             return

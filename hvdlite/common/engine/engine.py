@@ -24,7 +24,7 @@ from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.collectives.native.short_call import ShortExchange
 from hvdlite.common.collectives.table import SPECS, Effect
 from hvdlite.common.decisions.control_tree import ROOT
-from hvdlite.common.decisions.set_changes import change_sets
+from hvdlite.common.decisions.process_sets import change_sets
 from hvdlite.common.devices.agreement import capabilities
 from hvdlite.common.devices.host_paths import HostPaths
 from hvdlite.common.devices.libraries import find_libraries

@@ -182,7 +182,6 @@ class CsvFile:
         self._write([columns(0)])
 
     def append(self, rows: Sequence[IterationRow]) -> None:
-        """See `RowsFile.append`."""
         segments = max((len(row.segments) for row in rows), default=0)
         if segments > self._segments:
             self._widen(segments)
@@ -220,7 +219,6 @@ class CsvFile:
         self._file.flush()  # whole lines only, so that a killed run leaves a good file
 
     def close(self) -> None:
-        """See `RowsFile.close`."""
         self._file.close()
 
 
@@ -235,7 +233,6 @@ class ParquetFile:
         Path(self.path).write_bytes(b"")  # an unwritable path fails now, not at the end of the run
 
     def append(self, rows: Sequence[IterationRow]) -> None:
-        """See `RowsFile.append`."""
         self._rows.extend(rows)
         if len(self._rows) >= CHUNK_ROWS:
             self._pack()
@@ -259,7 +256,6 @@ class ParquetFile:
         self._rows = []
 
     def close(self) -> None:
-        """See `RowsFile.close`."""
         if self._rows or not self._tables:
             self._pack()
         table = self._arrow.concat_tables(self._tables, promote_options="default")

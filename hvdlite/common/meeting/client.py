@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.common.base.errors import (
@@ -23,12 +24,44 @@ from hvdlite.common.connections.dial import Failure, Limits, Refused, reach
 from hvdlite.common.connections.link import Link
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.meeting import wire
-from hvdlite.common.meeting.participant import Participant
-from hvdlite.common.meeting.patience import Patience, Presence
+from hvdlite.common.meeting.start_wait import Presence, StartWait
 
 ATTEMPT_SECONDS = 5.0  # The longest time for one connection and its handshake.
 DUPLICATE_SECONDS = 3.0  # How long the end of an earlier process of this rank may take.
 ANSWER_SECONDS = 2.0  # How long the server may take to say who is missing.
+
+
+@dataclass(frozen=True)
+class Participant:
+    """World rank `rank` of a job of `size` ranks, which waits until `deadline` (monotonic seconds).
+
+    `members` are the world ranks that meet, in the order of their new numbers; None is all of
+    `size`. `secret` and `job` are those of the server. `served_by` says which rank serves, and
+    which variable says where, in a few words; it is empty where another program serves.
+    """
+
+    rank: int
+    size: int
+    secret: bytes
+    deadline: float
+    members: Sequence[int] | None = None
+    job: bytes = bytes(wire.JOB_BYTES)
+    served_by: str = ""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of this rank among those that meet, and how many they are."""
+        if self.members is None:
+            return self.rank, self.size
+        return self.members.index(self.rank), len(self.members)
+
+    def likely_cause(self, error: Exception) -> str:
+        """Return a clause about why the server cannot be reached; empty where nothing is known."""
+        if isinstance(error, ConnectionRefusedError) and self.served_by:
+            return f": {self.served_by}, and has not started, or has not called init() yet"
+        if isinstance(error, TimeoutError):
+            return ": another program may own the port, or a firewall may be between"
+        return ""
 
 
 class ServerExchange:
@@ -41,7 +74,7 @@ class ServerExchange:
     def __init__(self, addresses: Sequence[Address], me: Participant) -> None:
         self.rank, self.size = me.place
         self._me, self._addresses = me, addresses
-        self._patience = Patience(me.rank, me.size, me.deadline)
+        self._wait = StartWait(me.rank, me.size, me.deadline)
         self._round = 0
         self._loop = Loop()
         self._link: Link | None = None
@@ -56,7 +89,6 @@ class ServerExchange:
     # -- rounds
 
     def allgather(self, body: bytes) -> list[bytes]:
-        """See `Exchange.allgather`."""
         wire.check_body(body)
         while True:
             try:
@@ -91,26 +123,26 @@ class ServerExchange:
 
     def _wait_for(self, presence: Presence) -> None:
         """Log who is missing; raise the error of a rank that has waited for too long."""
-        if self._patience.over:
-            raise self._patience.error(presence.spell())
+        if self._wait.over:
+            raise self._wait.error(presence.spell())
         if self._me.rank == presence.speaker:
-            self._patience.log(presence.spell())
+            self._wait.log(presence.spell())
 
     def _messages(self) -> Iterator[list[Any]]:
         """Yield the server's messages; ask who is missing now and then, and at the deadline."""
-        patience, asked_at = self._patience, None
+        wait, asked_at = self._wait, None
         while True:
             while self._inbox:
                 yield self._inbox.popleft()
             if self._lost is not None:
                 raise ConnectionError(self._lost or "end of file")
-            heard = self._loop.run_once(ANSWER_SECONDS if patience.over else patience.seconds())
+            heard = self._loop.run_once(ANSWER_SECONDS if wait.over else wait.seconds())
             if not heard and asked_at is not None and time.monotonic() >= asked_at + ANSWER_SECONDS:
-                raise patience.error(f"the server at {self._where()} does not answer any more")
-            if asked_at is None and patience.over:
+                raise wait.error(f"the server at {self._where()} does not answer any more")
+            if asked_at is None and wait.over:
                 asked_at = time.monotonic()
                 self._send(wire.WHO)
-            elif patience.line_is_due():
+            elif wait.line_is_due():
                 self._send(wire.WHO)
 
     def _send(self, *message: Any) -> None:
@@ -118,7 +150,6 @@ class ServerExchange:
         self._link.send(*message)
 
     def close(self) -> None:
-        """See `Exchange.close`."""
         if self._link is not None:
             self._send(wire.LEAVE)
             self._link.close()
@@ -138,10 +169,10 @@ class ServerExchange:
         if self._link is not None:
             self._link.close()
             self._link = None
-        patience, began, me = self._patience, time.monotonic(), self._me
+        wait, began, me = self._wait, time.monotonic(), self._me
 
         def limits() -> Limits:
-            seconds = max(0.1, min(ATTEMPT_SECONDS, patience.deadline_seconds()))
+            seconds = max(0.1, min(ATTEMPT_SECONDS, wait.deadline_seconds()))
             return Limits(seconds, seconds)
 
         def failed(failures: list[Failure]) -> None:
@@ -151,10 +182,10 @@ class ServerExchange:
             who = f"the server of the meeting at {self._where()} cannot be reached ({error})"
             who += me.likely_cause(error)
             who += f"; it has ended before: {before}" * bool(before)
-            if patience.over:
-                raise patience.error(who)
-            if patience.line_is_due():
-                patience.log(who)
+            if wait.over:
+                raise wait.error(who)
+            if wait.line_is_due():
+                wait.log(who)
 
         party = prove.Party(me.secret, wire.RANK, wire.SERVER)
         claim = wire.Claim(me.rank, me.size, me.job).pack()

@@ -37,9 +37,12 @@ from hvdlite.common.meeting.launch import (
     WORKER,
     Launch,
     WorldRank,
+    first_number,
+    first_set,
+    launch_with,
+    spell,
 )  # fmt: skip
 from hvdlite.common.meeting.slurm import task_of_step
-from hvdlite.common.meeting.variables import first_number, first_set, launch_with, spell
 
 LAUNCHED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")

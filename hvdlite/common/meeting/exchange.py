@@ -8,9 +8,14 @@ upon whichever there is.
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from hvdlite.common.base.errors import HorovodInternalError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class Exchange(Protocol):
@@ -62,7 +67,6 @@ class _InProcessExchange:
         self._round = 0
 
     def allgather(self, body: bytes) -> list[bytes]:
-        """See `Exchange.allgather`."""
         meeting, number = self._meeting, self._round
         self._round += 1
         with meeting.changed:
@@ -76,6 +80,31 @@ class _InProcessExchange:
                 missing = ", ".join(str(r) for r in range(self.size) if r not in bodies)
                 raise HorovodInternalError(f"these ranks did not come: {missing}")
             return [bodies[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
+
+
+class MpiExchange:
+    """See `Exchange`: the ranks of `comm`, which stays open when the exchange is closed."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self._comm = comm
+        self._byte = MPI.BYTE
+
+    def allgather(self, body: bytes) -> list[bytes]:
+        """See `Exchange.allgather`. Waits without a limit of its own."""
+        lengths = np.empty(self.size, np.int64)
+        self._comm.Allgather(np.array([len(body)], np.int64), lengths)
+        ends = np.cumsum(lengths)
+        buffer: Any = np.empty(int(ends[-1]), np.uint8)
+        counts = (lengths.tolist(), (ends - lengths).tolist())
+        self._comm.Allgatherv(np.frombuffer(body, np.uint8), [buffer, counts, self._byte])
+        return [part.tobytes() for part in np.split(buffer, ends[:-1])]
 
     def close(self) -> None:
         """See `Exchange.close`."""

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address, is_here, listen
-from hvdlite.common.meeting.client import ServerExchange
+from hvdlite.common.meeting.client import Participant, ServerExchange
 from hvdlite.common.meeting.exchange import Exchange
-from hvdlite.common.meeting.hosted import HostedExchange
 from hvdlite.common.meeting.launch import (
     MASTER,
     OWN,
@@ -22,7 +21,7 @@ from hvdlite.common.meeting.launch import (
     TORCH_GROUP,
     Launch,
 )
-from hvdlite.common.meeting.participant import Participant
+from hvdlite.common.meeting.serving import HostedExchange
 from hvdlite.common.meeting.wire import JOB_BYTES, job_digest
 
 # How long the end of a program that has the port may take, such as an earlier start of this job.

@@ -14,14 +14,13 @@ from typing import Any
 from hvdlite.common.base.errors import ProtocolError
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.link import Link
-from hvdlite.common.connections.listener import Listener
+from hvdlite.common.connections.listener import Listener, Refusal
 from hvdlite.common.connections.loop import Loop
 from hvdlite.common.connections.prove import Claim, Party
 from hvdlite.common.connections.strangers import peer_name
 from hvdlite.common.meeting import wire
-from hvdlite.common.meeting.admission import Admission
-from hvdlite.common.meeting.patience import Presence
 from hvdlite.common.meeting.rounds import Gathered, Guest, Key, Rounds, Withdrawn
+from hvdlite.common.meeting.start_wait import Presence, spell_ranks
 
 SILENCE_SECONDS = 5.0  # A stranger that has not proven its claim after this time is dropped.
 NOTES = 8  # The most refusals that are remembered for those who wait.
@@ -42,7 +41,6 @@ class _LinkedRank:
         self.given = 0
 
     def send(self, head: bytes) -> None:
-        """See `Guest.send`."""
         self.link.send_head(head)
 
 
@@ -72,14 +70,14 @@ class MeetingServer:
     ) -> None:
         if gathered is None and sorted(ranks) != list(range(size)):
             raise ValueError("a server of some of the ranks needs `gathered`")
-        self._loop = loop
-        self._rounds = rounds = Rounds(ranks, size, gathered, withdrawn)
+        self._loop, self._job = loop, job
+        self._rounds = Rounds(ranks, size, gathered, withdrawn)
         # Refusals, the latest last, for those who wait for the rank that was refused.
         self._notes: deque[str] = deque(maxlen=NOTES)
         self._linked: dict[_LinkedRank, None] = {}
         self._listener = Listener(
             loop, [listener], Party(secret, wire.SERVER, wire.RANK), self._accept,
-            judge=Admission(rounds.ranks, size, job, rounds.guests).judge,
+            judge=self._judge,
             refused=self._note_refusal, most_strangers=2 * len(ranks) + 64,
             stranger_seconds=SILENCE_SECONDS, other_secret=SECRETS_DIFFER,
         )  # fmt: skip
@@ -170,6 +168,23 @@ class MeetingServer:
             guest.link.close_after_fork()
 
     # -- connections
+
+    def _judge(self, proven: Claim) -> Refusal | None:
+        """Return why the rank with this claim may not take part. Raises `ProtocolError`."""
+        claim, rounds = wire.read_claim(proven.body), self._rounds
+        code, sentence = wire.REFUSED, ""
+        if claim.job != self._job:
+            code, sentence = wire.OTHER_JOB, "is of another job, or of another start of this one"
+        elif claim.size != rounds.size:
+            sentence = (
+                f"counts {claim.size} ranks in the job, and the rank or launcher that serves the "
+                f"meeting counts {rounds.size}"
+            )
+        elif claim.rank not in rounds.ranks:
+            sentence = f"does not meet here: the ranks here are {spell_ranks(rounds.ranks)}"
+        elif claim.rank in rounds.guests:
+            code, sentence = wire.DUPLICATE, "is here already: two processes have the same rank"
+        return Refusal(code, f"rank {claim.rank} {sentence}") if sentence else None
 
     def _accept(self, claim: Claim, connection: socket.socket) -> None:
         guest = _LinkedRank(wire.read_claim(claim.body).rank, peer_name(connection))

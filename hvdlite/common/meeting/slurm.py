@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.connections.address import Address
-from hvdlite.common.meeting.launch import RENDEZVOUS, SLURM, Launch
-from hvdlite.common.meeting.variables import first_set, launch_with
+from hvdlite.common.meeting.launch import RENDEZVOUS, SLURM, Launch, first_set, launch_with
 from hvdlite.common.plain.nodelist import expand_nodelist
 
 # Above the ports that Linux gives to programs that ask for any. A job takes the first free one of

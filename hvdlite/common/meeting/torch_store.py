@@ -22,7 +22,7 @@ import msgpack
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.connections.address import Address
 from hvdlite.common.meeting.launch import WorldRank
-from hvdlite.common.meeting.patience import Patience, Presence
+from hvdlite.common.meeting.start_wait import Presence, StartWait
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.05
 TOKEN_BYTES = 16
@@ -125,7 +125,7 @@ class TorchStoreExchange:
         self.rank, self.size = self._members.index(rank), len(self._members)
         self._world_rank = rank
         self._store = store
-        self._patience = Patience(rank, size, deadline)
+        self._wait = StartWait(rank, size, deadline)
         spelled = "all" if members is None else "-".join(map(str, members))
         self._name = f"hvdlite/{job}/{spelled}"
         self._token = os.urandom(TOKEN_BYTES)
@@ -134,7 +134,6 @@ class TorchStoreExchange:
         self._round = 0
 
     def allgather(self, body: bytes) -> list[bytes]:
-        """See `Exchange.allgather`."""
         self._write(self._round, bytes(body))
         try:
             bodies = self._gather() if self.rank == 0 else self._await_answer()
@@ -146,7 +145,6 @@ class TorchStoreExchange:
         return bodies
 
     def close(self) -> None:
-        """See `Exchange.close`."""
         if self._round:
             with suppress(HorovodInternalError):
                 self._write(LEFT)
@@ -209,14 +207,14 @@ class TorchStoreExchange:
 
     def _pause(self, seconds: float) -> float:
         """Sleep, and return how long to sleep the next time; say who is missing when it is time."""
-        patience = self._patience
-        if patience.over:
-            raise patience.error(self._presence().spell())
-        if patience.line_is_due():
+        wait = self._wait
+        if wait.over:
+            raise wait.error(self._presence().spell())
+        if wait.line_is_due():
             presence = self._presence()
             if presence.speaker == self._world_rank:
-                patience.log(presence.spell())
-        time.sleep(min(seconds, patience.seconds()))
+                wait.log(presence.spell())
+        time.sleep(min(seconds, wait.seconds()))
         return min(2 * seconds, LONGEST_PAUSE_SECONDS)
 
     def _presence(self) -> Presence:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -18,22 +19,76 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hvdlite.common.base.errors import HorovodInternalError, ProtocolError
-from hvdlite.common.connections.address import parse_address
+from hvdlite.common.base.errors import (
+    HorovodInternalError,
+    HorovodVersionMismatchError,
+    ProtocolError,
+)
+from hvdlite.common.connections.address import Address, parse_address
+from hvdlite.common.connections.dial import Failure, Limits, Refused, reach
 from hvdlite.common.connections.link import Link
 from hvdlite.common.connections.loop import Loop
+from hvdlite.common.connections.prove import Party
 from hvdlite.common.meeting import wire
 from hvdlite.common.membership import frames
 from hvdlite.common.membership.checks import Checks
-from hvdlite.common.membership.dial import dial
-from hvdlite.common.membership.exchange import LinkExchange
 from hvdlite.common.membership.frames import Newcomer, World
 from hvdlite.common.membership.process_end import ProcessEnd
 
+CONNECT_SECONDS = 30.0  # The driver listens before it starts its first worker.
 LINE_SECONDS = 10.0  # The time between two lines of a worker that waits.
 BYE_SECONDS = 1.0  # How long the last frames may take to be sent.
 
 log = logging.getLogger("hvdlite")
+
+
+def _dial(loop: Loop, address: Address, number: int, secret: bytes) -> socket.socket:
+    """Return the connection of worker `number` to the driver at `address`; it runs `loop`.
+
+    Raises `HorovodInternalError` when the driver cannot be reached or refuses this worker, and
+    `HorovodVersionMismatchError`.
+    """
+    end = loop.now() + CONNECT_SECONDS
+
+    def limits() -> Limits:
+        left = max(0.001, end - loop.now())
+        return Limits(left, left)
+
+    def failed(failures: list[Failure]) -> None:
+        for _, error, _ in failures:
+            if isinstance(error, HorovodVersionMismatchError):
+                raise error
+            if isinstance(error, Refused):
+                raise HorovodInternalError(
+                    f"the driver of the job at {address} refuses: {error}"
+                ) from error
+        error = failures[-1].error
+        if loop.now() > end or isinstance(error, (FileNotFoundError, ProtocolError)):
+            raise HorovodInternalError(
+                f"worker {number} cannot reach the driver of the job at {address} ({error}): "
+                "it has ended, or HVDLITE_ELASTIC_DRIVER is that of another job"
+            ) from error
+
+    me = Party(secret, frames.WORKER, frames.DRIVER)
+    return reach(loop, [address], me, frames.claim(number), limits, failed)
+
+
+class LinkExchange:
+    """See `Exchange`; ``gather(epoch, number, body)`` returns the bodies of a round."""
+
+    def __init__(self, world: World, gather: Callable[[int, int, bytes], list[bytes]]) -> None:
+        self.rank, self.size = world.rank, world.size
+        self._epoch, self._gather = world.epoch, gather
+        self._round = 0
+
+    def allgather(self, body: bytes) -> list[bytes]:
+        """See `Exchange.allgather`. There is no limit: the driver ends a world that cannot meet."""
+        wire.check_body(body)
+        number, self._round = self._round, self._round + 1
+        return self._gather(self._epoch, number, bytes(body))
+
+    def close(self) -> None:
+        """See `Exchange.close`."""
 
 
 class DriverLink:
@@ -66,7 +121,7 @@ class DriverLink:
         driver = parse_address(address, "HVDLITE_ELASTIC_DRIVER")
         self._loop = Loop()
         try:
-            connection = dial(self._loop, driver, number, secret)
+            connection = _dial(self._loop, driver, number, secret)
         except BaseException:
             self._loop.close()
             raise

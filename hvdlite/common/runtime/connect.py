@@ -202,7 +202,7 @@ def _connect_all_of(mpi: Any, comm: Any, config: Config, watch: StartWatch) -> M
 
 
 def _connect_by_exchange_of_mpi(comm: Any, config: Config, watch: StartWatch) -> Transport:
-    from hvdlite.common.meeting.mpi import MpiExchange
+    from hvdlite.common.meeting.exchange import MpiExchange
     from hvdlite.common.transport.mpi import connect as connect_over_mpi
     from hvdlite.common.transport.mpi import duplicate
 

@@ -220,7 +220,6 @@ class ElasticWorker:
         return self.link.over(self.epoch) is not None
 
     def check(self) -> int | None:
-        """See `DriverLink.check`."""
         kind = self.link.check()
         if kind is not None:
             self.interrupted = True

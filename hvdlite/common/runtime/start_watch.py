@@ -21,7 +21,7 @@ from types import TracebackType
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.report_failure import report
 from hvdlite.common.meeting.launch import Launch
-from hvdlite.common.meeting.patience import Patience
+from hvdlite.common.meeting.start_wait import StartWait
 
 log = logging.getLogger("hvdlite")
 
@@ -86,7 +86,7 @@ class StartWatch:
         self.expected: Sequence[int] = range(me.size if me else 0)
         self._me = me
         self._announcement = Announcement(me) if me and me.rank >= 0 and me.size > 1 else None
-        self._patience = Patience(
+        self._wait = StartWait(
             me.rank if me else 0, me.size if me else 0, time.monotonic() + limit_seconds
         )
         # Set while the main thread is in a call of MPI that returns only with success.
@@ -121,7 +121,7 @@ class StartWatch:
 
     def give_up(self) -> HorovodInternalError:
         """Return the error of a rank that has waited for too long."""
-        return self._patience.error(self._who())
+        return self._wait.error(self._who())
 
     def _who(self) -> str:
         """Return which ranks have not called `init`, as far as this host can know."""
@@ -150,16 +150,16 @@ class StartWatch:
         return self._me.rank == min(self._announcement.present("rank", self.expected), default=-1)
 
     def _run(self) -> None:
-        patience = self._patience
-        while not self._over.wait(patience.seconds()):
-            if patience.over:
-                if self._mpi_blocks or time.monotonic() >= patience.deadline + GRACE_SECONDS:
+        wait = self._wait
+        while not self._over.wait(wait.seconds()):
+            if wait.over:
+                if self._mpi_blocks or time.monotonic() >= wait.deadline + GRACE_SECONDS:
                     self._end_process()
                 self._over.wait(GRACE_SECONDS / 10)
-            elif patience.line_is_due():
+            elif wait.line_is_due():
                 who = self._who()
                 if self._speaks():
-                    patience.log(who)
+                    wait.log(who)
 
     def _end_process(self) -> None:
         """Exit with an error message: no exception can reach a thread that waits in MPI."""

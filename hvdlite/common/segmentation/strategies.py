@@ -70,11 +70,9 @@ class Threshold:
 
     @property
     def spec(self) -> str:
-        """See `Strategy.spec`."""
         return "threshold" if self.bytes is None else f"threshold:{self.bytes / MIB:g}"
 
     def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.last_indices`."""
         limit = JOB_THRESHOLD_BYTES if self.bytes is None else self.bytes
         last_indices: list[int] = []
         filled_bytes = 0
@@ -99,11 +97,9 @@ class Size:
 
     @property
     def spec(self) -> str:
-        """See `Strategy.spec`."""
         return "size:" + ",".join(f"{share:g}" for share in self.percentages)
 
     def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.last_indices`."""
         # HCCL's default is exempt: it yields one segment for a single gradient.
         if self.strict and self.percentages != HCCL_DEFAULT:
             _check_count(self.spec, len(self.percentages), gradients)
@@ -126,11 +122,9 @@ class Index:
 
     @property
     def spec(self) -> str:
-        """See `Strategy.spec`."""
         return "index:" + ",".join(map(str, self.indices))
 
     def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.last_indices`."""
         if self.strict:
             _check_count(self.spec, len(self.indices), gradients)
             if self.indices[-1] != len(gradients) - 1:
@@ -155,11 +149,9 @@ class Megabytes:
 
     @property
     def spec(self) -> str:
-        """See `Strategy.spec`."""
         return f"mb:{self.size:g},{self.count}"
 
     def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.last_indices`."""
         if self.size == 0:
             return _closed([], len(gradients))
         limit = max(self.size, 0) * MIB
@@ -175,11 +167,9 @@ class Count:
 
     @property
     def spec(self) -> str:
-        """See `Strategy.spec`."""
         return f"count:{self.count}"
 
     def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.last_indices`."""
         return _by_layer(gradients, float("inf"), self.count)
 
 
@@ -195,11 +185,9 @@ class Auto:
 
     @property
     def spec(self) -> str:
-        """See `Strategy.spec`."""
         return f"auto:{self.file}" if self.file else "auto"
 
     def last_indices(self, gradients: Sequence[Gradient]) -> list[int]:
-        """See `Strategy.last_indices`."""
         return Size().last_indices(gradients)
 
 

@@ -133,13 +133,11 @@ class TraceWriter:
         )
 
     def clock_offset(self, now: int, seconds: float) -> None:
-        """See `Timeline.set_clock_offset`."""
         self._events.append(self._head(seconds))
 
     # ---- tensors
 
     def negotiate_start(self, now: int, tensor: str, collective: str) -> None:
-        """See `Timeline.negotiate_start`."""
         track = self._track(tensor)
         if not track.negotiating:
             self._end_open(now, track)
@@ -147,7 +145,6 @@ class TraceWriter:
             track.negotiating = True
 
     def rank_ready(self, now: int, tensor: str, rank: int) -> None:
-        """See `Timeline.rank_ready`."""
         track = self._track(tensor)
         if track.negotiating:
             self._events.append(
@@ -156,33 +153,28 @@ class TraceWriter:
             )
 
     def negotiate_end(self, now: int, tensor: str) -> None:
-        """See `Timeline.negotiate_end`."""
         track = self._track(tensor)
         if track.negotiating:
             self._end_open(now, track)
 
     def start(self, now: int, tensor: str, collective: str) -> None:
-        """See `Timeline.start`."""
         track = self._track(tensor)
         self._end_open(now, track)
         self._begin(now, track, collective.upper())
 
     def activity_start(self, now: int, tensors: Sequence[str], activity: str) -> None:
-        """See `Timeline.activity_start`."""
         for tensor in tensors:
             track = self._track(tensor)
             if track.open and not track.negotiating:
                 self._begin(now, track, activity)
 
     def activity_end(self, now: int, tensors: Sequence[str]) -> None:
-        """See `Timeline.activity_end`."""
         for tensor in tensors:
             track = self._track(tensor)
             if track.open > 1:
                 self._end(now, track)
 
     def end(self, now: int, tensor: str, dtype: str | None, shape: Sequence[int] | None) -> None:
-        """See `Timeline.end`."""
         track = self._track(tensor)
         if track.negotiating:
             self._end_open(now, track)
@@ -194,14 +186,12 @@ class TraceWriter:
     # ---- the engine
 
     def engine(self, now: int, state: str | None) -> None:
-        """See `Timeline.engine`."""
         track = self._track(ENGINE_TRACK)
         self._end_open(now, track)
         if state is not None:
             self._begin(now, track, state)
 
     def mark_cycle(self, now: int) -> None:
-        """See `Timeline.mark_cycle`."""
         self._events.append(
             f'{{"ph": "i", "name": "CYCLE_START", "ts": {self._ts(now)}, "s": "g"}}'
         )
@@ -209,7 +199,6 @@ class TraceWriter:
     def segment_start(
         self, now: int, names: Sequence[str], count: int, nbytes: int, collective: str
     ) -> None:
-        """See `Timeline.segment_start`."""
         track = self._track(SEGMENT_TRACK)
         self._end_open(now, track)
         args = {"tensors": count, "bytes": nbytes, "names": list(names)}
@@ -217,7 +206,6 @@ class TraceWriter:
         self._count_bytes(now, track, nbytes)
 
     def segment_end(self, now: int) -> None:
-        """See `Timeline.segment_end`."""
         track = self._track(SEGMENT_TRACK)
         if track.open:
             self._end_open(now, track)
@@ -245,13 +233,11 @@ class TraceWriter:
     # ---- other spans
 
     def span_start(self, now: int, track: str, name: str) -> None:
-        """See `Timeline.span_start`."""
         found = self._track(track)
         self._end_open(now, found)
         self._begin(now, found, name)
 
     def span_end(self, now: int, track: str, about: Mapping[str, Any]) -> None:
-        """See `Timeline.span_end`."""
         found = self._track(track)
         if found.open:
             self._end(now, found, f', "args": {json.dumps(about)}')
@@ -259,11 +245,9 @@ class TraceWriter:
     # ---- worlds of an elastic job
 
     def end_rows(self, now: int) -> None:
-        """See `Timeline.end_rows`."""
         self._end_all(now)
 
     def reset(self, now: int, epoch: int, old: tuple[int, int], new: tuple[int, int]) -> None:
-        """See `Timeline.reset`."""
         self._end_all(now)
         places = {"old_rank": old[0], "old_size": old[1], "rank": new[0], "size": new[1]}
         self._events.append(

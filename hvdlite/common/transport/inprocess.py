@@ -105,12 +105,10 @@ class InProcessTransport:
     # -- control plane
 
     def send(self, rank: int, body: bytes) -> None:
-        """See `Transport.send`."""
         box = self._boxes[rank]
         box.update(partial(box.control.append, Incoming(self.rank, bytes(body))))
 
     def receive(self, timeout: float | None) -> list[Incoming]:
-        """See `Transport.receive`."""
         box = self._box
         with box.changed:
             if timeout != 0:
@@ -121,23 +119,19 @@ class InProcessTransport:
         return messages
 
     def wake(self, within: float = 0.0) -> None:
-        """See `Transport.wake`."""
         self._box.update(partial(setattr, self._box, "woken", True))
 
     # -- waits
 
     def call_while_waiting(self, negotiate: Callable[[], None]) -> None:
-        """See `Transport.call_while_waiting`."""
         self._negotiate = negotiate
 
     def while_waiting(self) -> None:
-        """See `Transport.while_waiting`."""
         self._negotiate()
 
     # -- arrays
 
     def isend(self, rank: int, array: Array) -> Pending:
-        """See `Transport.isend`."""
         offer = _Send(rank, array)
         if not offer.finished:
             box = self._boxes[rank]
@@ -145,7 +139,6 @@ class InProcessTransport:
         return offer
 
     def irecv(self, rank: int, array: Array) -> Pending:
-        """See `Transport.irecv`."""
         receive = _Receive(self, rank, array)
         if not receive.finished:
             self._posted[rank].append(receive)
@@ -168,19 +161,16 @@ class InProcessTransport:
             self._boxes[rank].update(partial(setattr, offer, "finished", True))
 
     def wait(self, pendings: Sequence[Pending]) -> None:
-        """See `Transport.wait`."""
         for pending in pendings:
             self._sleep_until(pending.done, pending.rank)
 
     def wait_for_any(self, pendings: Sequence[Pending]) -> None:
-        """See `Transport.wait_for_any`."""
         ranks = [pending.rank for pending in pendings]
         self._sleep_until(lambda: any(pending.done() for pending in pendings), *ranks)
 
     # -- shared memory
 
     def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
-        """See `Transport.shared`."""
         box = self._boxes[rank]
         with box.changed:
             if box.memory.size < nbytes:
@@ -196,11 +186,9 @@ class InProcessTransport:
             return box.memory[:nbytes]
 
     def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
-        """See `Transport.short_call_memory`."""
         return self._boxes[rank].short_call_memory
 
     def signal(self, ranks: Sequence[int]) -> None:
-        """See `Transport.signal`."""
         for rank in ranks:
             self._boxes[rank].update(partial(self._add_token, self._boxes[rank]))
 
@@ -208,14 +196,12 @@ class InProcessTransport:
         box.tokens[self.rank] += 1
 
     def await_signal(self, rank: int) -> None:
-        """See `Transport.await_signal`."""
         tokens = self._box.tokens
         self._sleep_until(lambda: tokens[rank] > 0, rank)
         with self._box.changed:
             tokens[rank] -= 1
 
     def gone(self, rank: int) -> bool:
-        """See `Transport.gone`."""
         return rank in self._box.lost or self._closed
 
     def _sleep_until(self, ready: Callable[[], bool], *ranks: int) -> None:
@@ -236,7 +222,6 @@ class InProcessTransport:
     # -- closing
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if self._closed:
             return
         self._closed = True

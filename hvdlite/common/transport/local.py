@@ -121,15 +121,12 @@ class LocalMesh:
     # -- data plane
 
     def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
-        """See `Transport.shared`."""
         return self._memory[rank].view(nbytes, grow=rank == self._rank)
 
     def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
-        """See `Transport.short_call_memory`."""
         return self._memory[rank].head()
 
     def signal(self, ranks: Sequence[int]) -> None:
-        """See `Transport.signal`."""
         for rank in ranks:
             link = self._links[rank]
             link.owed_tokens += 1
@@ -206,7 +203,6 @@ class LocalMesh:
             memory.close()
 
     def after_fork_in_child(self) -> None:
-        """See `Transport.after_fork_in_child`."""
         self._close_connections()
         self._wake_up.after_fork_in_child()
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from hvdlite.common.base.errors import HorovodInternalError
 from hvdlite.common.base.topology import Topology
+from hvdlite.common.meeting.exchange import MpiExchange
 from hvdlite.common.meeting.host_identity import host_identity
-from hvdlite.common.meeting.mpi import MpiExchange
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.backoff import Backoff
 from hvdlite.common.transport.base import Array, Incoming, Pending, connection_lost, do_nothing
@@ -97,7 +97,6 @@ class _ArrayInFlight:
         self._requests = requests
 
     def done(self) -> bool:
-        """See `Pending.done`."""
         requests = self._requests
         while requests and self._transport.test(requests[-1], self.rank):
             requests.pop()
@@ -132,7 +131,6 @@ class MpiTransport:
     # -- control plane
 
     def send(self, rank: int, body: bytes) -> None:
-        """See `Transport.send`."""
         if rank == self.rank:
             self._to_self.append(Incoming(rank, bytes(body)))
         elif rank in self._remote:
@@ -141,11 +139,9 @@ class MpiTransport:
             self._mesh.send(rank, body)
 
     def wake(self, within: float = 0.0) -> None:
-        """See `Transport.wake`."""
         self._mesh.wake(within)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
-        """See `Transport.receive`."""
         if timeout == 0:
             return self._poll(0.0)
         if not self._remote:  # All peers are local: one poll() sleeps for all of them.
@@ -186,22 +182,18 @@ class MpiTransport:
     # -- waits
 
     def call_while_waiting(self, negotiate: Callable[[], None]) -> None:
-        """See `Transport.call_while_waiting`."""
         self._negotiate = negotiate
 
     def while_waiting(self) -> None:
-        """See `Transport.while_waiting`."""
         self._keep_moving()
         self._negotiate()
 
     # -- arrays
 
     def isend(self, rank: int, array: Array) -> Pending:
-        """See `Transport.isend`."""
         return self._start(self._data.Isend, rank, array)
 
     def irecv(self, rank: int, array: Array) -> Pending:
-        """See `Transport.irecv`."""
         return self._start(self._data.Irecv, rank, array)
 
     def _start(self, call: Callable[..., MPI.Request], rank: int, array: Array) -> Pending:
@@ -227,12 +219,10 @@ class MpiTransport:
             raise self._failures.error_of(error, rank) from error
 
     def wait(self, pendings: Sequence[Pending]) -> None:
-        """See `Transport.wait`."""
         for pending in pendings:
             self._sleep_until(pending.done, (pending.rank,))
 
     def wait_for_any(self, pendings: Sequence[Pending]) -> None:
-        """See `Transport.wait_for_any`."""
         ranks = [pending.rank for pending in pendings]
         self._sleep_until(lambda: any(pending.done() for pending in pendings), ranks)
 
@@ -275,19 +265,15 @@ class MpiTransport:
     # -- shared memory
 
     def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
-        """See `Transport.short_call_memory`."""
         return self._mesh.short_call_memory(rank)
 
     def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
-        """See `Transport.shared`."""
         return self._mesh.shared(rank, nbytes)
 
     def signal(self, ranks: Sequence[int]) -> None:
-        """See `Transport.signal`."""
         self._mesh.signal(ranks)
 
     def await_signal(self, rank: int) -> None:
-        """See `Transport.await_signal`."""
         if self._keep_moving():
             self._mesh.await_signal(rank, self._negotiate_and_move(), POLL_RESOLUTION)
         else:
@@ -311,7 +297,6 @@ class MpiTransport:
         return negotiate_and_move
 
     def gone(self, rank: int) -> bool:
-        """See `Transport.gone`."""
         return self._mesh.gone(rank)
 
     # -- closing

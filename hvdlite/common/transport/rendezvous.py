@@ -42,7 +42,7 @@ class Peer(NamedTuple):
         os.close(self.memory)
 
 
-class Patience(NamedTuple):
+class _Limit(NamedTuple):
     """For how long to wait for other ranks: until `deadline` (monotonic seconds), or less."""
 
     deadline: float
@@ -112,31 +112,29 @@ def meet(
     `interrupt` ends all waits before it. Raises `HorovodInternalError` when a peer does not come,
     `ProtocolError` for a stranger.
     """
-    patience = Patience(deadline, interrupt)
+    limit = _Limit(deadline, interrupt)
     sockets: dict[tuple[int, int], socket.socket] = {}
     try:
         with listener:
             for peer in (lower for lower in peers if lower < rank):
                 for channel in (CONTROL, SIGNAL):
-                    sockets[peer, channel] = _connect(meeting, rank, peer, channel, patience)
+                    sockets[peer, channel] = _connect(meeting, rank, peer, channel, limit)
             expected = {(p, channel) for p in peers if p > rank for channel in (CONTROL, SIGNAL)}
             while expected:
-                key, connection = _accept(meeting, listener, rank, expected, patience)
+                key, connection = _accept(meeting, listener, rank, expected, limit)
                 expected.remove(key)
                 sockets[key] = connection
-        return _exchange_memory(sockets, peers, memory, patience)
+        return _exchange_memory(sockets, peers, memory, limit)
     except BaseException:
         for connection in sockets.values():
             connection.close()
         raise
 
 
-def _connect(
-    meeting: Meeting, rank: int, peer: int, channel: int, patience: Patience
-) -> socket.socket:
+def _connect(meeting: Meeting, rank: int, peer: int, channel: int, limit: _Limit) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with _until(connection, patience, f"rank {peer} does not answer on its socket"):
+        with _until(connection, limit, f"rank {peer} does not answer on its socket"):
             with meeting.path(peer) as path:
                 connection.connect(path)
             check_credentials(connection)
@@ -152,16 +150,16 @@ def _accept(
     listener: socket.socket,
     rank: int,
     expected: set[tuple[int, int]],
-    patience: Patience,
+    limit: _Limit,
 ) -> tuple[tuple[int, int], socket.socket]:
     missing = ", ".join(str(peer) for peer in sorted({peer for peer, _ in expected}))
-    with _until(listener, patience, f"these ranks of this host did not connect: {missing}"):
-        patience.wait_for_input(listener)
+    with _until(listener, limit, f"these ranks of this host did not connect: {missing}"):
+        limit.wait_for_input(listener)
         connection, _ = listener.accept()
     try:
         check_credentials(connection)
-        with _until(connection, patience, "a local rank connected and said nothing"):
-            patience.wait_for_input(connection)
+        with _until(connection, limit, "a local rank connected and said nothing"):
+            limit.wait_for_input(connection)
             hello = connection.recv(HELLO.size + 1)
         if len(hello) != HELLO.size:
             raise ProtocolError(f"a stranger connected to rank {rank}: {len(hello)} bytes of hello")
@@ -179,7 +177,7 @@ def _exchange_memory(
     sockets: dict[tuple[int, int], socket.socket],
     peers: tuple[int, ...],
     memory: int,
-    patience: Patience,
+    limit: _Limit,
 ) -> dict[int, Peer]:
     for peer in peers:
         socket.send_fds(sockets[peer, SIGNAL], [b"m"], [memory])
@@ -187,8 +185,8 @@ def _exchange_memory(
     try:
         for peer in peers:
             signal = sockets[peer, SIGNAL]
-            with _until(signal, patience, f"rank {peer} did not hand over its shared memory"):
-                patience.wait_for_input(signal)
+            with _until(signal, limit, f"rank {peer} did not hand over its shared memory"):
+                limit.wait_for_input(signal)
                 data, descriptors, *_ = socket.recv_fds(signal, 1, 1)
             received.update((peer, descriptor) for descriptor in descriptors)
             if data != b"m" or len(descriptors) != 1:
@@ -206,9 +204,9 @@ def _exchange_memory(
 
 
 @contextmanager
-def _until(connection: socket.socket, patience: Patience, failure: str) -> Iterator[None]:
+def _until(connection: socket.socket, limit: _Limit, failure: str) -> Iterator[None]:
     """Let a blocking call on `connection` fail with `failure` at the deadline."""
-    connection.settimeout(max(0.001, patience.deadline - time.monotonic()))
+    connection.settimeout(max(0.001, limit.deadline - time.monotonic()))
     try:
         yield
     except (TimeoutError, ConnectionError, FileNotFoundError) as error:

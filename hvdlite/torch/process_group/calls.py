@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.api.point_to_point import message_name, message_request
 from hvdlite.common.api.prepared_calls import prepared_once
+from hvdlite.common.api.process_group_calls import message_name, message_request
 from hvdlite.common.api.tensor_entries import (
     PreparedCall,
     TensorEntry,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.api.point_to_point import recv, recv_async, send, send_async
+from hvdlite.common.api.process_group_calls import recv, recv_async, send, send_async
 from hvdlite.common.collectives.native import short_call
 from hvdlite.common.collectives.native.shm import library
 from hvdlite.common.decisions.coordinator import Coordinator

@@ -10,8 +10,8 @@ import pytest
 
 import hvdlite.numpy as hvd
 from hvdlite.common.api.options import CallOptions
-from hvdlite.common.api.reduce_to_one import reduce as reduce_to_one
-from hvdlite.common.api.reduce_to_one import reduce_async
+from hvdlite.common.api.process_group_calls import reduce as reduce_to_one
+from hvdlite.common.api.process_group_calls import reduce_async
 from hvdlite.common.api.submit import Operation, submit
 from hvdlite.common.base.errors import UnsupportedError
 from hvdlite.common.base.reduce_op import ReduceOp

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hvdlite.numpy as hvd
-from hvdlite.common.api.reduce_to_one import reduce
+from hvdlite.common.api.process_group_calls import reduce
 from hvdlite.common.collectives.table import SPECS
 from hvdlite.common.plain.config import Config
 from hvdlite.common.plain.handles import Handle

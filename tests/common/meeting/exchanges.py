@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdlite.common.connections.address import Address, parse_address
-from hvdlite.common.meeting.client import ServerExchange
-from hvdlite.common.meeting.hosted import HostedExchange
-from hvdlite.common.meeting.participant import Participant
+from hvdlite.common.meeting.client import Participant, ServerExchange
+from hvdlite.common.meeting.serving import HostedExchange
 
 
 def at_server(address: str | Address | Sequence[Address], *me: Any, **more: Any) -> ServerExchange:

@@ -16,8 +16,8 @@ import pytest
 from hvdlite.common.base.errors import HorovodInternalError, HorovodVersionMismatchError
 from hvdlite.common.connections import prove
 from hvdlite.common.connections.prove import Software
-from hvdlite.common.membership import dial as dial_module
 from hvdlite.common.membership import frames
+from hvdlite.common.membership import link as link_module
 from hvdlite.common.membership.frames import Newcomer, World
 from hvdlite.common.membership.link import DriverLink
 from tests.elastic.fake_driver import SECRET, FakeDriver
@@ -266,7 +266,7 @@ def test_another_version_is_refused(driver: FakeDriver, monkeypatch: pytest.Monk
 def test_a_driver_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dial_module, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(link_module, "CONNECT_SECONDS", 0.2)
     with pytest.raises(HorovodInternalError, match="cannot reach the driver of the job at unix:"):
         DriverLink(f"unix:{tmp_path}/nobody", 0, b"")
 

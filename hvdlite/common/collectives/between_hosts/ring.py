@@ -64,7 +64,6 @@ class RingBackend:
         reduction: Reduction,
         activity: Activity,
     ) -> None:
-        """See `Backend.allreduce`."""
         if inputs:
             arithmetic = Arithmetic(inputs[0].dtype, reduction)
             with activity("RING_ALLREDUCE"):
@@ -122,7 +121,6 @@ class RingBackend:
         counts: Sequence[Sequence[int]],
         activity: Activity,
     ) -> None:
-        """See `Backend.allgather`."""
         if not inputs:
             return
         ring_order = RingOrder.of(members)

@@ -41,7 +41,6 @@ class Plan(Pipeline):
         return (self.ring_order.index - step - 1 - self.shift) % len(self.ring_order.order)
 
     def run(self, transport: Transport) -> None:
-        """See `Pipeline.run`."""
         RingRun(transport, self).run()
 
 

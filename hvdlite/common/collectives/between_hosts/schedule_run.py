@@ -36,7 +36,6 @@ class ScheduledPlan(Pipeline):
         return len(self.schedule_of_member.rounds)
 
     def run(self, transport: Transport) -> None:
-        """See `Pipeline.run`."""
         ScheduleRun(transport, self).run()
 
 

@@ -136,7 +136,6 @@ class HostExchange:
         send_counts: Sequence[int],
         allocate: Callable[[list[int]], Array],
     ) -> None:
-        """See `Backend.alltoall`."""
         local, hosts = self._layers.local, self._layers.hosts
         inner, pairs = exchange_counts(
             self._transport, self._inside, self._layers, self._members, send_counts

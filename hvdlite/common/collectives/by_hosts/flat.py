@@ -41,7 +41,6 @@ class FlatBackend(HostsBackend):
         reduction: Reduction,
         activity: Activity,
     ) -> None:
-        """See `Backend.allreduce`."""
         if not inputs:
             return
         order, arithmetic = RingOrder.of(members), Arithmetic(inputs[0].dtype, reduction)

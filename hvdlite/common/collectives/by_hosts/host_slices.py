@@ -100,7 +100,6 @@ class Inside:
                 start += view.size
 
     def broadcast(self, arrays: Sequence[Array], root: int) -> None:
-        """See `Backend.broadcast`."""
         if self._shm is not None:
             self._shm.broadcast(self._local, arrays, root, self._activity)
 
@@ -110,7 +109,6 @@ class Inside:
         send_counts: Sequence[int],
         allocate: Callable[[list[int]], Array],
     ) -> None:
-        """See `Backend.alltoall`."""
         if self._shm is not None:
             self._shm.alltoall(self._local, array, send_counts, allocate, self._activity)
         else:

@@ -82,7 +82,6 @@ class HostsBackend(RingBackend):
         counts: Sequence[Sequence[int]],
         activity: Activity,
     ) -> None:
-        """See `Backend.allgather`."""
         if not inputs:
             return
         layers, inside = self._layered(members, activity)
@@ -95,7 +94,6 @@ class HostsBackend(RingBackend):
     def broadcast(
         self, members: Members, arrays: Sequence[Array], root: int, activity: Activity
     ) -> None:
-        """See `Backend.broadcast`."""
         nbytes = sum(array.nbytes for array in arrays)
         if not nbytes:
             return
@@ -121,7 +119,6 @@ class HostsBackend(RingBackend):
         allocate: Callable[[list[int]], Array],
         activity: Activity,
     ) -> None:
-        """See `Backend.alltoall`."""
         layers, inside = self._layered(members, activity)
         exchange = HostExchange(self._transport, inside, layers, members, self._choice.bundles)
         with activity(f"{self.name}_ALLTOALL"):

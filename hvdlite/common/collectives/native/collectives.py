@@ -114,7 +114,6 @@ class NativeShm:
         counts: Sequence[Sequence[int]],
         arithmetic: Arithmetic,
     ) -> None:
-        """See `Backend.reducescatter`."""
         arguments = self._arguments(members, REDUCESCATTER, arithmetic.input_dtype.itemsize)
         set_reduction(arguments, arithmetic)
         arguments.streamed = _streamed(outputs)
@@ -129,7 +128,6 @@ class NativeShm:
         outputs: Sequence[Array],
         counts: Sequence[Sequence[int]],
     ) -> None:
-        """See `Backend.allgather`."""
         arguments = self._arguments(members, ALLGATHER, inputs[0].itemsize)
         arguments.streamed = _streamed(outputs)
         source, target = Chains.one(inputs), Chains.of_members(outputs, counts)
@@ -137,7 +135,6 @@ class NativeShm:
         self._run(arguments)
 
     def broadcast(self, members: Members, arrays: Sequence[Array], root: int) -> None:
-        """See `Backend.broadcast`."""
         arguments = self._arguments(members, BROADCAST, arrays[0].itemsize)
         arguments.root = root
         arguments.streamed = _streamed(arrays)
@@ -152,7 +149,6 @@ class NativeShm:
         send_counts: Sequence[int],
         allocate: Callable[[list[int]], Array],
     ) -> None:
-        """See `Backend.alltoall`."""
         arguments = self._arguments(members, ALLTOALL, array.itemsize)
         counts = np.array(send_counts, np.int64)
         arguments.counts = address(counts)

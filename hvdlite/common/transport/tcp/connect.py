@@ -22,8 +22,13 @@ from hvdlite.common.meeting.exchange import Exchange, Interrupt
 from hvdlite.common.meeting.host_identity import THREAD_NETWORK, boot_id, network_namespace
 from hvdlite.common.plain.config import Config
 from hvdlite.common.transport.bootstrap import Gathering, exchange_versions, raise_first
-from hvdlite.common.transport.tcp.addresses import Endpoint, choose
-from hvdlite.common.transport.tcp.cards import AddressBook, Card, exchange_cards
+from hvdlite.common.transport.tcp.addresses import (
+    AddressBook,
+    Card,
+    Endpoint,
+    choose,
+    exchange_cards,
+)
 from hvdlite.common.transport.tcp.connections import Connections, Identity
 from hvdlite.common.transport.tcp.interfaces import Interface, list_interfaces
 from hvdlite.common.transport.tcp.transport import Job, TcpTransport

@@ -32,7 +32,6 @@ class Transfer:
         self._move = move
 
     def done(self) -> bool:
-        """See `Pending.done`."""
         if self.parts:
             self._move()
             self.check()

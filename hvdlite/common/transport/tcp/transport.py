@@ -113,7 +113,6 @@ class TcpTransport:
         self._connections.dial(Slot(rank, DATA, stream))
 
     def on_connected(self, slot: Slot, connection: socket.socket, *, dialled: bool) -> None:
-        """See `Owner.on_connected`."""
         self._liveness.prepare(connection)
         rank = slot.rank
         if slot.channel == DATA:
@@ -126,7 +125,6 @@ class TcpTransport:
             self.control.attach(slot, connection, dialled=dialled)
 
     def on_unreachable(self, slot: Slot, reasons: str) -> None:
-        """See `Owner.on_unreachable`."""
         names = self._job.host_names
         error = PeerLostError(
             f"rank {self.rank} ({names[self.rank]}) cannot reach rank {slot.rank} "
@@ -141,7 +139,6 @@ class TcpTransport:
             self.control.link(slot.rank).end()
 
     def on_not_entered(self, slot: Slot) -> None:
-        """See `Owner.on_not_entered`."""
         self.control.on_not_entered(slot)
 
     def _loss(self, rank: int, error: OSError | None) -> PeerLostError:
@@ -160,7 +157,6 @@ class TcpTransport:
     # -- control plane
 
     def send(self, rank: int, body: bytes) -> None:
-        """See `Transport.send`."""
         if self._closed:
             return
         if rank == self.rank:
@@ -171,11 +167,9 @@ class TcpTransport:
             self.control.link(rank).send(body)
 
     def wake(self, within: float = 0.0) -> None:
-        """See `Transport.wake`."""
         self._mesh.wake(within)
 
     def receive(self, timeout: float | None) -> list[Incoming]:
-        """See `Transport.receive`."""
         mesh = self._mesh
         if timeout == 0:
             self.poll(0)
@@ -192,11 +186,9 @@ class TcpTransport:
     # -- waits
 
     def call_while_waiting(self, negotiate: Callable[[], None]) -> None:
-        """See `Transport.call_while_waiting`."""
         self._negotiate = negotiate
 
     def while_waiting(self) -> None:
-        """See `Transport.while_waiting`."""
         if not self._one_host:
             self.poll(0)
         self._negotiate()
@@ -214,15 +206,12 @@ class TcpTransport:
     # -- arrays
 
     def isend(self, rank: int, array: Array) -> Pending:
-        """See `Transport.isend`."""
         return self._data_link(rank).send(array)
 
     def irecv(self, rank: int, array: Array) -> Pending:
-        """See `Transport.irecv`."""
         return self._data_link(rank).receive(array)
 
     def wait(self, pendings: Sequence[Pending]) -> None:
-        """See `Transport.wait`."""
         for pending in pendings:
             transfer = cast(Transfer, pending)
             if not transfer.done():
@@ -232,7 +221,6 @@ class TcpTransport:
                     transfer.check()
 
     def wait_for_any(self, pendings: Sequence[Pending]) -> None:
-        """See `Transport.wait_for_any`."""
         while not any(pending.done() for pending in pendings):
             if not self._sleep():
                 for pending in pendings:
@@ -255,19 +243,15 @@ class TcpTransport:
     # -- shared memory
 
     def short_call_memory(self, rank: int) -> NDArray[np.uint8]:
-        """See `Transport.short_call_memory`."""
         return self._mesh.short_call_memory(rank)
 
     def shared(self, rank: int, nbytes: int) -> NDArray[np.uint8]:
-        """See `Transport.shared`."""
         return self._mesh.shared(rank, nbytes)
 
     def signal(self, ranks: Sequence[int]) -> None:
-        """See `Transport.signal`."""
         self._mesh.signal(ranks)
 
     def await_signal(self, rank: int) -> None:
-        """See `Transport.await_signal`."""
         attend = None if self._one_host else self._attend
         self._mesh.await_signal(rank, self._negotiate, attend=attend)
 
@@ -278,7 +262,6 @@ class TcpTransport:
             self._negotiate()
 
     def gone(self, rank: int) -> bool:
-        """See `Transport.gone`."""
         return self._mesh.gone(rank)
 
     # -- closing
@@ -310,6 +293,5 @@ class TcpTransport:
             data.close()
 
     def after_fork_in_child(self) -> None:
-        """See `Transport.after_fork_in_child`."""
         self._mesh.after_fork_in_child()  # First: it closes the poller, which the parent shares.
         self._close_sockets()

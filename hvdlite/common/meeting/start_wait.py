@@ -16,7 +16,7 @@ LINES = 4  # The least number of log lines before a rank gives up.
 REMEDY = "HVDLITE_START_TIMEOUT (seconds) and hvdlite-run --start-timeout"
 
 
-class Patience:
+class StartWait:
     """The wait of one rank in `init`, from now to `deadline` (monotonic seconds)."""
 
     def __init__(self, rank: int, size: int, deadline: float) -> None:
