@@ -46,15 +46,22 @@ PARTS = {
     "torch": ["compression", "functions", "mpi_ops", "optimizer", "sync_batch_norm"],
 }
 # The modules with the driver of elastic jobs for tools that start the workers by themselves.
-RUNNER_PARTS = ["constants", "discovery", "driver", "registration", "rendezvous", "settings"]
+RUNNER_PARTS = {
+    "constants": "horovod_types",
+    "discovery": "discovery",
+    "driver": "horovod_driver",
+    "registration": "horovod_types",
+    "rendezvous": "horovod_driver",
+    "settings": "horovod_types",
+}
 # Which modules of hvdlite answer for one of Horovod: the first that is there. All modules that are
 # not named here have the same name in hvdlite.
 NAMES = {
     "horovod.runner": ["hvdlite.launcher"],
     "horovod.runner.elastic": ["hvdlite.launcher.elastic"],
     **{
-        f"horovod.runner.elastic.{part}": [f"hvdlite.launcher.elastic.{part}"]
-        for part in RUNNER_PARTS
+        f"horovod.runner.elastic.{part}": [f"hvdlite.launcher.elastic.{module}"]
+        for part, module in RUNNER_PARTS.items()
     },
     # Workers use it, so it is no part of the launcher.
     "horovod.runner.elastic.worker": ["hvdlite.common.elastic.worker"],

@@ -163,7 +163,10 @@ def test_horovods_modules_of_elastic_training_are_there() -> None:
         "from horovod.runner.elastic.driver import ElasticDriver\n"
         "print(run_fn.__module__, ElasticDriver.__module__)\n"
     )
-    assert run(code).split() == ["hvdlite.common.elastic.run", "hvdlite.launcher.elastic.driver"]
+    assert run(code).split() == [
+        "hvdlite.common.elastic.run",
+        "hvdlite.launcher.elastic.horovod_driver",
+    ]
 
 
 @pytest.mark.tf

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from signal import SIGKILL
 from typing import Any
@@ -20,15 +20,12 @@ from hvdlite.common.membership.server import WorkerServer
 from hvdlite.common.plain.config import Config
 from hvdlite.launcher.command_line.elastic_options import check_cooldown
 from hvdlite.launcher.elastic.decisions.commands import Finish, StartWorker
-from hvdlite.launcher.elastic.decisions.driver import Driver
 from hvdlite.launcher.elastic.decisions.plan import READY, WAIT, ElasticPlan
-from hvdlite.launcher.elastic.driving import Driving
-from hvdlite.launcher.elastic.worker_variables import worker_variables
+from hvdlite.launcher.elastic.driving import Driving, worker_variables
 from hvdlite.launcher.function import raise_failure
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.worker import Raised
 
-LOOK_SECONDS = 1.0
 GRACE_SECONDS = 0.5  # How long workers that were told of the end may take to end by themselves.
 END_SECONDS = 5.0  # And how long after they were killed.
 
@@ -64,21 +61,19 @@ def make_plan(
     )  # fmt: skip
 
 
-class DirectJob(ABC):
+class DirectJob(Driving):
     """One elastic job, whose workers connect with `host`, a name of this host that they know.
 
     `workers_start_within` is how long a worker may take from its start to its connection.
     """
 
     def __init__(self, plan: ElasticPlan, host: str, workers_start_within: float) -> None:
+        super().__init__(plan, EventLoop())
         self.plan = plan
-        self.driver = Driver(plan)
-        self.loop = EventLoop()
         self.secret = new_secret()
         self.results: dict[int, Any] = {}  # By number of a worker.
         self.raised: dict[int, Raised] = {}
         self.hosts: dict[int, str] = {}  # The hosts of the workers that have not ended.
-        self._driving = Driving(self.driver, self, self, self.say)
         self._start_seconds = workers_start_within
         self._silence_seconds = Config.from_environ().elastic_worker_timeout_seconds
         self._start_by: dict[int, float] = {}  # For workers that have not connected yet.
@@ -89,7 +84,6 @@ class DirectJob(ABC):
             self.loop, listener, self.secret.encode(), self._said, self._closed,
             expects=self._expects,
         )  # fmt: skip
-        self._look_at = 0.0
 
     # -- for those who start workers
 
@@ -125,20 +119,18 @@ class DirectJob(ABC):
         """Return the time by the driver's clock, in seconds."""
         return time.monotonic()
 
-    # -- the crew of the driver
+    # -- commands of the driver
 
     def start_agent(self, host: str) -> None:
-        """See `Crew`: what has shown the host can start workers there."""
+        """Take the host for ready: what has shown it can start workers there."""
         self.driver.agent_came(host, self.now())
 
     def drop_agent(self, host: str) -> None:
-        """See `Crew`."""
         for number in [number for number, its in self.hosts.items() if its == host]:
             self.end_process(number, kill=True)
             del self.hosts[number]
 
     def start_worker(self, worker: StartWorker) -> None:
-        """See `Crew`."""
         self.hosts[worker.number] = worker.host
         self._start_ranks[worker.number] = worker.start_rank
         self._start_by[worker.number] = self.now() + self._start_seconds
@@ -151,12 +143,10 @@ class DirectJob(ABC):
         self.start_process(worker, variables)
 
     def signal(self, number: int, signal_number: int) -> None:
-        """See `Workers`."""
         if number in self.hosts:
             self.end_process(number, signal_number == SIGKILL)
 
     def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
-        """See `Workers`."""
         for number in numbers:
             self._server.send(number, frame)
 
@@ -173,7 +163,7 @@ class DirectJob(ABC):
         if number in self.hosts:
             self.driver.worker_closed(number, self.now())
 
-    def _look(self, now: float) -> None:
+    def look(self, now: float) -> None:
         for number, silence in self._server.silence().items():
             if silence >= self._silence_seconds and number in self.hosts:
                 why = f"it has not answered for {self._silence_seconds:g} seconds"
@@ -189,23 +179,13 @@ class DirectJob(ABC):
         """Run to the end; return how it was. No worker runs any more then."""
         try:
             self.driver.tick(self.now())
-            while self._driving.finish is None:
-                self._driving.carry_out()
-                self._turn(self._driving.due())
-                self.driver.tick(self.now())
-                self._driving.carry_out()
+            while self.finish is None:
+                self.driver.tick(self.wait())
+                self.carry_out()
             self._let_workers_end()
         finally:
             self.close()
-        return self._driving.finish
-
-    def _turn(self, due: Sequence[float]) -> None:
-        now = self.now()
-        self.loop.run_once(max(0.0, min([self._look_at, *due]) - now))
-        now = self.now()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_SECONDS
-            self._look(now)
+        return self.finish
 
     def stop(self, code: int, sentence: str) -> None:
         """End the job from outside; any thread may call this."""
@@ -214,12 +194,12 @@ class DirectJob(ABC):
     def _let_workers_end(self) -> None:
         deadline = self.now() + GRACE_SECONDS
         while self.hosts and self.now() < deadline:
-            self._turn([deadline])
+            self.wait(deadline)
         self.end_all()
         deadline = self.now() + END_SECONDS
         # A worker whose connection ended before it did would say that the driver has gone.
         while self._server.numbers() and self.now() < deadline:
-            self._turn([deadline])
+            self.wait(deadline)
 
     def close(self) -> None:
         """Close all connections."""

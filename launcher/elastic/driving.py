@@ -3,50 +3,77 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
-from typing import Any, Protocol
+import time
+from abc import ABC, abstractmethod
+from typing import Any
 
 from hvdlite.launcher.elastic.decisions import commands
 from hvdlite.launcher.elastic.decisions.driver import Driver
+from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.processes.event_loop import EventLoop
+
+# What scripts for Horovod find in elastic jobs: these connect the ranks by TCP, too.
+OF_HOROVOD = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 
 
-class Crew(Protocol):
-    """Starts agents and workers, and tells the driver what becomes of them."""
+class Driving(ABC):
+    """A driver, and the loop in which its commands are carried out."""
 
+    look_seconds = 1.0  # The time between two calls of `look`.
+
+    def __init__(self, plan: ElasticPlan, loop: EventLoop) -> None:
+        self.driver = Driver(plan)
+        self.loop = loop
+        self.finish: commands.Finish | None = None  # Set when the job is over.
+        self._look_at = 0.0
+
+    # -- commands, which `carry_out` calls
+
+    @abstractmethod
     def start_agent(self, host: str) -> None:
         """See `commands.StartAgent`."""
 
+    @abstractmethod
     def drop_agent(self, host: str) -> None:
         """See `commands.DropAgent`."""
 
+    @abstractmethod
     def start_worker(self, worker: commands.StartWorker) -> None:
         """See `commands.StartWorker`."""
 
-
-class Workers(Protocol):
-    """The workers that have not ended."""
-
+    @abstractmethod
     def signal(self, number: int, signal_number: int) -> None:
         """End a worker by SIGTERM or SIGKILL; see `commands.EndWorker`."""
 
+    @abstractmethod
     def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
         """See `commands.Tell`."""
 
+    @abstractmethod
+    def say(self, line: str) -> None:
+        """Show a line to the user."""
 
-class Driving:
-    """A driver with its crew; ``say(line)`` shows a line to the user."""
+    @abstractmethod
+    def look(self, now: float) -> None:
+        """Look for what has gone without a word."""
 
-    def __init__(
-        self, driver: Driver, crew: Crew, workers: Workers, say: Callable[[str], None]
-    ) -> None:
-        self.driver = driver
-        self.finish: commands.Finish | None = None  # Set when the job is over.
-        self._crew, self._workers, self._say = crew, workers, say
+    # -- the loop
 
-    def due(self) -> list[float]:
-        """Return when the driver has something to decide; nothing where only events matter."""
+    def wait(self, *times: float) -> float:
+        """Do what was decided, wait until something comes or is due, and look; return the time.
+
+        `times` are those at which the caller has something to do.
+        """
+        self.carry_out()
         due = None if self.finish is not None else self.driver.due()
-        return [] if due is None else [due]
+        if due is not None:
+            times = (*times, due)
+        self.loop.run_once(max(0.0, min(self._look_at, *times) - time.monotonic()))
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + self.look_seconds
+            self.look(now)
+        return now
 
     def carry_out(self) -> None:
         """Do all that the driver has decided. After the end, nothing is started any more."""
@@ -55,19 +82,31 @@ class Driving:
                 self._do(command)
 
     def _do(self, command: commands.Command) -> None:
-        crew, workers = self._crew, self._workers
         match command:
             case commands.Say(line):
-                self._say(line)
+                self.say(line)
             case commands.Tell(numbers, frame):
-                workers.tell(numbers, frame)
+                self.tell(numbers, frame)
             case commands.EndWorker(number, kill):
-                workers.signal(number, signal.SIGKILL if kill else signal.SIGTERM)
+                self.signal(number, signal.SIGKILL if kill else signal.SIGTERM)
             case commands.DropAgent(host):
-                crew.drop_agent(host)
+                self.drop_agent(host)
             case commands.StartAgent(host) if self.finish is None:
-                crew.start_agent(host)
+                self.start_agent(host)
             case commands.StartWorker() if self.finish is None:
-                crew.start_worker(command)
+                self.start_worker(command)
             case commands.Finish():
                 self.finish = command
+
+
+def worker_variables(worker: commands.StartWorker, as_horovod: bool) -> dict[str, str]:
+    """Return the variables that tell a worker its number and its place at the start.
+
+    Those of its host come beside them. They are never updated later.
+    """
+    known = {**worker.place, "HOSTNAME": worker.host, "ELASTIC": 1}
+    prefixes = ("HVDLITE", "HOROVOD") if as_horovod else ("HVDLITE",)
+    variables = {
+        f"{prefix}_{name}": str(text) for prefix in prefixes for name, text in known.items()
+    }
+    return variables | {"HVDLITE_WORKER": str(worker.number)} | (OF_HOROVOD if as_horovod else {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost
 from hvdlite.launcher.agents.agent_hello import reason_to_refuse
@@ -19,8 +19,10 @@ from hvdlite.launcher.agents.agent_starters import (
 from hvdlite.launcher.agents.channel import BEATS
 from hvdlite.launcher.command_line.elastic_options import ElasticOptions
 from hvdlite.launcher.elastic.decisions.commands import StartWorker
+from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.elastic.driving import Driving
 from hvdlite.launcher.elastic.output import ElasticOutput
-from hvdlite.launcher.elastic.worker_processes import WorkerEvents, WorkerProcesses
+from hvdlite.launcher.elastic.worker_processes import WorkerProcesses
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.unreachable import (
     explain_agent,
@@ -35,30 +37,21 @@ LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to
 BEAT_SECONDS = 1.0  # The silence that an agent of this host allows, where it has a limit.
 
 
-class AgentEvents(Protocol):
-    """What is told of agents; see `Driver`."""
-
-    def agent_came(self, host: str, now: float) -> None: ...
-    def agent_lost(self, host: str, why: str, may_return: bool, now: float) -> None: ...
-    def agent_leaving(self, host: str, why: str, now: float) -> None: ...
-
-
-class Events(AgentEvents, WorkerEvents, Protocol):
-    """What is told of agents and workers."""
-
-
-class HostAgents:
-    """Starts and ends agents, and their workers; `events` are told what becomes of them."""
+class HostAgents(Driving):
+    """Starts and ends agents, and their workers; the driver is told what becomes of them."""
 
     def __init__(
-        self, job: JobContext, output: ElasticOutput, slots: Callable[[str], int],
-        launcher_environ: Mapping[str, str], events: Events,
+        self, plan: ElasticPlan, job: JobContext, output: ElasticOutput,
+        slots: Callable[[str], int], launcher_environ: Mapping[str, str],
     ) -> None:  # fmt: skip
+        super().__init__(plan, job.loop)
         assert job.options.elastic is not None
         self._elastic: ElasticOptions = job.options.elastic
-        self._job, self._events, self._slots = job, events, slots
+        # In which the silence of a host is noticed.
+        self.look_seconds = min(1.0, self._elastic.host_timeout_seconds / (2 * BEATS))
+        self._job, self._slots = job, slots
         self._description = AgentJob(job, ())
-        self.workers = WorkerProcesses(job.options, self._description, output, events)
+        self.workers = WorkerProcesses(job.options, self._description, output, self.driver)
         self._environ = launcher_environ
         self._starter = SpawnedAgents((), job.options, launcher_environ, job.loop)
         self._agents: dict[str, AgentConnection] = {}  # The present one of each host.
@@ -110,6 +103,19 @@ class HostAgents:
         if agent is not None:  # Else it was lost a moment ago, of which the driver is told next.
             self.workers.start(worker, agent)
 
+    def signal(self, number: int, signal_number: int) -> None:
+        """Signal a worker, and its children."""
+        self.workers.signal(number, signal_number)
+
+    def tell(self, numbers: tuple[int, ...], frame: list[Any]) -> None:
+        """Send a frame to workers."""
+        self.workers.tell(numbers, frame)
+
+    def say(self, line: str) -> None:
+        """Print a line of hvdlite-run's own."""
+        text = f"hvdlite-run: {line}\n"
+        self._job.output.write("stderr", text.encode(errors="backslashreplace"))
+
     def signal_all(self, signal_number: int) -> None:
         """Signal all workers, and what is still about to start some."""
         self._waiting.clear()
@@ -150,7 +156,7 @@ class HostAgents:
 
     def _refuse(self, agent: AgentConnection, why: str) -> None:
         self.drop_agent(agent.host.name)
-        self._events.agent_lost(agent.host.name, why, False, time.monotonic())
+        self.driver.agent_lost(agent.host.name, why, False, time.monotonic())
 
     def _ready(self, agent: AgentConnection) -> None:
         agent.ready = True
@@ -160,10 +166,10 @@ class HostAgents:
         if self._agents.get(agent.host.name) is agent:
             agent.supplied = True
             self._deadlines.pop(agent, None)
-            self._events.agent_came(agent.host.name, time.monotonic())
+            self.driver.agent_came(agent.host.name, time.monotonic())
 
     def _leaves(self, agent: AgentConnection, why: str) -> None:
-        self._events.agent_leaving(agent.host.name, why, time.monotonic())
+        self.driver.agent_leaving(agent.host.name, why, time.monotonic())
 
     # -- the loss of an agent
 
@@ -186,14 +192,14 @@ class HostAgents:
         groups = self._give_up(agent)
         self._clean_up(agent, groups)
         self._start_next()
-        self._events.agent_lost(agent.host.name, why, True, time.monotonic())
+        self.driver.agent_lost(agent.host.name, why, True, time.monotonic())
 
     def _silence(self, agent: AgentConnection, seconds: float) -> None:
         """Give up an agent that is silent: it ends its workers itself, if it still runs."""
         self._give_up(agent)
         agent.close()
         why = f"it {has_not_answered(seconds)}"
-        self._events.agent_lost(agent.host.name, why, True, time.monotonic())
+        self.driver.agent_lost(agent.host.name, why, True, time.monotonic())
 
     def _give_up(self, agent: AgentConnection) -> list[int]:
         """Forget an agent and its workers; return their process groups."""
@@ -214,11 +220,6 @@ class HostAgents:
         self._tidying.append(LeadingProcess(command, self._environ, self._job.loop))
 
     # -- time
-
-    @property
-    def look_seconds(self) -> float:
-        """The time between two calls of `look`, in which the silence of a host is noticed."""
-        return min(1.0, self._elastic.host_timeout_seconds / (2 * BEATS))
 
     def look(self, now: float) -> None:
         """Send beats, and give up agents that are silent or late."""

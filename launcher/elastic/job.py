@@ -13,10 +13,8 @@ import time
 from collections.abc import Mapping
 
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.elastic.decisions.driver import Driver
 from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
 from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
-from hvdlite.launcher.elastic.driving import Driving
 from hvdlite.launcher.elastic.host_agents import HostAgents
 from hvdlite.launcher.elastic.output import ElasticOutput
 from hvdlite.launcher.jobs import termination_plan as ending
@@ -69,15 +67,16 @@ class ElasticJob:
         assert options.elastic is not None
         self.signals = SignalInbox()
         self.loop = EventLoop()
-        self.driver = Driver(make_plan(options))
         self.output = ElasticOutput(
             options.num_proc, options.output_filename, options.prefix_timestamp,
             Console(give_up=self._reader_is_slow), self.signals.note_broken_pipe,
         )  # fmt: skip
         context = JobContext(options, environ, self.loop, FirstFailure(), self.output)
         self.agents = HostAgents(
-            context, self.output, lambda host: self._hosts[host], launcher_environ, self.driver
-        )
+            make_plan(options), context, self.output, lambda host: self._hosts[host],
+            launcher_environ,
+        )  # fmt: skip
+        self.driver = self.agents.driver
         self._hosts: dict[str, int] = {}  # The slots of all hosts that were ever discovered.
         self._script: DiscoveryScript | None = None
         if options.elastic.discovery_script is not None:
@@ -87,9 +86,7 @@ class ElasticJob:
             )  # fmt: skip
         else:
             self._hosts = fixed_hosts(options)
-        self._driving = Driving(self.driver, self.agents, self.agents.workers, self._say)
         self._ending: Ending | None = None
-        self._look_at = 0.0
 
     def run(self) -> JobOutcome:
         """Run to the end. When this returns, no process and no file of the job is left."""
@@ -99,7 +96,7 @@ class ElasticJob:
                 self.driver.tick(time.monotonic())
                 if self._script is None:
                     self.driver.discovered(self._hosts, time.monotonic())
-                while self._driving.finish is None or self.agents.workers:
+                while self.agents.finish is None or self.agents.workers:
                     self._turn()
                 self._let_agents_end()
                 with contextlib.suppress(BrokenPipeError):
@@ -112,7 +109,7 @@ class ElasticJob:
             self.output.close()
         if self.signals.received is not None:
             return signal_outcome(self.signals.received)
-        finish = self._driving.finish
+        finish = self.agents.finish
         assert finish is not None
         return JobOutcome(finish.code, finish.sentence, results=finish.results)
 
@@ -134,25 +131,19 @@ class ElasticJob:
 
     def _turn(self) -> None:
         """Wait for what comes next, let the driver decide, and do what it wants."""
-        self._driving.carry_out()
-        now = time.monotonic()
-        self.loop.run_once(max(0.0, min(self._due()) - now))
-        now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + self.agents.look_seconds
-            self.agents.look(now)
-        if self._script is not None and self._driving.finish is None:
+        now = self.agents.wait(*self._due())
+        if self._script is not None and self.agents.finish is None:
             self._script.look(now)
         self.driver.tick(now)
         self._act_on_signals(now)
-        self._driving.carry_out()
+        self.agents.carry_out()
         self._go_on_ending(now)
 
     def _due(self) -> list[float]:
-        times = [self._look_at, *self._driving.due()]
+        times = []
         if self._ending is not None:
             times.append(self._ending.due)
-        if self._script is not None and self._driving.finish is None:
+        if self._script is not None and self.agents.finish is None:
             times.append(self._script.due)
         return times
 
@@ -164,14 +155,10 @@ class ElasticJob:
             self.driver.stop(128 + number, f"ended by {signal.Signals(number).name}", now)
         self._ending = Ending.begin(ending.AFTER_SIGNAL.get(number, ending.AFTER_SIGTERM), now)
 
-    def _say(self, line: str) -> None:
-        text = f"hvdlite-run: {line}\n"
-        self.output.write("stderr", text.encode(errors="backslashreplace"))
-
     # -- the end
 
     def _go_on_ending(self, now: float) -> None:
-        if self._driving.finish is None:
+        if self.agents.finish is None:
             return
         if self._ending is None:
             self._ending = Ending.begin(AFTER_FINISH, now)

@@ -6,28 +6,15 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.agents.agent_job import AgentJob
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.elastic.decisions.commands import StartWorker
+from hvdlite.launcher.elastic.decisions.driver import Driver
+from hvdlite.launcher.elastic.driving import worker_variables
 from hvdlite.launcher.elastic.output import ElasticOutput
-from hvdlite.launcher.elastic.worker_variables import worker_variables
-
-
-class WorkerEvents(Protocol):
-    """What is told of workers; see `Driver`."""
-
-    def worker_said(self, number: int, message: list[Any], now: float) -> None: ...
-    def worker_stopped(self, number: int, now: float) -> None: ...
-    def worker_closed(self, number: int, now: float) -> None: ...
-    def worker_raised(self, number: int, cause: str, now: float) -> None: ...
-    def worker_lost(self, number: int, why: str, now: float) -> None: ...
-    def worker_refused(self, number: int, why: str, now: float) -> None: ...
-    def worker_ended(
-        self, number: int, code: int, cause: str | None, by_signal: bool, now: float
-    ) -> None: ...
 
 
 @dataclass
@@ -38,13 +25,13 @@ class _Worker:
 
 
 class WorkerProcesses:
-    """Starts workers by their agents, and tells `events` what becomes of them."""
+    """Starts workers by their agents, and tells the driver what becomes of them."""
 
     def __init__(
         self, options: LaunchOptions, description: AgentJob, output: ElasticOutput,
-        events: WorkerEvents,
+        driver: Driver,
     ) -> None:  # fmt: skip
-        self._options, self._output, self._events = options, output, events
+        self._options, self._output, self._driver = options, output, driver
         self._workers: dict[int, _Worker] = {}
         # By the kind of a message. Whatever is said of others than these is too late.
         self._handlers: dict[str, Callable[..., None]] = {
@@ -111,35 +98,35 @@ class WorkerProcesses:
 
     def _unable(self, number: int, why: str) -> None:
         self._forget(number)
-        self._events.worker_refused(number, why, time.monotonic())
+        self._driver.worker_refused(number, why, time.monotonic())
 
     def _raised(self, number: int, words: str) -> None:
         kind, _, cause = words.partition(" ")
         self._workers[number].cause = cause
         if kind == "own":  # A victim may say so before the end of the culprit is known.
-            self._events.worker_raised(number, cause, time.monotonic())
+            self._driver.worker_raised(number, cause, time.monotonic())
 
     def _exit(self, number: int, code: int) -> None:
         cause = self._forget(number)
         by_signal = code < 0
         if by_signal:
             cause = f"killed by {_signal_name(-code)}"
-        self._events.worker_ended(
+        self._driver.worker_ended(
             number, 128 - code if by_signal else code, cause if code else None, by_signal,
             time.monotonic(),
         )  # fmt: skip
 
     def _said(self, number: int, message: list[Any]) -> None:
-        self._events.worker_said(number, message, time.monotonic())
+        self._driver.worker_said(number, message, time.monotonic())
 
     def _stopped(self, number: int) -> None:
-        self._events.worker_stopped(number, time.monotonic())
+        self._driver.worker_stopped(number, time.monotonic())
 
     def _silent(self, number: int, why: str) -> None:
-        self._events.worker_lost(number, why, time.monotonic())
+        self._driver.worker_lost(number, why, time.monotonic())
 
     def _closed(self, number: int) -> None:
-        self._events.worker_closed(number, time.monotonic())
+        self._driver.worker_closed(number, time.monotonic())
 
 
 def _signal_name(number: int) -> str:

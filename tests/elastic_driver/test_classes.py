@@ -14,12 +14,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from hvdlite.common.base.host_update import HostUpdateResult
-from hvdlite.launcher.elastic import driver as driver_module
-from hvdlite.launcher.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
+from hvdlite.launcher.elastic import horovod_driver
 from hvdlite.launcher.elastic.discovery import FixedHosts, HostDiscoveryScript, HostManager
-from hvdlite.launcher.elastic.driver import ElasticDriver
-from hvdlite.launcher.elastic.registration import SlotInfo
-from hvdlite.launcher.elastic.rendezvous import create_rendezvous_handler
+from hvdlite.launcher.elastic.horovod_driver import ElasticDriver, create_rendezvous_handler
+from hvdlite.launcher.elastic.horovod_types import RESET_LIMIT_EXCEEDED_MESSAGE, SlotInfo
 
 pytestmark = pytest.mark.timeout(60)
 MakeDriver = Callable[..., ElasticDriver]
@@ -27,7 +25,7 @@ MakeDriver = Callable[..., ElasticDriver]
 
 @pytest.fixture
 def make_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDriver]:
-    monkeypatch.setattr(driver_module, "DISCOVER_HOSTS_FREQUENCY_SECS", 0.01)
+    monkeypatch.setattr(horovod_driver, "DISCOVER_HOSTS_FREQUENCY_SECS", 0.01)
     drivers = []
 
     def make(hosts: Any, *numbers: int, **options: Any) -> ElasticDriver:
@@ -60,7 +58,7 @@ def test_the_variable_limits_the_wait_for_slots_where_no_timeout_is_given(
 ) -> None:  # fmt: skip
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
-    monkeypatch.setattr(driver_module, "ELASTIC_TIMEOUT_SECS", 20 if variables else 0.3)
+    monkeypatch.setattr(horovod_driver, "ELASTIC_TIMEOUT_SECS", 20 if variables else 0.3)
     driver = make_driver({"host-1": 1}, 2, 2, timeout=timeout)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="1 slots missing"):
@@ -355,7 +353,7 @@ def test_names_of_horovod() -> None:
         "from horovod.runner.elastic.rendezvous import create_rendezvous_handler\n"
         "from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager\n"
         "import horovod.runner.elastic.registration\n"
-        "import hvdlite.launcher.elastic.driver as own\n"
+        "import hvdlite.launcher.elastic.horovod_driver as own\n"
         "assert ElasticDriver is own.ElasticDriver and ELASTIC_TIMEOUT_SECS == 600\n"
         "assert settings.ElasticSettings(1, 2, 3, 4, 5, verbose=1).verbose == 1\n"
     )

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlite.common.base.host_update import HostUpdateResult
@@ -19,7 +20,7 @@ from hvdlite.launcher.elastic.decisions.driver import Driver
 from hvdlite.launcher.elastic.decisions.host_order import places
 from hvdlite.launcher.elastic.decisions.plan import WAIT, ElasticPlan
 from hvdlite.launcher.elastic.discovery import DiscoveredHosts, HostDiscovery, HostManager
-from hvdlite.launcher.elastic.registration import Results, SlotInfo, ToolWorker
+from hvdlite.launcher.elastic.horovod_types import Results, SlotInfo
 
 DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # Read at each use.
 ELASTIC_TIMEOUT_SECS = 600
@@ -28,6 +29,24 @@ TICK_SECONDS = 0.1
 CreateWorker = Callable[[SlotInfo, list[threading.Event]], tuple[int, float]]
 
 log = logging.getLogger("hvdlite")
+
+
+@dataclass
+class _ToolWorker:
+    """A worker of the tool, which runs in a thread here."""
+
+    start: commands.StartWorker
+    info: SlotInfo
+    end: threading.Event = field(default_factory=threading.Event)
+    epoch: int = 0  # Of the last world that it was told.
+    greeted: bool = False
+    dropped: bool = False
+    result: tuple[int, float] | None = None
+
+    @property
+    def name(self) -> str:
+        """The key of its result."""
+        return f"{self.start.host}[{self.start.slot}]"
 
 
 class ElasticDriver:
@@ -61,7 +80,7 @@ class ElasticDriver:
         self._changed = threading.Condition()
         self._driver: Driver | None = None
         self._create_worker: CreateWorker | None = None
-        self._workers: dict[int, ToolWorker] = {}
+        self._workers: dict[int, _ToolWorker] = {}
         self._members: Sequence[int] = ()
         self._shutdown = threading.Event()
         self._stopping = threading.Lock()  # Guards this alone.
@@ -188,13 +207,13 @@ class ElasticDriver:
                 result.setdefault(worker.start.host, []).append(worker.info)
         return result
 
-    def _assigned(self) -> list[ToolWorker]:
+    def _assigned(self) -> list[_ToolWorker]:
         """Return the ranks in their order; before the first world, the workers of the start."""
         if self._members:
             return [self._workers[number] for number in self._members]
         return [worker for worker in self._workers.values() if not worker.dropped]
 
-    def _find(self, host: str, slot: int) -> ToolWorker | None:
+    def _find(self, host: str, slot: int) -> _ToolWorker | None:
         workers = [each for each in self._workers.values() if not each.dropped]
         found = [each for each in workers if (each.start.host, each.start.slot) == (host, slot)]
         return found[-1] if found else None
@@ -247,7 +266,7 @@ class ElasticDriver:
             for command in orders:
                 if isinstance(command, commands.StartWorker):
                     info = SlotInfo.of(command.host, command.place)
-                    worker = self._workers[command.number] = ToolWorker(command, info)
+                    worker = self._workers[command.number] = _ToolWorker(command, info)
                     started.append(worker)
                 else:
                     self._obey(self._driver, command)
@@ -274,7 +293,7 @@ class ElasticDriver:
             case commands.Finish(_, sentence):
                 self.stop(sentence or None)
 
-    def _drop(self, worker: ToolWorker) -> None:
+    def _drop(self, worker: _ToolWorker) -> None:
         worker.dropped = True
         worker.end.set()
 
@@ -293,7 +312,7 @@ class ElasticDriver:
             case ["end", *_]:
                 self._drop(worker)
 
-    def _run(self, worker: ToolWorker) -> None:
+    def _run(self, worker: _ToolWorker) -> None:
         """Run a worker to its end, in its thread."""
         assert self._create_worker is not None
         try:
@@ -318,6 +337,23 @@ class ElasticDriver:
                     worker.dropped = True
                     self._carry_out()
             self._changed.notify_all()
+
+
+class RendezvousHandler:
+    """Answers workers that ask for their places."""
+
+    def __init__(self, driver: ElasticDriver) -> None:
+        self._driver = driver
+
+    def get_rank_and_size(self, host: str, slot: int) -> SlotInfo:
+        """Return the place of a worker in the next world, once that is decided."""
+        self._driver.record_ready(host, slot)
+        return self._driver.get_slot_info(host, slot)
+
+
+def create_rendezvous_handler(driver: ElasticDriver) -> RendezvousHandler:
+    """Return what answers the workers of a driver."""
+    return RendezvousHandler(driver)
 
 
 def _elastic_timeout() -> float:
