@@ -67,6 +67,12 @@ class AgentConnection:
         if self.channel is not None:
             self.channel.feed(messages, fed)
 
+    def beat(self, now: float, silence_seconds: float) -> bool:
+        """Send a beat where one is due; return whether the agent has been heard in time."""
+        if not self.ready or self.channel is None or not self.channel.open:
+            return True
+        return self.channel.beat(now, silence_seconds)
+
     def let_end(self) -> None:
         """Let the agent end: it ends what is left of its ranks."""
         if self.channel is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hvdlite.common.plain.config import Config
@@ -11,8 +11,8 @@ from hvdlite.launcher.agents.agent_connection import AgentHost
 from hvdlite.launcher.agents.channel import PART_BYTES
 from hvdlite.launcher.command_line.debug_rank import terminals
 from hvdlite.launcher.command_line.launcher_choice import SRUN
+from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.jobs.passed_variables import names_for_other_hosts
-from hvdlite.launcher.jobs.runner import JobContext
 from hvdlite.launcher.mpirun.mpi_arguments import binds_ranks
 
 SLURM_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
@@ -21,10 +21,11 @@ SLURM_SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
 class AgentJob:
     """A job in the words of the channel."""
 
-    def __init__(self, job: JobContext, hosts: tuple[AgentHost, ...]) -> None:
-        self.silence_seconds = Config.from_environ(job.environ).peer_timeout_seconds
-        self._options = job.options
-        self._environ = job.environ
+    def __init__(
+        self, options: LaunchOptions, environ: Mapping[str, str], hosts: tuple[AgentHost, ...]
+    ) -> None:
+        self.silence_seconds = Config.from_environ(environ).peer_timeout_seconds
+        self._options, self._environ = options, environ
         self._hosts = hosts
         self._secret = os.urandom(16).hex()
         self._token = f"hvdlite-rank-{os.urandom(8).hex()}"

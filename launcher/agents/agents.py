@@ -1,4 +1,4 @@
-"""Runs ranks by agents: one on each host, which starts the ranks of that host."""
+"""A job whose ranks agents run: one on each host, which starts the ranks of that host."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from hvdlite.launcher.agents.cluster_processes import ClusterProcesses
 from hvdlite.launcher.agents.group_agents import GroupAgents
 from hvdlite.launcher.agents.merged_meeting import MergedMeeting
 from hvdlite.launcher.command_line.launcher_choice import GROUPS
+from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.unreachable import explain_agent, has_not_answered, spell_end
-from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE
-from hvdlite.launcher.jobs.runner import JobContext, StartFailure
+from hvdlite.launcher.jobs.job import FixedJob
+from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, StartFailure
 from hvdlite.launcher.platforms.groups import make_group
 
 if TYPE_CHECKING:
@@ -33,27 +34,27 @@ ABOUT_PROCESSES = {"started", "output", "raised", "part", "exit"}
 LAST_SECONDS = 1.0  # How long processes that have closed their output may take to end.
 
 
-class Agents:
-    """See `Runner`."""
+class AgentsJob(FixedJob):
+    """See `FixedJob`."""
 
     name = "the agents"
 
     def __init__(
-        self, hosts: tuple[AgentHost, ...], job: JobContext, launcher_environ: Mapping[str, str],
-        scheduler: HostedScheduler | None = None,
+        self, options: LaunchOptions, environ: Mapping[str, str], hosts: tuple[AgentHost, ...],
+        launcher_environ: Mapping[str, str], scheduler: HostedScheduler | None = None,
     ) -> None:  # fmt: skip
-        self.job = job
+        super().__init__(options, environ)
         self.agents = [
-            AgentConnection(host, job.loop, self._received, self._lost) for host in hosts
+            AgentConnection(host, self.loop, self._received, self._lost) for host in hosts
         ]
         self._starter = self._make_starter(launcher_environ)
-        self._description = AgentJob(job, hosts)
+        self._description = AgentJob(options, environ, hosts)
         self._cluster: ClusterProcesses | None = None  # Servers, and workers that are no ranks.
-        if scheduler is not None and job.options.cluster is not None:
+        if scheduler is not None and options.cluster is not None:
             self._cluster = ClusterProcesses(
-                job, job.options.cluster, scheduler, self.agents, self._description
+                self, options.cluster, scheduler, self.agents, self._description
             )
-        self._meeting = MergedMeeting(job.options.size)
+        self._meeting = MergedMeeting(options.size)
         self._finished: list[int] = []  # Ranks that ended with code 0, which agents do not know.
         self._started = False
         self._ending = False
@@ -67,7 +68,7 @@ class Agents:
         }  # fmt: skip
 
     def _make_starter(self, environ: Mapping[str, str]) -> AgentStarter:
-        options, loop = self.job.options, self.job.loop
+        options, loop = self.options, self.loop
         if options.launcher in GROUPS:
             names = [agent.host.name for agent in self.agents]
             group = make_group(options.launcher, names, options, environ)
@@ -75,13 +76,11 @@ class Agents:
         return SpawnedAgents(self.agents, options, environ, loop)
 
     def describe(self) -> list[str]:
-        """See `Runner`."""
-        return [*self._starter.describe(), shlex.join(self.job.options.command)]
+        return [*self._starter.describe(), shlex.join(self.options.command)]
 
     # -- the start
 
     def start(self) -> None:
-        """See `Runner`."""
         self._starter.start()
 
     def _hello(self, agent: AgentConnection, hello: dict[str, Any]) -> None:
@@ -89,7 +88,7 @@ class Agents:
             self._starter.agent_came()
         agent.folder = hello["folder"]
         name = agent.host.name
-        if why := reason_to_refuse(hello, with_call=self.job.options.call is not None):
+        if why := reason_to_refuse(hello, with_call=self.options.call is not None):
             self._fail(f"host {name} {why}")
             return
         agent.send("job", self._description.for_host(agent.host))
@@ -127,11 +126,9 @@ class Agents:
     # -- while ranks run
 
     def running(self) -> bool:
-        """See `Runner`."""
         return self._starter.busy() or any(agent.connected for agent in self.agents)
 
-    def look(self) -> None:
-        """See `Runner`."""
+    def look(self, now: float) -> None:
         if not self._started and (why := self._starter.failure()):
             self._fail(why)
         self._tell_of_failure()
@@ -140,21 +137,14 @@ class Agents:
         self._tell_who_is_missing()
         self._tell_who_has_finished()
         silence = self._description.silence_seconds
-        now = time.monotonic()
         for agent in self.agents:
-            channel = agent.channel
-            if not (agent.host.remote and agent.ready and channel is not None and channel.open):
-                continue
-            if not channel.beat(now, silence):
+            if agent.host.remote and not agent.beat(now, silence):
                 agent.kill()
                 self._lose(agent, has_not_answered(silence))
 
     def keep_alive(self) -> None:
-        """See `Runner`."""
-        now = time.monotonic()
         for agent in self.agents:
-            if agent.ready and agent.channel is not None:
-                agent.channel.beat(now, self._description.silence_seconds)
+            agent.beat(time.monotonic(), self._description.silence_seconds)
 
     def _received(self, agent: AgentConnection, kind: str, fields: list[Any]) -> None:
         cluster = self._cluster
@@ -167,19 +157,19 @@ class Agents:
             handler(agent, *fields)
 
     def _rank_started(self, _agent: AgentConnection, rank: int, pid: int) -> None:
-        self.job.first_failure.started[rank] = pid
+        self.first_failure.started[rank] = pid
 
     def _output(self, _agent: AgentConnection, rank: int, stream: str, data: bytes) -> None:
-        self.job.output.feed(rank, stream, data)
+        self.output.feed(rank, stream, data)
 
     def _raised(self, _agent: AgentConnection, rank: int, words: str) -> None:
-        self.job.first_failure.receive("raised", rank, words.split())
+        self.first_failure.receive("raised", rank, words.split())
 
     def _part(self, _agent: AgentConnection, rank: int, data: bytes) -> None:
         self._description.keep_answer(rank, data)
 
     def _exit(self, _agent: AgentConnection, rank: int, code: int) -> None:
-        self.job.first_failure.end(rank, code)
+        self.first_failure.end(rank, code)
         if not code:
             self._finished.append(rank)
         self._look_for_end()
@@ -212,7 +202,7 @@ class Agents:
                 agent.send("finished", finished)
 
     def _send_to(self, members: list[int], kind: str, *fields: Any) -> None:
-        wanted = set(members or self.job.options.ranks)
+        wanted = set(members or self.options.ranks)
         for each in self.agents:
             if wanted.intersection(each.host.ranks):
                 each.send(kind, *fields)
@@ -236,22 +226,22 @@ class Agents:
     def _lose(self, agent: AgentConnection, why: str) -> None:
         left = self._left(agent)
         for rank in left:
-            self.job.first_failure.lose(rank, f"is lost with host {agent.host.name}, which {why}")
+            self.first_failure.lose(rank, f"is lost with host {agent.host.name}, which {why}")
         if not agent.host.remote:
-            started = self.job.first_failure.started
+            started = self.first_failure.started
             kill_groups(started[rank] for rank in left if started.get(rank))
         self._look_for_end()
 
     def _left(self, agent: AgentConnection) -> list[int]:
-        heard = self.job.first_failure
+        heard = self.first_failure
         return [rank for rank in agent.host.ranks if rank not in heard.codes]
 
     # -- the end
 
     def _look_for_end(self) -> None:
         """Let the agents end when no rank runs any more."""
-        heard = self.job.first_failure
-        if not self._started or len(heard.codes.keys() | heard.lost) < self.job.options.num_proc:
+        heard = self.first_failure
+        if not self._started or len(heard.codes.keys() | heard.lost) < self.options.num_proc:
             return
         if (
             self._cluster is not None
@@ -266,15 +256,14 @@ class Agents:
             agent.let_end()
 
     def begin_end(self) -> None:
-        """See `Runner`."""
         self._failing = True
         if self._cluster is not None:
-            self._cluster.begin_end(str(self.job.first_failure.failure() or ""))
+            self._cluster.begin_end(str(self.first_failure.failure() or ""))
         self._tell_of_failure()
 
     def _tell_of_failure(self) -> None:
         """Let ranks that wait for others in `init` raise, also those that have come meanwhile."""
-        failure = self.job.first_failure.failure() if self._failing else None
+        failure = self.first_failure.failure() if self._failing else None
         if failure is not None:
             for agent in self.agents:
                 agent.send("fail", str(failure), failure.rank)
@@ -284,21 +273,19 @@ class Agents:
         return [agent for agent in self.agents if not agent.supplied]
 
     def signal(self, number: int) -> None:
-        """See `Runner`."""
         if not self._started:
             self._stop_start()
         for agent in self.agents:
             agent.send("signal", int(number), [])
 
     def abandon(self) -> None:
-        """See `Runner`."""
         self._ending = True
         for agent in self.agents:
             agent.kill()
         self._starter.abandon()
 
     def finish(self) -> None:
-        """See `Runner`: what has closed its channel ends by itself."""
+        # What has closed its channel ends by itself.
         end = time.monotonic() + LAST_SECONDS
         for leader in (agent.leader for agent in self.agents):
             if leader is not None:
@@ -306,15 +293,13 @@ class Agents:
         self._starter.finish(end - time.monotonic())
 
     def late(self, missing: list[int]) -> list[int]:
-        """See `Runner`: ranks start when all agents have their files."""
+        # Ranks start when all agents have their files.
         return [rank for agent in self._late for rank in agent.host.ranks] or missing
 
     def failure(self) -> StartFailure | None:
-        """See `Runner`."""
         return self._failure
 
-    def close(self, kill: bool) -> None:
-        """See `Runner`."""
+    def close(self) -> None:
         for agent in self.agents:
             abandoned = agent.leader is not None and agent.leader.code != 0
             agent.close()
@@ -326,7 +311,7 @@ class Agents:
 
     def _pids(self, agent: AgentConnection) -> list[int]:
         """Return the processes of an agent that have not ended well, as far as it has told."""
-        heard = self.job.first_failure
+        heard = self.first_failure
         return [
             heard.started[rank] for rank in agent.host.ranks
             if heard.started.get(rank) and heard.codes.get(rank) != 0

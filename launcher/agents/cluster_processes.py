@@ -16,7 +16,7 @@ from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.agents.agent_job import AgentJob
 from hvdlite.launcher.command_line.cluster_options import ClusterOptions
 from hvdlite.launcher.jobs.first_failure import Failure
-from hvdlite.launcher.jobs.runner import JobContext
+from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.processes.console import say
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class _Process:
 
 
 class ClusterProcesses:
-    """What `Agents` asks about processes that are no ranks of an ordinary job."""
+    """What `AgentsJob` asks about processes that are no ranks of an ordinary job."""
 
     def __init__(
-        self, job: JobContext, cluster: ClusterOptions, scheduler: HostedScheduler,
+        self, job: FixedJob, cluster: ClusterOptions, scheduler: HostedScheduler,
         agents: Sequence[AgentConnection], description: AgentJob,
     ) -> None:  # fmt: skip
         self._job, self._cluster, self._scheduler = job, cluster, scheduler

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -19,13 +18,11 @@ OF_HOROVOD = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 class Driving(ABC):
     """A driver, and the loop in which its commands are carried out."""
 
-    look_seconds = 1.0  # The time between two calls of `look`.
-
-    def __init__(self, plan: ElasticPlan, loop: EventLoop) -> None:
+    def __init__(self, plan: ElasticPlan, loop: EventLoop, look_seconds: float = 1.0) -> None:
         self.driver = Driver(plan)
         self.loop = loop
         self.finish: commands.Finish | None = None  # Set when the job is over.
-        self._look_at = 0.0
+        loop.look_every(look_seconds, self.look)
 
     # -- commands, which `carry_out` calls
 
@@ -66,14 +63,7 @@ class Driving(ABC):
         """
         self.carry_out()
         due = None if self.finish is not None else self.driver.due()
-        if due is not None:
-            times = (*times, due)
-        self.loop.run_once(max(0.0, min(self._look_at, *times) - time.monotonic()))
-        now = time.monotonic()
-        if now >= self._look_at:
-            self._look_at = now + self.look_seconds
-            self.look(now)
-        return now
+        return self.loop.wait(*times, *([] if due is None else [due]))
 
     def carry_out(self) -> None:
         """Do all that the driver has decided. After the end, nothing is started any more."""

@@ -21,7 +21,6 @@ from hvdlite.launcher.command_line.elastic_options import ElasticOptions
 from hvdlite.launcher.elastic.decisions.commands import StartWorker
 from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
 from hvdlite.launcher.elastic.driving import Driving
-from hvdlite.launcher.elastic.output import ElasticOutput
 from hvdlite.launcher.elastic.worker_processes import WorkerProcesses
 from hvdlite.launcher.hosts.hosts import Host
 from hvdlite.launcher.hosts.unreachable import (
@@ -30,7 +29,7 @@ from hvdlite.launcher.hosts.unreachable import (
     has_not_answered,
     spell_end,
 )
-from hvdlite.launcher.jobs.runner import JobContext
+from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.processes.leading_process import LeadingProcess
 
 LEAVE_SECONDS = 5.0  # How long an agent that is not needed any more may take to end.
@@ -41,17 +40,16 @@ class HostAgents(Driving):
     """Starts and ends agents, and their workers; the driver is told what becomes of them."""
 
     def __init__(
-        self, plan: ElasticPlan, job: JobContext, output: ElasticOutput,
-        slots: Callable[[str], int], launcher_environ: Mapping[str, str],
+        self, plan: ElasticPlan, job: Job, slots: Callable[[str], int],
+        launcher_environ: Mapping[str, str],
     ) -> None:  # fmt: skip
-        super().__init__(plan, job.loop)
         assert job.options.elastic is not None
         self._elastic: ElasticOptions = job.options.elastic
-        # In which the silence of a host is noticed.
-        self.look_seconds = min(1.0, self._elastic.host_timeout_seconds / (2 * BEATS))
+        # So often is looked that the silence of a host is noticed.
+        super().__init__(plan, job.loop, min(1.0, self._elastic.host_timeout_seconds / (2 * BEATS)))
         self._job, self._slots = job, slots
-        self._description = AgentJob(job, ())
-        self.workers = WorkerProcesses(job.options, self._description, output, self.driver)
+        self._description = AgentJob(job.options, job.environ, ())
+        self.workers = WorkerProcesses(job, self._description, self.driver)
         self._environ = launcher_environ
         self._starter = SpawnedAgents((), job.options, launcher_environ, job.loop)
         self._agents: dict[str, AgentConnection] = {}  # The present one of each host.
@@ -225,10 +223,7 @@ class HostAgents(Driving):
         """Send beats, and give up agents that are silent or late."""
         for agent in [*self._agents.values()]:
             silence = self._silence_seconds(agent)
-            channel = agent.channel
-            if not (silence and agent.ready and channel is not None and channel.open):
-                continue
-            if not channel.beat(now, silence):
+            if silence and not agent.beat(now, silence):
                 self._silence(agent, silence)
         for agent in [*self._leaving]:
             if _has_ended(agent) or now >= self._deadlines[agent]:
@@ -252,10 +247,8 @@ class HostAgents(Driving):
 
     def keep_alive(self) -> None:
         """Send beats while nothing else can be done."""
-        now = time.monotonic()
         for agent in self._agents.values():
-            if agent.ready and agent.channel is not None:
-                agent.channel.beat(now, self._silence_seconds(agent) or BEAT_SECONDS)
+            agent.beat(time.monotonic(), self._silence_seconds(agent) or BEAT_SECONDS)
 
     # -- the end
 

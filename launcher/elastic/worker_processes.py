@@ -10,11 +10,10 @@ from typing import Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.agents.agent_job import AgentJob
-from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.elastic.decisions.commands import StartWorker
 from hvdlite.launcher.elastic.decisions.driver import Driver
 from hvdlite.launcher.elastic.driving import worker_variables
-from hvdlite.launcher.elastic.output import ElasticOutput
+from hvdlite.launcher.jobs.job import Job
 
 
 @dataclass
@@ -27,15 +26,12 @@ class _Worker:
 class WorkerProcesses:
     """Starts workers by their agents, and tells the driver what becomes of them."""
 
-    def __init__(
-        self, options: LaunchOptions, description: AgentJob, output: ElasticOutput,
-        driver: Driver,
-    ) -> None:  # fmt: skip
-        self._options, self._output, self._driver = options, output, driver
+    def __init__(self, job: Job, description: AgentJob, driver: Driver) -> None:
+        self._options, self._output, self._driver = job.options, job.output, driver
         self._workers: dict[int, _Worker] = {}
         # By the kind of a message. Whatever is said of others than these is too late.
         self._handlers: dict[str, Callable[..., None]] = {
-            "started": self._started, "unable": self._unable, "output": output.feed,
+            "started": self._started, "unable": self._unable, "output": self._output.feed,
             "raised": self._raised, "part": description.keep_answer, "exit": self._exit,
             "said": self._said, "stopped": self._stopped, "silent": self._silent,
             "closed": self._closed,

@@ -1,16 +1,15 @@
-"""Runs one job: listens to the ranks, and ends all processes together, however they are started."""
+"""Runs one job: waits for all that occurs in it, and ends its processes together."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.jobs import termination_plan as ending
 from hvdlite.launcher.jobs.first_failure import FirstFailure
-from hvdlite.launcher.jobs.outcome import End, JobOutcome, conclude
-from hvdlite.launcher.jobs.runner import JobContext, Runner
+from hvdlite.launcher.jobs.outcome import End, JobOutcome, StartFailure, conclude
 from hvdlite.launcher.jobs.termination_plan import Ending
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
@@ -20,76 +19,158 @@ from hvdlite.launcher.processes.signals import SignalInbox
 LOOK_SECONDS = 1.0
 
 
-class Job:
-    """One run of one command on all ranks, which the runner that `make_runner` makes starts."""
+class Job(ABC):
+    """One run of one command. One thread waits for everything, and decides what follows."""
 
-    def __init__(
-        self, options: LaunchOptions, environ: Mapping[str, str],
-        make_runner: Callable[[JobContext], Runner],
-    ) -> None:  # fmt: skip
-        self.options = options
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
+        self.options, self.environ = options, environ  # The environment is that of the ranks.
         self.signals = SignalInbox()
-        self.console = Console(give_up=self._reader_is_slow)
         self.output = Output(
             options.ranks, options.output_filename, options.prefix_timestamp,
-            self.console, options.debug_rank, note_broken_pipe=self.signals.note_broken_pipe,
+            Console(give_up=self._reader_is_slow), options.debug_rank,
+            note_broken_pipe=self.signals.note_broken_pipe, elastic=options.elastic is not None,
         )  # fmt: skip
         self.loop = EventLoop()
-        self.first_failure = FirstFailure()
         self.ending: Ending | None = None
-        self.timed_out = False
-        self.runner = make_runner(
-            JobContext(options, environ, self.loop, self.first_failure, self.output)
-        )
 
     def run(self) -> JobOutcome:
         """Run to the end. When this returns, no process and no file of the job is left."""
         try:
             with self.signals:
                 self.loop.listen(self.signals.fileno(), self.signals.drain)
-                self.runner.start()
-                self._watch()
-                outcome = self._conclude()
+                self.start()
+                while self.running():
+                    self._turn()
+                self.finish()
+                with contextlib.suppress(BrokenPipeError):
+                    self.output.finish()
+                return self.conclude()
         finally:
-            failed = self.first_failure.closed or self.first_failure.trouble
-            self.runner.close(kill=failed or self.ending is not None)
+            self.close()
             self.loop.close()
             self.output.close()
-        return outcome
 
-    def _reader_is_slow(self) -> bool:
-        """Return whether a reader of our output who does not read is not waited for any more."""
-        self.runner.keep_alive()
-        return self.signals.received is not None
-
-    # -- while it runs
-
-    def _watch(self) -> None:
-        start_deadline = time.monotonic() + self.options.start_timeout_seconds
-        next_look = time.monotonic() + LOOK_SECONDS
-        while self.runner.running():
-            due = min(next_look, self.ending.due) if self.ending else next_look
-            self.loop.run_once(max(0.0, due - time.monotonic()))
-            now = time.monotonic()
-            if now >= next_look:
-                self.runner.look()
-                next_look = now + LOOK_SECONDS
-            self._decide(now, too_late=now >= start_deadline)
-
-    def _decide(self, now: float, too_late: bool) -> None:
-        plan = self._plan(too_late)
+    def _turn(self) -> None:
+        """Wait for what comes next, and do what is due."""
+        now = self.wait(*([self.ending.due] if self.ending else []))
+        plan = self.next_plan(now)
         if plan is not None:
-            self.runner.begin_end()
             self.ending = Ending.begin(plan, now)
         while self.ending and (step := self.ending.next_step(now)):
             if step == ending.ABANDON:
-                self.runner.abandon()
+                self.abandon()
             else:
-                self.first_failure.closed = True
-                self.runner.signal(ending.SIGNALS[step])
+                self.signal_all(ending.SIGNALS[step])
 
-    def _plan(self, too_late: bool) -> ending.Plan | None:
-        """Return the plan to begin with now, if any: signals come before all else."""
+    def _reader_is_slow(self) -> bool:
+        """Return whether a reader of our output who does not read is not waited for any more."""
+        self.keep_alive()
+        return self.signals.received is not None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to start the processes; blocks for no host."""
+
+    @abstractmethod
+    def running(self) -> bool:
+        """Return whether something is still to be read or waited for."""
+
+    @abstractmethod
+    def wait(self, *times: float) -> float:
+        """Wait until something comes or a look is due, at most until one of `times`."""
+
+    @abstractmethod
+    def keep_alive(self) -> None:
+        """Do what may not wait while nobody reads the launcher's output."""
+
+    @abstractmethod
+    def next_plan(self, now: float) -> ending.Plan | None:
+        """Return the plan by which the job is ended from now on; None: as before."""
+
+    @abstractmethod
+    def signal_all(self, number: int) -> None:
+        """Signal the processes of the job, and what is still about to start them."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Kill what stands around the processes: it had its time."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Read what is left, and wait for what was started."""
+
+    @abstractmethod
+    def conclude(self) -> JobOutcome:
+        """Return how the job has ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave no process and no file of the job behind."""
+
+
+class FixedJob(Job):
+    """A job that keeps its ranks: the first that fails ends it. Agents start them, or an mpirun."""
+
+    name: str  # What starts the ranks, for people.
+
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
+        super().__init__(options, environ)
+        # Is told of starts, exceptions and ends.
+        self.first_failure = FirstFailure()
+        self.timed_out = False
+        self._start_by = self.loop.now() + options.start_timeout_seconds
+        self.loop.look_every(LOOK_SECONDS, self.look)
+
+    @abstractmethod
+    def describe(self) -> list[str]:
+        """Return the command lines that are started, for --verbose."""
+
+    @abstractmethod
+    def look(self, now: float) -> None:
+        """Look, about once a second, for what has gone without a word."""
+
+    @abstractmethod
+    def begin_end(self) -> None:
+        """Take note that the job is being ended from now on."""
+
+    @abstractmethod
+    def signal(self, number: int) -> None:
+        """Signal the ranks, and what is still about to start them."""
+
+    @abstractmethod
+    def late(self, missing: list[int]) -> list[int]:
+        """Return those of the ranks that have not started for whom the others wait."""
+
+    @abstractmethod
+    def failure(self) -> StartFailure | None:
+        """Return why the start failed before any rank did."""
+
+    @property
+    def all_started(self) -> bool:
+        """Every rank has started."""
+        return len(self.first_failure.started) == self.options.num_proc
+
+    @property
+    def failed(self) -> bool:
+        """Something of the job is ended, and may be left."""
+        heard = self.first_failure
+        return heard.closed or heard.trouble or self.ending is not None
+
+    def wait(self, *times: float) -> float:
+        return self.loop.wait(*times)
+
+    def signal_all(self, number: int) -> None:
+        self.first_failure.closed = True
+        self.signal(number)
+
+    def next_plan(self, now: float) -> ending.Plan | None:
+        plan = self._find_plan(now >= self._start_by)
+        if plan is not None:
+            self.begin_end()
+        return plan
+
+    def _find_plan(self, too_late: bool) -> ending.Plan | None:
+        """Signals come before all else."""
         number = self.signals.take()
         if number is not None:
             return ending.AFTER_SIGNAL.get(number, ending.AFTER_SIGTERM)
@@ -99,30 +180,25 @@ class Job:
             return ending.AFTER_FAILURE
         if len(self.first_failure.codes) == self.options.num_proc:
             return ending.AFTER_ALL_RANKS
-        if too_late and len(self.first_failure.started) < self.options.num_proc:
+        if too_late and not self.all_started:
             self.timed_out = True
             return ending.AFTER_SIGTERM
         return None
 
-    # -- the end
-
-    def _conclude(self) -> JobOutcome:
-        self.runner.finish()
+    def conclude(self) -> JobOutcome:
+        heard = self.first_failure
         # Who is missing now was ended together with those that failed.
-        self.first_failure.closed |= self.first_failure.trouble
-        for rank in self.first_failure.running:
-            self.first_failure.lose(rank)
-        with contextlib.suppress(BrokenPipeError):
-            self.output.finish()
+        heard.closed |= heard.trouble
+        for rank in heard.running:
+            heard.lose(rank)
         for rank, cause in self.output.causes().items():
-            self.first_failure.causes.setdefault(rank, cause)
-        started = self.first_failure.started
-        missing = [rank for rank in self.options.ranks if rank not in started]
+            heard.causes.setdefault(rank, cause)
+        missing = [rank for rank in self.options.ranks if rank not in heard.started]
         end = End(
-            late=self.runner.late(missing),
-            runner=self.runner.name,
-            failure=self.runner.failure(),
+            late=self.late(missing),
+            runner=self.name,
+            failure=self.failure(),
             signal=self.signals.received,
             timed_out=self.timed_out,
         )
-        return conclude(end, self.first_failure, self.options)
+        return conclude(end, heard, self.options)

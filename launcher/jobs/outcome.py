@@ -12,7 +12,6 @@ from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.hosts import host_of_rank
 from hvdlite.launcher.jobs.first_failure import Failure, FirstFailure
-from hvdlite.launcher.jobs.runner import StartFailure
 
 NOT_STARTED_CODE = 1
 MOST_RANKS_NAMED = 6
@@ -38,6 +37,14 @@ class JobOutcome:
     failure: Failure | None = None
     signal: int | None = None
     results: tuple[int, ...] = ()  # Of an elastic job: the workers whose answers count, in order.
+
+
+@dataclass(frozen=True)
+class StartFailure:
+    """Why ranks could not be started, and the exit code that the job gets from it."""
+
+    code: int
+    sentence: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agents.agent_connection import AgentHost
-from hvdlite.launcher.agents.agents import Agents
+from hvdlite.launcher.agents.agents import AgentsJob
 from hvdlite.launcher.command_line.cluster_options import host_scheduler, variables_of
 from hvdlite.launcher.command_line.launcher_choice import GROUPS, MPIRUN
 from hvdlite.launcher.command_line.options import LaunchOptions
@@ -23,12 +23,11 @@ from hvdlite.launcher.elastic.job import ElasticJob
 from hvdlite.launcher.hosts.start_check import check_before_start, print_report, use_networks
 from hvdlite.launcher.hosts.unresolved_names import listed, names_without_address
 from hvdlite.launcher.jobs.environment import rank_environment
-from hvdlite.launcher.jobs.job import Job
+from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.jobs.outcome import NOT_STARTED_CODE, JobOutcome, signal_outcome
 from hvdlite.launcher.jobs.passed_variables import CALL_VARIABLE
-from hvdlite.launcher.jobs.runner import JobContext, Runner
 from hvdlite.launcher.mpirun.mpi import Mpi, find_mpi
-from hvdlite.launcher.mpirun.mpirun import Mpirun
+from hvdlite.launcher.mpirun.mpirun import MpirunJob
 from hvdlite.launcher.platforms.torchrun import torchrun_variables
 from hvdlite.launcher.processes.console import say
 from hvdlite.launcher.processes.signals import SignalInbox
@@ -57,12 +56,6 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
         options = use_networks(options, environ, mpi, report)
     passed = rank_environment(environ, mpi, options)
     options = replace(options, command=_command(options, passed))
-
-    def make_runner(job: JobContext) -> Runner:
-        if mpi is not None:
-            return Mpirun(mpi, job)
-        return Agents(agent_hosts(options), job, environ, scheduler)
-
     with (
         torchrun_variables(options, environ) as variables,
         _scheduler(options, passed) as scheduler,
@@ -72,9 +65,16 @@ def run_job(options: LaunchOptions, environ: Mapping[str, str]) -> JobOutcome:
             passed |= variables_of(scheduler.settings)
         if options.call is not None:
             passed[CALL_VARIABLE] = options.call  # Agents replace it by a folder of their own.
-        job = Job(options, passed, make_runner)
+        job: FixedJob
+        if mpi is not None:
+            job = MpirunJob(options, passed, mpi)
+        else:
+            job = AgentsJob(options, passed, agent_hosts(options), environ, scheduler)
         if options.verbose:
-            _explain(job.runner, passed, environ, options.num_proc)
+            say(f"{job.name}, {options.num_proc} ranks")
+            say(f"sets {_changes(passed, environ)}")
+            for line in job.describe():
+                say(f"runs {line}")
         return job.run()
 
 
@@ -162,15 +162,6 @@ def agent_hosts(options: LaunchOptions) -> tuple[AgentHost, ...]:
             hosts.append(AgentHost(host.name, remote, tuple(range(first, first + count))))
         first += count
     return tuple(hosts)
-
-
-def _explain(
-    runner: Runner, passed: Mapping[str, str], environ: Mapping[str, str], ranks: int
-) -> None:
-    say(f"{runner.name}, {ranks} ranks")
-    say(f"sets {_changes(passed, environ)}")
-    for line in runner.describe():
-        say(f"runs {line}")
 
 
 def _changes(passed: Mapping[str, str], environ: Mapping[str, str]) -> str:

@@ -1,10 +1,11 @@
-"""Runs ranks by mpirun or srun, with a shell around each rank that connects it with us."""
+"""A job whose ranks mpirun or srun runs, with a shell around each rank that connects it with us."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdlite.launcher.command_line.debug_rank import redirections
+from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.unreachable import diagnose
 from hvdlite.launcher.jobs.environment import is_root, most_local_ranks
+from hvdlite.launcher.jobs.job import FixedJob
+from hvdlite.launcher.jobs.outcome import StartFailure
 from hvdlite.launcher.jobs.passed_variables import home_directory, names_for_other_hosts
-from hvdlite.launcher.jobs.runner import JobContext, StartFailure
 from hvdlite.launcher.mpirun.cleanup import kill_session, remove_segments, segments_of
 from hvdlite.launcher.mpirun.commands import Place, build_command
 from hvdlite.launcher.mpirun.mpi import OPENMPI, SLURM, Mpi
@@ -87,30 +90,29 @@ ALLOCATIONS = ("PBS_NODEFILE", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFI
 LAST_SECONDS = 1.0  # How long an mpirun that has closed its output may take to end.
 
 
-class Mpirun:
-    """See `Runner`."""
+class MpirunJob(FixedJob):
+    """See `FixedJob`."""
 
-    def __init__(self, mpi: Mpi, job: JobContext) -> None:
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str], mpi: Mpi) -> None:
+        super().__init__(options, environ)
         self.mpi = mpi
         self.name = mpi.name
-        self.job = job
-        self.options = job.options
         self.folders = Folders()
         # Open MPI's session directory lies in ours, and goes with it.
-        self.environ = {**job.environ, "PRTE_MCA_prte_local_tmpdir_base": self.folders.temporary}
-        self._names = names_for_other_hosts(job.environ)
-        # Open MPI does not start without a home.
-        self.environ["HOME"] = home_directory(job.environ) or self.folders.temporary
+        self.environ = {
+            **environ,
+            "PRTE_MCA_prte_local_tmpdir_base": self.folders.temporary,
+            # Open MPI does not start without a home.
+            "HOME": home_directory(environ) or self.folders.temporary,
+        }
+        self._names = names_for_other_hosts(environ)
         self.token = f"hvdlite-rank-{secrets.token_hex(8)}"
-        self.pipes = Pipes(self.folders.temporary, self.token, mpi.kind, job)
+        self.pipes = Pipes(self.folders.temporary, self.token, mpi.kind, self)
         self.process: subprocess.Popen[bytes] | None = None
         self._ended = False
         self._segments: set[bytes] = set()  # shared memory that our ranks were seen to map
 
     def describe(self) -> list[str]:
-        """See `Runner`."""
-        import shlex
-
         words = ["<rank shell>" if "\n" in word else word for word in self.command_line()]
         return [shlex.join(words)]
 
@@ -143,7 +145,6 @@ class Mpirun:
         )
 
     def start(self) -> None:
-        """See `Runner`."""
         if self.options.verbose:
             self.pipes.print_early()
         self.pipes.make(self.options.num_proc)
@@ -164,50 +165,45 @@ class Mpirun:
     # -- while it runs
 
     def running(self) -> bool:
-        """See `Runner`."""
         assert self.process is not None
         return bool(self.pipes.mpirun_streams) and self.process.poll() is None
 
-    def look(self) -> None:
-        """See `Runner`."""
-        heard = self.job.first_failure
+    def look(self, now: float) -> None:
+        heard = self.first_failure
         here = [rank for rank in heard.running if rank in heard.here]
         gone = [rank for rank in here if not _exists(heard.started[rank])]
-        self.job.loop.run_once(0.0)  # a shell's last word comes before its end
+        self.loop.run_once(0.0)  # a shell's last word comes before its end
         for rank in gone:
             if rank in heard.running:
                 heard.lose(rank)
 
     def keep_alive(self) -> None:
-        """See `Runner`."""
+        pass
 
     # -- the end
 
     def begin_end(self) -> None:
-        """See `Runner`."""
         self._ended = True
         self._note_segments()
         self.pipes.hush = True
 
     def signal(self, number: int) -> None:
-        """See `Runner`."""
         self._note_segments()
         self._signal_ranks(number)
-        if self.options.remote or not self.job.all_started:
+        if self.options.remote or not self.all_started:
             self._signal_mpirun(signal.SIGTERM)
 
     def abandon(self) -> None:
-        """See `Runner`."""
         self._signal_mpirun(signal.SIGKILL)
 
     def _note_segments(self) -> None:
         """Note the shared memory of the ranks that are left, before we end them."""
-        heard = self.job.first_failure
+        heard = self.first_failure
         self._segments |= segments_of({heard.started[rank] for rank in heard.here})
 
     def _signal_ranks(self, number: int) -> None:
         """Signal the ranks of this host and their child processes; mpirun reaches the others."""
-        heard = self.job.first_failure
+        heard = self.first_failure
         for rank in heard.here:
             if heard.codes.get(rank) != 0:
                 _signal_group(heard.started[rank], number)
@@ -217,7 +213,6 @@ class Mpirun:
             self.process.send_signal(number)
 
     def finish(self) -> None:
-        """See `Runner`."""
         process = self.process
         assert process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -225,7 +220,7 @@ class Mpirun:
         if process.poll() is None:
             process.kill()
             process.wait()
-        while self.job.loop.run_once(0.0):
+        while self.loop.run_once(0.0):
             pass
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
@@ -235,11 +230,9 @@ class Mpirun:
                 self.pipes.print_early()
 
     def late(self, missing: list[int]) -> list[int]:
-        """See `Runner`."""
         return missing
 
     def failure(self) -> StartFailure | None:
-        """See `Runner`."""
         code = self.process.poll() if self.process is not None else None
         if not code:
             return None
@@ -253,9 +246,8 @@ class Mpirun:
     def _said_early(self) -> list[str]:
         return [line.decode(errors="replace") for line in self.pipes.said_early or ()]
 
-    def close(self, kill: bool) -> None:
-        """See `Runner`."""
-        if kill:
+    def close(self) -> None:
+        if self.failed:
             self._signal_ranks(signal.SIGKILL)  # child processes that outlived their rank
         if self.process is not None and self.process.poll() is None:
             self.process.kill()

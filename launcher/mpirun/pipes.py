@@ -12,7 +12,7 @@ from typing import IO
 
 from hvdlite.launcher.hosts.hosts import host_of_rank
 from hvdlite.launcher.hosts.unreachable import has_not_answered, silent_host
-from hvdlite.launcher.jobs.runner import JobContext
+from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM
 from hvdlite.launcher.processes.event_loop import Handler
 from hvdlite.launcher.processes.output import STREAMS
@@ -31,7 +31,7 @@ MARK = {
 class Pipes:
     """All pipes of one job. Events go to its `first_failure`, output to its `output`."""
 
-    def __init__(self, directory: str, token: str, mpi_kind: str, job: JobContext) -> None:
+    def __init__(self, directory: str, token: str, mpi_kind: str, job: FixedJob) -> None:
         self.directory = directory
         self.token = token
         self.mark = re.compile(MARK[mpi_kind].replace(b"TOKEN", token.encode()))

@@ -26,12 +26,15 @@ class Output:
     A program redraws a line by ending it with ``\\r`` instead of ``\\n``. The bars of several ranks
     cannot share a terminal's line: the state that a line ends with is printed, and meanwhile a
     terminal shows the bar of the lowest rank that has one, and a file gets a state now and then.
+
+    Processes have numbers, which are the ranks of a job that keeps its ranks. The workers of an
+    elastic one are named by `begin`, and marked with the rank that they had at their start.
     """
 
     def __init__(
         self, ranks: Sequence[int], directory: str | None, timestamps: bool,
         console: Console | None = None, raw_rank: int | None = None,
-        note_broken_pipe: Callable[[], None] | None = None,
+        note_broken_pipe: Callable[[], None] | None = None, elastic: bool = False,
     ) -> None:  # fmt: skip
         self.timestamps = timestamps
         self.raw_rank = raw_rank  # what it prints is passed on as it is
@@ -39,34 +42,65 @@ class Output:
         # Is called when nobody reads our output any more; else BrokenPipeError is raised.
         self._note_broken_pipe = note_broken_pipe
         self._names: dict[int, str] = {}  # Of processes that are no ranks.
+        self._start_ranks: dict[int, int] = {}  # Of the workers that have not ended.
+        self._incarnations: dict[int, int] = {}  # Start rank -> how many workers have had it.
         self._rest: dict[Key, bytes] = {}  # the start of a line that has not ended
         self._progress_at: dict[Key, float] = {}  # when a state of the line was printed last
         self._tails: dict[int, bytes] = {}
         self._files: dict[Key, BinaryIO] = {}
         self._warned = False
         self._directory = Path(directory) if directory is not None else None
+        self._width = len(str(max(ranks)))
         if self._directory is not None:
-            self._open_files(self._directory, ranks)
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                for rank in () if elastic else ranks:
+                    self._open_files(rank, f"rank.{rank:0{self._width}}")
+            except OSError as error:
+                raise self._cannot_write(error) from None
 
-    def _open_files(self, directory: Path, ranks: Sequence[int]) -> None:
-        width = len(str(max(ranks)))
-        for rank in ranks:
-            self._open_file(rank, directory / f"rank.{rank:0{width}}")
+    def _open_files(self, number: int, name: str) -> None:
+        assert self._directory is not None
+        folder = self._directory / name
+        folder.mkdir(exist_ok=True)
+        for stream in STREAMS:
+            self._files[number, stream] = (folder / stream).open("wb", buffering=0)
 
-    def _open_file(self, rank: int, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stream in STREAMS:
-                self._files[rank, stream] = (folder / stream).open("wb", buffering=0)
-        except OSError as error:
-            self.close()
-            raise ConfigError(f"--output-filename: cannot write there: {error}") from None
+    def _cannot_write(self, error: OSError) -> ConfigError:
+        self.close()
+        return ConfigError(f"--output-filename: cannot write there: {error}")
 
     def add(self, number: int, name: str) -> None:
         """Let a process that is no rank have a name, such as "server 0", in place of a rank."""
         self._names[number] = name
         if self._directory is not None:
-            self._open_file(number, self._directory / name.replace(" ", "."))
+            try:
+                self._open_files(number, name.replace(" ", "."))
+            except OSError as error:
+                raise self._cannot_write(error) from None
+
+    def begin(self, number: int, start_rank: int) -> None:
+        """Take note of a worker of an elastic job before it prints anything."""
+        self._start_ranks[number] = start_rank
+        incarnation = self._incarnations.get(start_rank, 0)
+        self._incarnations[start_rank] = incarnation + 1
+        if self._directory is not None:
+            again = f".{incarnation}" if incarnation else ""
+            try:
+                self._open_files(number, f"rank.{start_rank:0{self._width}}{again}")
+            except OSError as error:
+                self._note_unsaved(number, error)
+
+    def end(self, number: int) -> str | None:
+        """Print what a worker has left, and forget it; return the exception that it has printed."""
+        if number not in self._start_ranks:
+            return None
+        for stream in STREAMS:
+            self._end_line((number, stream))
+            if file := self._files.pop((number, stream), None):
+                file.close()
+        del self._start_ranks[number]
+        return last_exception(self._tails.pop(number, b"")) or None
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
         """Take in what `rank` has written to `stream`; raises BrokenPipeError."""
@@ -125,17 +159,13 @@ class Output:
         """Say once that what a rank prints cannot be written to its file."""
         if not self._warned:
             self._warned = True
-            who = self._names.get(rank) or f"rank {self._label(rank)}"
+            who = self._names.get(rank) or f"rank {self._start_ranks.get(rank, rank)}"
             text = f"hvdlite-run: --output-filename: {who}: {error}; the job goes on\n"
             self.write("stderr", text.encode(errors="replace"))
 
-    def _label(self, rank: int) -> int:
-        """Return the number before the lines of a rank."""
-        return rank
-
     def _prefix(self, rank: int, stream: str) -> bytes:
         now = time.ctime() if self.timestamps else ""
-        name = self._names.get(rank) or self._label(rank)
+        name = self._names.get(rank) or self._start_ranks.get(rank, rank)
         return f"{now}[{name}]<{stream}>:".encode()
 
     def finish(self) -> None:

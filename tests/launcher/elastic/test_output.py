@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launcher.elastic.output import ElasticOutput
-from hvdlite.launcher.processes.console import Console
+from hvdlite.launcher.processes.output import Output
 
 
-def output(directory: Path | None = None, num_proc: int = 12) -> ElasticOutput:
+def output(directory: Path | None = None, num_proc: int = 12) -> Output:
     given = None if directory is None else str(directory)
-    return ElasticOutput(num_proc, given, False, Console(), lambda: None)
+    return Output(range(num_proc), given, False, elastic=True)
 
 
 def test_lines_have_the_rank_at_the_start(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
 
 from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.jobs.first_failure import FirstFailure
-from hvdlite.launcher.jobs.runner import JobContext
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI
 from hvdlite.launcher.mpirun.pipes import Pipes
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.output import Output
 
 TOKEN = "hvdlite-rank-0123"
+
+
+class Job(SimpleNamespace):
+    """What pipes know of their job."""
+
+    @property
+    def all_started(self) -> bool:
+        return len(self.first_failure.started) == self.options.num_proc
 
 
 class Mpirun:
@@ -32,7 +40,7 @@ class Mpirun:
         options: Any = LaunchOptions(
             command=("true",), num_proc=2, variables={}, start_timeout_seconds=1.0
         )
-        job = JobContext(options, {}, self.loop, self.heard, output)
+        job: Any = Job(options=options, loop=self.loop, first_failure=self.heard, output=output)
         self.pipes = Pipes(str(folder), TOKEN, kind, job)
         read_fd, self._write_fd = os.pipe()
         self._reader: IO[bytes] = os.fdopen(read_fd, "rb", buffering=0)
