@@ -17,7 +17,7 @@ from hvdlite.common.base.warn import warn_user
 from hvdlite.launcher.command_line.flags import parse_args
 from hvdlite.launcher.command_line.launcher_choice import MPIRUN
 from hvdlite.launcher.command_line.options import LaunchOptions, resolve
-from hvdlite.launcher.elastic.decisions import lines
+from hvdlite.launcher.decisions import lines
 from hvdlite.launcher.jobs.outcome import JobOutcome
 from hvdlite.launcher.jobs.start import run_job
 from hvdlite.launcher.platforms.torch_pod import PREFIX

@@ -22,7 +22,7 @@ ROOT = PACKAGE.parent
 FLOORS = [
     ["hvdlite.ray", "hvdlite.spark"],
     ["hvdlite.launcher"],
-    ["hvdlite.launcher.elastic.decisions"],
+    ["hvdlite.launcher.decisions"],
     ["hvdlite.tools", "hvdlite.bench"],
     ["hvdlite.keras"],
     ["hvdlite.torch", "hvdlite.tf", "hvdlite.numpy"],
@@ -70,7 +70,7 @@ PURE = [
     "hvdlite.common.decisions",
     "hvdlite.common.layouts",
     "hvdlite.common.segmentation",
-    "hvdlite.launcher.elastic.decisions",
+    "hvdlite.launcher.decisions",
     "hvdlite.ps.layouts",
 ]
 # Modules that are so in packages that are not.
@@ -97,7 +97,7 @@ IMPORTS_TORCH = "hvdlite.common.meeting.torch_store"
 # The launcher starts ranks and is none: it must work where the engine could not even be imported.
 LAUNCHER_IMPORTS = {
     "hvdlite.launcher",
-    "hvdlite.launcher.elastic.decisions",
+    "hvdlite.launcher.decisions",
     "hvdlite.common.base",
     "hvdlite.common.connections",
     "hvdlite.common.meeting",

@@ -6,8 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from hvdlite.launcher.elastic.decisions.commands import StartWorker
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.decisions.commands import ElasticPlan, StartWorker
 from hvdlite.launcher.elastic.direct_job import DirectJob
 from hvdlite.launcher.elastic.discovery import HostDiscovery
 from hvdlite.launcher.processes.error_text import shorten

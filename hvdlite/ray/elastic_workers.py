@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdlite.launcher.elastic.decisions.commands import Finish
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.decisions.commands import ElasticPlan, Finish
 from hvdlite.launcher.elastic.discovery import HostDiscovery
 from hvdlite.ray.answers import LOOK_SECONDS, call_back
 from hvdlite.ray.discovery import RayHostDiscovery

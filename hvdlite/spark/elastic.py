@@ -14,8 +14,7 @@ from typing import Any, TextIO, TypeVar
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.launcher.agents.channel import Channel
-from hvdlite.launcher.elastic.decisions.commands import Finish, StartWorker
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.decisions.commands import ElasticPlan, Finish, StartWorker
 from hvdlite.launcher.elastic.direct_job import DirectJob, make_plan
 from hvdlite.launcher.processes.error_text import shorten
 from hvdlite.launcher.worker import Raised

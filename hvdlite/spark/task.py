@@ -27,7 +27,7 @@ from hvdlite.common.connections.address import Address, listen
 from hvdlite.common.meeting.host_identity import host_identity
 from hvdlite.common.meeting.placement import order_by_host, rank_variables
 from hvdlite.common.meeting.serving import ServedMeeting
-from hvdlite.launcher.jobs.first_failure import Failure
+from hvdlite.launcher.decisions.first_failure import Failure
 from hvdlite.launcher.jobs.passed_variables import of_another_job
 from hvdlite.launcher.worker import dump_error
 from hvdlite.spark.output import RankOutput

@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hvdlite.launcher.jobs.first_failure import NOT_EXECUTABLE, NOT_FOUND
+from hvdlite.launcher.decisions.first_failure import NOT_EXECUTABLE, NOT_FOUND
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.output import STREAMS
 from hvdlite.launcher.processes.signals import die_with_parent

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost
-from hvdlite.launcher.agents.agent_hello import reason_to_refuse
+from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, reason_to_refuse
 from hvdlite.launcher.agents.agent_job import AgentJob
 from hvdlite.launcher.agents.agent_starters import (
     AgentStarter,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.agents.agent_job import AgentJob
 from hvdlite.launcher.command_line.cluster_options import ClusterOptions
-from hvdlite.launcher.jobs.first_failure import Failure
+from hvdlite.launcher.decisions.first_failure import Failure
 from hvdlite.launcher.jobs.job import FixedJob
 from hvdlite.launcher.processes.console import say
 

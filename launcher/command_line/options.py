@@ -29,7 +29,7 @@ from hvdlite.launcher.command_line.launcher_choice import (
 )
 from hvdlite.launcher.hosts.cores import cores
 from hvdlite.launcher.hosts.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
-from hvdlite.launcher.mpirun.mpi_arguments import BINDING_FLAGS, flags_in
+from hvdlite.launcher.mpirun.user_arguments import BINDING_FLAGS, flags_in
 from hvdlite.launcher.platforms.allocation import SLURM, Allocation, find_allocation
 from hvdlite.launcher.platforms.jsrun import compute_hosts
 from hvdlite.launcher.platforms.kubernetes import LauncherPod, find_launcher_pod, with_own_pod_local

@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
-from hvdlite.launcher.elastic.decisions.failures import Cooldowns
-from hvdlite.launcher.elastic.decisions.host_order import order_hosts
-from hvdlite.launcher.hosts.discovery_output import parse_discovery
+from hvdlite.launcher.decisions.failures import Cooldowns
+from hvdlite.launcher.decisions.hosts import order_hosts
+from hvdlite.launcher.hosts.hosts import parse_discovery
 
 SCRIPT_SECONDS = 60.0  # A script that takes longer is killed.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.hosts.discovery_output import parse_discovery
+from hvdlite.launcher.hosts.hosts import parse_discovery
 from hvdlite.launcher.hosts.unreachable import spell_end
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.signals import die_with_parent

@@ -6,9 +6,9 @@ import signal
 from abc import ABC, abstractmethod
 from typing import Any
 
-from hvdlite.launcher.elastic.decisions import commands
-from hvdlite.launcher.elastic.decisions.driver import Driver
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.decisions import commands
+from hvdlite.launcher.decisions.commands import ElasticPlan
+from hvdlite.launcher.decisions.driver import Driver
 from hvdlite.launcher.processes.event_loop import EventLoop
 
 # What scripts for Horovod find in elastic jobs: these connect the ranks by TCP, too.

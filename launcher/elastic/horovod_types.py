@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlite.launcher.elastic.decisions.driver import RESET_LIMIT_EXCEEDED
+from hvdlite.launcher.decisions.driver import RESET_LIMIT_EXCEEDED
 
 RESET_LIMIT_EXCEEDED_MESSAGE = RESET_LIMIT_EXCEEDED  # format(limit) gives the text.
 

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost
-from hvdlite.launcher.agents.agent_hello import reason_to_refuse
+from hvdlite.launcher.agents.agent_connection import AgentConnection, AgentHost, reason_to_refuse
 from hvdlite.launcher.agents.agent_job import AgentJob
 from hvdlite.launcher.agents.agent_starters import (
     MOST_AT_ONCE,
@@ -18,8 +17,7 @@ from hvdlite.launcher.agents.agent_starters import (
 )
 from hvdlite.launcher.agents.channel import BEATS
 from hvdlite.launcher.command_line.elastic_options import ElasticOptions
-from hvdlite.launcher.elastic.decisions.commands import StartWorker
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.decisions.commands import ElasticPlan, StartWorker
 from hvdlite.launcher.elastic.driving import Driving
 from hvdlite.launcher.elastic.worker_processes import WorkerProcesses
 from hvdlite.launcher.hosts.hosts import Host

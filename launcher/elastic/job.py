@@ -12,13 +12,13 @@ import time
 from collections.abc import Mapping
 
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.decisions import termination_plan as ending
+from hvdlite.launcher.decisions.commands import ElasticPlan
+from hvdlite.launcher.decisions.termination_plan import Plan
 from hvdlite.launcher.elastic.discovery_script import DiscoveryScript
 from hvdlite.launcher.elastic.host_agents import HostAgents
-from hvdlite.launcher.jobs import termination_plan as ending
 from hvdlite.launcher.jobs.job import Job
 from hvdlite.launcher.jobs.outcome import JobOutcome, signal_outcome
-from hvdlite.launcher.jobs.termination_plan import Plan
 
 # Workers that wait for a world have been told of the end; whoever trains on is not needed any more.
 AFTER_FINISH: Plan = ((0.5, ending.TERMINATE), (2.5, ending.KILL), (1.0, ending.ABANDON))

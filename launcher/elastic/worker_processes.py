@@ -10,8 +10,8 @@ from typing import Any
 
 from hvdlite.launcher.agents.agent_connection import AgentConnection
 from hvdlite.launcher.agents.agent_job import AgentJob
-from hvdlite.launcher.elastic.decisions.commands import StartWorker
-from hvdlite.launcher.elastic.decisions.driver import Driver
+from hvdlite.launcher.decisions.commands import StartWorker
+from hvdlite.launcher.decisions.driver import Driver
 from hvdlite.launcher.elastic.driving import worker_variables
 from hvdlite.launcher.jobs.job import Job
 

@@ -1,4 +1,4 @@
-"""Hosts and their slots: what -H and a hostfile say."""
+"""Hosts and their slots: what -H, a hostfile and a discovery script say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.hosts.discovery_output import check_name
 
 HOST = re.compile(r"([\w.-]+)(?::(\d+))?")
 HOSTFILE_LINE = re.compile(r"([\w.-]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?")
@@ -110,3 +109,34 @@ def host_of_rank(hosts: tuple[Host, ...], num_proc: int, rank: int) -> Host | No
             return host
         rank -= count
     return None
+
+
+DISCOVERED = re.compile(r"([\w.-]+)(?::(\d+))?", re.ASCII)
+
+
+def parse_discovery(text: str, default_slots: int) -> dict[str, int]:
+    """Return the slots by host, in the order of the lines of ``host`` or ``host:slots``.
+
+    Empty lines are ignored. Raises `ConfigError` that names the line which is anything else.
+    """
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+        if not line:
+            continue
+        where = f"discovery script, line {number}: {line[:200]!r}"
+        match = DISCOVERED.fullmatch(line)
+        if match is None:
+            raise ConfigError(f"{where}: a host must be given as name or name:slots")
+        check_name(match[1], where)
+        name, slots = match[1], int(match[2]) if match[2] else default_slots
+        if name in hosts:
+            raise ConfigError(f"{where}: host {name} is given twice: add its slots up")
+        if slots:  # A host with no slot is one that is not there.
+            hosts[name] = slots
+    return hosts
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise `ConfigError` for the name of a host that programs would take for a flag."""
+    if name.startswith("-"):
+        raise ConfigError(f"{where}: the name of a host must not begin with '-'")

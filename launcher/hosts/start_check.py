@@ -11,7 +11,7 @@ from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.hosts.check_hosts import check_hosts
 from hvdlite.launcher.hosts.host_report import HostReport
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, Mpi
-from hvdlite.launcher.mpirun.openmpi import own_agent, parameter_given
+from hvdlite.launcher.mpirun.user_arguments import own_agent, parameter_given
 
 PORTS = re.compile(r"(\d+)-(\d+)")
 

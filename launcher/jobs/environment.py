@@ -13,7 +13,7 @@ from hvdlite.launcher.command_line.options import LaunchOptions
 from hvdlite.launcher.jobs.passed_variables import of_another_job
 from hvdlite.launcher.mpirun.commands import build_environment, keep_alive_arguments
 from hvdlite.launcher.mpirun.mpi import HYDRA, OPENMPI, SLURM, Mpi, library_of
-from hvdlite.launcher.mpirun.openmpi import own_agent, parameter_given
+from hvdlite.launcher.mpirun.user_arguments import own_agent, parameter_given
 from hvdlite.launcher.platforms.allocation import is_task
 
 # Python prints the stack of a rank that dies by SIGSEGV where this is not empty; "0" would count.

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from hvdlite.launcher.command_line.options import LaunchOptions
-from hvdlite.launcher.jobs import termination_plan as ending
-from hvdlite.launcher.jobs.first_failure import FirstFailure
+from hvdlite.launcher.decisions import termination_plan as ending
+from hvdlite.launcher.decisions.first_failure import FirstFailure
+from hvdlite.launcher.decisions.termination_plan import Ending
 from hvdlite.launcher.jobs.outcome import End, JobOutcome, StartFailure, conclude
-from hvdlite.launcher.jobs.termination_plan import Ending
 from hvdlite.launcher.processes.console import Console
 from hvdlite.launcher.processes.event_loop import EventLoop
 from hvdlite.launcher.processes.output import Output

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from hvdlite.common.base.errors import DEPARTED, HAS_SHUT_DOWN
 from hvdlite.launcher.command_line.options import LaunchOptions
+from hvdlite.launcher.decisions.first_failure import Failure, FirstFailure
 from hvdlite.launcher.hosts.hosts import host_of_rank
-from hvdlite.launcher.jobs.first_failure import Failure, FirstFailure
 
 NOT_STARTED_CODE = 1
 MOST_RANKS_NAMED = 6

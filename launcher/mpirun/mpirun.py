@@ -23,10 +23,9 @@ from hvdlite.launcher.jobs.passed_variables import home_directory, names_for_oth
 from hvdlite.launcher.mpirun.cleanup import kill_session, remove_segments, segments_of
 from hvdlite.launcher.mpirun.commands import Place, build_command
 from hvdlite.launcher.mpirun.mpi import OPENMPI, SLURM, Mpi
-from hvdlite.launcher.mpirun.mpi_arguments import binds_ranks, places_ranks
-from hvdlite.launcher.mpirun.openmpi import parameter_given
 from hvdlite.launcher.mpirun.pipes import Pipes
 from hvdlite.launcher.mpirun.rank_shell import RankShell
+from hvdlite.launcher.mpirun.user_arguments import binds_ranks, parameter_given, places_ranks
 from hvdlite.launcher.processes.output import STREAMS
 from hvdlite.launcher.processes.signals import die_with_parent
 

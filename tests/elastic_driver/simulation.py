@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdlite.launcher.elastic.decisions.commands import (
+from hvdlite.launcher.decisions.commands import (
     DropAgent,
+    ElasticPlan,
     EndWorker,
     Finish,
     Say,
@@ -15,8 +16,7 @@ from hvdlite.launcher.elastic.decisions.commands import (
     StartWorker,
     Tell,
 )
-from hvdlite.launcher.elastic.decisions.driver import Driver
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
+from hvdlite.launcher.decisions.driver import Driver
 
 
 @dataclass

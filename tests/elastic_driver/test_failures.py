@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.launcher.elastic.decisions.plan import READY, WAIT
+from hvdlite.launcher.decisions.commands import READY, WAIT
 from tests.elastic_driver.running import finished, running
 from tests.elastic_driver.simulation import Simulation
 

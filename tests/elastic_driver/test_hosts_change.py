@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdlite.launcher.elastic.decisions.host_order import places
+from hvdlite.launcher.decisions.hosts import places
 from tests.elastic_driver.simulation import Simulation
 
 

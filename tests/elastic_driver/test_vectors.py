@@ -9,9 +9,9 @@ import pytest
 
 from hvdlite.common.base.errors import ConfigError
 from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
-from hvdlite.launcher.elastic.decisions.failures import Cooldowns
-from hvdlite.launcher.elastic.decisions.host_order import fill_hosts, order_hosts, places
-from hvdlite.launcher.hosts.discovery_output import parse_discovery
+from hvdlite.launcher.decisions.failures import Cooldowns
+from hvdlite.launcher.decisions.hosts import fill_hosts, order_hosts, places
+from hvdlite.launcher.hosts.hosts import parse_discovery
 
 
 @pytest.mark.parametrize(

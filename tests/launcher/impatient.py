@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 
 from hvdlite.launcher.cli import main
+from hvdlite.launcher.decisions import termination_plan
 from hvdlite.launcher.elastic import discovery_script
-from hvdlite.launcher.jobs import termination_plan
 
 discovery_script.EVERY_SECONDS = 0.2
 (_, first), *others = termination_plan.AFTER_FAILURE

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import hvdlite
+from hvdlite.launcher.decisions.first_failure import Failure
 from hvdlite.launcher.hosts.unreachable import diagnose
-from hvdlite.launcher.jobs.first_failure import Failure
 from hvdlite.launcher.jobs.outcome import failure_sentence
 from hvdlite.launcher.mpirun.mpi import OPENMPI, find_all
 from tests.launcher.jobs import IMPATIENT, LAUNCHER, RANK, launch

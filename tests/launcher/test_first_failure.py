@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from hvdlite.launcher.jobs import termination_plan as ending
-from hvdlite.launcher.jobs.first_failure import Failure, FirstFailure
-from hvdlite.launcher.jobs.termination_plan import Ending
+from hvdlite.launcher.decisions import termination_plan as ending
+from hvdlite.launcher.decisions.first_failure import Failure, FirstFailure
+from hvdlite.launcher.decisions.termination_plan import Ending
 
 
 def first_failure(*events: str) -> FirstFailure:

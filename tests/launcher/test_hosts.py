@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from hvdlite.common.base.errors import ConfigError
-from hvdlite.launcher.hosts.discovery_output import parse_discovery
-from hvdlite.launcher.hosts.hosts import Host, parse_hosts, ranks_per_host, read_hostfile
+from hvdlite.launcher.hosts.hosts import (
+    Host,
+    parse_discovery,
+    parse_hosts,
+    ranks_per_host,
+    read_hostfile,
+)
 
 
 def test_hosts_have_a_name_and_slots() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdlite.launcher.elastic.decisions.roster import Worker
+from hvdlite.launcher.decisions.roster import Worker
 
 
 class NoStateError(Exception):

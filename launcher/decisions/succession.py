@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hvdlite.common.base.host_update import HostUpdateResult
-from hvdlite.launcher.elastic.decisions import lines
-from hvdlite.launcher.elastic.decisions.commands import Command, Say, Tell
-from hvdlite.launcher.elastic.decisions.failures import Failures
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
-from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
-from hvdlite.launcher.elastic.decisions.staffing import Staffing
-from hvdlite.launcher.elastic.decisions.worlds import (
+from hvdlite.launcher.decisions import lines
+from hvdlite.launcher.decisions.commands import Command, ElasticPlan, Say, Tell
+from hvdlite.launcher.decisions.failures import Failures
+from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
+from hvdlite.launcher.decisions.staffing import Staffing
+from hvdlite.launcher.decisions.worlds import (
     CheckAgreement,
     Reset,
     World,

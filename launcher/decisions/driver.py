@@ -6,19 +6,18 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdlite.launcher.elastic.decisions import lines
-from hvdlite.launcher.elastic.decisions.commands import Command, Finish, Say, Tell
-from hvdlite.launcher.elastic.decisions.failures import RESETS_AFTER_EXCEPTIONS, Cooldowns, Failures
-from hvdlite.launcher.elastic.decisions.host_changes import HostChanges
-from hvdlite.launcher.elastic.decisions.hosts import Hosts
-from hvdlite.launcher.elastic.decisions.job_end import NO_PREVIOUS_HOSTS, JobEnd
-from hvdlite.launcher.elastic.decisions.losses import Losses
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
-from hvdlite.launcher.elastic.decisions.requirements import Requirements
-from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
-from hvdlite.launcher.elastic.decisions.staffing import Staffing
-from hvdlite.launcher.elastic.decisions.succession import Succession
-from hvdlite.launcher.elastic.decisions.worlds import NoStateError
+from hvdlite.launcher.decisions import lines
+from hvdlite.launcher.decisions.commands import Command, ElasticPlan, Finish, Say, Tell
+from hvdlite.launcher.decisions.failures import RESETS_AFTER_EXCEPTIONS, Cooldowns, Failures
+from hvdlite.launcher.decisions.host_changes import HostChanges
+from hvdlite.launcher.decisions.hosts import Hosts
+from hvdlite.launcher.decisions.job_end import NO_PREVIOUS_HOSTS, JobEnd
+from hvdlite.launcher.decisions.losses import Losses
+from hvdlite.launcher.decisions.requirements import Requirements
+from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
+from hvdlite.launcher.decisions.staffing import Staffing
+from hvdlite.launcher.decisions.succession import Succession
+from hvdlite.launcher.decisions.worlds import NoStateError
 
 RESET_LIMIT_EXCEEDED = "the number of resets exceeded limit {0}"
 NO_STATE = "nobody holds the last commit (number {0}) any more, so the job cannot go on"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hvdlite.launcher.elastic.decisions import lines
-from hvdlite.launcher.elastic.decisions.hosts import Hosts
-from hvdlite.launcher.elastic.decisions.plan import WAIT, ElasticPlan
-from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
-from hvdlite.launcher.elastic.decisions.staffing import Staffing
-from hvdlite.launcher.elastic.decisions.succession import Succession
+from hvdlite.launcher.decisions import lines
+from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
+from hvdlite.launcher.decisions.hosts import Hosts
+from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
+from hvdlite.launcher.decisions.staffing import Staffing
+from hvdlite.launcher.decisions.succession import Succession
 
 LINE_SECONDS = 10.0
 

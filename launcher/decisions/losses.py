@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hvdlite.launcher.elastic.decisions import lines
-from hvdlite.launcher.elastic.decisions.commands import Command, DropAgent, Say
-from hvdlite.launcher.elastic.decisions.failures import FOREVER, Failure, Failures
-from hvdlite.launcher.elastic.decisions.hosts import Hosts
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
-from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
-from hvdlite.launcher.elastic.decisions.staffing import Staffing
-from hvdlite.launcher.elastic.decisions.succession import Succession
+from hvdlite.launcher.decisions import lines
+from hvdlite.launcher.decisions.commands import Command, DropAgent, ElasticPlan, Say
+from hvdlite.launcher.decisions.failures import FOREVER, Failure, Failures
+from hvdlite.launcher.decisions.hosts import Hosts
+from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
+from hvdlite.launcher.decisions.staffing import Staffing
+from hvdlite.launcher.decisions.succession import Succession
 
 # How long a process may run on after its connection has broken: the kernel takes a while to end one
 # that has much memory, or writes a core dump.

@@ -6,19 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hvdlite.launcher.elastic.decisions.commands import (
+from hvdlite.launcher.decisions.commands import (
     Command,
     DropAgent,
+    ElasticPlan,
     EndWorker,
     StartAgent,
     StartWorker,
     Tell,
 )
-from hvdlite.launcher.elastic.decisions.failures import FOREVER, Failures
-from hvdlite.launcher.elastic.decisions.host_order import order_hosts, places
-from hvdlite.launcher.elastic.decisions.hosts import Hosts, Stand
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
-from hvdlite.launcher.elastic.decisions.roster import Roster, Stage, Worker
+from hvdlite.launcher.decisions.failures import FOREVER, Failures
+from hvdlite.launcher.decisions.hosts import Hosts, Stand, order_hosts, places
+from hvdlite.launcher.decisions.roster import Roster, Stage, Worker
 
 # How long a worker that was told to end may take, until SIGTERM and until SIGKILL.
 TERMINATE_SECONDS = 10.0

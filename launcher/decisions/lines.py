@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hvdlite.launcher.elastic.decisions.roster import Worker
-from hvdlite.launcher.elastic.decisions.worlds import Reset, World
+from hvdlite.launcher.decisions.roster import Worker
+from hvdlite.launcher.decisions.worlds import Reset, World
 
 MOST_PARTS = 6  # A longer list of ranks is cut.
 EXIT_CODE = "exit code"  # What the end of a job says of each worker that ended with an error.

@@ -1,4 +1,4 @@
-"""What a user has told Open MPI already."""
+"""What a user has told an MPI already, by --mpi-args, --binding-args, variables and files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,30 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+# Flags of mpirun and srun that bind ranks to cores.
+BINDING_FLAGS = {"bind-to", "bind", "bind-to-core", "bind-to-socket", "cpu-bind", "cpu_bind"}
+# Flags of mpirun that say which rank runs where.
+MAPPING_FLAGS = {"map-by", "rank-by", "ppr", "npernode", "N", "npersocket", "pernode", "rankfile",
+                 "rf", "bynode", "byslot", "host", "H", "hosts", "hostfile", "machinefile", "f",
+                 "ppn", "perhost", "grr", "rr"}  # fmt: skip
+
+
+def flags_in(arguments: Sequence[str]) -> set[str]:
+    """Return the names of the flags among `arguments`, without dashes and values."""
+    return {word.lstrip("-").partition("=")[0] for word in arguments if word.startswith("-")}
+
+
+def places_ranks(arguments: Sequence[str]) -> bool:
+    """Return whether `arguments` say which rank runs where."""
+    return bool(flags_in(arguments) & MAPPING_FLAGS)
+
+
+def binds_ranks(arguments: Sequence[str]) -> bool:
+    """Return whether `arguments` bind each rank to cores of its own."""
+    values = " ".join(arguments).replace("=", " ").split()
+    return bool(flags_in(arguments) & BINDING_FLAGS) and "none" not in values
+
 
 PARAMETER_FLAGS = ("mca", "omca", "gmca")  # of mpirun: --mca NAME VALUE
 # What the user's own way to other hosts is called: then ssh says nothing about them.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from hvdlite.launcher.elastic.decisions.commands import Finish
-from hvdlite.launcher.elastic.decisions.hosts import Hosts
-from hvdlite.launcher.elastic.decisions.losses import Losses
-from hvdlite.launcher.elastic.decisions.plan import ElasticPlan
-from hvdlite.launcher.elastic.decisions.roster import Roster, Stage
-from hvdlite.launcher.elastic.decisions.staffing import Staffing
-from hvdlite.launcher.elastic.decisions.succession import Succession
+from hvdlite.launcher.decisions.commands import ElasticPlan, Finish
+from hvdlite.launcher.decisions.hosts import Hosts
+from hvdlite.launcher.decisions.losses import Losses
+from hvdlite.launcher.decisions.roster import Roster, Stage
+from hvdlite.launcher.decisions.staffing import Staffing
+from hvdlite.launcher.decisions.succession import Succession
 
 NO_PREVIOUS_HOSTS = "No hosts from previous set remaining"
 NOT_ELASTIC_SCRIPT = (

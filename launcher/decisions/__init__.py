@@ -1,9 +1,13 @@
-"""What the driver of an elastic job decides: no I/O, no clock, no threads.
+"""What jobs decide: no I/O, no clock, no threads.
 
-In reading order:
+A job that keeps its ranks is ended by the first that fails:
 
-    plan              what the user asked for
-    commands          what the driver wants done
+    first_failure     which rank that was, and how it failed
+    termination_plan  how a job is ended, which elastic jobs use, too
+
+The driver of an elastic job, in reading order:
+
+    commands          what the user asked for, and what the driver wants done
     driver            the events, and what follows from each
     succession        one world after another: resets, and who is in the next world
     worlds            a world, who gives the state to whom, and the way from one to the next
@@ -14,7 +18,6 @@ In reading order:
     roster            the workers
     host_changes      what ranks are told when hosts come and go
     job_end           how a job ends that has no rank any more
-    hosts             the hosts and their agents
-    host_order        which host comes first
+    hosts             the hosts and their agents, and which comes first
     lines             what the terminal shows
 """

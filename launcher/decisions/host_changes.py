@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hvdlite.common.base.host_update import HostUpdateResult, compare_hosts
-from hvdlite.launcher.elastic.decisions.plan import WAIT, ElasticPlan
-from hvdlite.launcher.elastic.decisions.roster import Roster, Stage
-from hvdlite.launcher.elastic.decisions.staffing import Staffing
-from hvdlite.launcher.elastic.decisions.succession import Succession
+from hvdlite.launcher.decisions.commands import WAIT, ElasticPlan
+from hvdlite.launcher.decisions.roster import Roster, Stage
+from hvdlite.launcher.decisions.staffing import Staffing
+from hvdlite.launcher.decisions.succession import Succession
 
 # How long newcomers that are ready wait for others that have been started.
 GATHER_SECONDS = 1.0
